@@ -1,0 +1,1 @@
+"""Training that survives: JAX jobs that go on when hosts die."""

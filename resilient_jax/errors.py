@@ -1,0 +1,133 @@
+"""Every error that resilient_jax raises on purpose, and the exit codes of its commands.
+
+The four classes below the root say whose move it is: the caller's (their arguments, their
+configuration, their code), the operator's (the machine, the network, the token), a peer's (a
+message or host that is not as agreed) or ours (a bug). A message says what was found, what was
+expected, where, and what to do.
+"""
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """What `resilient-jax agent` and `launch` exit with.
+
+    A worker's own positive code is passed through when the job ends with the user's error, so ours
+    start high where scripts rarely go.
+    """
+
+    DONE = 0
+    USAGE = 2
+    """Bad input: a flag, a file or a configuration; nothing was started."""
+    STORE_LOST = 80
+    """The store stayed unreachable until the deadline."""
+    BUDGET_EXHAUSTED = 81
+    """A worker died more often than its restart budget allows."""
+    TOO_FEW_HOSTS = 82
+    """Not enough hosts came, or stayed, for the job to go on."""
+    REFUSED = 83
+    """This host may not join: host name taken, versions differ, or wrong token."""
+    DRAINED = 84
+    """This host left at a step boundary after a notice (SIGTERM); nothing was lost."""
+    STATE_LOST = 85
+    """Every holder of the training state died at once, and nothing else holds it."""
+    INTERNAL = 89
+    """A bug of ours."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
+class ResilientJaxError(Exception):
+    """Root of all our errors."""
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+
+class CallerError(ResilientJaxError):
+    """The caller's move: an argument, a configuration or a script is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(CallerError):
+    """A configuration file or value does not fit; the message names file, key, found, expected."""
+
+
+class StateError(CallerError):
+    """The training state cannot be handed over or restored as asked."""
+
+
+class OperatorError(ResilientJaxError):
+    """The operator's move: the machine, the network or the deployment is not as needed."""
+
+    exit_code = ExitCode.USAGE
+
+
+class StoreUnreachable(OperatorError):
+    """The store did not answer until the deadline."""
+
+    exit_code = ExitCode.STORE_LOST
+
+
+class AddressInUse(OperatorError):
+    """Another process listens on the address that was asked for."""
+
+
+class LogUnwritable(OperatorError):
+    """A log file cannot be written (disk full, permissions)."""
+
+
+class Refused(OperatorError):
+    """The job does not let this host in."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class TokenRefused(Refused):
+    """The job token is missing or wrong."""
+
+
+class TooFewHosts(OperatorError):
+    """Not enough hosts for the job."""
+
+    exit_code = ExitCode.TOO_FEW_HOSTS
+
+
+class BudgetExhausted(OperatorError):
+    """The worker died more often than the restart budget allows."""
+
+    exit_code = ExitCode.BUDGET_EXHAUSTED
+
+
+class StateLost(OperatorError):
+    """No living host holds the training state any more."""
+
+    exit_code = ExitCode.STATE_LOST
+
+
+class PeerError(ResilientJaxError):
+    """A peer's move: what came from another process is not as agreed."""
+
+
+class MessageError(PeerError):
+    """A message does not decode; names the method and the field."""
+
+
+class PeerUnreachable(PeerError):
+    """A peer did not answer before the deadline, or refused the connection."""
+
+
+class ChecksumMismatch(PeerError):
+    """Bytes that arrived are not the bytes that were sent."""
+
+
+class CompactedRevision(PeerError):
+    """A watch asked for changes that the store has already forgotten; read again, then watch."""
+
+
+class LeaseExpired(PeerError):
+    """The lease is gone: the store counts this holder as dead."""
+
+
+class InternalError(ResilientJaxError):
+    """Our own bug; please report it."""

@@ -1,0 +1,66 @@
+"""What happened, as values: the typed record that logs, tables and tests read.
+
+An event is written as one JSON line by the process that saw it. `monotonic_s` orders events of one
+machine to the microsecond; across machines only `wall_s` is comparable, as well as the clocks are.
+"""
+
+import enum
+
+import msgspec
+
+
+class EventKind(enum.StrEnum):
+    """Closed set of things that happen."""
+
+    # processes
+    AGENT_STARTED = "agent.started"
+    AGENT_STOPPED = "agent.stopped"
+    WORKER_STARTED = "worker.started"
+    WORKER_READY = "worker.ready"
+    WORKER_EXITED = "worker.exited"
+    WORKER_STOPPED = "worker.stopped"
+    WORKER_SILENT = "worker.silent"
+    WORKER_KILLED = "worker.killed"
+    RESTART_DELAYED = "restart.delayed"
+    BUDGET_EXHAUSTED = "restart.budget_exhausted"
+    SERVICE_STARTED = "service.started"
+    SERVICE_EXITED = "service.exited"
+    # membership
+    LEADER_ELECTED = "leader.elected"
+    LEADER_RESIGNED = "leader.resigned"
+    HOST_JOINED = "host.joined"
+    HOST_LOST = "host.lost"
+    HOST_REFUSED = "host.refused"
+    HOST_DRAINING = "host.draining"
+    STORE_LOST = "store.lost"
+    STORE_REGAINED = "store.regained"
+    GENERATION_PHASE = "generation.phase"
+    GENERATION_REFUSED = "generation.refused"
+    JOB_FINISHED = "job.finished"
+    # the worker's way through a change
+    COLLECTIVE_FAILED = "collective.failed"
+    COLLECTIVES_ABORTED = "collectives.aborted"
+    UNWOUND = "worker.unwound"
+    STATE_COPIED = "state.copied"
+    STATE_FETCHED = "state.fetched"
+    STATE_REFUSED = "state.refused"
+    WORLD_LEFT = "world.left"
+    WORLD_FORMED = "world.formed"
+    STEP_COMMITTED = "step.committed"
+    USER_ERROR = "user.error"
+    # transport
+    TOKEN_REFUSED = "token.refused"
+    MESSAGE_REFUSED = "message.refused"
+    LOG_UNWRITABLE = "log.unwritable"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened, on one host."""
+
+    kind: EventKind
+    host: str
+    monotonic_s: float
+    wall_s: float
+    generation: int | None = None
+    step: int | None = None
+    detail: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)

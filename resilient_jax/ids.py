@@ -1,0 +1,22 @@
+"""Names for identifiers, so that a lease is never passed where a revision is meant."""
+
+from typing import NewType
+
+JobName = NewType("JobName", str)
+HostName = NewType("HostName", str)
+
+GenerationNumber = NewType("GenerationNumber", int)
+"""The agreed membership's number. Only grows; never given out twice in a job."""
+
+WorldId = NewType("WorldId", int)
+"""One coordination service's lifetime. A shrink keeps the world, a re-form opens a new one."""
+
+ProcessIndex = NewType("ProcessIndex", int)
+"""A worker's place in its world, dense from 0; JAX calls it the process id."""
+
+Incarnation = NewType("Incarnation", int)
+"""Counts the starts of one host's worker, so that a restarted worker is never taken for its predecessor."""
+
+LeaseId = NewType("LeaseId", int)
+Revision = NewType("Revision", int)
+"""The store's logical time: grows by one with every change, as in etcd."""
