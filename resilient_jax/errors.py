@@ -114,7 +114,16 @@ class MessageError(PeerError):
 
 
 class PeerUnreachable(PeerError):
-    """A peer did not answer before the deadline, or refused the connection."""
+    """A peer did not answer before the deadline, or refused the connection.
+
+    Attributes:
+        refused: the peer's machine answered, and said that nobody listens there. Its process is dead, or
+            not up yet; no need to wait for a timeout.
+    """
+
+    def __init__(self, message: str = "", *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class ChecksumMismatch(PeerError):
@@ -123,6 +132,10 @@ class ChecksumMismatch(PeerError):
 
 class CompactedRevision(PeerError):
     """A watch asked for changes that the store has already forgotten; read again, then watch."""
+
+
+class StoreReplaced(PeerError):
+    """Another store answers at the address: the one we knew is gone, with everything it held."""
 
 
 class LeaseExpired(PeerError):

@@ -1,0 +1,14 @@
+"""Typed messages between processes: msgspec structs over gRPC, a job token on every call, deadlines.
+
+See README.md in this folder.
+"""
+
+from resilient_jax.transport import _environment as _environment
+from resilient_jax.transport.channel import Channel
+from resilient_jax.transport.credentials import Credentials, TlsFiles
+from resilient_jax.transport.method import Method
+from resilient_jax.transport.server import Server
+from resilient_jax.transport.sync_channel import SyncChannel
+from resilient_jax.transport.thread_server import ThreadServer
+
+__all__ = ["Channel", "Credentials", "Method", "Server", "SyncChannel", "ThreadServer", "TlsFiles"]

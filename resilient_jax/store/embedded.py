@@ -1,0 +1,93 @@
+"""Serves a MemoryStore to the other hosts: what the agent that holds the store runs."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+from resilient_jax.errors import StoreReplaced
+from resilient_jax.store.interface import TransactionResult
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.store.messages import (
+    GRANT,
+    KEEP_ALIVE,
+    RANGE,
+    REVOKE,
+    SERVICE,
+    STATUS,
+    TRANSACTION,
+    WATCH,
+    GrantRequest,
+    LeaseReply,
+    LeaseRequest,
+    RangeReply,
+    RangeRequest,
+    Status,
+    StatusRequest,
+    TransactionRequest,
+    WatchBatch,
+    WatchRequest,
+)
+from resilient_jax.transport import Server
+
+PROGRESS_EVERY_REVISIONS = 1000
+"""A watcher of a quiet prefix hears this often how far the store is; else, resuming, it would ask for a
+revision that is long forgotten. Must stay well below machine.KEEP_REVISIONS."""
+
+
+def serve_store(server: Server, store: MemoryStore) -> None:
+    """Adds the store's methods to `server`; the store stays its owner's to close."""
+    service = _StoreService(store)
+    server.add(
+        SERVICE,
+        {
+            STATUS: service.status,
+            RANGE: service.range,
+            TRANSACTION: service.transaction,
+            GRANT: service.grant,
+            KEEP_ALIVE: service.keep_alive,
+            REVOKE: service.revoke,
+            WATCH: service.watch,
+        },
+    )
+
+
+class _StoreService:
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    async def status(self, request: StatusRequest) -> Status:
+        return Status(store_id=self._store.store_id, revision=self._store.revision)
+
+    async def range(self, request: RangeRequest) -> RangeReply:
+        revision, key_values = await self._store.range(request.prefix)
+        return RangeReply(revision=revision, key_values=key_values)
+
+    async def transaction(self, request: TransactionRequest) -> TransactionResult:
+        return await self._store.transaction(request.compares, request.success_ops, request.failure_ops)
+
+    async def grant(self, request: GrantRequest) -> LeaseReply:
+        return LeaseReply(lease=await self._store.grant(request.ttl_s), ttl_s=request.ttl_s)
+
+    async def keep_alive(self, request: LeaseRequest) -> LeaseReply:
+        return LeaseReply(lease=request.lease, ttl_s=await self._store.keep_alive(request.lease))
+
+    async def revoke(self, request: LeaseRequest) -> LeaseReply:
+        await self._store.revoke(request.lease)
+        return LeaseReply(lease=request.lease, ttl_s=0.0)
+
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[WatchBatch, None]:
+        store_id = self._store.store_id
+        if request.store_id not in ("", store_id):
+            raise StoreReplaced(
+                f"store {request.store_id} is gone, with all it held; store {store_id} answers in its place"
+            )
+        told_revision = None
+        progress = self._store.watch_progress(request.prefix, request.from_revision)
+        async with contextlib.aclosing(progress) as batches:
+            async for events, next_revision in batches:
+                if (
+                    events
+                    or told_revision is None
+                    or next_revision >= told_revision + PROGRESS_EVERY_REVISIONS
+                ):
+                    told_revision = next_revision
+                    yield WatchBatch(store_id=store_id, next_revision=next_revision, events=events)

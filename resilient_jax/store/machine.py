@@ -1,0 +1,351 @@
+"""The store itself, without I/O: keys, revisions, leases, history. Time is passed in.
+
+Invariants:
+- `revision` grows by exactly one with each change, and each event in the history carries its revision.
+- The history holds every change after `compacted_revision`, and nothing else.
+- Every key with a lease is in that lease's set, and the lease lives.
+- A request that raises has changed nothing.
+
+It is mutable, unlike our other machines: copying all keys for each change would be slow, and nobody
+needs two states at once. It is still a pure function of its inputs: same calls, same state.
+"""
+
+import bisect
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from resilient_jax.errors import CallerError, CompactedRevision, LeaseExpired
+from resilient_jax.ids import LeaseId, Revision
+from resilient_jax.store.interface import (
+    NO_LEASE,
+    Compare,
+    Delete,
+    DeleteOp,
+    DeleteResponse,
+    KeyValue,
+    Operation,
+    OperationResponse,
+    Operator,
+    Put,
+    PutOp,
+    PutResponse,
+    RangeOp,
+    RangeResponse,
+    Target,
+    TransactionResult,
+    WatchEvent,
+    check_key,
+    check_operations,
+)
+
+KEEP_REVISIONS = 10_000
+"""How far back a watch can start: minutes of a busy job, a watcher needs seconds."""
+KEEP_BYTES = 32 * 1024 * 1024
+"""The history's memory, whatever the size of the values; large ones are forgotten sooner."""
+EVENT_OVERHEAD_BYTES = 300
+"""A rough size of one event's objects, without key and value."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Lease:
+    ttl_s: float
+    deadline_s: float
+    keys: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """All events of one revision."""
+
+    revision: Revision
+    events: tuple[WatchEvent, ...]
+    size_bytes: int
+
+
+class StoreMachine:
+    """Keys, leases and history of one store."""
+
+    def __init__(
+        self,
+        *,
+        first_lease: LeaseId,
+        keep_revisions: int = KEEP_REVISIONS,
+        keep_bytes: int = KEEP_BYTES,
+    ) -> None:
+        """An empty store, at revision 1 as in etcd.
+
+        Args:
+            first_lease: where lease numbers start; the shell passes a random number, so that a lease of a
+                store that died is not taken for one of its successor.
+            keep_revisions: how many of the last revisions a watch can still see.
+            keep_bytes: how much memory they may take, roughly.
+        """
+        assert first_lease > 0, first_lease
+        assert keep_revisions > 0, keep_revisions
+        self._revision = Revision(1)
+        self._compacted_revision = Revision(1)
+        self._keys: dict[str, KeyValue] = {}
+        self._sorted_keys: list[str] = []
+        self._leases: dict[LeaseId, _Lease] = {}
+        self._next_lease = first_lease
+        self._history: collections.deque[_Change] = collections.deque()
+        self._history_bytes = 0
+        self._keep_revisions = keep_revisions
+        self._keep_bytes = keep_bytes
+
+    @property
+    def revision(self) -> Revision:
+        """Of the last change."""
+        return self._revision
+
+    @property
+    def compacted_revision(self) -> Revision:
+        """The last revision that a watch can no longer see."""
+        return self._compacted_revision
+
+    # Leases
+
+    def grant(self, ttl_s: float, now_s: float) -> LeaseId:
+        """A new lease, which ends at `now_s + ttl_s`.
+
+        Raises:
+            CallerError: `ttl_s` is no positive number.
+        """
+        if not (math.isfinite(ttl_s) and ttl_s > 0):
+            raise CallerError(f"a lease lives a positive number of seconds, found {ttl_s}")
+        lease = self._next_lease
+        self._next_lease = LeaseId(lease + 1)
+        self._leases[lease] = _Lease(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+        return lease
+
+    def keep_alive(self, lease: LeaseId, now_s: float) -> float:
+        """Lets the lease end at `now_s` + its time to live, which it returns.
+
+        Raises:
+            LeaseExpired: it is gone.
+        """
+        held = self._live_lease(lease)
+        held.deadline_s = now_s + held.ttl_s
+        return held.ttl_s
+
+    def revoke(self, lease: LeaseId) -> None:
+        """Ends the lease and deletes its keys, in one revision.
+
+        Raises:
+            LeaseExpired: it is gone.
+        """
+        keys = sorted(self._live_lease(lease).keys)
+        revision = Revision(self._revision + 1)
+        self._commit(revision, [self._delete(key, revision) for key in keys])
+        del self._leases[lease]
+
+    def expire(self, now_s: float) -> list[LeaseId]:
+        """Revokes the leases whose time is over, the earliest first; returns them."""
+        due = [(held.deadline_s, lease) for lease, held in self._leases.items() if held.deadline_s <= now_s]
+        expired = [lease for _, lease in sorted(due)]
+        for lease in expired:
+            self.revoke(lease)
+        return expired
+
+    def extend_leases(self, seconds: float) -> None:
+        """Gives every lease `seconds` more: time in which nobody could have reached the store."""
+        assert seconds >= 0, seconds
+        for held in self._leases.values():
+            held.deadline_s += seconds
+
+    def next_deadline_s(self) -> float | None:
+        """When the next lease ends; None without leases."""
+        return min((held.deadline_s for held in self._leases.values()), default=None)
+
+    def _live_lease(self, lease: LeaseId) -> _Lease:
+        held = self._leases.get(lease)
+        if held is None:
+            raise LeaseExpired(f"lease {lease} is gone: it expired, was revoked, or is of another store")
+        return held
+
+    # Keys
+
+    def get(self, key: str) -> KeyValue | None:
+        """One key."""
+        return self._keys.get(key)
+
+    def range(self, prefix: str) -> list[KeyValue]:
+        """All keys that begin with `prefix`, sorted."""
+        return [self._keys[key] for key in self._keys_with(prefix)]
+
+    def transaction(
+        self,
+        compares: Sequence[Compare],
+        success_ops: Sequence[Operation],
+        failure_ops: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        """Runs one branch, whole, in one revision; see `Store.transaction`.
+
+        Raises:
+            CallerError: the operations cannot be one revision.
+            LeaseExpired: a put names a lease that is gone.
+        """
+        for compare in compares:
+            check_key(compare.key)
+        check_operations(success_ops)
+        check_operations(failure_ops)
+        succeeded = all(self._holds(compare) for compare in compares)
+        operations = success_ops if succeeded else failure_ops
+        for operation in operations:
+            if isinstance(operation, PutOp) and operation.lease != NO_LEASE:
+                self._live_lease(operation.lease)
+        responses = self._run(operations)
+        return TransactionResult(succeeded=succeeded, revision=self._revision, responses=responses)
+
+    def _holds(self, compare: Compare) -> bool:
+        found = self._keys.get(compare.key)
+        match compare.target:
+            case Target.VALUE:
+                if found is None:
+                    return False
+                return _compare(found.value, compare.op, compare.value)
+            case Target.VERSION:
+                return _compare(found.version if found else 0, compare.op, compare.value)
+            case Target.CREATE_REVISION:
+                return _compare(found.create_revision if found else 0, compare.op, compare.value)
+            case Target.MOD_REVISION:
+                return _compare(found.mod_revision if found else 0, compare.op, compare.value)
+            case _:
+                assert_never(compare.target)
+
+    def _run(self, operations: Iterable[Operation]) -> tuple[OperationResponse, ...]:
+        revision = Revision(self._revision + 1)
+        events: list[WatchEvent] = []
+        responses: list[OperationResponse] = []
+        for operation in operations:
+            match operation:
+                case PutOp():
+                    written = self._put(operation, revision)
+                    events.append(Put(key_value=written))
+                    responses.append(PutResponse(key_value=written))
+                case DeleteOp():
+                    deleted = [self._delete(key, revision) for key in self._selected(operation)]
+                    events += deleted
+                    responses.append(DeleteResponse(deleted=len(deleted)))
+                case RangeOp():
+                    found = tuple(self._keys[key] for key in self._selected(operation))
+                    responses.append(RangeResponse(key_values=found))
+                case _:
+                    assert_never(operation)
+        self._commit(revision, events)
+        return tuple(responses)
+
+    def _selected(self, operation: DeleteOp | RangeOp) -> list[str]:
+        if operation.is_prefix:
+            return self._keys_with(operation.key)
+        return [operation.key] if operation.key in self._keys else []
+
+    def _keys_with(self, prefix: str) -> list[str]:
+        start = bisect.bisect_left(self._sorted_keys, prefix)
+        end = start
+        while end < len(self._sorted_keys) and self._sorted_keys[end].startswith(prefix):
+            end += 1
+        return self._sorted_keys[start:end]
+
+    def _put(self, operation: PutOp, revision: Revision) -> KeyValue:
+        before = self._keys.get(operation.key)
+        if before is None:
+            bisect.insort(self._sorted_keys, operation.key)
+        elif before.lease != NO_LEASE:
+            self._leases[before.lease].keys.discard(operation.key)
+        if operation.lease != NO_LEASE:
+            self._leases[operation.lease].keys.add(operation.key)
+        written = KeyValue(
+            key=operation.key,
+            value=operation.value,
+            create_revision=before.create_revision if before else revision,
+            mod_revision=revision,
+            version=before.version + 1 if before else 1,
+            lease=operation.lease,
+        )
+        self._keys[operation.key] = written
+        return written
+
+    def _delete(self, key: str, revision: Revision) -> Delete:
+        before = self._keys.pop(key)
+        del self._sorted_keys[bisect.bisect_left(self._sorted_keys, key)]
+        if before.lease != NO_LEASE:
+            self._leases[before.lease].keys.discard(key)
+        return Delete(key=key, mod_revision=revision)
+
+    # History
+
+    def changes(
+        self, prefix: str, from_revision: Revision, max_bytes: int
+    ) -> tuple[list[WatchEvent], Revision]:
+        """Events of keys that begin with `prefix`, from `from_revision` on, in order.
+
+        Args:
+            prefix: "" for every key.
+            from_revision: the first revision to look at.
+            max_bytes: where to stop, roughly; a revision is never split, so it may be exceeded by one.
+
+        Returns:
+            The events, and the revision to go on from.
+
+        Raises:
+            CompactedRevision: `from_revision` is forgotten.
+        """
+        if from_revision <= self._compacted_revision:
+            raise CompactedRevision(
+                f"revision {from_revision} is forgotten: the store remembers from "
+                f"{self._compacted_revision + 1} on. Read with range, then watch from its revision + 1"
+            )
+        events: list[WatchEvent] = []
+        size_bytes = 0
+        for change in self._changes_since(from_revision):
+            if size_bytes >= max_bytes:
+                return events, change.revision
+            matching = [event for event in change.events if event.key.startswith(prefix)]
+            if matching:
+                events += matching
+                size_bytes += change.size_bytes
+        return events, Revision(max(from_revision, self._revision + 1))
+
+    def _changes_since(self, from_revision: Revision) -> list[_Change]:
+        """Revisions in the history are dense, so the place of each is known."""
+        missing = max(0, self._revision + 1 - from_revision)
+        newest_first = [self._history[-1 - index] for index in range(missing)]
+        return newest_first[::-1]
+
+    def _commit(self, revision: Revision, events: Sequence[WatchEvent]) -> None:
+        """Makes the changes a revision; does nothing if there were none."""
+        if not events:
+            return
+        self._revision = revision
+        change = _Change(revision=revision, events=tuple(events), size_bytes=sum(map(_size_bytes, events)))
+        self._history.append(change)
+        self._history_bytes += change.size_bytes
+        while len(self._history) > self._keep_revisions or (
+            self._history_bytes > self._keep_bytes and len(self._history) > 1
+        ):
+            forgotten = self._history.popleft()
+            self._history_bytes -= forgotten.size_bytes
+            self._compacted_revision = forgotten.revision
+
+
+def _size_bytes(event: WatchEvent) -> int:
+    value_bytes = len(event.key_value.value) if isinstance(event, Put) else 0
+    return EVENT_OVERHEAD_BYTES + len(event.key) + value_bytes
+
+
+def _compare(found: bytes | int, op: Operator, expected: bytes | int) -> bool:
+    match op:
+        case Operator.EQUAL:
+            return found == expected
+        case Operator.NOT_EQUAL:
+            return found != expected
+        case Operator.GREATER:
+            return found > expected  # type: ignore[operator] Compare checks that both are of one type
+        case Operator.LESS:
+            return found < expected  # type: ignore[operator] Compare checks that both are of one type
+        case _:
+            assert_never(op)

@@ -1,0 +1,241 @@
+"""The store of another process, over the transport."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from types import TracebackType
+from typing import Self, cast
+
+from resilient_jax.clock import Clock, SystemClock
+from resilient_jax.errors import PeerUnreachable, StoreUnreachable
+from resilient_jax.ids import LeaseId, Revision
+from resilient_jax.store.interface import (
+    NO_LEASE,
+    Compare,
+    DeleteOp,
+    DeleteResponse,
+    KeyValue,
+    Operation,
+    PutOp,
+    RangeOp,
+    RangeResponse,
+    TransactionResult,
+    WatchEvent,
+)
+from resilient_jax.store.messages import (
+    GRANT,
+    KEEP_ALIVE,
+    RANGE,
+    REVOKE,
+    SERVICE,
+    STATUS,
+    TRANSACTION,
+    WATCH,
+    GrantRequest,
+    LeaseRequest,
+    RangeRequest,
+    StatusRequest,
+    TransactionRequest,
+    WatchBatch,
+    WatchRequest,
+)
+from resilient_jax.transport import Channel, Credentials
+from resilient_jax.transport.method import Method, RequestT, ResponseT
+
+CALL_TIMEOUT_S = 5.0
+GIVE_UP_S = 5.0
+TRY_TIMEOUT_S = 2.0
+"""One try of `connect`: short, so that progress is told and a store that comes back is found."""
+RETRY_PAUSE_S = 0.1
+
+OnProgress = Callable[[float, PeerUnreachable], None]
+"""Told, after each try that failed: seconds tried so far, and why."""
+
+
+class RemoteStore:
+    """A `Store` served elsewhere by `embedded.serve_store`.
+
+    No call is repeated: after PeerUnreachable a change may have been made or not. Only watches resume.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        give_up_s: float = GIVE_UP_S,
+        clock: Clock | None = None,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            address: host:port of the store.
+            credentials: of the job.
+            call_timeout_s: the deadline of each call.
+            give_up_s: how long a watch that broke tries to resume.
+            clock: for those durations.
+        """
+        self.address = address
+        self._channel = Channel(address, credentials)
+        self._call_timeout_s = call_timeout_s
+        self._give_up_s = give_up_s
+        self._clock = clock if clock is not None else SystemClock()
+        self._store_id = ""
+        self._is_closed = False
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        credentials: Credentials,
+        deadline_s: float,
+        on_progress: OnProgress | None = None,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        give_up_s: float = GIVE_UP_S,
+    ) -> Self:
+        """A store that has answered once; tries again until then, for up to `deadline_s` seconds.
+
+        Raises:
+            StoreUnreachable: it did not answer; names the address, the time, the last reason, what to do.
+            TokenRefused: it answered that our token is wrong; at once.
+        """
+        store = cls(address, credentials, call_timeout_s=call_timeout_s, give_up_s=give_up_s)
+        try:
+            await store._wait_status(deadline_s, on_progress)
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
+        operation = PutOp(key, value, NO_LEASE if lease is None else lease)
+        return (await self.transaction((), (operation,))).revision
+
+    async def get(self, key: str) -> KeyValue | None:
+        result = await self.transaction((), (RangeOp(key),))
+        found = cast(RangeResponse, result.responses[0]).key_values
+        return found[0] if found else None
+
+    async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
+        reply = await self._call(RANGE, RangeRequest(prefix=prefix))
+        return reply.revision, reply.key_values
+
+    async def delete(self, key: str) -> bool:
+        result = await self.transaction((), (DeleteOp(key),))
+        return cast(DeleteResponse, result.responses[0]).deleted > 0
+
+    async def delete_prefix(self, prefix: str) -> int:
+        result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
+        return cast(DeleteResponse, result.responses[0]).deleted
+
+    async def transaction(
+        self,
+        compares: Sequence[Compare],
+        success_ops: Sequence[Operation],
+        failure_ops: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        request = TransactionRequest(
+            compares=tuple(compares), success_ops=tuple(success_ops), failure_ops=tuple(failure_ops)
+        )
+        return await self._call(TRANSACTION, request)
+
+    async def grant(self, ttl_s: float) -> LeaseId:
+        return (await self._call(GRANT, GrantRequest(ttl_s=ttl_s))).lease
+
+    async def keep_alive(self, lease: LeaseId) -> float:
+        return (await self._call(KEEP_ALIVE, LeaseRequest(lease=lease))).ttl_s
+
+    async def revoke(self, lease: LeaseId) -> None:
+        await self._call(REVOKE, LeaseRequest(lease=lease))
+
+    async def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
+        """As `Store.watch`; resumes by itself after the last revision seen when the stream breaks.
+
+        Raises:
+            PeerUnreachable: the stream broke and the store did not answer for `give_up_s`.
+            StoreReplaced: another store answers now; revisions and leases of ours mean nothing to it.
+            CompactedRevision: see `Store.watch`.
+        """
+        next_revision = from_revision
+        broken_since_s = self._clock.monotonic_s()
+        while True:
+            limit_s = broken_since_s + self._give_up_s
+            stream = self._watch_once(prefix, next_revision, limit_s)
+            try:
+                async with contextlib.aclosing(stream) as batches:
+                    async for batch in batches:
+                        next_revision = batch.next_revision
+                        limit_s = None
+                        if batch.events:
+                            yield batch.events
+                broke = PeerUnreachable(f"{self.address} ended a watch of {prefix!r}")
+            except PeerUnreachable as error:
+                broke = error
+            now_s = self._clock.monotonic_s()
+            if limit_s is None:
+                broken_since_s = now_s
+            if self._is_closed or now_s - broken_since_s >= self._give_up_s:
+                raise PeerUnreachable(
+                    f"a watch of {prefix!r} broke at revision {next_revision}, and {self.address} did not "
+                    f"answer for {now_s - broken_since_s:.1f} s: {broke}",
+                    refused=broke.refused,
+                ) from broke
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _watch_once(
+        self, prefix: str, from_revision: Revision, limit_s: float
+    ) -> AsyncGenerator[WatchBatch, None]:
+        """One stream, whose first batch must come before `limit_s` of our clock."""
+        request = WatchRequest(prefix=prefix, from_revision=from_revision, store_id=self._store_id)
+        async with contextlib.aclosing(self._channel.stream(SERVICE, WATCH, request)) as batches:
+            try:
+                async with asyncio.timeout(max(0.0, limit_s - self._clock.monotonic_s())):
+                    first = await anext(batches)
+            except TimeoutError as error:
+                raise PeerUnreachable(f"{self.address} did not answer a watch of {prefix!r}") from error
+            except StopAsyncIteration:
+                return
+            self._store_id = first.store_id
+            yield first
+            async for batch in batches:
+                yield batch
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await self._channel.close()
+
+    async def _call(self, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
+        return await self._channel.call(SERVICE, method, request, timeout_s=self._call_timeout_s)
+
+    async def _wait_status(self, deadline_s: float, on_progress: OnProgress | None) -> None:
+        started_s = self._clock.monotonic_s()
+        while True:
+            left_s = started_s + deadline_s - self._clock.monotonic_s()
+            try:
+                status = await self._channel.call(
+                    SERVICE, STATUS, StatusRequest(), timeout_s=max(0.05, min(TRY_TIMEOUT_S, left_s))
+                )
+            except PeerUnreachable as error:
+                tried_s = self._clock.monotonic_s() - started_s
+                if on_progress is not None:
+                    on_progress(tried_s, error)
+                if tried_s >= deadline_s:
+                    raise StoreUnreachable(
+                        f"no store answered at {self.address} for {tried_s:.1f} s (last: {error}). "
+                        "Check the address, that the process that serves the store runs there, and that no "
+                        "firewall is between"
+                    ) from error
+                await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                self._store_id = status.store_id
+                return

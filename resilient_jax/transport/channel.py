@@ -1,0 +1,122 @@
+"""The asyncio client of one peer."""
+
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Self, cast
+
+import grpc
+import grpc.aio
+
+from resilient_jax.errors import ResilientJaxError
+from resilient_jax.transport.credentials import Credentials, channel_credentials
+from resilient_jax.transport.failures import error_of
+from resilient_jax.transport.gate import TOKEN_KEY
+from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, path_of
+from resilient_jax.transport.options import channel_options
+
+_EOF = cast(Any, grpc.aio).EOF  # missing in the type stubs
+
+
+class Channel:
+    """Calls methods of the server at `address`; connects when first used, reconnects by itself.
+
+    A call is never repeated by the channel: after PeerUnreachable it may or may not have been served.
+    """
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        """Connects to nothing yet.
+
+        Raises:
+            ConfigError: a TLS file cannot be read.
+        """
+        self.address = address
+        self._metadata = ((TOKEN_KEY, credentials.token),)
+        tls = credentials.tls
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, channel_options(None))
+        else:
+            self._channel = grpc.aio.secure_channel(
+                address, channel_credentials(tls), channel_options(tls.server_name)
+            )
+
+    async def call(
+        self, service: str, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float
+    ) -> ResponseT:
+        """The response to `request`.
+
+        Raises:
+            PeerUnreachable: no answer within `timeout_s`; at once, with `refused`, if nobody listens.
+            TokenRefused: the peer does not accept our token.
+            MessageError: the peer could not decode the request, or we the response.
+            ResilientJaxError: whatever class of ours the peer's handler raised.
+        """
+        assert not method.streams, f"{method.name} streams: use stream()"
+        path = path_of(service, method)
+        unary = self._channel.unary_unary(path)
+        try:
+            data = await unary(encode(request), timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._ours(error, path, timeout_s) from error
+        except grpc.aio.UsageError as error:
+            raise self._closed(path) from error
+        return decode(cast(bytes, data), method.response, f"response to {path} from {self.address}")
+
+    async def stream(
+        self,
+        service: str,
+        method: Method[RequestT, ResponseT],
+        request: RequestT,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[ResponseT, None]:
+        """The responses to `request` as they come; close the generator to end the call.
+
+        Without `timeout_s` it may go on for ever: a peer that dies or stops is noticed by pings, within
+        4 s (see options.py).
+
+        Raises:
+            The same as `call`.
+        """
+        assert method.streams, f"{method.name} does not stream: use call()"
+        path = path_of(service, method)
+        where = f"response to {path} from {self.address}"
+        try:
+            call = self._channel.unary_stream(path)(
+                encode(request), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.UsageError as error:
+            raise self._closed(path) from error
+        try:
+            while (data := await call.read()) is not _EOF:
+                yield decode(cast(bytes, data), method.response, where)
+        except grpc.aio.AioRpcError as error:
+            raise self._ours(error, path, timeout_s) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Ends the connection and every call on it."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _ours(self, error: grpc.aio.AioRpcError, path: str, timeout_s: float | None) -> ResilientJaxError:
+        return error_of(
+            error.code(),
+            error.details(),
+            cast(Any, error.trailing_metadata()),
+            address=self.address,
+            path=path,
+            timeout_s=timeout_s,
+        )
+
+    def _closed(self, path: str) -> ResilientJaxError:
+        return error_of(
+            grpc.StatusCode.CANCELLED, None, None, address=self.address, path=path, timeout_s=None
+        )

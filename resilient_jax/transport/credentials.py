@@ -1,0 +1,86 @@
+"""Who may talk to the job: its token, and certificates where they are configured."""
+
+import dataclasses
+from pathlib import Path
+
+import grpc
+
+from resilient_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for mutual TLS; both sides show a certificate signed by `authority`.
+
+    Attributes:
+        certificate: this process's certificate chain.
+        key: its private key.
+        authority: the certificate that signed everybody's.
+        server_name: the name that servers' certificates carry, where it is not the host that is dialled.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+    server_name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a process shows to its peers and asks of them.
+
+    Attributes:
+        token: the job's shared secret, not empty. Without TLS it crosses the network in the clear: it
+            keeps jobs apart, it does not keep out someone who reads the network.
+        tls: None for plain TCP.
+    """
+
+    token: str = dataclasses.field(repr=False)
+    tls: TlsFiles | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token or not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError(
+                "the job token must be printable ASCII and not empty; "
+                f"found {len(self.token)} characters that are not. Make one with `openssl rand -hex 16`"
+            )
+        if self.token != self.token.strip():
+            raise ConfigError("the job token begins or ends with white space; remove it")
+
+
+def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """gRPC's form of `tls` for a server that refuses clients without a certificate.
+
+    Raises:
+        ConfigError: a file is missing or unreadable; the message names it.
+    """
+    return grpc.ssl_server_credentials(
+        [(_read(tls.key, "key"), _read(tls.certificate, "certificate"))],
+        root_certificates=_read(tls.authority, "authority"),
+        require_client_auth=True,
+    )
+
+
+def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    """gRPC's form of `tls` for a client.
+
+    Raises:
+        ConfigError: a file is missing or unreadable; the message names it.
+    """
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.authority, "authority"),
+        private_key=_read(tls.key, "key"),
+        certificate_chain=_read(tls.certificate, "certificate"),
+    )
+
+
+def _read(path: Path, role: str) -> bytes:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"TLS {role} file {path} cannot be read ({error.strerror}); expected a PEM file"
+        ) from error
+    if b"-----BEGIN" not in content:
+        raise ConfigError(f"TLS {role} file {path} is not a PEM file: it has no '-----BEGIN' line")
+    return content

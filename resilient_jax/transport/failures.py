@@ -1,0 +1,118 @@
+"""Errors across the wire: our classes travel by name and message, gRPC's states become our classes.
+
+Rules. A handler's error of ours arrives as the same class with the same message. Any other exception
+arrives as InternalError, with its type and text, and is logged with its traceback where it happened.
+The class's name travels in the trailing metadata, the message in gRPC's details.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import grpc
+
+from resilient_jax import errors
+from resilient_jax.errors import (
+    InternalError,
+    MessageError,
+    PeerUnreachable,
+    ResilientJaxError,
+    TokenRefused,
+)
+from resilient_jax.transport.method import MAX_MESSAGE_BYTES
+
+ERROR_KEY = "rj-error"
+MAX_MESSAGE_CHARACTERS = 1500
+"""gRPC refuses metadata of more than 8 KiB, and a character may take 12 bytes of it (percent-encoded)."""
+
+ERROR_CLASSES: dict[str, type[ResilientJaxError]] = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, ResilientJaxError)
+}
+"""The error tree by class name: what may be raised because a peer says so."""
+
+_REFUSED_TEXTS = ("Connection refused", "No such file or directory")
+"""What gRPC's details say where nobody listens: the system's text for ECONNREFUSED and, for Unix sockets,
+ENOENT. gRPC has no other way to tell it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An error in the form in which gRPC carries it."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str], ...]
+
+
+def failure_of(error: BaseException, path: str) -> Failure:
+    """What a server answers when serving `path` raised `error`."""
+    if isinstance(error, ResilientJaxError):
+        name, details = type(error).__name__, str(error)
+        if name not in ERROR_CLASSES:  # a subclass outside errors.py travels as its nearest class there
+            name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERROR_CLASSES)
+    else:
+        name, details = InternalError.__name__, f"{path} failed: {type(error).__name__}: {error}"
+    if len(details) > MAX_MESSAGE_CHARACTERS:
+        details = details[:MAX_MESSAGE_CHARACTERS] + " ..."
+    return Failure(code=_code_of(error), details=details, trailing_metadata=((ERROR_KEY, name),))
+
+
+def _code_of(error: BaseException) -> grpc.StatusCode:
+    match error:
+        case TokenRefused():
+            return grpc.StatusCode.UNAUTHENTICATED
+        case MessageError():
+            return grpc.StatusCode.INVALID_ARGUMENT
+        case ResilientJaxError():
+            return grpc.StatusCode.FAILED_PRECONDITION
+        case _:
+            return grpc.StatusCode.INTERNAL
+
+
+def error_of(
+    code: grpc.StatusCode,
+    details: str | None,
+    trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
+    *,
+    address: str,
+    path: str,
+    timeout_s: float | None,
+) -> ResilientJaxError:
+    """What a client raises when its call of `path` at `address` ended with `code`."""
+    details = details or ""
+    name = next((value for key, value in trailing_metadata or () if key == ERROR_KEY), None)
+    if isinstance(name, str) and name in ERROR_CLASSES:
+        return _carried_over(ERROR_CLASSES[name], details, address, path)
+    match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return PeerUnreachable(f"{address} did not answer {path} within {timeout_s} s")
+        case grpc.StatusCode.UNAVAILABLE:
+            if any(text in details for text in _REFUSED_TEXTS):
+                text = f"{address} refused the connection for {path}: nobody listens there"
+                return PeerUnreachable(text, refused=True)
+            return PeerUnreachable(f"{address} cannot be reached for {path}: {details}")
+        case grpc.StatusCode.CANCELLED:
+            return PeerUnreachable(f"{address} closed while it served {path}, or our channel to it did")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return MessageError(
+                f"{address} does not serve {path}; does it run the same version of resilient_jax?"
+            )
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return MessageError(
+                f"a message of {path} with {address} is too large "
+                f"(at most {MAX_MESSAGE_BYTES} bytes): {details}"
+            )
+        case _:
+            return InternalError(f"{path} at {address} ended with {code.name}: {details}")
+
+
+def _carried_over(
+    error_class: type[ResilientJaxError], details: str, address: str, path: str
+) -> ResilientJaxError:
+    if error_class is TokenRefused:
+        details = (
+            f"{address} refused our job token for {path}: {details}. "
+            "Every process of a job must be given the same token"
+        )
+    return error_class(details)

@@ -1,0 +1,85 @@
+"""The server's door: checks every call's token, and tells once per peer who was refused."""
+
+import collections
+import hmac
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from resilient_jax.errors import MessageError, TokenRefused
+from resilient_jax.events import EventKind
+from resilient_jax.transport.method import AnyMethod, decode
+
+TOKEN_KEY = "rj-token"
+MAX_PEERS_REPORTED = 1000
+"""Bounds our memory when someone scans us from many addresses; further refusals are only counted."""
+
+Metadata = Iterable[tuple[str, str | bytes]]
+EventDetail = dict[str, str | int | float | bool]
+OnEvent = Callable[[EventKind, EventDetail], None]
+"""Told what the transport saw; the owner adds host and time. Called from gRPC's threads by a ThreadServer."""
+
+
+class Gate:
+    """Checks tokens and counts refusals. Safe to share between threads."""
+
+    def __init__(self, token: str, on_event: OnEvent | None) -> None:
+        self._token = token.encode()
+        self._on_event = on_event
+        self._lock = threading.Lock()  # guards the counter below
+        self._refusals: collections.Counter[tuple[EventKind, str]] = collections.Counter()
+
+    @property
+    def tokens_refused(self) -> int:
+        """How many calls had no token or a wrong one."""
+        with self._lock:
+            return sum(n for (kind, _), n in self._refusals.items() if kind is EventKind.TOKEN_REFUSED)
+
+    def admit(self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str) -> Any:  # noqa: ANN401 an instance of method.request
+        """The request in `data`, if the call may pass.
+
+        Raises:
+            TokenRefused: the token is missing or wrong.
+            MessageError: the request does not decode.
+        """
+        self._check_token(metadata or (), peer, path)
+        try:
+            return decode(data, method.request, f"request of {path} from {peer}")
+        except MessageError as error:
+            self._report(EventKind.MESSAGE_REFUSED, peer, {"method": path, "reason": str(error)})
+            raise
+
+    def _check_token(self, metadata: Metadata, peer: str, path: str) -> None:
+        token = next((value for key, value in metadata if key == TOKEN_KEY), None)
+        if token is None:
+            reason = "it is missing"
+        elif not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
+            reason = "it is wrong"
+        else:
+            return
+        self._report(EventKind.TOKEN_REFUSED, peer, {"method": path, "reason": f"token: {reason}"})
+        raise TokenRefused(reason)
+
+    def _report(self, kind: EventKind, peer: str, detail: EventDetail) -> None:
+        """Tells the owner about `peer`, the first time that `kind` happens with its address."""
+        host = peer_host(peer)
+        with self._lock:
+            is_known = (kind, host) in self._refusals
+            key = host if is_known or len(self._refusals) < MAX_PEERS_REPORTED else "others"
+            is_first = (kind, key) not in self._refusals
+            self._refusals[kind, key] += 1
+        if is_first and self._on_event is not None:
+            self._on_event(kind, {"peer": key, **detail})
+
+
+def peer_host(peer: str) -> str:
+    """The address in gRPC's name of a peer, without the port, which is new with each connection.
+
+    Example:
+        >>> peer_host("ipv4:127.0.0.1:50312"), peer_host("ipv6:%5B::1%5D:50312"), peer_host("unix:")
+        ('127.0.0.1', '::1', 'unix')
+    """
+    scheme, _, rest = peer.partition(":")
+    if scheme not in ("ipv4", "ipv6"):
+        return scheme
+    return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")

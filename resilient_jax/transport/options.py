@@ -1,0 +1,56 @@
+"""How our gRPC connections behave, the same for asyncio and threads.
+
+A dead process on a living machine is noticed at once (its kernel closes the connection). A machine that
+vanishes, or a process that is stopped, is noticed by pings: after at most PING_EVERY_MS + PING_TIMEOUT_MS.
+"""
+
+from resilient_jax.transport.method import MAX_MESSAGE_BYTES
+
+Options = list[tuple[str, int | str]]
+
+PING_EVERY_MS = 2000
+PING_TIMEOUT_MS = 2000
+RECONNECT_FIRST_MS = 50
+RECONNECT_MAX_MS = 500
+CONNECT_TIMEOUT_MS = 5000
+"""One attempt to connect; the default of 20 s would outlast most of our deadlines."""
+
+_BOTH_SIDES: Options = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # 0 is "no limit"
+]
+
+
+def server_options() -> Options:
+    """Options of a server that permits its clients' pings and shares its port with nobody."""
+    return [
+        *_BOTH_SIDES,
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", PING_EVERY_MS // 4),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def channel_options(server_name: str | None) -> Options:
+    """Options of a client that comes back quickly and goes through no proxy.
+
+    Args:
+        server_name: the name to expect in the server's certificate; None for the host that is dialled.
+    """
+    options: Options = [
+        *_BOTH_SIDES,
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_FIRST_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel inherits no back-off of an old one
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),  # callers know which calls may be repeated, gRPC does not
+    ]
+    if server_name is not None:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return options

@@ -1,0 +1,149 @@
+"""The asyncio server: handlers are coroutines and async generators."""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, cast
+
+import grpc
+import grpc.aio
+
+from resilient_jax.errors import ResilientJaxError
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.failures import failure_of
+from resilient_jax.transport.gate import Gate, OnEvent
+from resilient_jax.transport.listening import bind
+from resilient_jax.transport.method import AnyMethod, encode, path_of
+from resilient_jax.transport.options import server_options
+from resilient_jax.transport.routes import Routes
+
+logger = logging.getLogger(__name__)
+
+UnaryHandler = Callable[[Any], Awaitable[Any]]
+StreamHandler = Callable[[Any], AsyncIterator[Any]]
+# The message types differ per method; Method ties them together, a mapping cannot.
+
+
+class Server:
+    """Serves methods on one address of this process, to holders of the job token.
+
+    Guarantee: a handler sees only calls with the right token and requests of the declared type, and is
+    cancelled when its caller's deadline passes, the caller cancels or dies, or the server stops.
+
+    Example:
+        server = Server("127.0.0.1:0", credentials=Credentials("secret"))
+        server.add("echo", {ECHO: echo})
+        async with server:
+            print(server.address)
+            ...
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        *,
+        credentials: Credentials,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._asked_address = address
+        self._credentials = credentials
+        self._gate = Gate(credentials.token, on_event)
+        self._routes = Routes()
+        self._server: grpc.aio.Server | None = None
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens, with the actual port; only once started."""
+        if self._address is None:
+            raise RuntimeError("the server has no address before it is started")
+        return self._address
+
+    @property
+    def tokens_refused(self) -> int:
+        """How many calls were refused for their token."""
+        return self._gate.tokens_refused
+
+    def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
+        """Serves `handlers` under `service`; before the start, or callers may find them missing.
+
+        Args:
+            service: a name that no other `add` used.
+            handlers: `async def h(request) -> response`, or an async generator of responses where the
+                method streams.
+        """
+        for method, handler in handlers.items():
+            path = path_of(service, method)
+            if method.streams:
+                serve = self._serve_stream(path, method, cast(StreamHandler, handler))
+                self._routes.add(path, grpc.unary_stream_rpc_method_handler(serve))
+            else:
+                serve = self._serve_unary(path, method, cast(UnaryHandler, handler))
+                self._routes.add(path, grpc.unary_unary_rpc_method_handler(serve))
+
+    async def start(self) -> None:
+        """Binds the address and serves.
+
+        Raises:
+            AddressInUse: another process listens there.
+            ConfigError: the address or a TLS file is wrong.
+        """
+        assert self._server is None, "a server starts once"
+        server = grpc.aio.server(options=server_options())
+        server.add_generic_rpc_handlers((self._routes,))
+        self._address = bind(
+            self._asked_address, self._credentials, server.add_insecure_port, server.add_secure_port
+        )
+        await server.start()
+        self._server = server
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Closes the port and ends running calls, after `grace_s` for those that end by themselves."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _serve_unary(self, path: str, method: AnyMethod, handler: UnaryHandler) -> Any:  # noqa: ANN401 grpc's
+        async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                return encode(await handler(self._admit(data, path, method, context)))
+            except Exception as error:  # the process boundary: it goes to the caller
+                failed = error
+            await _abort(context, failed, path)
+            raise AssertionError("abort raises")
+
+        return serve
+
+    def _serve_stream(self, path: str, method: AnyMethod, handler: StreamHandler) -> Any:  # noqa: ANN401 grpc's
+        async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            try:
+                request = self._admit(data, path, method, context)
+                async with contextlib.aclosing(cast(Any, handler(request))) as responses:
+                    async for response in responses:
+                        yield encode(response)
+                return
+            except Exception as error:  # the process boundary: it goes to the caller
+                failed = error
+            await _abort(context, failed, path)
+
+        return serve
+
+    def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
+        return self._gate.admit(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception, path: str) -> None:
+    if not isinstance(error, ResilientJaxError):
+        logger.error("%s failed", path, exc_info=error)
+    failure = failure_of(error, path)
+    await context.abort(failure.code, failure.details, failure.trailing_metadata)
