@@ -1,0 +1,47 @@
+# The commands of a developer. Each makes .venv when it is missing, and brings it up to date when
+# pyproject.toml changed: a stamp file, written last, says what was installed completely.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+.NOTPARALLEL: # two installs into one environment would tread on each other
+.DELETE_ON_ERROR:
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+demo: $(VENV)/.installed ## train on 4 hosts, kill three of them in turn, show how it went on
+	$(BIN)/resilient-jax demo
+
+bench: $(VENV)/.installed ## measure the stall of at least 10 kills, and the overhead
+	$(BIN)/resilient-jax bench stall
+
+test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev ## formatting, lint, types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright
+
+clean: ## remove the environment, caches and run folders
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("resilient_jax needs Python 3.11 or \
+	later, found " + sys.version.split()[0] + " as $(PYTHON). Say which to use: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.created
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
+	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@

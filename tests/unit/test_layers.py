@@ -1,0 +1,204 @@
+"""The layers of the design, as data, and the rules that every source file keeps.
+
+- An import points down: to a strictly lower layer, or into its own package.
+- Only the starred packages import JAX and its kin, anywhere in a file.
+- Importing `resilient_jax` or a package without a star loads neither JAX nor numpy.
+- No import stands inside a function, except where an `__init__` loads its names lazily.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import resilient_jax
+
+ROOT = Path(resilient_jax.__file__).parent
+ROOT_NAME = "resilient_jax"
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "ids", "clock", "events"}),
+    frozenset({"config", "topology", "erasure", "protocol"}),
+    frozenset({"telemetry", "transport"}),
+    frozenset({"store", "planning", "health"}),
+    frozenset({"snapshot", "policy", "dashboard", "sharding"}),
+    frozenset({"cluster", "compile"}),
+    frozenset({"world", "simulation", "training"}),
+    frozenset({"cli", "testing", "integrations"}),
+    frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
+)
+STARRED = frozenset({"sharding", "compile", "training", "integrations"})
+JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax"})
+NUMERICAL = JAX_AND_KIN | {"numpy"}
+
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+
+
+class Import(NamedTuple):
+    """One imported module, by its absolute name, and where it stands."""
+
+    module: str
+    line: int
+    in_function: bool
+
+
+def package_of(module: str) -> str:
+    """The part of the design that a module of ours belongs to; the root's name for the root itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ROOT_NAME
+
+
+def find_imports(source: str, module: str, *, is_package: bool) -> Iterator[Import]:
+    """Yields every import of a file: absolute, relative, for type checkers only, by a literal name."""
+    base = module.split(".") if is_package else module.split(".")[:-1]
+    pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
+    while pending:
+        node, in_function = pending.pop()
+        yield from (
+            Import(name, getattr(node, "lineno", 0), in_function) for name in _names_imported(node, base)
+        )
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        pending.extend((child, inside) for child in ast.iter_child_nodes(node))
+
+
+def _names_imported(node: ast.AST, base: list[str]) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=module, names=names, level=level):
+            stem = base[: len(base) - level + 1] if level else []
+            origin = ".".join([*stem, *([module] if module else [])])
+            if origin == ROOT_NAME:  # `from resilient_jax import config` means the package, not the root
+                yield from (f"{origin}.{a.name}" if a.name in LAYER_OF else origin for a in names)
+            else:
+                yield origin
+        case ast.Call(func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")):
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+class SourceFile(NamedTuple):
+    """A Python file of ours."""
+
+    path: Path
+    module: str
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    def imports(self) -> Iterator[Import]:
+        return find_imports(self.path.read_text("utf-8"), self.module, is_package=self.is_package)
+
+
+def find_source_files() -> list[SourceFile]:
+    """Every Python file of the package, with its module name."""
+    files = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        files.append(SourceFile(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
+    return files
+
+
+FILES = find_source_files()
+PLAIN_PACKAGES = sorted({package_of(file.module) for file in FILES} - STARRED)
+
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.module)
+
+
+@each_file
+def test_a_file_belongs_to_a_layer(file):
+    package = package_of(file.module)
+    assert package in LAYER_OF, (
+        f"{file.path}: give the package {package!r} its layer, in LAYERS and design.md"
+    )
+
+
+def find_upward_imports(imports: Iterator[Import], module: str) -> list[str]:
+    """Says which imports do not point down."""
+    package = package_of(module)
+    return [
+        f"line {item.line}: {package} (layer {LAYER_OF[package]}) imports {item.module} "
+        f"(layer {LAYER_OF.get(package_of(item.module))})"
+        for item in imports
+        if item.module.split(".")[0] == ROOT_NAME
+        and package_of(item.module) != package
+        and LAYER_OF.get(package_of(item.module), len(LAYERS)) >= LAYER_OF[package]
+    ]
+
+
+@each_file
+def test_imports_point_down_only(file):
+    assert find_upward_imports(file.imports(), file.module) == []
+
+
+@each_file
+def test_only_starred_packages_import_jax(file):
+    if package_of(file.module) in STARRED:
+        return
+    found = [item for item in file.imports() if item.module.split(".")[0] in JAX_AND_KIN]
+    assert found == [], f"{file.path}: only {sorted(STARRED)} may import {sorted(JAX_AND_KIN)}"
+
+
+@each_file
+def test_no_import_stands_inside_a_function(file):
+    if file.is_package:  # a lazily loading __init__ may
+        return
+    assert [item for item in file.imports() if item.in_function] == []
+
+
+@pytest.mark.parametrize("package", PLAIN_PACKAGES)
+def test_a_package_without_a_star_loads_neither_jax_nor_numpy(package):
+    modules = [file.module for file in FILES if package_of(file.module) == package]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"print(*sorted({set(NUMERICAL)!r} & sys.modules.keys()))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [], f"importing {modules} loads these"
+
+
+VIOLATIONS = {
+    "from a higher layer": ("resilient_jax.store.memory", "from resilient_jax.world import agent"),
+    "from another package of its layer": ("resilient_jax.training.loop", "import resilient_jax.world.agent"),
+    "relative": ("resilient_jax.store.memory", "from ..world.agent import run"),
+    "relative, naming the package": ("resilient_jax.store.memory", "from .. import world"),
+    "the root": ("resilient_jax.cli.main", "import resilient_jax as rj"),
+    "for type checkers only": (
+        "resilient_jax.store.memory",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from resilient_jax import world",
+    ),
+    "at run time": ("resilient_jax.store.memory", "importlib.import_module('resilient_jax.world')"),
+}
+
+
+@pytest.mark.parametrize("case", VIOLATIONS)
+def test_an_import_that_points_up_is_found(case):
+    module, source = VIOLATIONS[case]
+    assert len(find_upward_imports(find_imports(source, module, is_package=False), module)) == 1
+
+
+def test_an_import_that_points_down_or_stays_is_allowed():
+    source = (
+        "import msgspec\nfrom resilient_jax import errors\nfrom . import memory\n"
+        "from ..transport.server import serve\nfrom resilient_jax.store.memory import Memory\n"
+    )
+    module = "resilient_jax.store.etcd"
+    assert find_upward_imports(find_imports(source, module, is_package=False), module) == []
+
+
+def test_an_import_inside_a_function_is_found():
+    source = "import os\ndef f():\n    class A:\n        import sys\n"
+    found = {
+        item.module: item.in_function for item in find_imports(source, "resilient_jax.ids", is_package=False)
+    }
+    assert found == {"os": False, "sys": True}
