@@ -1,0 +1,33 @@
+"""Everything that touches private parts of JAX; nothing else in the project may.
+
+This file imports neither jax nor jaxlib, so that `service` starts in 0.4 s. Import the modules:
+
+- `flags`: what an agent sets in a worker's environment before it imports jax (no jax).
+- `service`: the coordination service of one world as a process of its own (jaxlib only).
+- `distributed`: `connect` and `disconnect`, as often as wanted in one OS process.
+- `forming`: the state of a world that is being formed, and `interrupt_forming` for the guard thread.
+- `gloo`: which sockets are gloo's, and what it publishes while it forms a clique (no jax).
+- `abort`: `abort_collectives`, for the guard thread (no jax).
+- `failures`: `is_collective_failure` and our own errors (jaxlib only).
+- `compile_cache`: a persistent compilation cache that every process writes and hits.
+
+Private parts used, and why a public one does not do:
+
+==============================================  =====================================================
+`jaxlib._jax.get_distributed_runtime_service`   a service outside process 0, with `recoverable=True`
+`jaxlib._jax.get_distributed_runtime_client`    a second client in one process (`jax.distributed
+                                                .initialize` refuses), a day's heartbeat
+`jax._src.distributed.global_state`             where JAX, Orbax and multihost_utils look the client up
+`jaxlib._jax.make_gloo_tcp_collectives`         the address that gloo binds; its listening port
+`jax._src.xla_bridge.make_cpu_client`           the CPU backend on those collectives
+`jax._src.xla_bridge._backend_factories`        to put that backend where JAX finds it, and take it back
+`jax._src.xla_bridge._backends`                 to see after `disconnect` whether the old one is gone
+keys `cpu:global_topology/`, `cpu:gloo/`        to end waits of a world that will never be complete
+the layout of gloo's published address          the same, for a connection that will never come
+`jax._src.{compiler,compilation_cache,          every process writes the persistent cache, under a key
+cache_key}`                                     that does not depend on its process index
+==============================================  =====================================================
+"""
+
+TESTED_VERSIONS: tuple[str, ...] = ("0.10.2", "0.12.0")
+"""Versions of jax that the tests of this package have run on."""

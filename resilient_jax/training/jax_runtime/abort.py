@@ -1,0 +1,40 @@
+"""Turns a hang in a gloo collective into an exception, from another thread. Imports no jax."""
+
+import socket
+
+from resilient_jax.training.jax_runtime.gloo import (
+    GlooSockets,
+    duplicate,
+    is_listener,
+    local_endpoint,
+    remote_endpoint,
+    socket_descriptors,
+)
+
+
+def abort_collectives(gloo: GlooSockets) -> int:
+    """Shuts gloo's connections down, so that whoever waits in a collective gets an exception at once.
+
+    For the guard thread: JAX holds no interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
+    until the main thread has unwound, for a collective that begins after the first call opens or finds
+    other connections. Listeners are left alone (gloo terminates the process when one fails), and so is
+    every socket that is not gloo's. After it the cliques of this world are broken for good; arrays and
+    compiled programs stay valid.
+
+    Returns:
+        How many connections were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
+    """
+    return sum(_try_shut(descriptor, gloo) for descriptor in socket_descriptors())
+
+
+def _try_shut(descriptor: int, gloo: GlooSockets) -> bool:
+    with duplicate(descriptor) as copy:
+        if copy is None or is_listener(copy):
+            return False
+        if local_endpoint(copy) not in gloo.own and remote_endpoint(copy) not in gloo.peers:
+            return False
+        try:
+            copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False  # not connected any more: nothing left to interrupt
+        return True

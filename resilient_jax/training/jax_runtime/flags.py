@@ -1,0 +1,79 @@
+"""The environment of a worker: what must be set before it imports jax. Imports no jax."""
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+Platform = Literal["cpu", "gpu"]
+
+GPU_XLA_FLAGS: Final = {
+    # Leads from documentation and source (jax_facts 17); not run on a GPU by this project yet.
+    "--xla_gpu_nccl_terminate_on_error": "false",
+    "--xla_gpu_nccl_async_execution": "true",
+    "--xla_gpu_nccl_blocking_communicators": "false",
+}
+
+GPU_ENVIRONMENT: Final = {
+    "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE": "1",
+    "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1",
+}
+
+
+def worker_environment(
+    *,
+    platform: Platform | None,
+    devices_per_host: int | None,
+    cache_dir: str | None,
+    base: Mapping[str, str],
+) -> dict[str, str]:
+    """Gives the variables to add to `base` for a worker that has to survive its peers.
+
+    What the user has set in `base` wins, in `XLA_FLAGS` flag by flag, except for the three settings
+    without which nothing survives: recoverability, gloo, and the preemption service (which swallows
+    SIGTERM) switched off.
+
+    Args:
+        platform: where the worker computes; None leaves the choice to JAX.
+        devices_per_host: number of CPU devices to make; on GPU the devices to show; None for all.
+        cache_dir: the persistent compilation cache; None for no cache.
+        base: the environment that the worker inherits; read, not changed.
+
+    Returns:
+        Only what differs from `base`.
+
+    Example:
+        >>> worker_environment(platform="cpu", devices_per_host=2, cache_dir=None, base={})["JAX_PLATFORMS"]
+        'cpu'
+    """
+    flags: dict[str, str] = {}
+    found: dict[str, str] = {
+        "JAX_ENABLE_RECOVERABILITY": "true",
+        "JAX_ENABLE_PREEMPTION_SERVICE": "false",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    if platform == "cpu":
+        found["JAX_PLATFORMS"] = "cpu"
+        if devices_per_host is not None:
+            flags["--xla_force_host_platform_device_count"] = str(devices_per_host)
+    elif platform == "gpu":
+        flags |= GPU_XLA_FLAGS
+        found |= {name: value for name, value in GPU_ENVIRONMENT.items() if name not in base}
+        found["JAX_PLATFORMS"] = base.get("JAX_PLATFORMS", "cuda,cpu")
+        if devices_per_host is not None and "CUDA_VISIBLE_DEVICES" not in base:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices_per_host)))
+    if cache_dir is not None:
+        found |= {
+            "JAX_COMPILATION_CACHE_DIR": cache_dir,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    merged = merge_xla_flags(flags, base.get("XLA_FLAGS", ""))
+    if merged:
+        found["XLA_FLAGS"] = merged
+    return {name: value for name, value in found.items() if base.get(name) != value}
+
+
+def merge_xla_flags(ours: Mapping[str, str], theirs: str) -> str:
+    """Gives `theirs` with those of `ours` that it does not mention in front."""
+    mentioned = {flag.split("=", 1)[0] for flag in theirs.split()}
+    added = [f"{name}={value}" for name, value in ours.items() if name not in mentioned]
+    return " ".join([*added, theirs.strip()]).strip()

@@ -1,0 +1,187 @@
+"""A world that is being formed, and how to end the attempt from another thread.
+
+Forming waits in C++ for other processes, in two places that no Python signal reaches:
+
+- *registering*: `client.connect()` is a barrier of all processes of the world;
+- *exchanging topology*: process 0 waits for everybody's devices, everybody else for process 0's answer.
+
+So both happen on a thread of their own, and the thread that called `connect` waits in Python. To
+interrupt is to let that one go at once, and then to end the C++ wait so that the abandoned thread ends
+too: a second client that registers under our own index makes the service refuse the first; an unreadable
+answer under the topology key ends the exchange. If the service is dead the abandoned thread ends when its
+own timeout does, and harms nobody meanwhile, provided that nothing closes its connection: a relay must
+hold a client's side open, for a client whose connection ends aborts its process (jax_facts 14).
+
+A third wait, for the peers' addresses in a clique's first collective, is the main thread's own: `cliques`.
+"""
+
+import enum
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from resilient_jax.training.jax_runtime.failures import FormingFailed, FormingInterrupted
+from resilient_jax.training.jax_runtime.handles import JaxRuntimeError, RuntimeClient, jaxlib_runtime
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 86400
+"""JAX's own failure detector kills the process when it fires (jax_facts 1): ours decides instead."""
+SHUTDOWN_S: Final = 5
+STAND_IN_TIMEOUT_S: Final = 1
+"""For the client that pushes ours out; it ends 5 s later than this (the agent's own grace)."""
+UNREADABLE: Final = b"\xff\xff resilient_jax: this world was given up"
+"""No protobuf and no gloo address."""
+CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
+CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
+
+
+class Stage(enum.StrEnum):
+    """How far the forming of a world has come."""
+
+    REGISTERING = "registering"
+    EXCHANGING_TOPOLOGY = "exchanging_topology"
+    FORMED = "formed"
+
+
+class Forming:
+    """One attempt to join a world; shared by the caller, the thread that forms, and the guard."""
+
+    def __init__(self, address: str, process_index: int, process_count: int, deadline_s: float) -> None:
+        self.address = address
+        self.process_index = process_index
+        self.process_count = process_count
+        self.deadline_s = deadline_s
+        """On `time.monotonic`."""
+        self.client: RuntimeClient | None = None
+        self.lock = threading.Lock()
+        """Guards `stage`, `error`, `interrupted`, `client`, and everything done only if not interrupted."""
+        self.stage = Stage.REGISTERING
+        self.error: BaseException | None = None
+        self.interrupted = False
+        self.settled = threading.Event()
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    def reach(self, stage: Stage) -> None:
+        """Notes progress; raises FormingInterrupted if nobody waits for it any more."""
+        with self.lock:
+            self.check()
+            self.stage = stage
+
+    def check(self) -> None:
+        """Raises FormingInterrupted if the attempt was given up; hold the lock."""
+        if self.interrupted:
+            raise FormingInterrupted(f"{self}: given up while {self.stage}")
+
+    def give_up(self) -> bool:
+        """Lets the caller of `connect` go; False if it has been let go already."""
+        with self.lock:
+            if self.settled.is_set():
+                return False
+            self.interrupted = True
+            self.settled.set()
+            return True
+
+    def settle(self, error: BaseException | None) -> None:
+        """Ends the attempt with success (None) or `error`; nothing if it was given up."""
+        with self.lock:
+            if not self.settled.is_set():
+                self.error = error
+                self.settled.set()
+
+    def __str__(self) -> str:
+        return f"process {self.process_index} of {self.process_count} at {self.address}"
+
+
+_current: Forming | None = None
+_current_lock = threading.Lock()  # guards _current
+
+
+def set_current(forming: Forming | None) -> None:
+    """Says which attempt `interrupt_forming` would end."""
+    global _current
+    with _current_lock:
+        _current = forming
+
+
+def interrupt_forming() -> bool:
+    """Makes a `connect` that is waiting in this process raise FormingInterrupted, within milliseconds.
+
+    For the guard thread; never blocks. Idempotent. The process can `connect` to another service right
+    away. A call before `connect` has begun has no effect: its caller checks its own orders first.
+
+    Returns:
+        Was there a `connect` to interrupt?
+    """
+    with _current_lock:
+        forming = _current
+    if forming is None or not forming.give_up():
+        return False
+    release(forming)
+    return True
+
+
+def release(forming: Forming) -> None:
+    """Ends the C++ wait of an abandoned attempt as well as can be, without blocking."""
+    threading.Thread(target=_release, args=(forming,), name="resilient-jax-release", daemon=True).start()
+
+
+def _release(forming: Forming) -> None:
+    with forming.lock:
+        stage, client = forming.stage, forming.client
+    try:
+        match stage:
+            case Stage.REGISTERING:
+                stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
+                stand_in.connect()
+            case Stage.EXCHANGING_TOPOLOGY if client is not None:
+                client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE, True)
+                for index in range(forming.process_count):
+                    client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE, True)
+            case _:
+                pass
+    except (JaxRuntimeError, RuntimeError) as error:
+        logger.debug("releasing %s: %s", forming, error)
+
+
+def new_client(
+    address: str, process_index: int, init_timeout_s: int
+) -> tuple[RuntimeClient, Callable[[], object]]:
+    """Gives an unconnected client whose failed `connect` raises instead of ending the process.
+
+    The second value gives None once the client is gone in C++ too (the client itself takes no weak
+    reference, but it owns its callback, which does).
+
+    Without a callback a failure to register is LOG(FATAL). With a Python one jaxlib cannot translate the
+    status, which throws std::bad_cast: in `connect` that arrives as a RuntimeError. (On jaxlib's own
+    polling thread nothing catches it: losing the service stays fatal either way, jax_facts 14.)
+    """
+
+    def never_called(*_: object) -> None:
+        """Exists so that jaxlib does not install its own callback, which ends the process."""
+
+    client = jaxlib_runtime.get_distributed_runtime_client(
+        address,
+        process_index,
+        init_timeout=init_timeout_s,
+        shutdown_timeout=SHUTDOWN_S,
+        heartbeat_timeout=HEARTBEAT_S,
+        missed_heartbeat_callback=never_called,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    return client, weakref.ref(never_called)
+
+
+def failed(forming: Forming, stage: Stage, error: BaseException | None) -> FormingFailed:
+    """Gives the error for an attempt that did not come through."""
+    reason = "not everybody came in time" if error is None else f"{type(error).__name__}: {error}"
+    return FormingFailed(
+        f"{forming}: {reason} (while {stage}); expected all {forming.process_count} processes of this world "
+        "before the deadline. Join the next world."
+    )

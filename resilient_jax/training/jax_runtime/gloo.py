@@ -1,0 +1,101 @@
+"""Which TCP sockets of this process are gloo's. Imports no jax.
+
+The rule: gloo opens one listening socket when its collectives object is made. Every connection of its
+has, at one end, such a listener: ours, or a peer's whose address the peer published. A socket that fits
+neither belongs to somebody else and is never touched.
+"""
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator
+
+Endpoint = tuple[str, int]
+"""Address and port, as `socket.getsockname` gives them, IPv4-mapped addresses as IPv4."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GlooSockets:
+    """What tells gloo's connections of one world from all other sockets of this process."""
+
+    own: frozenset[Endpoint] = frozenset()
+    """Our listeners."""
+    peers: frozenset[Endpoint] = frozenset()
+    """Listeners of the other processes of the world."""
+
+
+def listening_endpoints() -> frozenset[Endpoint]:
+    """Gives the TCP endpoints that this process listens on now."""
+    found = set()
+    for descriptor in socket_descriptors():
+        with duplicate(descriptor) as copy:
+            if copy is not None and is_listener(copy):
+                endpoint = local_endpoint(copy)
+                if endpoint is not None:
+                    found.add(endpoint)
+    return frozenset(found)
+
+
+def socket_descriptors() -> Iterator[int]:
+    """Gives the numbers of this process's socket descriptors; some may be gone when you look."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                yield int(name)
+        except OSError:
+            continue
+
+
+class duplicate:
+    """A socket object on a duplicate of `descriptor`, or None if it is gone or no TCP socket.
+
+    The duplicate pins the socket that is looked at: the number itself may be closed and given to
+    another file at any time by other threads.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._socket: socket.socket | None = None
+
+    def __enter__(self) -> socket.socket | None:
+        try:
+            copy = os.dup(self._descriptor)
+        except OSError:
+            return None
+        try:
+            self._socket = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return None
+        is_tcp = self._socket.family in (socket.AF_INET, socket.AF_INET6)
+        return self._socket if is_tcp and self._socket.type == socket.SOCK_STREAM else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+def is_listener(endpoint: socket.socket) -> bool:
+    """Does the socket accept connections?"""
+    return bool(endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def local_endpoint(connection: socket.socket) -> Endpoint | None:
+    """Gives the socket's own end, None if it has none."""
+    try:
+        return plain(connection.getsockname())
+    except OSError:
+        return None
+
+
+def remote_endpoint(connection: socket.socket) -> Endpoint | None:
+    """Gives the socket's other end, None if it is not connected."""
+    try:
+        return plain(connection.getpeername())
+    except OSError:
+        return None
+
+
+def plain(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
+    """Gives a socket name as an endpoint, without IPv6 flow and scope."""
+    return name[0].removeprefix("::ffff:"), name[1]
