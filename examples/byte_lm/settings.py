@@ -1,0 +1,51 @@
+"""The settings of the example, with the range of each; `configs/lm_tiny.toml` holds good ones."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class TextSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to read."""
+
+    max_bytes: Annotated[int, Meta(ge=65_536, le=1_000_000_000)]
+    """How much of the standard library's sources to learn from."""
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The network's sizes."""
+
+    width: Annotated[int, Meta(ge=8, le=4_096)]
+    layers: Annotated[int, Meta(ge=1, le=64)]
+    heads: Annotated[int, Meta(ge=1, le=64)]
+    context: Annotated[int, Meta(ge=8, le=4_096)]
+    """Bytes that a sequence has, and that attention can look back."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}")
+
+
+class OptimizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW, with a linear warm-up and then a constant rate: no step depends on how many will follow."""
+
+    learning_rate: Annotated[float, Meta(gt=0, le=1)]
+    warmup_steps: Annotated[int, Meta(ge=1, le=1_000_000)]
+    weight_decay: Annotated[float, Meta(ge=0, le=1)]
+    clip_norm: Annotated[float, Meta(gt=0, le=1_000)]
+    """The gradient's largest global norm."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the example can be told."""
+
+    steps: Annotated[int, Meta(ge=1, le=10_000_000)]
+    seed: Annotated[int, Meta(ge=0, lt=2**32)]
+    microbatches: Annotated[int, Meta(ge=1, le=65_536)]
+    """In each step, however many hosts there are; they share them."""
+    sequences: Annotated[int, Meta(ge=1, le=65_536)]
+    """In a microbatch; they are spread over the devices of one host."""
+    text: TextSettings
+    model: ModelSettings
+    optimizer: OptimizerSettings
