@@ -1,0 +1,154 @@
+"""`resilient-jax agent`: what runs on each host of a pod."""
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient_jax.cli.options import (
+    ConfigOption,
+    DevicesOption,
+    PlatformOption,
+    RunDirectoryOption,
+    ScriptArgument,
+    VerboseOption,
+    check_script,
+    installed_versions,
+    job_config,
+    say,
+)
+from resilient_jax.errors import CallerError, TokenRefused
+from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.records import Outcome, OutcomeKind
+from resilient_jax.store.embedded import serve_store
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.store.remote import RemoteStore
+from resilient_jax.training.jax_runtime.flags import worker_environment
+from resilient_jax.transport.credentials import Credentials, TlsFiles
+from resilient_jax.transport.server import Server
+from resilient_jax.world.agent import Agent, AgentSettings
+from resilient_jax.world.launcher import TOKEN_VARIABLE
+from resilient_jax.world.run_directory import create
+from resilient_jax.world.worker_process import current_environment
+
+
+def agent(
+    script: ScriptArgument,
+    store: Annotated[str, typer.Option(help="host:port of the job's store.")],
+    job: Annotated[str, typer.Option(help="Name of the job; the same on all its hosts.")],
+    host_name: Annotated[
+        str, typer.Option(help="This host's name, unique in the job.")
+    ] = socket.gethostname(),
+    expected_hosts: Annotated[int, typer.Option(help="Hosts to wait for before the first step.")] = 1,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of this host for the others. Default: the one that reaches the store."),
+    ] = None,
+    serve_store_here: Annotated[
+        bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
+    ] = False,
+    devices_per_host: DevicesOption = None,
+    platform: PlatformOption = None,
+    config: ConfigOption = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all control traffic."),
+    ] = None,
+    run_dir: RunDirectoryOption = Path("runs/agent"),
+    verbose: VerboseOption = False,
+) -> None:
+    """Supervise this host's worker in a job of many hosts.
+
+    The job's token is read from the environment variable RESILIENT_JAX_TOKEN.
+
+    SIGTERM is a notice: the host leaves at the next step boundary, and nothing is redone. Exit codes: 0
+    done, the script's own for its error, 2 bad input, 80 store lost, 81 restart budget spent, 82 too few
+    hosts, 83 refused, 84 left after a notice, 85 state lost, 130 interrupted.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise TokenRefused(
+            f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
+            "secret on all hosts, for example from `openssl rand -hex 16`"
+        )
+    command = check_script(script)
+    credentials = Credentials(token, _tls_files(tls))
+    directory = create(run_dir)
+    here = address or _address_towards(store)
+    environment = current_environment()
+    environment.pop(TOKEN_VARIABLE, None)
+    environment |= worker_environment(
+        platform=_platform(platform),
+        devices_per_host=devices_per_host,
+        cache_dir=str(directory / "compile-cache" / host_name),
+        base=environment,
+    )
+    settings = AgentSettings(
+        job=JobName(job),
+        host=HostName(host_name),
+        address=here,
+        command=command,
+        environment=environment,
+        devices_per_host=devices_per_host,
+        expected_hosts=expected_hosts,
+        versions=installed_versions(),
+        credentials=credentials,
+        config=job_config(config),
+        run_directory=directory,
+        show_everything=verbose,
+    )
+    outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
+    if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.INTERRUPTED) and outcome.message:
+        say(f"[{host_name}] {outcome.kind}: {outcome.message.splitlines()[0]}")
+    sys.exit(outcome.exit_code)
+
+
+async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Outcome:
+    if not serve_here:
+        return await _supervise(settings, address)
+    server = Server(address, credentials=settings.credentials)
+    async with MemoryStore() as store:
+        serve_store(server, store)
+        async with server:
+            return await _supervise(settings, server.address)
+
+
+async def _supervise(settings: AgentSettings, address: str) -> Outcome:
+    store = await RemoteStore.connect(
+        address,
+        settings.credentials,
+        settings.config.store_deadline_s,
+        lambda *_: say(f"[{settings.host}] waiting for the store at {address}"),
+        give_up_s=settings.config.lease_ttl_s,
+    )
+    async with store:
+        return await Agent(settings, store, say).run()
+
+
+def _platform(name: str | None) -> str | None:
+    if name not in (None, "cpu", "gpu"):
+        raise CallerError(f"--platform: found {name!r}, expected cpu or gpu")
+    return name
+
+
+def _tls_files(folder: Path | None) -> TlsFiles | None:
+    if folder is None:
+        return None
+    return TlsFiles(certificate=folder / "cert.pem", key=folder / "key.pem", authority=folder / "ca.pem")
+
+
+def _address_towards(store: str) -> str:
+    """The address of this host from which packets to the store go out; sends none."""
+    host, _, port = store.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            return probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise CallerError(
+            f"--store {store}: found no address that can be reached ({error}), expected host:port"
+        ) from error

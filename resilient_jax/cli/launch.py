@@ -1,0 +1,89 @@
+"""`resilient-jax launch`: a job of several hosts on this machine."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient_jax.cli.options import (
+    ConfigOption,
+    DevicesOption,
+    PlatformOption,
+    ScriptArgument,
+    VerboseOption,
+    check_script,
+    job_config,
+)
+from resilient_jax.cli.progress import ProgressLine
+from resilient_jax.errors import CallerError
+from resilient_jax.ids import JobName
+from resilient_jax.protocol.records import Outcome, OutcomeKind
+from resilient_jax.world.launcher import Launcher, LaunchSettings
+
+MAX_HOSTS = 250
+"""Every host has a loopback address of its own in 127.0.0.0/24."""
+
+
+def launch(
+    script: ScriptArgument,
+    hosts: Annotated[int, typer.Option(help="Hosts to start on this machine.")] = 4,
+    devices_per_host: DevicesOption = 2,
+    platform: PlatformOption = "cpu",
+    config: ConfigOption = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Where logs and events go. Default: runs/<date and time>."),
+    ] = None,
+    host_restart_delay: Annotated[
+        float, typer.Option(help="Seconds until a killed host comes back; negative: it stays away.")
+    ] = 1.0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Train on several hosts of this machine, each with an agent as on a pod.
+
+    Ctrl-C ends everything; SIGTERM ends at the next step boundary. Exit codes: see `agent --help`.
+
+    Example: resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
+    """
+    command = check_script(script)
+    if not 1 <= hosts <= MAX_HOSTS:
+        raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
+    if devices_per_host is not None and not 1 <= devices_per_host <= 256:
+        raise CallerError(f"--devices-per-host: found {devices_per_host}, expected 1 to 256")
+    job_config(config)  # refused here once, not by every agent
+    directory = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    options = [*("--platform", platform or "cpu")]
+    if devices_per_host is not None:
+        options += ["--devices-per-host", str(devices_per_host)]
+    if config is not None:
+        options += ["--config", str(config)]
+    if verbose:
+        options += ["--verbose"]
+    settings = LaunchSettings(
+        job=JobName(directory.name),
+        hosts=hosts,
+        command=command,
+        agent_options=tuple(options),
+        run_directory=directory,
+        environment=dict(os.environ),
+        host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
+    )
+    progress = ProgressLine()
+    launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
+    with progress:
+        outcome = asyncio.run(launcher.run())
+    sys.stdout.write(_last_words(outcome, directory))
+    sys.stdout.flush()
+    sys.exit(outcome.exit_code)
+
+
+def _last_words(outcome: Outcome, directory: Path) -> str:
+    logs = f"logs and events: {directory}\n"
+    if outcome.kind is OutcomeKind.DONE:
+        return f"done; {logs}"
+    where = f" on {outcome.host}" if outcome.host else ""
+    return f"{logs}the job ended: {outcome.kind}{where}\n{outcome.message}\n"

@@ -1,0 +1,76 @@
+"""Options and checks that several commands share."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient_jax.config import JobConfig, load
+from resilient_jax.errors import CallerError
+from resilient_jax.protocol.records import Versions
+
+ScriptArgument = Annotated[
+    list[str], typer.Argument(help="The training script and its arguments.", metavar="SCRIPT [ARGS...]")
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--devices-per-host", help="CPU devices to make per host; on GPU how many to show. Default: all."
+    ),
+]
+PlatformOption = Annotated[
+    str | None, typer.Option(help="cpu or gpu. Default: cpu for launch, for agent what JAX finds.")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML with deadlines and budgets of the job (see the README)."),
+]
+RunDirectoryOption = Annotated[
+    Path, typer.Option("--run-dir", help="Where logs, events and the compilation cache go.")
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
+]
+
+
+def job_config(path: Path | None) -> JobConfig:
+    """The job's knobs: from the file, or their defaults."""
+    return load(path, JobConfig) if path is not None else JobConfig()
+
+
+def check_script(command: list[str]) -> tuple[str, ...]:
+    """The command, once it is sure that there is something to run.
+
+    Raises:
+        CallerError: there is no such file, or Python cannot compile it.
+    """
+    script = Path(command[0])
+    if not script.is_file():
+        raise CallerError(
+            f"script {script}: found no such file, expected a Python script. Check the path; it was looked for "
+            f"from {Path.cwd()}"
+        )
+    try:
+        compile(script.read_bytes(), str(script), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise CallerError(
+            f"script {script}: Python cannot compile it: {error}. Correct it, then start again"
+        ) from error
+    return tuple(command)
+
+
+def installed_versions() -> Versions:
+    """What must be equal on all hosts; read without importing any of it."""
+    return Versions(
+        resilient_jax=importlib.metadata.version("resilient_jax"),
+        jax=importlib.metadata.version("jax"),
+        jaxlib=importlib.metadata.version("jaxlib"),
+    )
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

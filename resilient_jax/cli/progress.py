@@ -1,0 +1,67 @@
+"""One line that says where a job stands: redrawn on a terminal, now and then in a log."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from resilient_jax.protocol.records import Phase
+from resilient_jax.world.launcher import JobView
+
+REDRAW_S = 0.1
+LOG_INTERVAL_S = 10.0
+CLEAR_LINE = "\r\x1b[2K"
+
+
+class ProgressLine:
+    """Step, loss, generation and live hosts; other output goes above it."""
+
+    def __init__(self) -> None:
+        self._on_terminal = sys.stdout.isatty()
+        self._text = ""
+        self._drawn_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._on_terminal and self._text:
+            sys.stdout.write(CLEAR_LINE + self._text + "\n")
+        elif self._text:
+            sys.stdout.write(self._text + "\n")
+        sys.stdout.flush()
+
+    def print_line(self, line: bytes) -> None:
+        """A line of a host, above the progress line."""
+        text = line.decode(errors="replace")
+        if self._on_terminal:
+            sys.stdout.write(f"{CLEAR_LINE}{text}\n{self._text}")
+        else:
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def update(self, view: JobView) -> None:
+        """The job has moved."""
+        self._text = describe(view)
+        now = time.monotonic()
+        interval_s = REDRAW_S if self._on_terminal else LOG_INTERVAL_S
+        if now - self._drawn_s < interval_s:
+            return
+        self._drawn_s = now
+        sys.stdout.write(CLEAR_LINE + self._text if self._on_terminal else self._text + "\n")
+        sys.stdout.flush()
+
+
+def describe(view: JobView) -> str:
+    """The line itself."""
+    generation = view.generation
+    if generation is None:
+        return "waiting for hosts"
+    words = [f"step {view.step}"]
+    words += [f"{name} {value:.4f}" for name, value in view.metrics.items()]
+    words += [f"generation {generation.number}", f"{len(generation.members)} hosts live"]
+    if generation.phase not in (Phase.ACTIVE, Phase.FINISHED):
+        words.append(f"{generation.phase} ({generation.reason})")
+    return " | ".join(words)

@@ -1,0 +1,242 @@
+"""Records that live in the store: they are the whole truth about a job.
+
+A host's agent owns its `HostStatus` (bound to its lease: no lease, no status). The leader owns the
+`Generation`. Nothing else is needed to go on, so any agent can take over as leader by reading them.
+Statuses are levels, not messages: each is complete, and a later one replaces an earlier one.
+"""
+
+import enum
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex, WorldId
+
+
+class Phase(enum.StrEnum):
+    """Where a generation stands. Within one number phases only move down this list."""
+
+    PAUSE = "pause"
+    """Planned change: members say after which step they can stop (their limit)."""
+    BOUNDARY = "boundary"
+    """Planned change: members run to the agreed step and stop before it."""
+    QUIESCE = "quiesce"
+    """Unplanned change: collectives are aborted, members unwind and acknowledge."""
+    FORM = "form"
+    """Membership is settled: members build the world and fetch state."""
+    ACTIVE = "active"
+    """Members train."""
+    FINISHED = "finished"
+    """The job has ended; nothing follows."""
+
+
+PHASE_ORDER = (Phase.PAUSE, Phase.BOUNDARY, Phase.QUIESCE, Phase.FORM, Phase.ACTIVE, Phase.FINISHED)
+
+
+class Change(enum.StrEnum):
+    """How a generation is built from the one before."""
+
+    SHRINK = "shrink"
+    """In place: backend, device arrays and programs stay; the mesh gets smaller or stays."""
+    REFORM = "reform"
+    """A new coordination service; the backend is dropped and rebuilt in the same process."""
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in a generation."""
+
+    host: HostName
+    incarnation: Incarnation
+    process_index: ProcessIndex
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that holds the newest state and serves it to those that do not."""
+
+    host: HostName
+    endpoint: str
+
+
+class OutcomeKind(enum.StrEnum):
+    """Why a job ended."""
+
+    DONE = "done"
+    USER_ERROR = "user_error"
+    STATE_LOST = "state_lost"
+    TOO_FEW_HOSTS = "too_few_hosts"
+    INTERRUPTED = "interrupted"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended, for the last line that a person reads and the exit code."""
+
+    kind: OutcomeKind
+    exit_code: int
+    host: HostName | None = None
+    message: str = ""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
+
+    Attributes:
+        number: grows with every change of membership.
+        world: the coordination service that the members share; unchanged by a shrink.
+        members: in order of process index.
+        service: address of the world's coordination service; empty until it is known.
+        step: the newest step committed by any member when the generation was formed; the members go on
+            from it.
+        boundary: in a planned change, the first step that is not run before the change.
+        sources: members that hold the state of `step`.
+        behind: members that must fetch that state from a source first.
+        progress: the newest committed step the leader ever saw. State existed if it is above 0.
+        attempts: how many times in a row a world was built at this step without finishing it.
+        failed_host, failure: what the last failed attempt reported, for the user if it never works.
+    """
+
+    number: GenerationNumber
+    phase: Phase
+    change: Change = Change.REFORM
+    world: WorldId = WorldId(0)
+    members: tuple[Member, ...] = ()
+    service: str = ""
+    step: int = 0
+    boundary: int | None = None
+    sources: tuple[Source, ...] = ()
+    behind: tuple[HostName, ...] = ()
+    progress: int = 0
+    attempts: int = 0
+    failed_host: HostName | None = None
+    failure: str = ""
+    reason: str = ""
+    outcome: Outcome | None = None
+
+    def member(self, host: HostName) -> Member | None:
+        """This host's seat, or None."""
+        return next((m for m in self.members if m.host == host), None)
+
+
+class WorkerState(enum.StrEnum):
+    """What a worker process is doing."""
+
+    STARTING = "starting"
+    """Imports and the user's own start-up; not yet in `rj.run`."""
+    IDLE = "idle"
+    """In the generation loop: unwound, waiting for a world."""
+    RUNNING = "running"
+    """Building a world or inside the user's train function."""
+    EXITED = "exited"
+
+
+class FailureKind(enum.StrEnum):
+    """What a worker's error means."""
+
+    COLLECTIVE = "collective"
+    """A collective or the forming of a world failed: somebody else's death, or the network."""
+    USER = "user"
+    """The user's function raised although nothing was aborted."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """The error that ended a worker's last attempt."""
+
+    kind: FailureKind
+    text: str
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself; complete, sent whenever it changes.
+
+    Attributes:
+        generation: the newest generation number that the worker has answered.
+        world: the world it is connected to; None if none. A shrink needs it.
+        step: steps committed, so also the index of the next step to run.
+        holds_state: whether it holds the state of `step` (on devices or in host memory).
+        limit: answer to a pause: it can stop before this step.
+        formed: the world of `generation` is built and the state is there.
+        steady: a step has been finished in `generation`, so all its cliques exist.
+        done: the train function has returned.
+        busy: it cannot unwind just now because it compiles.
+        endpoint: where it serves its state.
+    """
+
+    state: WorkerState = WorkerState.STARTING
+    generation: GenerationNumber = GenerationNumber(0)
+    world: WorldId | None = None
+    step: int = 0
+    holds_state: bool = False
+    limit: int | None = None
+    formed: bool = False
+    steady: bool = False
+    done: bool = False
+    busy: bool = False
+    failure: Failure | None = None
+    endpoint: str = ""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as its agent sees it.
+
+    Attributes:
+        stopped: the process is stopped (SIGSTOP), or its guard thread has been silent for too long.
+        exit_code: as Python's subprocess gives it: negative for a signal. None while it runs.
+        error: the end of what it wrote to standard error, when it exited by itself.
+    """
+
+    incarnation: Incarnation
+    pid: int
+    report: WorkerReport = msgspec.field(default_factory=WorkerReport)
+    stopped: bool = False
+    exit_code: int | None = None
+    error: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take part: running, and neither stopped nor silent."""
+        return self.exit_code is None and not self.stopped
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A running coordination service."""
+
+    world: WorldId
+    nodes: int
+    address: str
+    pid: int
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal on all hosts of a job."""
+
+    resilient_jax: str
+    jax: str
+    jaxlib: str
+
+
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as its agent reports it. It is in the store exactly as long as the agent's lease lives."""
+
+    host: HostName
+    agent_id: str
+    agent_pid: int
+    address: str
+    versions: Versions
+    draining: bool = False
+    worker: WorkerStatus | None = None
+    services: tuple[ServiceStatus, ...] = ()
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    step: int = 0
+    """The step it last reported, refreshed a few times a second; for progress lines, not for decisions."""
+
+
+class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who leads. The key is bound to the leader's lease; its create revision is the fencing token."""
+
+    host: HostName
+    agent_id: str
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Written by the first host; every other host must fit it."""
+
+    versions: Versions
+    first_host: HostName

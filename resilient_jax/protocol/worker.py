@@ -1,0 +1,98 @@
+"""What an agent and its worker say over their socket pair: tagged msgpack, one frame a message.
+
+Orders are levels, too: a later order replaces an earlier one, and an order of an older generation
+than the newest seen is refused by the worker.
+"""
+
+import msgspec
+
+from resilient_jax.events import Event
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.records import Generation, WorkerReport
+
+
+class Quiesce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Abort collectives, unwind, report idle for this generation."""
+
+    generation: GenerationNumber
+    reason: str = ""
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Say before which step you can stop, and do not start that step until told."""
+
+    generation: GenerationNumber
+
+
+class Boundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run up to this step, do not start it, unwind, report idle."""
+
+    generation: GenerationNumber
+    step: int
+
+
+class Form(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Build this generation's world and train in it.
+
+    `relay` is where the worker reaches the coordination service of the world.
+    """
+
+    generation: Generation
+    host: HostName
+    relay: str
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The store is lost: stop training, keep the state, wait."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The job is over for this worker: return from `rj.run`."""
+
+    reason: str = ""
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The worker's complete report of itself."""
+
+    report: WorkerReport
+
+
+class Progressed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A step was committed. Also a sign of life."""
+
+    step: int
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The guard thread runs."""
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """An event for the host's event log."""
+
+    event: Event
+
+
+Order = Quiesce | Pause | Boundary | Form | Hold | Stop
+Word = Reported | Progressed | Alive | Happened
+
+ORDER_DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+WORD_DECODER: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+
+LINK_VARIABLE = "RESILIENT_JAX_LINK"
+"""Environment variable with the worker's end of the socket pair, as a file descriptor."""
+SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
+"""Environment variable with `WorkerSettings` as JSON."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent tells its worker once, at start."""
+
+    job: str
+    host: HostName
+    address: str
+    token: str
+    devices_per_host: int | None = None
+    forming_timeout_s: float = 30.0

@@ -1,0 +1,80 @@
+"""The record of a host: one JSON line an event, written by the host's agent alone."""
+
+import collections
+from pathlib import Path
+
+import msgspec
+
+from resilient_jax.clock import Clock, SystemClock
+from resilient_jax.errors import MessageError
+from resilient_jax.events import Event, EventKind
+from resilient_jax.telemetry.line_file import LineFile
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Event)
+
+
+class EventLog:
+    """Appends events to a file, and keeps the newest in memory for tables.
+
+    A line is one `write` of whole bytes, so a killed writer leaves at most one torn last line, which
+    `read_events` leaves out.
+    """
+
+    KEPT = 1000
+
+    def __init__(self, path: Path | None, host: str, clock: Clock | None = None) -> None:
+        """Writes to `path`; None keeps events in memory only."""
+        self.host = host
+        self.recent: collections.deque[Event] = collections.deque(maxlen=self.KEPT)
+        self._clock = clock or SystemClock()
+        self._file = LineFile(path) if path is not None else None
+
+    def record(
+        self,
+        kind: EventKind,
+        *,
+        generation: int | None = None,
+        step: int | None = None,
+        **detail: str | float | bool,
+    ) -> Event:
+        """Writes that `kind` happened now on this host."""
+        event = Event(
+            kind=kind,
+            host=self.host,
+            monotonic_s=self._clock.monotonic_s(),
+            wall_s=self._clock.wall_s(),
+            generation=generation,
+            step=step,
+            detail=dict(detail),
+        )
+        self.append(event)
+        return event
+
+    def append(self, event: Event) -> None:
+        """Writes an event that another process of this host saw."""
+        self.recent.append(event)
+        if self._file is not None:
+            self._file.write(_ENCODER.encode(event))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a log, oldest first. A torn last line (its writer was killed) is left out.
+
+    Raises:
+        MessageError: another line is not an event of ours; names file, line and field.
+    """
+    lines = path.read_bytes().split(b"\n")
+    events: list[Event] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            events.append(_DECODER.decode(line))
+        except msgspec.DecodeError as error:
+            raise MessageError(
+                f"{path}, line {number}: found no event ({error}); expected one JSON event a line"
+            ) from error
+    return events

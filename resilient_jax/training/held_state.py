@@ -1,0 +1,203 @@
+"""The training state as it is handed from one generation to the next.
+
+Between generations a state is a flat list of named leaves: no tree type, no sharding of a mesh that is
+gone. The user's own `init_state` gives the tree back its shape.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from resilient_jax.errors import StateError
+
+Tree = TypeVar("Tree")
+ShardingRule = Sharding | Callable[[str, jax.ShapeDtypeStruct], Sharding]
+"""One sharding for all leaves, or a function of a leaf's path and abstract value."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One array of a state.
+
+    Attributes:
+        path: where it sits in the tree, as `jax.tree_util.keystr` writes it.
+        value: on devices, or in host memory. A random key is held as its raw data.
+        key_impl: for a random key, the name of its implementation; else None.
+    """
+
+    path: str
+    value: jax.Array | np.ndarray
+    key_impl: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldState:
+    """The state after `step` committed steps."""
+
+    step: int
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.value.nbytes for leaf in self.leaves)
+
+
+def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
+    """Takes hold of a pytree of arrays. The caller must not donate or change them while it is held.
+
+    Raises:
+        StateError: a leaf is no array or number, or was deleted (donated); names it.
+    """
+    paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return HeldState(
+        step=step,
+        leaves=tuple(_leaf(jax.tree_util.keystr(path), value) for path, value in paths_and_values),
+    )
+
+
+def _leaf(path: str, value: object) -> Leaf:
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise StateError(
+                f"the state's leaf {path} was deleted: the array was donated to a program after it was handed "
+                "over. Commit the state that the program returned"
+            )
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return Leaf(path=path, value=jax.random.key_data(value), key_impl=str(jax.random.key_impl(value)))
+        return Leaf(path=path, value=value)
+    array = np.asarray(value)
+    if array.dtype == object or array.dtype.kind in "USO":
+        raise StateError(
+            f"the state's leaf {path} is a {type(value).__name__}; a state holds arrays and numbers only. Keep "
+            "other things outside of it, they are the same on every host"
+        )
+    return Leaf(path=path, value=array)
+
+
+def to_host(held: HeldState) -> HeldState:
+    """A copy in host memory that needs no device any more.
+
+    Raises:
+        StateError: a leaf is spread over several hosts, so that none can copy all of it.
+    """
+    return dataclasses.replace(
+        held, leaves=tuple(dataclasses.replace(leaf, value=_host_copy(leaf)) for leaf in held.leaves)
+    )
+
+
+def _host_copy(leaf: Leaf) -> np.ndarray:
+    """A copy, never a view: on CPU `np.asarray` of a device array is its own memory."""
+    value = leaf.value
+    if isinstance(value, np.ndarray):
+        return value
+    if value.is_fully_addressable:
+        return np.array(value)
+    if value.is_fully_replicated:
+        return np.array(value.addressable_data(0))
+    return _assemble(leaf.path, value)
+
+
+def _assemble(path: str, value: jax.Array) -> np.ndarray:
+    whole = np.empty(value.shape, value.dtype)
+    covered = np.zeros(value.shape, bool)
+    for shard in value.addressable_shards:
+        whole[shard.index] = np.asarray(shard.data)
+        covered[shard.index] = True
+    if not covered.all():
+        raise StateError(
+            f"the state's leaf {path} is sharded over several hosts ({value.sharding}), so no single host holds "
+            "all of it. States must be complete on every host: replicate the state over hosts (shard it over "
+            "the devices of one host only)"
+        )
+    return whole
+
+
+def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> Tree:
+    """The held state in the tree of `abstract`, placed for the present mesh.
+
+    Args:
+        abstract: the tree with `jax.ShapeDtypeStruct` leaves, as `jax.eval_shape` gives it.
+        held: leaves on devices are reused without a copy wherever they already lie right.
+        sharding: where each leaf goes; None: this process's first device, or where it lies already.
+
+    Raises:
+        StateError: structure, shape or dtype differ; names the first leaf that does.
+    """
+    paths_and_wanted, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    by_path = {leaf.path: leaf for leaf in held.leaves}
+    wanted_paths = [jax.tree_util.keystr(path) for path, _ in paths_and_wanted]
+    _check_same_paths(wanted_paths, list(by_path))
+    placed = []
+    for path, (_, wanted) in zip(wanted_paths, paths_and_wanted, strict=True):
+        leaf = by_path[path]
+        is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+        if not is_key and (leaf.value.shape, leaf.value.dtype) != (wanted.shape, wanted.dtype):
+            raise StateError(
+                f"the state's leaf {path} is {leaf.value.dtype}{list(leaf.value.shape)} where the init function "
+                f"makes {wanted.dtype}{list(wanted.shape)}; both must describe the same model"
+            )
+        target = sharding(path, wanted) if callable(sharding) else sharding
+        if is_key:
+            data = _place(leaf.path, leaf.value, None)
+            placed.append(jax.random.wrap_key_data(data, impl=leaf.key_impl))
+        else:
+            placed.append(_place(leaf.path, leaf.value, target))
+    return jax.tree_util.tree_unflatten(treedef, placed)
+
+
+def _check_same_paths(wanted: list[str], found: list[str]) -> None:
+    missing = sorted(set(wanted) - set(found))
+    unknown = sorted(set(found) - set(wanted))
+    if missing or unknown:
+        raise StateError(
+            f"the state that was handed over does not fit the init function: missing {missing[:3] or 'nothing'}, "
+            f"not expected {unknown[:3] or 'nothing'}; commit the same tree that init makes"
+        )
+
+
+def _place(path: str, value: jax.Array | np.ndarray, sharding: Sharding | None) -> jax.Array:
+    if isinstance(value, np.ndarray):
+        if sharding is None:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    if sharding is None:
+        if value.is_fully_addressable:
+            return value
+        raise StateError(
+            f"the state's leaf {path} lies on a mesh of several hosts ({value.sharding}) that has changed; say "
+            "where it shall lie now: restore_or_init(init, sharding=NamedSharding(world.mesh(...), ...))"
+        )
+    if value.sharding == sharding:
+        return value
+    return _move(path, value, sharding)
+
+
+def _move(path: str, value: jax.Array, sharding: Sharding) -> jax.Array:
+    """Rewraps what lies right already (jax_facts 7); what does not goes through host memory."""
+    held = {shard.device: (shard.index, shard.data) for shard in value.addressable_shards}
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    if all(device in held and _same(held[device][0], index, value.shape) for device, index in wanted.items()):
+        return jax.make_array_from_single_device_arrays(
+            value.shape, sharding, [held[device][1] for device in wanted]
+        )
+    whole = _host_copy(Leaf(path=path, value=value))
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[index])
+
+
+def _same(one: tuple[slice, ...], other: tuple[slice, ...] | None, shape: tuple[int, ...]) -> bool:
+    if other is None:
+        return False
+    return all(a.indices(n) == b.indices(n) for a, b, n in zip(one, other, shape, strict=True))
+
+
+def place_initial(tree: Tree, sharding: ShardingRule | None) -> Tree:
+    """A state that was just made by the init function, placed like a restored one."""
+    if sharding is None:
+        return tree
+    abstract = jax.eval_shape(lambda: tree)
+    return restore(abstract, to_host(hold(0, tree)), sharding)

@@ -1,0 +1,257 @@
+"""The generation loop: `run(train)` calls the user's function once in every generation."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+import jax
+import msgspec
+
+from resilient_jax.errors import PeerError, StateError
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
+from resilient_jax.protocol.records import Change, Failure, FailureKind, Generation, Source
+from resilient_jax.protocol.worker import LINK_VARIABLE, SETTINGS_VARIABLE, Form, Stop, WorkerSettings
+from resilient_jax.training import reduction
+from resilient_jax.training.held_state import HeldState, to_host
+from resilient_jax.training.jax_runtime.abort import abort_collectives
+from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect
+from resilient_jax.training.jax_runtime.failures import is_collective_failure
+from resilient_jax.training.jax_runtime.forming import interrupt_forming
+from resilient_jax.training.link import AgentLink, GenerationEnded
+from resilient_jax.training.solo import SoloLink
+from resilient_jax.training.state_transfer import StateServer, fetch_state
+from resilient_jax.training.world import StateHolder, World
+from resilient_jax.transport.credentials import Credentials
+
+Train = Callable[[World], None]
+
+JOB_FAILED_EXIT_CODE: Final = 74
+"""Of a worker whose job ended because of another host; the agent looks at the job's outcome instead."""
+
+
+def run(train: Train) -> None:
+    """Trains until `train` has returned on every host; survives the death of any of them.
+
+    Started by an agent (`resilient-jax launch`, `resilient-jax agent`), this calls `train(world)` anew in
+    every generation, in the same process, and returns when the job is done. Started by hand
+    (`python script.py`), it calls `train` once, with this machine as the only host.
+
+    Args:
+        train: takes a `World`; loops over `world.steps(...)`, restores with `world.restore_or_init` and
+            commits with `world.commit`. It may be unwound at any call into JAX or `world`, by an exception.
+
+    Raises:
+        Exception: whatever `train` raises by its own fault, once; the job ends with it.
+
+    Example:
+        >>> import resilient_jax as rj
+        >>> def train(world):
+        ...     state = world.restore_or_init(init_state)
+        ...     for step in world.steps(1000):
+        ...         state = step_fn(state, batch_at(step))
+        ...         world.commit(state)
+        >>> rj.run(train)  # doctest: +SKIP
+    """
+    descriptor = os.environ.pop(LINK_VARIABLE, None)
+    settings_text = os.environ.pop(SETTINGS_VARIABLE, None)
+    if descriptor is None or settings_text is None:
+        _run_alone(train)
+        return
+    settings = msgspec.json.decode(settings_text, type=WorkerSettings)
+    _Worker(int(descriptor), settings).run(train)
+
+
+def _run_alone(train: Train) -> None:
+    host = HostName("localhost")
+    train(
+        World(
+            generation=GenerationNumber(1),
+            hosts={ProcessIndex(0): host},
+            process_index=ProcessIndex(0),
+            holder=StateHolder(),
+            link=SoloLink(host),
+            change=str(Change.REFORM),
+            reason="started without an agent",
+        )
+    )
+
+
+class _Worker:
+    """One worker's life between its agent's orders."""
+
+    def __init__(self, descriptor: int, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._credentials = Credentials(settings.token)
+        self._holder = StateHolder()
+        self._connection: Connection | None = None
+        self._events: list[Event] = []
+        self._server = StateServer(settings.address, self._credentials)
+        self._link = AgentLink(descriptor, settings.host, self._interrupt)
+
+    def run(self, train: Train) -> None:
+        self._link.be_ready(self._server.endpoint)
+        while True:
+            order = self._link.wait_form()
+            if isinstance(order, Stop):
+                if order.reason != "done":
+                    raise SystemExit(JOB_FAILED_EXIT_CODE)
+                return
+            done, failure = self._live_through(order, train)
+            self._note(EventKind.UNWOUND, done=done)
+            self._link.go_idle(
+                step=self._holder.step,
+                holds_state=self._holder.state is not None,
+                done=done,
+                failure=failure,
+            )
+
+    def _live_through(self, order: Form, train: Train) -> tuple[bool, Failure | None]:
+        """One generation. Leaves no reference to its arrays or exceptions behind."""
+        try:
+            world = self._form(order)
+            train(world)
+            return True, None
+        except GenerationEnded:
+            return False, None
+        except Exception as error:
+            if self._link.interrupted:
+                return False, None
+            text = "".join(traceback.format_exception(error))
+            if is_collective_failure(error) or isinstance(error, PeerError):
+                self._note(EventKind.COLLECTIVE_FAILED, error=_first_line(error))
+                return False, Failure(kind=FailureKind.COLLECTIVE, text=text)
+            self._note(EventKind.USER_ERROR, error=_first_line(error))
+            self._link.fail(Failure(kind=FailureKind.USER, text=text), step=self._holder.step)
+            raise
+
+    def _interrupt(self) -> None:
+        """For the guard thread: breaks the main thread out of forming or of a collective."""
+        interrupt_forming()
+        connection = self._connection
+        if connection is not None:
+            abort_collectives(connection.gloo)
+
+    # Forming.
+
+    def _form(self, order: Form) -> World:
+        generation = order.generation
+        self._events.clear()
+        started_s = time.monotonic()
+        if generation.change is Change.REFORM:
+            self._reform(order)
+        else:
+            self._hand_over(generation, in_place=True)
+        self._link.check()
+        self._note(
+            EventKind.WORLD_FORMED,
+            change=str(generation.change),
+            hosts=len(generation.members),
+            seconds=time.monotonic() - started_s,
+        )
+        self._link.formed(generation.world, self._holder.step)
+        member = generation.member(order.host)
+        assert member is not None, "the agent sends a form only to members"
+        return World(
+            generation=generation.number,
+            hosts={m.process_index: m.host for m in generation.members},
+            process_index=member.process_index,
+            holder=self._holder,
+            link=self._link,
+            change=str(generation.change),
+            reason=generation.reason,
+            events=self._events,
+        )
+
+    def _reform(self, order: Form) -> None:
+        """Leaves the old world with the state in host memory, and joins the new one."""
+        generation = order.generation
+        self._hand_over(generation, in_place=False)
+        self._leave_world()
+        self._link.check()
+        member = generation.member(order.host)
+        assert member is not None, "the agent sends a form only to members"
+        self._connection = connect(
+            order.relay,
+            member.process_index,
+            len(generation.members),
+            timeout_s=self._settings.forming_timeout_s,
+            bind_host=self._settings.address,
+        )
+        self._check_devices()
+
+    def _hand_over(self, generation: Generation, *, in_place: bool) -> None:
+        """Ends with the state of `generation.step` here: kept, or fetched from a host that has it."""
+        host = self._settings.host
+        if host in generation.behind:
+            self._holder.state = None  # an older state is of no use, and its arrays are in the way
+            self._holder.state = self._fetch(generation)
+            return
+        if not generation.sources:
+            self._holder.state = None  # the job begins, again if it must: nobody's state counts
+            return
+        held = self._holder.state
+        assert held is not None, "whoever is not behind holds the state"
+        if generation.behind or not in_place:
+            started_s = time.monotonic()
+            copy = to_host(held)
+            self._note(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
+            if generation.behind:
+                self._server.offer(generation.number, copy)
+            if not in_place:
+                self._holder.state = copy
+
+    def _fetch(self, generation: Generation) -> HeldState:
+        started_s = time.monotonic()
+        position = [m.host for m in generation.members].index(self._settings.host)
+        held = fetch_state(
+            generation.number,
+            generation.sources,
+            position,
+            self._credentials,
+            self._link.check,
+            self._on_source_refused,
+        )
+        if held.step != generation.step:
+            raise StateError(
+                f"state of step {held.step} arrived where generation {generation.number} goes on from step "
+                f"{generation.step}"
+            )
+        self._note(EventKind.STATE_FETCHED, bytes=held.nbytes, seconds=time.monotonic() - started_s)
+        return held
+
+    def _on_source_refused(self, source: Source, error: PeerError) -> None:
+        self._note(EventKind.STATE_REFUSED, source=source.host, error=str(error))
+
+    def _leave_world(self) -> None:
+        reduction.forget_programs()
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        started_s = time.monotonic()
+        leftovers = disconnect(connection.gloo)
+        self._link.left_world()
+        self._note(
+            EventKind.WORLD_LEFT,
+            seconds=time.monotonic() - started_s,
+            leaked_backends=leftovers.backends,
+            leaked_clients=leftovers.clients,
+        )
+
+    def _check_devices(self) -> None:
+        wanted = self._settings.devices_per_host
+        found = jax.local_device_count()
+        if wanted is not None and found < wanted:
+            raise StateError(
+                f"host {self._settings.host} has {found} devices, but --devices-per-host asks for {wanted}; ask "
+                "for fewer, or start it where there are more"
+            )
+
+    def _note(self, kind: EventKind, **detail: str | float | bool) -> None:
+        self._events.append(self._link.happened(kind, **detail))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

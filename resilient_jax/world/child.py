@@ -1,0 +1,120 @@
+"""Child processes that never outlive us: started, watched and ended the same way everywhere.
+
+Rules: a child gets SIGKILL from the kernel when the thread that started it ends (so: start children from
+the main thread); it leads a process group of its own, so that ending it ends its children; its exit is
+noticed through a pidfd, in milliseconds and without a thread. Linux only, like the rest of the agent.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_SHIM = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)  # the parent died before the kernel knew to tell us
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def bound_to_this_process(command: Sequence[str]) -> list[str]:
+    """The command, wrapped so that the kernel kills it when this process dies.
+
+    A wrapper and not `preexec_fn`: that forks this process with its gRPC threads, which may deadlock.
+    """
+    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
+
+
+class Child:
+    """A running child process.
+
+    Attributes:
+        process: the handle; its pipes are the caller's to read.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = subprocess.PIPE,
+        stderr: int | None = subprocess.PIPE,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.process = subprocess.Popen(
+            bound_to_this_process(command),
+            env=dict(env) if env is not None else None,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._exited: asyncio.Event = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal, None while it runs."""
+        return self.process.returncode
+
+    async def exited(self) -> int:
+        """Waits for its end; gives the exit code."""
+        await self._exited.wait()
+        code = self.process.returncode
+        assert code is not None, "reaped"
+        return code
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the child and to all of its process group that is left."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+    async def end(self) -> int:
+        """Kills it if it still runs, and waits for its end."""
+        self.kill()
+        return await self.exited()
+
+    def is_stopped(self) -> bool:
+        """Whether somebody sent it SIGSTOP (a debugger's stop is another state and does not count)."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def _reap(self) -> None:
+        if self.process.poll() is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        # Whatever it started must not stay: the group outlives its leader.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._exited.set()
+
+
+async def read_lines(pipe: int) -> "asyncio.StreamReader":
+    """A stream over the read end of a pipe, for `async for line in ...`."""
+    reader = asyncio.StreamReader(limit=2**20)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(pipe), "rb", buffering=0)
+    )
+    return reader

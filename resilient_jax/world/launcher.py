@@ -1,0 +1,279 @@
+"""Several hosts on one machine: the embedded store and one agent per host, as on a pod, but all here.
+
+The launcher is to its agents what a pod's scheduler is: it starts them, starts a killed one again, and
+ends all when the job is over. It takes no part in the job. It serves the store, so the job ends with it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from resilient_jax.errors import ExitCode
+from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.protocol.keys import generation_key, hosts_prefix
+from resilient_jax.protocol.records import Generation, HostStatus, Outcome, OutcomeKind
+from resilient_jax.store.embedded import serve_store
+from resilient_jax.store.interface import Put
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.server import Server
+from resilient_jax.world.child import Child, read_lines
+from resilient_jax.world.leader import GENERATION_DECODER, STATUS_DECODER
+from resilient_jax.world.restart_budget import RestartBudget
+from resilient_jax.world.run_directory import Contact, create, remove_contact, write_contact
+
+TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
+END_GRACE_S = 10.0
+"""Agents clean up in well under a second; this bounds the wait for one that cannot."""
+FINISH_GRACE_S = 70.0
+"""Scripts may still work after training is done; the agents bound that, this bounds the agents."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """A job on this machine.
+
+    Attributes:
+        agent_options: options for every agent's command line.
+        host_restart_delay_s: how long a killed host stays away; None: for good.
+    """
+
+    job: JobName
+    hosts: int
+    command: tuple[str, ...]
+    agent_options: tuple[str, ...]
+    run_directory: Path
+    environment: Mapping[str, str]
+    host_restart_delay_s: float | None = 1.0
+    host_restart_limit: int = 20
+
+
+class JobView:
+    """What a progress line or a table shows of a job; kept up to date by the launcher."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.hosts: dict[HostName, HostStatus] = {}
+
+    @property
+    def step(self) -> int:
+        """The newest step that any living host reported."""
+        return max((status.step for status in self.hosts.values()), default=0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was reported with that step."""
+        newest = max(self.hosts.values(), key=lambda status: status.step, default=None)
+        return newest.metrics if newest is not None else {}
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.generation.outcome if self.generation is not None else None
+
+
+class Launcher:
+    """Runs one job. `run` is its whole life; `view` may be read meanwhile.
+
+    Attributes:
+        agents: the living agent processes by host, for those who want to break them.
+    """
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        *,
+        on_line: Callable[[bytes], None],
+        on_change: Callable[[JobView], None] = lambda view: None,
+    ) -> None:
+        self._settings = settings
+        self._on_line = on_line
+        self._on_change = on_change
+        self._credentials = Credentials(secrets.token_hex(16))
+        self._interrupted = 0
+        self._codes: dict[HostName, int] = {}
+        self.view = JobView()
+        self.agents: dict[HostName, Child] = {}
+        self.address = ""
+
+    @property
+    def credentials(self) -> Credentials:
+        """What it takes to talk to this job's store."""
+        return self._credentials
+
+    async def run(self) -> Outcome:
+        """Starts everything, waits for the job's end, leaves nothing behind."""
+        directory = create(self._settings.run_directory)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        log = EventLog(directory / "launcher.events.jsonl", "launcher")
+        store = MemoryStore()
+        server = Server(
+            "127.0.0.1:0",
+            credentials=self._credentials,
+            on_event=lambda kind, detail: log.record(kind, **detail),
+        )
+        serve_store(server, store)
+        async with store, server:
+            self.address = server.address
+            write_contact(
+                directory,
+                Contact(
+                    job=self._settings.job,
+                    store=self.address,
+                    token=self._credentials.token,
+                    launcher_pid=os.getpid(),
+                ),
+            )
+            watching = asyncio.create_task(self._watch(store))
+            try:
+                return await self._run_hosts()
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+                remove_contact(directory)
+                log.close()
+
+    async def _run_hosts(self) -> Outcome:
+        names = [HostName(f"host-{index}") for index in range(self._settings.hosts)]
+        hosts = [asyncio.create_task(self._run_host(name, index)) for index, name in enumerate(names)]
+        try:
+            await self._wait_end(hosts)
+        finally:
+            for child in list(self.agents.values()):
+                child.kill()
+            for host in hosts:
+                host.cancel()
+            await asyncio.gather(*hosts, return_exceptions=True)
+        if self.view.outcome is not None:
+            return self._with_agents_code(self.view.outcome)
+        return self._outcome_without_leader()
+
+    async def _wait_end(self, hosts: "list[asyncio.Task[None]]") -> None:
+        pending = set(hosts)
+        deadline_s: float | None = None
+        loop = asyncio.get_running_loop()
+        while pending:
+            ending = self.view.outcome is not None or self._interrupted
+            if ending and deadline_s is None:
+                done = self.view.outcome is not None and self.view.outcome.exit_code == ExitCode.DONE
+                deadline_s = loop.time() + (FINISH_GRACE_S if done else END_GRACE_S + 25.0)
+            if deadline_s is not None and loop.time() > deadline_s:
+                return
+            finished, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+            for host in finished:
+                host.result()
+
+    def _with_agents_code(self, outcome: Outcome) -> Outcome:
+        """A script that failed after the job was done: its agent exited with the script's code."""
+        if outcome.exit_code != ExitCode.DONE:
+            return outcome
+        failed = [(host, code) for host, code in sorted(self._codes.items()) if code > 0]
+        if not failed:
+            return outcome
+        host, code = failed[0]
+        return msgspec.structs.replace(outcome, exit_code=code, host=host)
+
+    def _outcome_without_leader(self) -> Outcome:
+        """All agents ended by themselves: they were refused, or interrupted, or their budget is spent."""
+        code = next((code for _, code in sorted(self._codes.items()) if code), int(ExitCode.INTERRUPTED))
+        if self._interrupted:
+            code = int(ExitCode.INTERRUPTED)
+        return Outcome(kind=_kind_of(code), exit_code=code if code > 0 else int(ExitCode.INTERNAL))
+
+    async def _run_host(self, name: HostName, index: int) -> None:
+        """Keeps one host's agent running until it ends by itself."""
+        budget = RestartBudget(limit=self._settings.host_restart_limit, window_s=600.0, backoff_s=0.5)
+        while True:
+            child = self._start_agent(name, index)
+            self.agents[name] = child
+            assert child.process.stdout is not None, "started with a pipe"
+            printing = asyncio.create_task(self._print(await read_lines(child.process.stdout.fileno())))
+            child.process.stdout.close()
+            try:
+                code = await child.exited()
+                await asyncio.wait((printing,), timeout=0.5)
+            finally:
+                printing.cancel()
+                child.kill()
+            self.agents.pop(name, None)
+            self._codes[name] = code
+            delay_s = self._settings.host_restart_delay_s
+            if code >= 0 or self._interrupted or self.view.outcome is not None or delay_s is None:
+                return
+            budget, backoff_s = budget.spend(asyncio.get_running_loop().time())
+            if backoff_s is None:
+                return
+            self._on_line(f"[{name}] the host is down ({signal.Signals(-code).name})".encode())
+            await asyncio.sleep(delay_s + backoff_s)
+
+    def _start_agent(self, name: HostName, index: int) -> Child:
+        settings = self._settings
+        command = [
+            sys.executable,
+            "-m",
+            "resilient_jax.cli.main",
+            "agent",
+            *("--store", self.address),
+            *("--job", settings.job),
+            *("--host-name", name),
+            # An address of its own: loopback has 2^24 of them, and each host of a pod has one, too.
+            *("--address", f"127.0.0.{index + 2}"),
+            *("--expected-hosts", str(settings.hosts)),
+            *("--run-dir", str(settings.run_directory)),
+            *settings.agent_options,
+            "--",
+            *settings.command,
+        ]
+        environment = {**settings.environment, TOKEN_VARIABLE: self._credentials.token}
+        return Child(command, env=environment, stderr=subprocess.STDOUT)
+
+    async def _print(self, lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            self._on_line(line.rstrip(b"\n"))
+
+    async def _watch(self, store: MemoryStore) -> None:
+        prefix = f"/{self._settings.job}/"
+        async with contextlib.aclosing(store.watch(prefix, Revision(1))) as batches:
+            async for batch in batches:
+                for event in batch:
+                    self._absorb(event)
+                self._on_change(self.view)
+
+    def _absorb(self, event: object) -> None:
+        job = self._settings.job
+        if isinstance(event, Put) and event.key == generation_key(job):
+            self.view.generation = GENERATION_DECODER.decode(event.key_value.value)
+        elif isinstance(event, Put) and event.key.startswith(hosts_prefix(job)):
+            status = STATUS_DECODER.decode(event.key_value.value)
+            self.view.hosts[status.host] = status
+        elif not isinstance(event, Put):
+            key = getattr(event, "key", "")
+            self.view.hosts.pop(HostName(key.removeprefix(hosts_prefix(job))), None)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """SIGTERM: all hosts get the notice. SIGINT, or a second signal: all end now."""
+        self._interrupted += 1
+        forward = number if self._interrupted == 1 else signal.SIGINT
+        for child in self.agents.values():
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(forward)
+
+
+def _kind_of(code: int) -> OutcomeKind:
+    return {
+        int(ExitCode.INTERRUPTED): OutcomeKind.INTERRUPTED,
+        int(ExitCode.DRAINED): OutcomeKind.INTERRUPTED,
+        int(ExitCode.BUDGET_EXHAUSTED): OutcomeKind.TOO_FEW_HOSTS,
+        int(ExitCode.REFUSED): OutcomeKind.TOO_FEW_HOSTS,
+    }.get(code, OutcomeKind.USER_ERROR)
