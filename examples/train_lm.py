@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import jax
+from byte_lm.settings import Settings
+from byte_lm.step import accumulate, apply_total, digest_params, init_state, init_total
+from byte_lm.text import Bytes, draw_microbatch, read_standard_library
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from byte_lm.settings import Settings
-from byte_lm.step import accumulate, apply_total, digest_params, init_state, init_total
-from byte_lm.text import Bytes, draw_microbatch, read_standard_library
 from resilient_jax.config import load, override
 from resilient_jax.errors import ConfigError
 
@@ -55,8 +55,8 @@ def check_microbatch(settings: Settings, devices: int) -> None:
     """Refuses a microbatch that cannot be spread evenly over one host's devices."""
     if settings.sequences % devices:
         raise ConfigError(
-            f"key 'sequences': found {settings.sequences}, expected a multiple of this host's {devices} devices. "
-            "Change it in the configuration, or give each host another number of devices."
+            f"key 'sequences': found {settings.sequences}, expected a multiple of {devices}, the devices of "
+            "this host. Change it in the configuration, or give each host another number of devices."
         )
 
 

@@ -17,8 +17,8 @@ from flax import nnx
 from byte_lm.model import ByteLM, graph_definition
 from byte_lm.settings import ModelSettings, OptimizerSettings, Settings
 
-Tree = dict[str, "Tree | jax.Array"]
-"""Arrays by the names of the network's parts, nested."""
+Tree = optax.Params
+"""Arrays by the names of the network's parts: nested dicts, as `nnx.to_pure_dict` makes them."""
 
 
 class State(NamedTuple):
