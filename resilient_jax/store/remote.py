@@ -46,6 +46,8 @@ CALL_TIMEOUT_S = 5.0
 GIVE_UP_S = 5.0
 TRY_TIMEOUT_S = 2.0
 """One try of `connect`: short, so that progress is told and a store that comes back is found."""
+SHORTEST_TRY_S = 0.25
+"""The last try before a deadline may pass it by this much: enough to hear why, not only that time is up."""
 RETRY_PAUSE_S = 0.1
 
 OnProgress = Callable[[float, PeerUnreachable], None]
@@ -199,7 +201,7 @@ class RemoteStore:
         request = WatchRequest(prefix=prefix, from_revision=from_revision, store_id=self._store_id)
         async with contextlib.aclosing(self._channel.stream(SERVICE, WATCH, request)) as batches:
             try:
-                async with asyncio.timeout(max(0.0, limit_s - self._clock.monotonic_s())):
+                async with asyncio.timeout(max(SHORTEST_TRY_S, limit_s - self._clock.monotonic_s())):
                     first = await anext(batches)
             except TimeoutError as error:
                 raise PeerUnreachable(f"{self.address} did not answer a watch of {prefix!r}") from error
@@ -221,10 +223,9 @@ class RemoteStore:
         started_s = self._clock.monotonic_s()
         while True:
             left_s = started_s + deadline_s - self._clock.monotonic_s()
+            timeout_s = max(SHORTEST_TRY_S, min(TRY_TIMEOUT_S, left_s))
             try:
-                status = await self._channel.call(
-                    SERVICE, STATUS, StatusRequest(), timeout_s=max(0.05, min(TRY_TIMEOUT_S, left_s))
-                )
+                status = await self._channel.call(SERVICE, STATUS, StatusRequest(), timeout_s=timeout_s)
             except PeerUnreachable as error:
                 tried_s = self._clock.monotonic_s() - started_s
                 if on_progress is not None:

@@ -1,5 +1,6 @@
 """The asyncio client of one peer."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, Self, cast
@@ -30,6 +31,7 @@ class Channel:
             ConfigError: a TLS file cannot be read.
         """
         self.address = address
+        self._is_closed = False
         self._metadata = ((TOKEN_KEY, credentials.token),)
         tls = credentials.tls
         if tls is None:
@@ -59,6 +61,10 @@ class Channel:
             raise self._ours(error, path, timeout_s) from error
         except grpc.aio.UsageError as error:
             raise self._closed(path) from error
+        except asyncio.CancelledError as error:
+            if self._is_closed and not _is_cancelling():
+                raise self._closed(path) from error
+            raise
         return decode(cast(bytes, data), method.response, f"response to {path} from {self.address}")
 
     async def stream(
@@ -91,11 +97,16 @@ class Channel:
                 yield decode(cast(bytes, data), method.response, where)
         except grpc.aio.AioRpcError as error:
             raise self._ours(error, path, timeout_s) from error
+        except asyncio.CancelledError as error:
+            if self._is_closed and not _is_cancelling():
+                raise self._closed(path) from error
+            raise
         finally:
             call.cancel()
 
     async def close(self) -> None:
         """Ends the connection and every call on it."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -120,3 +131,9 @@ class Channel:
         return error_of(
             grpc.StatusCode.CANCELLED, None, None, address=self.address, path=path, timeout_s=None
         )
+
+
+def _is_cancelling() -> bool:
+    """Whether somebody cancelled this task; gRPC raises CancelledError also when its channel is closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

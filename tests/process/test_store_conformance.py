@@ -1,0 +1,42 @@
+"""One table drives every store through the contract."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from resilient_jax.store.embedded import serve_store
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.store.remote import RemoteStore
+from resilient_jax.testing.store_conformance import CHECKS
+from resilient_jax.transport import Credentials, Server
+
+CREDENTIALS = Credentials("test-token")
+
+
+@contextlib.asynccontextmanager
+async def open_memory_store(*, keep_revisions=10_000):
+    async with MemoryStore(keep_revisions=keep_revisions) as store:
+        yield store
+
+
+@contextlib.asynccontextmanager
+async def open_embedded_store(*, keep_revisions=10_000):
+    server = Server(credentials=CREDENTIALS)
+    async with MemoryStore(keep_revisions=keep_revisions) as memory:
+        serve_store(server, memory)
+        async with server, await RemoteStore.connect(server.address, CREDENTIALS, 10.0) as store:
+            yield store
+
+
+STORES = {"memory": open_memory_store, "embedded": open_embedded_store}
+
+
+@pytest.mark.parametrize("open_store", STORES.values(), ids=STORES.keys())
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_store_keeps_the_contract(check, open_store):
+    asyncio.run(check(open_store))
+
+
+def test_the_table_has_every_check():
+    assert len(CHECKS) == 24

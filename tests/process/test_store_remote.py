@@ -1,0 +1,226 @@
+"""The store in another process, which is killed, stopped, and replaced."""
+
+import asyncio
+import contextlib
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from resilient_jax.errors import PeerUnreachable, StoreReplaced, StoreUnreachable, TokenRefused
+from resilient_jax.ids import Revision
+from resilient_jax.store.embedded import PROGRESS_EVERY_REVISIONS, serve_store
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.store.remote import RemoteStore
+from resilient_jax.transport import Channel, Credentials, Server
+
+CREDENTIALS = Credentials("test-token")
+SCRIPT = pathlib.Path(__file__).with_name("serve_store.py")
+WAIT_S = 20.0
+
+
+@contextlib.contextmanager
+def store_process(address="127.0.0.1:0"):
+    """A store in a process of its own: (process, address)."""
+    process = subprocess.Popen([sys.executable, str(SCRIPT), address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+def run(main):
+    async def bounded():
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_a_store_that_is_not_there_is_named_with_the_time_tried():
+    async def main():
+        told = []
+        started_s = time.monotonic()
+        with pytest.raises(StoreUnreachable) as missing:
+            await RemoteStore.connect(
+                "127.0.0.1:9", CREDENTIALS, 0.5, lambda tried_s, error: told.append((tried_s, error.refused))
+            )
+        assert 0.5 <= time.monotonic() - started_s < 5.0
+        text = str(missing.value)
+        assert text.startswith("no store answered at 127.0.0.1:9 for 0.")
+        assert "(last: 127.0.0.1:9 refused the connection for /rj.store/status: nobody listens there)" in text
+        assert "Check the address, that the process that serves the store runs there" in text
+        assert len(told) >= 2
+        assert told[0] < told[1]
+        assert told[0][1]
+
+    run(main)
+
+
+def test_connect_waits_for_a_store_that_comes_later():
+    async def main():
+        with store_process() as (_, address):
+            pass
+        connecting = asyncio.create_task(RemoteStore.connect(address, CREDENTIALS, WAIT_S))
+        await asyncio.sleep(0.3)
+        assert not connecting.done()
+        async with MemoryStore() as memory:
+            server = Server(address, credentials=CREDENTIALS)
+            serve_store(server, memory)
+            async with server, await connecting as store:
+                assert await store.put("a", b"") == 2
+
+    run(main)
+
+
+def test_a_wrong_token_is_refused_at_once():
+    async def main():
+        with store_process() as (_, address):
+            started_s = time.monotonic()
+            with pytest.raises(TokenRefused):
+                await RemoteStore.connect(address, Credentials("wrong"), WAIT_S)
+            assert time.monotonic() - started_s < WAIT_S / 2
+
+    run(main)
+
+
+def test_a_killed_store_fails_calls_at_once_and_watches_after_give_up():
+    async def main():
+        with store_process() as (process, address):
+            async with await RemoteStore.connect(address, CREDENTIALS, WAIT_S, give_up_s=0.5) as store:
+                revision = await store.put("a", b"")
+                async with contextlib.aclosing(store.watch("", revision)) as batches:
+                    await anext(batches)
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                    killed_s = time.monotonic()
+                    with pytest.raises(
+                        PeerUnreachable, match=r"a watch of '' broke at revision 3, and"
+                    ) as lost:
+                        await anext(batches)
+                    assert 0.4 < time.monotonic() - killed_s < 5.0
+                    assert lost.value.refused
+                started_s = time.monotonic()
+                with pytest.raises(PeerUnreachable) as refused:
+                    await store.get("a")
+                assert refused.value.refused
+                assert time.monotonic() - started_s < 2.0
+
+    run(main)
+
+
+def test_a_watch_resumes_without_gap_or_double_when_its_connection_breaks():
+    async def main():
+        async with MemoryStore() as memory:
+            server = Server(credentials=CREDENTIALS)
+            serve_store(server, memory)
+            await server.start()
+            async with await RemoteStore.connect(server.address, CREDENTIALS, WAIT_S) as store:
+                revision = await store.put("a", b"0")
+                seen = []
+                async with contextlib.aclosing(store.watch("a", revision)) as batches:
+                    seen += await anext(batches)
+                    for round_ in range(3):
+                        await server.stop()
+                        for index in range(2):
+                            await memory.put("a", f"{round_}{index}".encode())
+                        server = Server(server.address, credentials=CREDENTIALS)
+                        serve_store(server, memory)
+                        await server.start()
+                        while len(seen) < 3 + 2 * round_:
+                            seen += await anext(batches)
+            await server.stop()
+        assert [event.mod_revision for event in seen] == list(range(revision, revision + 7))
+
+    run(main)
+
+
+def test_a_watch_notices_that_the_store_was_replaced():
+    async def main():
+        with store_process() as (_, address):
+            store = await RemoteStore.connect(address, CREDENTIALS, WAIT_S, give_up_s=WAIT_S)
+            revision = await store.put("a", b"")
+            batches = store.watch("", revision)
+            await anext(batches)
+        with store_process(address) as (_, again):
+            assert again == address
+            with pytest.raises(StoreReplaced, match="is gone, with all it held"):
+                await anext(batches)
+        await store.close()
+
+    run(main)
+
+
+def test_a_stopped_store_is_noticed_by_pings_and_kills_no_lease():
+    async def main():
+        with store_process() as (process, address):
+            connecting = RemoteStore.connect(
+                address, CREDENTIALS, WAIT_S, give_up_s=WAIT_S, call_timeout_s=WAIT_S
+            )
+            async with await connecting as store:
+                lease = await store.grant(1.0)
+                revision = await store.put("a", b"", lease)
+                async with contextlib.aclosing(store.watch("a", revision)) as batches:
+                    await anext(batches)
+                    process.send_signal(signal.SIGSTOP)
+                    stopped_s = time.monotonic()
+                    with pytest.raises(PeerUnreachable):
+                        await store.get("a")
+                    assert time.monotonic() - stopped_s < WAIT_S / 2, "the deadline ended it, not a ping"
+                    process.send_signal(signal.SIGCONT)
+                    while True:
+                        with contextlib.suppress(PeerUnreachable):
+                            assert await store.keep_alive(lease) == 1.0
+                            break
+                    await store.put("a", b"2", lease)
+                    (event,) = await anext(batches)
+                    assert event.mod_revision == revision + 1
+
+    run(main)
+
+
+def test_a_watch_of_a_quiet_prefix_is_told_how_far_the_store_is():
+    async def main():
+        keep = PROGRESS_EVERY_REVISIONS + 100
+        async with MemoryStore(keep_revisions=keep) as memory:
+            server = Server(credentials=CREDENTIALS)
+            serve_store(server, memory)
+            await server.start()
+            async with await RemoteStore.connect(server.address, CREDENTIALS, WAIT_S) as store:
+                start, _ = await store.range("")
+                async with contextlib.aclosing(store.watch("quiet", Revision(start + 1))) as batches:
+                    waiting = asyncio.ensure_future(anext(batches))
+                    for _ in range(3 * keep):
+                        await memory.put("busy", b"")
+                        await asyncio.sleep(0)
+                    await store.get("busy")
+                    await server.stop()
+                    server = Server(server.address, credentials=CREDENTIALS)
+                    serve_store(server, memory)
+                    await server.start()
+                    await memory.put("quiet", b"")
+                    assert [event.key for event in await waiting] == ["quiet"]
+            await server.stop()
+
+    run(main)
+
+
+def test_a_store_call_without_the_token_is_refused():
+    async def main():
+        with store_process() as (_, address):
+            async with Channel(address, Credentials("wrong")) as channel:
+                store = RemoteStore(address, Credentials("wrong"))
+                with pytest.raises(TokenRefused):
+                    await store.range("")
+                batches = store.watch("", Revision(2))
+                with pytest.raises(TokenRefused):
+                    await anext(batches)
+                await store.close()
+                await channel.close()
+
+    run(main)

@@ -1,0 +1,196 @@
+"""The synchronous transport: the same promises from threads, and across both kinds."""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+
+import msgspec
+import pytest
+
+from resilient_jax.errors import (
+    AddressInUse,
+    ChecksumMismatch,
+    InternalError,
+    MessageError,
+    PeerUnreachable,
+    TokenRefused,
+)
+from resilient_jax.events import EventKind
+from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, ThreadServer
+
+CREDENTIALS = Credentials("test-token")
+SERVICE = "test"
+WAIT_S = 10.0
+
+
+class Blob(msgspec.Struct):
+    data: bytes
+    times: int = 1
+
+
+class Other(msgspec.Struct):
+    data: int
+
+
+ECHO = Method("echo", Blob, Blob)
+REPEAT = Method("repeat", Blob, Blob, streams=True)
+FAIL = Method("fail", Blob, Blob)
+
+
+def echo(request):
+    return request
+
+
+def repeat(request):
+    for _ in range(request.times):
+        yield Blob(request.data)
+
+
+def serving(handlers, *, on_event=None, threads=4):
+    server = ThreadServer(credentials=CREDENTIALS, on_event=on_event, threads=threads)
+    server.add(SERVICE, handlers)
+    return server
+
+
+def test_bulk_chunks_of_8_mib_arrive_whole():
+    chunk = os.urandom(8 * 1024 * 1024)
+    with (
+        serving({ECHO: echo, REPEAT: repeat}) as server,
+        SyncChannel(server.address, CREDENTIALS) as channel,
+    ):
+        assert channel.call(SERVICE, ECHO, Blob(chunk), timeout_s=WAIT_S).data == chunk
+        got = list(channel.stream(SERVICE, REPEAT, Blob(chunk, times=4), timeout_s=WAIT_S))
+        assert [blob.data == chunk for blob in got] == [True] * 4
+
+
+def test_calls_of_several_threads_run_at_once():
+    together = threading.Barrier(4)
+
+    def meet(request):
+        together.wait(timeout=WAIT_S)
+        return request
+
+    with serving({ECHO: meet}) as server, SyncChannel(server.address, CREDENTIALS) as channel:
+        call = lambda n: channel.call(SERVICE, ECHO, Blob(b"", n), timeout_s=WAIT_S).times  # noqa: E731
+        with concurrent.futures.ThreadPoolExecutor(4) as executor:
+            assert list(executor.map(call, range(4))) == [0, 1, 2, 3]
+
+
+def test_a_wrong_token_is_refused_and_reported_once():
+    seen = []
+    report = lambda kind, detail: seen.append((kind, detail["peer"]))  # noqa: E731
+    with serving({ECHO: echo, REPEAT: repeat}, on_event=report) as server:
+        with SyncChannel(server.address, Credentials("wrong")) as channel:
+            for _ in range(3):
+                with pytest.raises(TokenRefused, match=r"it is wrong"):
+                    channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
+            with pytest.raises(TokenRefused):
+                next(channel.stream(SERVICE, REPEAT, Blob(b"")))
+        assert server.tokens_refused == 4
+    assert seen == [(EventKind.TOKEN_REFUSED, "127.0.0.1")]
+
+
+def test_errors_arrive_as_themselves_and_bugs_as_internal(caplog):
+    def mismatch(request):
+        raise ChecksumMismatch("block 3")
+
+    def late_bug(request):
+        yield request
+        raise KeyError("lost")
+
+    with (
+        serving({FAIL: mismatch, REPEAT: late_bug}) as server,
+        SyncChannel(server.address, CREDENTIALS) as channel,
+    ):
+        with pytest.raises(ChecksumMismatch, match=r"^block 3$"):
+            channel.call(SERVICE, FAIL, Blob(b""), timeout_s=WAIT_S)
+        stream = channel.stream(SERVICE, REPEAT, Blob(b"1"))
+        assert next(stream).data == b"1"
+        with pytest.raises(InternalError, match=r"/test/repeat failed: KeyError: 'lost'"):
+            next(stream)
+        with pytest.raises(MessageError, match=r"Expected `bytes`, got `int` - at `\$.data`"):
+            channel.call(SERVICE, Method("fail", Other, Blob), Other(1), timeout_s=WAIT_S)
+    assert [record.getMessage() for record in caplog.records] == ["/test/repeat failed"]
+
+
+def test_a_deadline_is_honoured():
+    release = threading.Event()
+
+    def hang(request):
+        release.wait(WAIT_S)
+        return request
+
+    with serving({ECHO: hang}) as server, SyncChannel(server.address, CREDENTIALS) as channel:
+        started_s = time.monotonic()
+        with pytest.raises(PeerUnreachable, match=r"did not answer /test/echo within 0.2 s") as late:
+            channel.call(SERVICE, ECHO, Blob(b""), timeout_s=0.2)
+        release.set()
+        assert time.monotonic() - started_s < 5.0
+        assert not late.value.refused
+
+
+def test_a_stopped_server_refuses_at_once_and_a_closed_channel_says_so():
+    with serving({ECHO: echo}) as server, SyncChannel(server.address, CREDENTIALS) as channel:
+        channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
+        server.stop()
+        with pytest.raises(PeerUnreachable) as gone:
+            channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
+        assert gone.value.refused
+        channel.close()
+        with pytest.raises(PeerUnreachable, match=r"our channel to it"):
+            channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
+        with pytest.raises(PeerUnreachable, match=r"our channel to it"):
+            next(channel.stream(SERVICE, REPEAT, Blob(b"")))
+
+
+def test_an_address_in_use_is_named():
+    with serving({}) as server:
+        second = ThreadServer(server.address, credentials=CREDENTIALS)
+        with pytest.raises(AddressInUse, match=f"cannot listen on {server.address}"):
+            second.start()
+
+
+def test_no_thread_or_descriptor_is_left():
+    def once():
+        with (
+            serving({ECHO: echo, REPEAT: repeat}) as server,
+            SyncChannel(server.address, CREDENTIALS) as channel,
+        ):
+            channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
+            stream = channel.stream(SERVICE, REPEAT, Blob(b"x", times=50))
+            next(stream)
+            stream.close()
+
+    def held():
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("rj-transport")]
+        return len(ours), len(os.listdir("/proc/self/fd"))
+
+    once()  # gRPC's own descriptors are opened once per process
+    descriptors = held()[1]
+    for _ in range(10):
+        once()
+    deadline_s = time.monotonic() + WAIT_S
+    while held()[0] > 0 or held()[1] > descriptors:
+        assert time.monotonic() < deadline_s, (held(), descriptors)
+        time.sleep(0.02)
+
+
+def test_both_kinds_talk_to_each_other():
+    async def async_echo(request):
+        return request
+
+    async def main():
+        server = Server(credentials=CREDENTIALS)
+        server.add(SERVICE, {ECHO: async_echo})
+        async with server:
+            with SyncChannel(server.address, CREDENTIALS) as blocking:
+                call = lambda: blocking.call(SERVICE, ECHO, Blob(b"1"), timeout_s=WAIT_S)  # noqa: E731
+                assert (await asyncio.to_thread(call)).data == b"1"
+        with serving({REPEAT: repeat}) as thread_server:
+            async with Channel(thread_server.address, CREDENTIALS) as channel:
+                stream = channel.stream(SERVICE, REPEAT, Blob(b"2", times=3))
+                assert [blob.data async for blob in stream] == [b"2"] * 3
+
+    asyncio.run(main())

@@ -1,0 +1,62 @@
+"""The examples in the docstrings, and the table of errors that may cross the wire."""
+
+import doctest
+
+import grpc
+import pytest
+
+from resilient_jax.errors import InternalError, PeerUnreachable, TokenRefused
+from resilient_jax.store import interface
+from resilient_jax.transport import gate, method
+from resilient_jax.transport.failures import ERROR_CLASSES, error_of, failure_of
+
+
+@pytest.mark.parametrize("module", [gate, method, interface], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_run(module):
+    result = doctest.testmod(module, extraglobs={"msgspec": __import__("msgspec")})
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_only_our_own_errors_cross_by_name():
+    assert "ExitCode" not in ERROR_CLASSES
+    assert ERROR_CLASSES["TokenRefused"] is TokenRefused
+    assert all(issubclass(value, Exception) for value in ERROR_CLASSES.values())
+
+
+def test_a_name_outside_the_tree_raises_no_class_of_the_senders_choice():
+    error = error_of(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "boo",
+        [("rj-error", "SystemExit")],
+        address="h:1",
+        path="/s/m",
+        timeout_s=1.0,
+    )
+    assert type(error) is InternalError
+
+
+def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
+    class HandshakeFailed(PeerUnreachable):
+        pass
+
+    failure = failure_of(HandshakeFailed("h"), "/s/m")
+    assert failure.trailing_metadata == (("rj-error", "PeerUnreachable"),)
+
+
+@pytest.mark.parametrize(
+    ("details", "refused"),
+    [
+        ("failed to connect to all addresses; ... connect: Connection refused (111)", True),
+        ("unix:/tmp/x: No such file or directory", True),
+        ("Socket closed", False),
+        ("Stream removed (ping timeout)", False),
+        ("", False),
+    ],
+)
+def test_only_a_machine_that_answers_refuses(details, refused):
+    error = error_of(grpc.StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
+    assert isinstance(error, PeerUnreachable)
+    assert error.refused is refused
+    assert str(error).startswith("h:1 ")
+    assert "/s/m" in str(error)
