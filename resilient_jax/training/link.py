@@ -69,6 +69,9 @@ class AgentLink:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Condition()
         self._sending = threading.Lock()  # guards whole frames on the socket
+        # Held while the guard interrupts, and to become idle: an interruption that is under way when the
+        # main thread is out must end before the next world's sockets exist, or it would break those.
+        self._interrupting = threading.Lock()
         self._report = WorkerReport()
         self._newest = GenerationNumber(0)
         self._form: Form | None = None
@@ -146,7 +149,7 @@ class AgentLink:
 
     def go_idle(self, *, step: int, holds_state: bool, done: bool, failure: Failure | None) -> None:
         """The main thread is out of the user's function and waits for what comes next."""
-        with self._lock:
+        with self._interrupting, self._lock:
             self._interrupted = False
             answered = failure is None or self._report.generation < self._newest
             self._report = msgspec.structs.replace(
@@ -213,9 +216,7 @@ class AgentLink:
                         os._exit(71)
                     for message in deframer.feed(data):
                         self._obey(ORDER_DECODER.decode(message))
-                if self._must_interrupt():
-                    self._interrupt()
-                    self._say_if_busy()
+                self._interrupt_if_needed()
                 if time.monotonic() - alive_at_s > ALIVE_INTERVAL_S:
                     alive_at_s = time.monotonic()
                     self._send(Alive())
@@ -225,6 +226,14 @@ class AgentLink:
             return self._socket.recv(65536)
         except ConnectionError:
             return b""
+
+    def _interrupt_if_needed(self) -> None:
+        if not self._must_interrupt():
+            return
+        with self._interrupting:
+            if self._must_interrupt():
+                self._interrupt()
+        self._say_if_busy()
 
     def _must_interrupt(self) -> bool:
         return self._interrupted and self._report.state is WorkerState.RUNNING

@@ -1,5 +1,6 @@
 """The generation loop: `run(train)` calls the user's function once in every generation."""
 
+import dataclasses
 import os
 import time
 import traceback
@@ -20,6 +21,7 @@ from resilient_jax.training.jax_runtime.abort import abort_collectives
 from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming
+from resilient_jax.training.jax_runtime.local_clique import form_local_clique
 from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.solo import SoloLink
 from resilient_jax.training.state_transfer import StateServer, fetch_state
@@ -173,13 +175,15 @@ class _Worker:
         self._link.check()
         member = generation.member(order.host)
         assert member is not None, "the agent sends a form only to members"
-        self._connection = connect(
+        connection = connect(
             order.relay,
             member.process_index,
             len(generation.members),
             timeout_s=self._settings.forming_timeout_s,
             bind_host=self._settings.address,
         )
+        self._connection = connection
+        self._connection = dataclasses.replace(connection, gloo=form_local_clique(connection.gloo))
         self._check_devices()
 
     def _hand_over(self, generation: Generation, *, in_place: bool) -> None:

@@ -89,7 +89,7 @@ class StateServer:
                 LeafHeader(
                     path=leaf.path,
                     dtype=array.dtype.name,
-                    shape=array.shape,
+                    shape=leaf.value.shape,  # of the leaf: ascontiguousarray gives a scalar one dim
                     crc32=zlib.crc32(view),
                     key_impl=leaf.key_impl,
                 )

@@ -154,10 +154,8 @@ class Agent:
                 loop.create_task(self._stay_registered(session)),
                 loop.create_task(self._publish_progress()),
             ]
-            failed = asyncio.gather(*tasks)
-            await asyncio.wait((self._ended, failed), return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
+            for task in tasks:
+                task.add_done_callback(self._end_if_failed)
             outcome = await self._ended
             await self._let_worker_finish(outcome)
             return self._with_workers_code(outcome)
@@ -186,6 +184,11 @@ class Agent:
         self._end(
             Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(ExitCode.INTERRUPTED), message="interrupted")
         )
+
+    def _end_if_failed(self, task: "asyncio.Task[None]") -> None:
+        """An error of the agent itself ends it; `run` raises it."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+            self._ended.set_exception(error)
 
     def _end(self, outcome: Outcome) -> None:
         if not self._ended.done():

@@ -64,17 +64,16 @@ class JobView:
     def __init__(self) -> None:
         self.generation: Generation | None = None
         self.hosts: dict[HostName, HostStatus] = {}
-
-    @property
-    def step(self) -> int:
-        """The newest step that any living host reported."""
-        return max((status.step for status in self.hosts.values()), default=0)
-
-    @property
-    def metrics(self) -> dict[str, float]:
+        self.step = 0
+        """The newest step that any host reported."""
+        self.metrics: dict[str, float] = {}
         """What was reported with that step."""
-        newest = max(self.hosts.values(), key=lambda status: status.step, default=None)
-        return newest.metrics if newest is not None else {}
+
+    def see_host(self, status: HostStatus) -> None:
+        """A host's new status."""
+        self.hosts[status.host] = status
+        if status.step > self.step:
+            self.step, self.metrics = status.step, status.metrics
 
     @property
     def outcome(self) -> Outcome | None:
@@ -140,7 +139,8 @@ class Launcher:
                 return await self._run_hosts()
             finally:
                 watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
                 remove_contact(directory)
                 log.close()
 
@@ -244,7 +244,8 @@ class Launcher:
 
     async def _watch(self, store: MemoryStore) -> None:
         prefix = f"/{self._settings.job}/"
-        async with contextlib.aclosing(store.watch(prefix, Revision(1))) as batches:
+        revision, _ = await store.range(prefix)
+        async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
             async for batch in batches:
                 for event in batch:
                     self._absorb(event)
@@ -255,8 +256,7 @@ class Launcher:
         if isinstance(event, Put) and event.key == generation_key(job):
             self.view.generation = GENERATION_DECODER.decode(event.key_value.value)
         elif isinstance(event, Put) and event.key.startswith(hosts_prefix(job)):
-            status = STATUS_DECODER.decode(event.key_value.value)
-            self.view.hosts[status.host] = status
+            self.view.see_host(STATUS_DECODER.decode(event.key_value.value))
         elif not isinstance(event, Put):
             key = getattr(event, "key", "")
             self.view.hosts.pop(HostName(key.removeprefix(hosts_prefix(job))), None)

@@ -119,7 +119,7 @@ class PrepareService:
 
 Command = Publish | PrepareService
 
-EMPTY = Generation(number=GenerationNumber(0), phase=Phase.QUIESCE, reason="the job starts")
+EMPTY = Generation(number=GenerationNumber(1), phase=Phase.QUIESCE, reason="the job starts")
 
 
 def initial_state(generation: Generation | None, now: float) -> MembershipState:

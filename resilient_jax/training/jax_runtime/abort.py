@@ -31,7 +31,10 @@ def _try_shut(descriptor: int, gloo: GlooSockets) -> bool:
     with duplicate(descriptor) as copy:
         if copy is None or is_listener(copy):
             return False
-        if local_endpoint(copy) not in gloo.own and remote_endpoint(copy) not in gloo.peers:
+        here, there = local_endpoint(copy), remote_endpoint(copy)
+        if here not in gloo.own and there not in gloo.own | gloo.peers:
+            return False
+        if (here, there) in gloo.spared:
             return False
         try:
             copy.shutdown(socket.SHUT_RDWR)

@@ -22,6 +22,8 @@ class GlooSockets:
     """Our listeners."""
     peers: frozenset[Endpoint] = frozenset()
     """Listeners of the other processes of the world."""
+    spared: frozenset[tuple[Endpoint, Endpoint]] = frozenset()
+    """Connections (our end, other end) of the clique of our own devices; see `local_clique`."""
 
 
 def listening_endpoints() -> frozenset[Endpoint]:
@@ -34,6 +36,21 @@ def listening_endpoints() -> frozenset[Endpoint]:
                 if endpoint is not None:
                     found.add(endpoint)
     return frozenset(found)
+
+
+def self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoint]]:
+    """Gives gloo's connections of this process with itself, both ends of each."""
+    found = set()
+    for descriptor in socket_descriptors():
+        with duplicate(descriptor) as copy:
+            if copy is None or is_listener(copy):
+                continue
+            here, there = local_endpoint(copy), remote_endpoint(copy)
+            if here is not None and there is not None:
+                found.add((here, there))
+    return frozenset(
+        (here, there) for here, there in found if (there, here) in found and (here in gloo.own or there in gloo.own)
+    )
 
 
 def socket_descriptors() -> Iterator[int]:
