@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from resilient_jax.cli import agent, launch
+from resilient_jax.cli import agent, launch, status
 from resilient_jax.errors import ResilientJaxError
 
 app = typer.Typer(
@@ -17,6 +17,8 @@ app = typer.Typer(
 SCRIPT_FOLLOWS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command("launch", context_settings=SCRIPT_FOLLOWS)(launch.launch)
 app.command("agent", context_settings=SCRIPT_FOLLOWS)(agent.agent)
+app.command("status")(status.status)
+app.command("kill")(status.kill)
 
 
 def main() -> None:

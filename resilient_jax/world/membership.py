@@ -283,6 +283,13 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
     return generation.phase is not Phase.FORM and not at_boundary
 
 
+def _progress(state: MembershipState) -> int:
+    """The newest committed step that anybody is known to have reached."""
+    of_workers = [w.report.step for w in _members(state)]
+    of_hosts = [status.step for status in state.hosts.values()]
+    return max([state.generation.progress, *of_workers, *of_hosts])
+
+
 def _all_steady(state: MembershipState) -> bool:
     return all(w.report.steady or w.report.done for w in _members(state))
 
@@ -302,7 +309,7 @@ def _quiesce(
     """The next number, with the members that are left."""
     generation = state.generation
     members = _survivors(state) if members is None else members
-    progress = max([generation.progress, *(w.report.step for w in _members(state))])
+    progress = _progress(state)
     nobody_died = members == generation.members
     made_progress = progress > generation.step
     attempts = (1 if made_progress else generation.attempts + 1) if nobody_died else 0
@@ -326,15 +333,19 @@ def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generati
     if lost:
         return _quiesce(state, _Disruption(f"lost {_names(lost)}"))
     waited_s = now - state.phase_since_s
-    late: list[Member] = []
-    for member, worker in zip(generation.members, _members(state), strict=True):
-        if _idle(worker) and worker.report.generation >= generation.number:
-            continue
-        allowed_s = rules.compile_deadline_s if worker.report.busy else rules.quiesce_deadline_s
-        if waited_s <= allowed_s:
+    waiting = [
+        (member, worker)
+        for member, worker in zip(generation.members, _members(state), strict=True)
+        if not (_idle(worker) and worker.report.generation >= generation.number)
+    ]
+    # Leaving out everybody who holds the state would lose it: then patience is the better part.
+    patient = len(waiting) == len(generation.members)
+    for _, worker in waiting:
+        slow = patient or worker.report.busy
+        if waited_s <= (rules.compile_deadline_s if slow else rules.quiesce_deadline_s):
             return None
-        late.append(member)
-    if late:
+    if waiting:
+        late = [member for member, _ in waiting]
         left = tuple(m for m in generation.members if m not in late)
         names = _names(m.host for m in late)
         return _quiesce(state, _Disruption(f"{names} did not stop within {waited_s:.1f} s"), left)
@@ -368,6 +379,9 @@ def _while_active(state: MembershipState) -> Generation | None:
         return _finish(generation, Outcome(kind=OutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not _all_steady(state):
         return None
+    if generation.progress == 0 and (progress := _progress(state)) > 0:
+        # On record before it can be lost: if all hosts die at once, the next leader must not begin again.
+        return msgspec.structs.replace(generation, progress=progress)
     reason = _wish_for_change(state)
     if reason is None:
         return None
