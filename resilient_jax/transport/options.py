@@ -20,10 +20,8 @@ _BOTH_SIDES: Options = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", PING_EVERY_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    (
-        "grpc.http2.ping_timeout_ms",
-        PING_TIMEOUT_MS,
-    ),  # else gRPC 1.85 waits 60 s, whatever the line above
+    # keepalive_timeout_ms alone does not end the connection: gRPC 1.85 then waits for this one, 60 s
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0 is "no limit"
 ]

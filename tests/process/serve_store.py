@@ -1,4 +1,4 @@
-"""Run by tests as a process: serves a store at argv[1] until killed, and prints its address."""
+"""Run by tests as a process: serves a store at argv[1] until killed or until stdin ends; prints its address."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ async def main() -> None:
         serve_store(server, store)
         async with server:
             print(server.address, flush=True)
-            await asyncio.Event().wait()
+            await asyncio.to_thread(sys.stdin.read)  # ends with the test, however that ends
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ WAIT_S = 20.0
 @contextlib.contextmanager
 def store_process(address="127.0.0.1:0"):
     """A store in a process of its own: (process, address)."""
-    process = subprocess.Popen([sys.executable, str(SCRIPT), address], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(SCRIPT), address]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
