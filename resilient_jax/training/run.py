@@ -13,6 +13,7 @@ import msgspec
 from resilient_jax.errors import PeerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
+from resilient_jax.protocol.fault_points import FaultPoints, Place
 from resilient_jax.protocol.records import Change, Failure, FailureKind, Generation, Source
 from resilient_jax.protocol.worker import LINK_VARIABLE, SETTINGS_VARIABLE, Form, Stop, WorkerSettings
 from resilient_jax.training import reduction
@@ -90,6 +91,7 @@ class _Worker:
         self._holder = StateHolder()
         self._connection: Connection | None = None
         self._events: list[Event] = []
+        self._fault_points = FaultPoints.from_environment(settings.host)
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
 
@@ -165,6 +167,7 @@ class _Worker:
             change=str(generation.change),
             reason=generation.reason,
             events=self._events,
+            fault_points=self._fault_points,
         )
 
     def _reform(self, order: Form) -> None:
@@ -175,6 +178,8 @@ class _Worker:
         self._link.check()
         member = generation.member(order.host)
         assert member is not None, "the agent sends a form only to members"
+        if self._fault_points is not None:
+            self._fault_points.reach(Place.BEFORE_CONNECT)
         connection = connect(
             order.relay,
             member.process_index,

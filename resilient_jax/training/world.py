@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
+from resilient_jax.protocol.fault_points import FaultPoints, Place
 from resilient_jax.training.held_state import HeldState, ShardingRule, hold, place_initial, restore
 from resilient_jax.training.reduction import HostSum
 
@@ -62,6 +63,7 @@ class World:
         change: str,
         reason: str,
         events: Sequence[Event] = (),
+        fault_points: FaultPoints | None = None,
     ) -> None:
         self.generation = generation
         self.hosts = tuple(hosts[index] for index in sorted(hosts))
@@ -70,6 +72,7 @@ class World:
         self.change = change
         self.reason = reason
         self._events = tuple(events)
+        self._fault_points = fault_points
         self._indexes = sorted(hosts)
         self._holder = holder
         self._link = link
@@ -167,6 +170,7 @@ class World:
         jax.block_until_ready(state)
         self._holder.state = hold(self._step + 1, state)
         self._link.committed(self._step + 1, {name: float(value) for name, value in metrics.items()})
+        self._reach(Place.AFTER_COMMIT)
 
     def sum(self, tree: Tree) -> Tree:
         """The sum over live hosts of each leaf, replicated over this host's devices; one all-reduce.
@@ -178,10 +182,15 @@ class World:
         """
         if self._sum is None:
             self._sum = HostSum(self.devices, self.process_index)
+        self._reach(Place.BEFORE_SUM)
         total = self._sum(tree)
         jax.block_until_ready(total)
         self._link.check()
         return total
+
+    def _reach(self, place: Place) -> None:
+        if self._fault_points is not None and self._step is not None:
+            self._fault_points.reach(place, self._step)
 
 
 class Init(Protocol[Tree]):

@@ -400,7 +400,8 @@ class Agent:
     async def _supervise_worker(self) -> None:
         number = 0
         while True:
-            number += 1
+            # From the clock, so that it also differs from those of an agent that ran here before.
+            number = max(number + 1, int(self._clock.wall_s() * 1000))
             worker = self._start_worker(Incarnation(number))
             try:
                 code = await worker.follow(

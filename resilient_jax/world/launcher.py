@@ -55,7 +55,7 @@ class LaunchSettings:
     run_directory: Path
     environment: Mapping[str, str]
     host_restart_delay_s: float | None = 1.0
-    host_restart_limit: int = 20
+    host_restart_limit: int = 100
 
 
 class JobView:
@@ -193,7 +193,7 @@ class Launcher:
 
     async def _run_host(self, name: HostName, index: int) -> None:
         """Keeps one host's agent running until it ends by itself."""
-        budget = RestartBudget(limit=self._settings.host_restart_limit, window_s=600.0, backoff_s=0.5)
+        budget = RestartBudget(limit=self._settings.host_restart_limit, window_s=600.0, backoff_s=0.0)
         while True:
             child = self._start_agent(name, index)
             self.agents[name] = child

@@ -15,6 +15,7 @@ from typing import Self
 
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.fault_points import ANY_STEP, DIRECTORY_VARIABLE, FaultPointController, Place
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.world.child import bound_to_this_process
 from resilient_jax.world.inspection import JobReport, Part, pids_of, read_report
@@ -44,12 +45,17 @@ class LocalJob:
         self.output_path = run_directory / "launch.out"
         self._mark = uuid.uuid4().hex
         run_directory.mkdir(parents=True, exist_ok=True)
+        self._points = FaultPointController(run_directory / "fault-points")
         launch = [sys.executable, "-m", "resilient_jax.cli.main", "launch", "--hosts", str(hosts)]
         launch += ["--run-dir", str(run_directory), *options, "--", *command]
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
                 bound_to_this_process(launch),
-                env={**(environment or os.environ), MARK_VARIABLE: self._mark},
+                env={
+                    **(environment or os.environ),
+                    MARK_VARIABLE: self._mark,
+                    DIRECTORY_VARIABLE: str(self._points.directory.absolute()),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,95 @@
+"""Places in a worker where a test, a benchmark or the demo can hold it, so that faults come at logical times.
+
+A controller writes an order into a folder that the worker's environment names; a worker that comes to the
+place says so in the same folder and waits until the order is gone. Without the variable nothing is read.
+"""
+
+import enum
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+DIRECTORY_VARIABLE = "RESILIENT_JAX_FAULT_POINTS"
+HOLD_LIMIT_S = 60.0
+"""A controller that died must not hang a worker for ever."""
+POLL_S = 0.005
+ANY_STEP = -1
+
+
+class Place(enum.StrEnum):
+    """Where a worker can be held."""
+
+    BEFORE_SUM = "before_sum"
+    """About to enter the all-reduce: the others wait inside it."""
+    AFTER_COMMIT = "after_commit"
+    """Between two steps."""
+    BEFORE_CONNECT = "before_connect"
+    """Forming a world."""
+
+
+class HoldOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold these hosts at this place of this step."""
+
+    place: Place
+    step: int
+    hosts: tuple[str, ...]
+
+
+class FaultPoints:
+    """The worker's side."""
+
+    def __init__(self, directory: Path, host: str) -> None:
+        self._directory = directory
+        self._host = host
+
+    @classmethod
+    def from_environment(cls, host: str) -> "FaultPoints | None":
+        """None unless a controller asked for it."""
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        return cls(Path(directory), host) if directory else None
+
+    def reach(self, place: Place, step: int = ANY_STEP) -> None:
+        """Waits here for as long as an order says so."""
+        order = _read_order(self._directory)
+        if order is None or order.place is not place or order.step != step or self._host not in order.hosts:
+            return
+        (self._directory / f"at-{self._host}").touch()
+        end_s = time.monotonic() + HOLD_LIMIT_S
+        while _read_order(self._directory) == order and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+
+
+class FaultPointController:
+    """The controller's side."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def hold(self, place: Place, hosts: Iterable[str], step: int = ANY_STEP) -> None:
+        """From now on these hosts wait at that place."""
+        self.release()
+        order = HoldOrder(place=place, step=step, hosts=tuple(hosts))
+        temporary = self.directory / "order.tmp"
+        temporary.write_bytes(msgspec.json.encode(order))
+        temporary.replace(self.directory / "order.json")
+
+    def held(self) -> frozenset[str]:
+        """The hosts that have come there."""
+        return frozenset(path.name.removeprefix("at-") for path in self.directory.glob("at-*"))
+
+    def release(self) -> None:
+        """Everybody goes on."""
+        (self.directory / "order.json").unlink(missing_ok=True)
+        for path in self.directory.glob("at-*"):
+            path.unlink()
+
+
+def _read_order(directory: Path) -> HoldOrder | None:
+    try:
+        return msgspec.json.decode((directory / "order.json").read_bytes(), type=HoldOrder)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,120 @@
+"""Kill anything, at any line: the matrix of what dies, when, and how.
+
+Each test is one job of four hosts that has to live through a row of the matrix, one incident after the
+other, with everybody back in between. At the end every step was done once, with the losses of a run that
+nobody touched, and nothing is left of the job.
+"""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_job import RECOVERY_S, TinyJob
+
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.records import Generation
+from resilient_jax.world.inspection import JobReport, Part
+
+HOSTS = 4
+Victims = list[tuple[Part, str]]
+
+
+def generation_of(report: JobReport) -> Generation:
+    assert report.generation is not None
+    return report.generation
+
+
+def followers(report: JobReport) -> list[HostName]:
+    """Hosts that do not lead, in order of process index."""
+    return [m.host for m in generation_of(report).members if m.host != report.leader]
+
+
+def worker_0(report: JobReport) -> Victims:
+    return [(Part.WORKER, generation_of(report).members[0].host)]
+
+
+def another_worker(report: JobReport) -> Victims:
+    return [(Part.WORKER, followers(report)[-1])]
+
+
+def leaders_agent(report: JobReport) -> Victims:
+    return [(Part.AGENT, "leader")]
+
+
+def another_agent(report: JobReport) -> Victims:
+    return [(Part.AGENT, followers(report)[-1])]
+
+
+def coordination_service(report: JobReport) -> Victims:
+    return [(Part.SERVICE, "leader")]
+
+
+def whole_host(report: JobReport) -> Victims:
+    return [(Part.HOST, followers(report)[0])]
+
+
+def two_hosts(report: JobReport) -> Victims:
+    assert report.leader is not None
+    return [(Part.HOST, followers(report)[1]), (Part.HOST, report.leader)]
+
+
+TARGETS: tuple[Callable[[JobReport], Victims], ...] = (
+    worker_0,
+    another_worker,
+    leaders_agent,
+    another_agent,
+    coordination_service,
+    whole_host,
+    two_hosts,
+)
+PLACES = ("in a collective", "between steps", "while compiling", "while forming")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("place", PLACES)
+def test_training_survives_every_target(place: str, number: signal.Signals, tmp_path: Path) -> None:
+    with TinyJob(tmp_path, HOSTS) as tiny:
+        tiny.wait_training(HOSTS)
+        for choose in TARGETS:
+            break_and_recover(tiny, choose, place, number)
+        tiny.finish()
+
+
+def break_and_recover(
+    tiny: TinyJob, choose: Callable[[JobReport], Victims], place: str, number: signal.Signals
+) -> None:
+    report = tiny.wait_training(HOSTS)
+    victims = choose(report)
+    hosts = [report.leader if host == "leader" else host for _, host in victims]
+    others = [m.host for m in generation_of(report).members if m.host not in hosts]
+    before = generation_of(report).number
+    step = tiny.step()
+    everybody = [m.host for m in generation_of(report).members]
+    match place:
+        case "in a collective":
+            tiny.hold(Place.BEFORE_SUM, others[:1])  # everybody else is inside it by then, or soon
+        case "between steps":
+            tiny.hold(Place.AFTER_COMMIT, everybody)
+        case "while compiling":
+            tiny.wait_compiling(everybody)
+        case "while forming":
+            # A worker that comes back makes everybody form a new world; there all are held.
+            tiny.job.hold(Place.BEFORE_CONNECT, everybody)
+            tiny.signal(Part.WORKER, others[-1], signal.SIGKILL)
+            tiny.job.wait_held(everybody, RECOVERY_S)
+        case _:
+            raise AssertionError(place)
+    for part, host in victims:
+        tiny.signal(part, host, number)
+    tiny.job.release()
+    tiny.job.wait_report(
+        f"training after {number.name} to {victims} at {place}",
+        lambda now: max((h.step for h in now.hosts), default=0) > step + 4,
+        RECOVERY_S,
+    )
+    tiny.wake_all()
+    tiny.wait_training(HOSTS, after_generation=before if choose is not coordination_service else 0)
