@@ -21,8 +21,8 @@ from resilient_jax.errors import (
 from resilient_jax.transport.method import MAX_MESSAGE_BYTES
 
 ERROR_KEY = "rj-error"
-MAX_MESSAGE_CHARACTERS = 1500
-"""gRPC refuses metadata of more than 8 KiB, and a character may take 12 bytes of it (percent-encoded)."""
+MAX_DETAILS_BYTES = 2000
+"""In UTF-8. gRPC may refuse metadata of more than 8 KiB, and percent-encodes a byte as up to three."""
 
 ERROR_CLASSES: dict[str, type[ResilientJaxError]] = {
     name: value
@@ -53,9 +53,14 @@ def failure_of(error: BaseException, path: str) -> Failure:
             name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERROR_CLASSES)
     else:
         name, details = InternalError.__name__, f"{path} failed: {type(error).__name__}: {error}"
-    if len(details) > MAX_MESSAGE_CHARACTERS:
-        details = details[:MAX_MESSAGE_CHARACTERS] + " ..."
-    return Failure(code=_code_of(error), details=details, trailing_metadata=((ERROR_KEY, name),))
+    return Failure(code=_code_of(error), details=_shortened(details), trailing_metadata=((ERROR_KEY, name),))
+
+
+def _shortened(details: str) -> str:
+    encoded = details.encode(errors="replace")
+    if len(encoded) <= MAX_DETAILS_BYTES:
+        return encoded.decode()
+    return encoded[:MAX_DETAILS_BYTES].decode(errors="ignore") + " ..."
 
 
 def _code_of(error: BaseException) -> grpc.StatusCode:

@@ -1,4 +1,4 @@
-"""Run by tests as a process: serves a store at argv[1] until killed or until stdin ends; prints its address."""
+"""Run by tests as a process: serves a store at argv[1] until stdin ends; prints its address."""
 
 import asyncio
 import sys

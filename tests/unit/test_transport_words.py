@@ -2,13 +2,14 @@
 
 import doctest
 
-import grpc
 import pytest
 
 from resilient_jax.errors import InternalError, PeerUnreachable, TokenRefused
 from resilient_jax.store import interface
-from resilient_jax.transport import gate, method
+from resilient_jax.transport import failures, gate, method
 from resilient_jax.transport.failures import ERROR_CLASSES, error_of, failure_of
+
+StatusCode = failures.grpc.StatusCode  # importing grpc before our package would make it noisy
 
 
 @pytest.mark.parametrize("module", [gate, method, interface], ids=lambda module: module.__name__)
@@ -26,7 +27,7 @@ def test_only_our_own_errors_cross_by_name():
 
 def test_a_name_outside_the_tree_raises_no_class_of_the_senders_choice():
     error = error_of(
-        grpc.StatusCode.FAILED_PRECONDITION,
+        StatusCode.FAILED_PRECONDITION,
         "boo",
         [("rj-error", "SystemExit")],
         address="h:1",
@@ -55,7 +56,7 @@ def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
     ],
 )
 def test_only_a_machine_that_answers_refuses(details, refused):
-    error = error_of(grpc.StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
+    error = error_of(StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
     assert isinstance(error, PeerUnreachable)
     assert error.refused is refused
     assert str(error).startswith("h:1 ")
