@@ -37,6 +37,8 @@ END_GRACE_S = 10.0
 """Agents clean up in well under a second; this bounds the wait for one that cannot."""
 FINISH_GRACE_S = 70.0
 """Scripts may still work after training is done; the agents bound that, this bounds the agents."""
+FATAL_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.REFUSED), int(ExitCode.INTERNAL)})
+"""Agents that end with one of these would end so again, wherever they are started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +188,10 @@ class Launcher:
 
     def _outcome_without_leader(self) -> Outcome:
         """All agents ended by themselves: they were refused, or interrupted, or their budget is spent."""
-        code = next((code for _, code in sorted(self._codes.items()) if code), int(ExitCode.INTERRUPTED))
-        if self._interrupted:
-            code = int(ExitCode.INTERRUPTED)
+        codes = [code for _, code in sorted(self._codes.items())]
+        fatal = [code for code in codes if code in FATAL_CODES]
+        other = [int(ExitCode.INTERRUPTED)] if self._interrupted else [code for code in codes if code]
+        code = next(iter([*fatal, *other]), int(ExitCode.INTERRUPTED))
         return Outcome(kind=_kind_of(code), exit_code=code if code > 0 else int(ExitCode.INTERNAL))
 
     async def _run_host(self, name: HostName, index: int) -> None:
@@ -208,6 +211,9 @@ class Launcher:
                 child.kill()
             self.agents.pop(name, None)
             self._codes[name] = code
+            if code in FATAL_CODES and self.view.outcome is None:
+                self._on_signal(signal.SIGINT)  # what one agent was refused for, all were started with
+                return
             delay_s = self._settings.host_restart_delay_s
             if code >= 0 or self._interrupted or self.view.outcome is not None or delay_s is None:
                 return

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.fault_points import ANY_STEP, DIRECTORY_VARIABLE, FaultPointController, Place
@@ -96,6 +98,27 @@ class LocalJob:
                 os.kill(pid, number)
         return now_s
 
+    def hold(self, place: Place, hosts: Sequence[str], step: int = ANY_STEP) -> None:
+        """Has these hosts wait at `place` of `step` until `release`."""
+        self._points.hold(place, hosts, step)
+
+    def wait_held(self, hosts: Sequence[str], deadline_s: float = 60.0) -> None:
+        """Waits until these hosts have come where they are held.
+
+        Raises:
+            InternalError: not within `deadline_s`, or the job ended before; with the end of its output.
+        """
+        end_s = time.monotonic() + deadline_s
+        while not self._points.held() >= set(hosts):
+            if time.monotonic() > end_s or self.process.poll() is not None:
+                missing = sorted(set(hosts) - self._points.held())
+                raise InternalError(f"{missing} did not come to where they are to be held:\n{self.tail()}")
+            time.sleep(POLL_S)
+
+    def release(self) -> None:
+        """Lets held hosts go on."""
+        self._points.release()
+
     def wait_report(
         self, what: str, holds: Callable[[JobReport], bool], deadline_s: float = 60.0
     ) -> JobReport:
@@ -105,14 +128,16 @@ class LocalJob:
             InternalError: not within `deadline_s`, or the job ended before; with the end of its output.
         """
         end_s = time.monotonic() + deadline_s
+        report = None
         while time.monotonic() < end_s:
-            report = self.report()
+            report = self.report() or report
             if report is not None and holds(report):
                 return report
             if self.process.poll() is not None:
                 raise InternalError(f"the job ended before {what}:\n{self.tail()}")
             time.sleep(POLL_S)
-        raise InternalError(f"{what} did not happen within {deadline_s:g} s:\n{self.tail()}")
+        state = msgspec.json.format(msgspec.json.encode(report)).decode()
+        raise InternalError(f"{what} did not happen within {deadline_s:g} s:\n{self.tail()}\n{state}")
 
     def wait_event(self, what: str, holds: Callable[[Event], bool], deadline_s: float = 60.0) -> Event:
         """Waits for an event of any host; gives the first.

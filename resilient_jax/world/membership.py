@@ -221,9 +221,15 @@ def _joiners(state: MembershipState) -> list[HostStatus]:
     ]
 
 
-def _service(state: MembershipState, world: WorldId) -> ServiceStatus | None:
-    running = (s for status in state.hosts.values() for s in status.services if s.world == world)
-    return next(running, None)
+def _services(state: MembershipState, world: WorldId) -> list[ServiceStatus]:
+    """More than one where a former leader, or an earlier guess of the number of members, had its own."""
+    return [s for status in state.hosts.values() for s in status.services if s.world == world]
+
+
+def _has_service(state: MembershipState) -> bool:
+    """Whether the very service that the members connect to runs."""
+    generation = state.generation
+    return any(s.address == generation.service for s in _services(state, generation.world))
 
 
 def _user_error(state: MembershipState) -> Outcome | None:
@@ -262,14 +268,16 @@ def _disruption(state: MembershipState) -> _Disruption | None:
         return _Disruption(f"lost {_names(lost)}")
     for member, worker in zip(generation.members, _members(state), strict=True):
         failure = worker.report.failure
-        if failure is not None and failure.kind is FailureKind.COLLECTIVE:
+        # In FORM, a joiner may still carry the failure of a generation it was in long ago.
+        is_old = generation.phase is Phase.FORM and worker.report.generation < generation.number
+        if failure is not None and failure.kind is FailureKind.COLLECTIVE and not is_old:
             return _Disruption(f"a collective failed on {member.host}", member.host, failure.text)
         if _stopped_early(generation, worker):
             return _Disruption(f"{member.host} stopped training (its link to the store was lost)")
     cliques_pending = generation.phase is Phase.FORM or (
         generation.phase is Phase.ACTIVE and not _all_steady(state)
     )
-    if cliques_pending and _service(state, generation.world) is None:
+    if cliques_pending and not _has_service(state):
         return _Disruption("lost the coordination service before the world was complete")
     return None
 
@@ -311,7 +319,8 @@ def _quiesce(
     members = _survivors(state) if members is None else members
     progress = _progress(state)
     nobody_died = members == generation.members
-    made_progress = progress > generation.step
+    # The members' own steps: one that only a dead host committed would look like progress for ever.
+    made_progress = any(w.report.step > generation.step for w in _members(state))
     attempts = (1 if made_progress else generation.attempts + 1) if nobody_died else 0
     return msgspec.structs.replace(
         generation,
@@ -338,8 +347,10 @@ def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generati
         for member, worker in zip(generation.members, _members(state), strict=True)
         if not (_idle(worker) and worker.report.generation >= generation.number)
     ]
-    # Leaving out everybody who holds the state would lose it: then patience is the better part.
-    patient = len(waiting) == len(generation.members)
+    # Leaving out everybody who holds the state would lose it: then patience is the better part. Only who
+    # is idle knows what it holds: a worker that fetches or commits just now has not said so yet.
+    here = [w for w in _members(state) if all(w is not late for _, late in waiting)]
+    patient = not here or (_progress(state) > 0 and not any(w.report.holds_state for w in here))
     for _, worker in waiting:
         slow = patient or worker.report.busy
         if waited_s <= (rules.compile_deadline_s if slow else rules.quiesce_deadline_s):
@@ -363,11 +374,14 @@ def _after_pause(state: MembershipState) -> Generation | None:
 
 def _after_form(state: MembershipState, now: float, rules: Rules) -> Generation | None:
     generation = state.generation
-    reports = [w.report for w in _members(state)]
-    if all(r.formed and r.generation == generation.number for r in reports):
+    late = [
+        member.host
+        for member, worker in zip(generation.members, _members(state), strict=True)
+        if not (worker.report.formed and worker.report.generation == generation.number)
+    ]
+    if not late:
         return msgspec.structs.replace(generation, phase=Phase.ACTIVE)
     if now - state.phase_since_s > rules.forming_deadline_s:
-        late = [m.host for m, r in zip(generation.members, reports, strict=True) if not r.formed]
         text = f"{_names(late)} did not join the world within {rules.forming_deadline_s:g} s"
         return _quiesce(state, _Disruption(text, late[0], text))
     return None
@@ -402,7 +416,7 @@ def _wish_for_change(state: MembershipState) -> str | None:
     joining = [status.host for status in _joiners(state)]
     if joining:
         return f"{_names(joining)} asked to join"
-    if _service(state, state.generation.world) is None:
+    if not _has_service(state):
         return "the coordination service is gone"
     return None
 
@@ -450,8 +464,11 @@ def _reason_to_wait(
     """`_Wait` while too few are here, an ending once that has lasted too long, None to go on."""
     generation = state.generation
     present = len(kept) + len(joiners)
-    holders = [s for s in (kept or joiners) if s.worker and s.worker.report.holds_state]
-    if generation.progress > 0 and not holders and present and rules.after_state_loss is AfterStateLoss.STOP:
+    holders = _holders(kept, joiners)
+    state_is_lost = generation.progress > 0 and not holders and present > 0
+    if state_is_lost and waited_s <= rules.regroup_s:
+        return _Wait()  # a host that only lost the store for a moment comes back with its state
+    if state_is_lost and rules.after_state_loss is AfterStateLoss.STOP:
         message = (
             f"all hosts that held the training state were lost at once, after {generation.progress} committed "
             "steps; no other copy exists. Restart the job from a checkpoint of your own, or set "
@@ -481,6 +498,15 @@ def _reason_to_wait(
     )
 
 
+def _holders(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
+    """Who may hand on the state: the members; only if none of them holds it, those who come back."""
+    of_kept, of_joiners = (
+        [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
+        for hosts in (kept, joiners)
+    )
+    return of_kept or of_joiners
+
+
 def _form(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> Generation | PrepareService:
@@ -488,12 +514,10 @@ def _form(
     in_place = _can_shrink_in_place(state, kept, joiners)
     world = generation.world if in_place else WorldId(generation.number)
     members = _keep_seats(generation, kept) if in_place else _assign_seats(generation, kept, joiners)
-    service = _service(state, world)
-    if not in_place and (service is None or service.nodes != len(members)):
+    address = generation.service if in_place else _address_for(state, world, len(members))
+    if address is None:
         return PrepareService(world, len(members))
-    assert service is not None, "a shrink needs a living service: _can_shrink_in_place checked it"
-    lineage = kept or joiners
-    holders = {s.host: s.worker for s in lineage if s.worker and s.worker.report.holds_state}
+    holders = {s.host: s.worker for s in _holders(kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     newest = {host: w for host, w in holders.items() if w.report.step == step}
     return msgspec.structs.replace(
@@ -502,7 +526,7 @@ def _form(
         change=Change.SHRINK if in_place else Change.REFORM,
         world=world,
         members=members,
-        service=service.address,
+        service=address,
         step=step,
         sources=tuple(Source(host=h, endpoint=w.report.endpoint) for h, w in newest.items()),
         behind=tuple(m.host for m in members if m.host not in newest) if newest else (),
@@ -519,7 +543,12 @@ def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners
     if not kept or joiners or generation.attempts > 0:
         return False
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
-    return connected and generation.world > 0 and _service(state, generation.world) is not None
+    return connected and generation.world > 0 and _has_service(state)
+
+
+def _address_for(state: MembershipState, world: WorldId, nodes: int) -> str | None:
+    """Of a service for this many members: it admits exactly as many as it was started for."""
+    return next((s.address for s in _services(state, world) if s.nodes == nodes), None)
 
 
 def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member, ...]:

@@ -27,7 +27,7 @@ def create(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = path / ".writable"
+        probe = path / f".writable-{os.getpid()}"  # several agents share the folder
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:

@@ -91,8 +91,6 @@ def break_and_recover(
     victims = choose(report)
     hosts = [report.leader if host == "leader" else host for _, host in victims]
     others = [m.host for m in generation_of(report).members if m.host not in hosts]
-    before = generation_of(report).number
-    step = tiny.step()
     everybody = [m.host for m in generation_of(report).members]
     match place:
         case "in a collective":
@@ -108,13 +106,17 @@ def break_and_recover(
             tiny.job.wait_held(everybody, RECOVERY_S)
         case _:
             raise AssertionError(place)
+    before = generation_of(tiny.report()).number
+    step = tiny.step()
     for part, host in victims:
         tiny.signal(part, host, number)
     tiny.job.release()
     tiny.job.wait_report(
-        f"training after {number.name} to {victims} at {place}",
-        lambda now: max((h.step for h in now.hosts), default=0) > step + 4,
+        f"a new generation and steps after {number.name} to {victims} {place}",
+        lambda now: (
+            generation_of(now).number > before and max((h.step for h in now.hosts), default=0) > step + 4
+        ),
         RECOVERY_S,
     )
     tiny.wake_all()
-    tiny.wait_training(HOSTS, after_generation=before if choose is not coordination_service else 0)
+    tiny.wait_training(HOSTS, after_generation=before)
