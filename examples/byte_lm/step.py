@@ -51,6 +51,11 @@ def init_total(settings: Settings) -> Total:
     return Total(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), jnp.float32(0))
 
 
+def predict(params: Tree, tokens: jax.Array, *, model: ModelSettings) -> jax.Array:
+    """Gives the logits float32[batch, T, 256] of the byte that follows each of `tokens`, int[batch, T]."""
+    return nnx.merge(graph_definition(model), params)(tokens)
+
+
 @functools.partial(jax.jit, static_argnames="model")
 def accumulate(total: Total, params: Tree, batch: jax.Array, *, model: ModelSettings) -> Total:
     """Adds one microbatch: its mean cross-entropy, and the gradient of that.
@@ -66,8 +71,8 @@ def accumulate(total: Total, params: Tree, batch: jax.Array, *, model: ModelSett
     """
 
     def mean_loss(params: Tree) -> jax.Array:
-        logits = nnx.merge(graph_definition(model), params)(batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32)).mean()
+        logits, targets = predict(params, batch[:, :-1], model=model), batch[:, 1:].astype(jnp.int32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     loss, gradients = jax.value_and_grad(mean_loss)(params)
     return jax.tree.map(jnp.add, total, Total(gradients, loss))

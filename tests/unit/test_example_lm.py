@@ -1,0 +1,228 @@
+"""The example's pure parts: text, microbatches, network, and the step's arithmetic."""
+
+# pyright: reportMissingImports=false
+# The example is a script beside its modules, not an installed package; pyright looks only from the root.
+
+import math
+import sys
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from resilient_jax.config import decode, load, override
+from resilient_jax.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))  # as for the script itself; the imports below need it
+
+import train_lm  # noqa: E402 - see above
+from byte_lm import step  # noqa: E402 - see above
+from byte_lm.settings import ModelSettings, Settings  # noqa: E402 - see above
+from byte_lm.text import draw_microbatch, read_standard_library  # noqa: E402 - see above
+
+TINY = load(ROOT / "configs" / "lm_tiny.toml", Settings)
+SMALL = msgspec.structs.replace(
+    TINY, microbatches=7, model=ModelSettings(width=32, layers=2, heads=2, context=16)
+)
+"""The same network, small enough that a test of arithmetic compiles in a second."""
+
+
+@pytest.fixture(scope="module")
+def text():
+    return read_standard_library(TINY.text.max_bytes)
+
+
+def microbatch(text, settings, step_number, index):
+    return draw_microbatch(
+        text,
+        (settings.seed, step_number, index),
+        sequences=settings.sequences,
+        context=settings.model.context,
+    )
+
+
+def relative_difference(one, other):
+    """The largest absolute difference, in units of the largest absolute value."""
+    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    scale = max(float(abs(a).max()) for a, _ in pairs)
+    return max(float(abs(a - b).max()) for a, b in pairs) / scale
+
+
+def test_the_text_is_python_of_the_asked_length(text):
+    assert (text.dtype, text.shape) == (np.uint8, (TINY.text.max_bytes,))
+    assert b"import " in text.tobytes()
+
+
+def test_the_text_is_the_same_each_time_and_a_shorter_one_is_its_beginning(text):
+    shorter = read_standard_library(100_000)
+    np.testing.assert_array_equal(shorter, text[:100_000])
+
+
+def test_a_python_without_sources_is_refused_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ConfigError, match=f"{tmp_path}: found no Python sources, expected the standard"):
+        read_standard_library(1_000)
+
+
+def test_a_microbatch_is_a_pure_function_of_seed_step_and_index(text):
+    np.testing.assert_array_equal(microbatch(text, TINY, 5, 3), microbatch(text, TINY, 5, 3))
+
+
+def test_a_microbatch_never_changes_from_release_to_release():
+    counting = np.arange(256, dtype=np.uint8).repeat(4)
+    drawn = draw_microbatch(counting, (7, 1, 2), sequences=3, context=4)
+    assert drawn.tolist() == [[180, 180, 181, 181, 181], [99, 99, 99, 99, 100], [59, 60, 60, 60, 60]]
+
+
+def test_microbatches_of_other_seeds_steps_and_indexes_differ(text):
+    keys = [(seed, step, index) for seed in range(3) for step in range(3) for index in range(3)]
+    drawn = {draw_microbatch(text, key, sequences=4, context=64).tobytes() for key in keys}
+    assert len(drawn) == len(keys)
+
+
+def test_a_microbatch_is_stretches_of_the_text_one_byte_longer_than_the_context(text):
+    batch = microbatch(text, TINY, 0, 0)
+    assert (batch.dtype, batch.shape) == (np.uint8, (TINY.sequences, TINY.model.context + 1))
+    whole = text.tobytes()
+    assert all(sequence.tobytes() in whole for sequence in batch)
+
+
+def test_the_last_byte_of_the_text_can_be_a_target():
+    shortest = np.arange(9, dtype=np.uint8)
+    assert draw_microbatch(shortest, (0, 0, 0), sequences=1, context=8).tolist() == [list(range(9))]
+
+
+def test_the_network_has_between_one_and_three_million_parameters():
+    params = jax.eval_shape(lambda: step.init_state(TINY)).params
+    assert 1_000_000 <= sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) <= 3_000_000
+
+
+def test_the_first_loss_is_that_of_a_guess_among_256(text):
+    total = step.accumulate(
+        step.init_total(SMALL),
+        step.init_state(SMALL).params,
+        microbatch(text, SMALL, 0, 0),
+        model=SMALL.model,
+    )
+    assert float(total.loss) == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_a_prediction_does_not_look_at_what_it_predicts(text):
+    params = step.init_state(SMALL).params
+    one = microbatch(text, SMALL, 0, 0)[:1]
+    other = one.copy()
+    other[0, 10:] ^= 1
+    logits = [step.predict(params, batch[:, :-1], model=SMALL.model)[0] for batch in (one, other)]
+    np.testing.assert_array_equal(logits[0][:10], logits[1][:10])
+    assert not np.array_equal(logits[0][10:], logits[1][10:])
+
+
+def test_the_initial_state_is_a_pure_function_of_the_seed():
+    digests = [
+        step.digest_params(step.init_state(msgspec.structs.replace(SMALL, seed=seed)).params)
+        for seed in (1, 1, 2)
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    "shares", [((0, 1, 2, 3, 4, 5, 6),), ((0, 3, 6), (1, 4), (2, 5), ()), ((6, 5), (4, 3, 2, 1, 0))]
+)
+def test_however_the_microbatches_are_shared_the_step_is_that_of_the_whole_batch(text, shares):
+    """Tolerance 1e-5 of the largest gradient: float32 sums in another order."""
+    state = step.init_state(SMALL)
+    totals = []
+    for share in shares:
+        total = step.init_total(SMALL)
+        for index in share:
+            total = step.accumulate(total, state.params, microbatch(text, SMALL, 0, index), model=SMALL.model)
+        totals.append(total)
+    summed = jax.tree.map(lambda *parts: sum(parts) / SMALL.microbatches, *totals)
+
+    whole = np.concatenate([microbatch(text, SMALL, 0, index) for index in range(SMALL.microbatches)])
+    expected = step.accumulate(step.init_total(SMALL), state.params, whole, model=SMALL.model)
+    assert relative_difference(summed.gradients, expected.gradients) < 1e-5
+    assert float(summed.loss) == pytest.approx(float(expected.loss), rel=1e-5)
+
+
+def test_the_second_step_compiles_nothing(text):
+    settings = msgspec.structs.replace(SMALL, seed=99)  # settings of its own: the programs are not yet there
+    state, zeros = step.init_state(settings), step.init_total(settings)
+    programs = []
+    for number in range(3):
+        total = step.accumulate(
+            zeros, state.params, microbatch(text, settings, number, 0), model=settings.model
+        )
+        state = step.apply_total(state, total, settings=settings)
+        programs.append((step.accumulate._cache_size(), step.apply_total._cache_size()))
+    assert programs[1] == programs[2]
+
+
+def test_the_loss_falls_when_the_same_microbatch_is_learnt_again(text):
+    state, zeros = step.init_state(SMALL), step.init_total(SMALL)
+    losses = []
+    for _ in range(12):
+        total = step.accumulate(zeros, state.params, microbatch(text, SMALL, 0, 0), model=SMALL.model)
+        state = step.apply_total(state, jax.tree.map(lambda a: a * SMALL.microbatches, total), settings=SMALL)
+        losses.append(float(state.loss))
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_the_digest_changes_with_one_bit():
+    params = {"a": np.zeros(3, np.float32), "b": {"c": np.ones(2, np.float32)}}
+    changed = {"a": np.zeros(3, np.float32), "b": {"c": np.nextafter(np.ones(2, np.float32), 2)}}
+    assert step.digest_params(params) != step.digest_params(changed)
+
+
+REFUSALS = {
+    "width": (
+        {"model": {"width": 100, "layers": 4, "heads": 3, "context": 64}},
+        "flags: key 'model': found values that do not go together: "
+        "width = 100 is not a multiple of heads = 3.",
+    ),
+    "steps": (
+        {"steps": 0},
+        "flags: key 'steps': found 0 (int), expected an integer >= 1 and <= 10_000_000. Change the value.",
+    ),
+    "seed": (
+        {"seed": -1},
+        "flags: key 'seed': found -1 (int), expected an integer >= 0 and < 4_294_967_296. Change the value.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_an_impossible_setting_is_refused_in_words_that_help(case):
+    changes, message = REFUSALS[case]
+    with pytest.raises(ConfigError) as refusal:
+        override(TINY, changes, source="flags")
+    assert str(refusal.value) == message
+
+
+def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant():
+    text = (ROOT / "configs" / "lm_tiny.toml").read_text("utf-8").replace("layers =", "layer =")
+    with pytest.raises(ConfigError) as refusal:
+        decode(text, Settings, source="lm_tiny.toml")
+    assert str(refusal.value) == (
+        "lm_tiny.toml: key 'model.layer': found an unknown key, expected one of width, layers, heads, "
+        "context. Did you mean 'layers'?"
+    )
+
+
+def test_a_microbatch_that_does_not_divide_over_the_devices_is_refused():
+    train_lm.check_microbatch(msgspec.structs.replace(TINY, sequences=6), 3)
+    with pytest.raises(ConfigError) as refusal:
+        train_lm.check_microbatch(msgspec.structs.replace(TINY, sequences=6), 4)
+    assert str(refusal.value) == (
+        "key 'sequences': found 6, expected a multiple of 4, the devices of this host. "
+        "Change it in the configuration, or give each host another number of devices."
+    )
+
+
+def test_a_bad_configuration_ends_the_script_with_one_line_and_the_code_for_bad_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--steps", "0"])
+    assert train_lm.main() == 2
+    assert capsys.readouterr().err == f"error: {REFUSALS['steps'][1].replace('flags', 'command line')}\n"
