@@ -45,7 +45,7 @@ def train(world: rj.World, settings: Settings, text: Bytes, *, digest: bool) -> 
         state = apply_total(state, world.sum(total), settings=settings)
         world.commit(state, loss=float(state.loss))
 
-    if world.process_index == 0:
+    if world.host_index == 0:
         print(f"final loss {float(state.loss):.6f} after {settings.steps} steps")
         if digest:
             print(f"sha256 of the parameters {digest_params(state.params)}")

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from resilient_jax.cli import agent, launch, status
+from resilient_jax.cli import agent, demo, launch, status
 from resilient_jax.errors import ResilientJaxError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("launch", context_settings=SCRIPT_FOLLOWS)(launch.launch)
 app.command("agent", context_settings=SCRIPT_FOLLOWS)(agent.agent)
 app.command("status")(status.status)
 app.command("kill")(status.kill)
+app.command("demo")(demo.demo)
 
 
 def main() -> None:

@@ -146,6 +146,7 @@ class AgentLink:
         self._send(Progressed(step=step, metrics=metrics))
         if not self._report.steady:
             self._change(steady=True, holds_state=True, step=step)
+            self.happened(EventKind.STEP_COMMITTED, step=step)
 
     def go_idle(self, *, step: int, holds_state: bool, done: bool, failure: Failure | None) -> None:
         """The main thread is out of the user's function and waits for what comes next."""

@@ -1,0 +1,21 @@
+"""Demo and benchmarks run scripts that are part of the source tree, not of the installed package."""
+
+from pathlib import Path
+
+import resilient_jax
+from resilient_jax.errors import CallerError
+
+
+def find_in_checkout(path: str) -> Path:
+    """A file of the source tree.
+
+    Raises:
+        CallerError: the package is installed without it.
+    """
+    found = Path(resilient_jax.__file__).parents[1] / path
+    if not found.exists():
+        raise CallerError(
+            f"{found}: found no such file; this command runs files of the source tree. Use it from a checkout, "
+            "installed with `pip install -e .`"
+        )
+    return found

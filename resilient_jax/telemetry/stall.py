@@ -1,0 +1,92 @@
+"""A stall as a bar of phases, read from events. Pure.
+
+The clock of a stall starts at the fault and ends when every member of the new generation has finished its
+first step. Phases, each ending where the next begins:
+- *notice*: until the first event that tells of the fault;
+- *quiesce*: until the leader knows that all survivors are idle, and from which step they go on;
+- *rebuild*: until every member has its world and its state;
+- *step*: until every member has finished a step in it.
+Times are monotonic and comparable on one machine only.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from resilient_jax.events import Event, EventKind
+
+TELLTALES = frozenset(
+    {
+        EventKind.WORKER_EXITED,
+        EventKind.WORKER_STOPPED,
+        EventKind.HOST_LOST,
+        EventKind.COLLECTIVE_FAILED,
+        EventKind.SERVICE_EXITED,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """One fault's cost, in seconds.
+
+    Attributes:
+        noticed_by: the first event that told of it.
+        change: how training went on, "shrink" or "reform".
+        generation: the number that trained on.
+        hosts: its members.
+        step: where it went on from.
+    """
+
+    noticed_by: EventKind
+    change: str
+    generation: int
+    hosts: int
+    step: int
+    notice_s: float
+    quiesce_s: float
+    rebuild_s: float
+    step_s: float
+
+    @property
+    def total_s(self) -> float:
+        """From the fault to the end of the next step."""
+        return self.notice_s + self.quiesce_s + self.rebuild_s + self.step_s
+
+
+def read_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
+    """The stall after a fault at the monotonic time `fault_s`; None while it lasts.
+
+    Args:
+        events: of all hosts, in order of time.
+        fault_s: when the fault came.
+    """
+    later = [event for event in events if event.monotonic_s >= fault_s]
+    noticed = next((event for event in later if event.kind in TELLTALES), None)
+    if noticed is None:
+        return None
+    for active in _phases(later, "active"):
+        committed = [
+            e for e in later if e.kind is EventKind.STEP_COMMITTED and e.generation == active.generation
+        ]
+        forms = [e for e in _phases(later, "form") if e.generation == active.generation]
+        hosts = int(active.detail["hosts"])
+        if len(committed) < hosts or not forms:
+            continue  # did not come to a step before the next change, or not yet
+        end_s = max(e.monotonic_s for e in committed)
+        formed_s = min(active.monotonic_s, end_s)
+        return Stall(
+            noticed_by=noticed.kind,
+            change=str(active.detail["change"]),
+            generation=active.generation or 0,
+            hosts=hosts,
+            step=active.step or 0,
+            notice_s=noticed.monotonic_s - fault_s,
+            quiesce_s=forms[0].monotonic_s - noticed.monotonic_s,
+            rebuild_s=formed_s - forms[0].monotonic_s,
+            step_s=end_s - formed_s,
+        )
+    return None
+
+
+def _phases(events: Sequence[Event], phase: str) -> list[Event]:
+    return [e for e in events if e.kind is EventKind.GENERATION_PHASE and e.detail.get("phase") == phase]
