@@ -49,6 +49,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     process_index: ProcessIndex
 
 
+class Dropped(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that was left out, though nobody knows whether it will still enter a world it was sent into.
+
+    It may join again only when it has answered for the generation `answer` or a later one.
+    """
+
+    host: HostName
+    incarnation: Incarnation
+    answer: GenerationNumber
+
+
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A member that holds the newest state and serves it to those that do not."""
 
@@ -88,6 +99,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         boundary: in a planned change, the first step that is not run before the change.
         sources: members that hold the state of `step`.
         behind: members that must fetch that state from a source first.
+        dropped: workers that were left out before they had answered.
         progress: the newest committed step the leader ever saw. State existed if it is above 0.
         attempts: how many times in a row a world was built at this step without finishing it.
         failed_host, failure: what the last failed attempt reported, for the user if it never works.
@@ -103,6 +115,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     boundary: int | None = None
     sources: tuple[Source, ...] = ()
     behind: tuple[HostName, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
     progress: int = 0
     attempts: int = 0
     failed_host: HostName | None = None

@@ -6,7 +6,8 @@ The rules, from which the code below follows:
 2. A number passes through its phases in one direction:
    unplanned  QUIESCE -> FORM -> ACTIVE;  planned  PAUSE -> BOUNDARY -> FORM -> ACTIVE.
 3. Nobody is a member in FORM who has not said, for this very number or as a join request, that it is
-   idle. So nobody trains in two generations at once.
+   idle. So nobody trains in two generations at once. An idle worker that was dropped before it
+   answered may have been sent into a world since it last spoke: it is no joiner before it answers.
 4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the
    members that are left. Whoever does not become idle before the deadline is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that whoever is ready
@@ -30,6 +31,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex, WorldId
 from resilient_jax.protocol.records import (
     Change,
+    Dropped,
     FailureKind,
     Generation,
     HostStatus,
@@ -218,7 +220,44 @@ def _joiners(state: MembershipState) -> list[HostStatus]:
         and _idle(status.worker)
         and not status.draining
         and (host, status.worker.incarnation) not in seated
+        and not _owes_answer(state.generation, host, status.worker)
     ]
+
+
+def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -> bool:
+    """Whether this worker was dropped, and its report may be older than the order that sent it training."""
+    return any(
+        dropped.host == host
+        and dropped.incarnation == worker.incarnation
+        and worker.report.generation < dropped.answer
+        for dropped in generation.dropped
+    )
+
+
+def _dropped(state: MembershipState, members: tuple[Member, ...]) -> tuple[Dropped, ...]:
+    """Who owes an answer when only `members` stay: from before, and those who were just dropped while idle.
+
+    Who ran when it last spoke owes none: when it says that it is idle, it has unwound.
+    """
+    generation = state.generation
+    # In FORM all have answered this number before they were sent in; else this number is the question.
+    answer = GenerationNumber(generation.number + (generation.phase is Phase.FORM))
+    found = {d.host: d for d in generation.dropped}
+    for member in generation.members:
+        status = state.hosts.get(member.host)
+        worker = status.worker if status else None
+        if member not in members and worker is not None and worker.incarnation == member.incarnation:
+            found[member.host] = Dropped(host=member.host, incarnation=member.incarnation, answer=answer)
+    workers = {host: status.worker for host, status in state.hosts.items()}
+    return tuple(
+        d
+        for d in found.values()
+        if (worker := workers.get(d.host)) is not None
+        and worker.incarnation == d.incarnation
+        and worker.exit_code is None
+        and _idle(worker)
+        and worker.report.generation < d.answer
+    )
 
 
 def _services(state: MembershipState, world: WorldId) -> list[ServiceStatus]:
@@ -328,6 +367,7 @@ def _quiesce(
         phase=Phase.QUIESCE,
         members=members,
         boundary=None,
+        dropped=_dropped(state, members),
         progress=progress,
         attempts=attempts,
         failed_host=why.failed_host,
@@ -342,14 +382,15 @@ def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generati
     if lost:
         return _quiesce(state, _Disruption(f"lost {_names(lost)}"))
     waited_s = now - state.phase_since_s
-    waiting = [
-        (member, worker)
-        for member, worker in zip(generation.members, _members(state), strict=True)
-        if not (_idle(worker) and worker.report.generation >= generation.number)
-    ]
+    waiting: list[tuple[Member, WorkerStatus]] = []
+    here: list[WorkerStatus] = []
+    for member, worker in zip(generation.members, _members(state), strict=True):
+        if _idle(worker) and worker.report.generation >= generation.number:
+            here.append(worker)
+        else:
+            waiting.append((member, worker))
     # Leaving out everybody who holds the state would lose it: then patience is the better part. Only who
     # is idle knows what it holds: a worker that fetches or commits just now has not said so yet.
-    here = [w for w in _members(state) if all(w is not late for _, late in waiting)]
     patient = not here or (_progress(state) > 0 and not any(w.report.holds_state for w in here))
     for _, worker in waiting:
         slow = patient or worker.report.busy
@@ -433,7 +474,11 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
         return _finish(
             generation, Outcome(kind=OutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
         )
+    joiners = _joiners(state)
     kept = [state.hosts[m.host] for m in generation.members if not _draining(state, m.host)]
+    if not kept and joiners:
+        # All who train must leave: they stay for one more generation, from which the new ones fetch.
+        kept = [state.hosts[m.host] for m in generation.members]
     if generation.members and not kept:
         return _finish(
             generation,
@@ -443,7 +488,6 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
                 message=f"all hosts got a notice to leave; stopped after {generation.progress} steps",
             ),
         )
-    joiners = _joiners(state)
     waiting = _reason_to_wait(kept, joiners, now - state.phase_since_s, state, rules)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
@@ -470,8 +514,8 @@ def _reason_to_wait(
         return _Wait()  # a host that only lost the store for a moment comes back with its state
     if state_is_lost and rules.after_state_loss is AfterStateLoss.STOP:
         message = (
-            f"all hosts that held the training state were lost at once, after {generation.progress} committed "
-            "steps; no other copy exists. Restart the job from a checkpoint of your own, or set "
+            f"all hosts that held the training state were lost at once, after {generation.progress} "
+            "committed steps; no other copy exists. Restart the job from a checkpoint of your own, or set "
             'on_state_lost = "restart" to begin again with the initial state'
         )
         return _finish(
