@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 from byte_lm.settings import Settings
-from byte_lm.step import accumulate, apply_total, digest_params, init_state, init_total
+from byte_lm.step import accumulate, apply_total, digest_params, init_state, init_total, mean_over_devices
 from byte_lm.text import Bytes, draw_microbatch, read_standard_library
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,7 +31,7 @@ def train(world: rj.World, settings: Settings, text: Bytes, *, digest: bool) -> 
     everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     state = world.restore_or_init(lambda: init_state(settings), sharding=everywhere)
-    zeros = jax.device_put(init_total(settings), everywhere)
+    zeros = jax.device_put(init_total(settings, devices=mesh.size), split)
     for step in world.steps(settings.steps):
         total = zeros
         for index in world.share(settings.microbatches):
@@ -42,7 +42,7 @@ def train(world: rj.World, settings: Settings, text: Bytes, *, digest: bool) -> 
                 context=settings.model.context,
             )
             total = accumulate(total, state.params, jax.device_put(batch, split), model=settings.model)
-        state = apply_total(state, world.sum(total), settings=settings)
+        state = apply_total(state, world.sum(mean_over_devices(total)), settings=settings)
         world.commit(state, loss=float(state.loss))
 
     if world.host_index == 0:

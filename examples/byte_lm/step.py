@@ -31,7 +31,11 @@ class State(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Sums over microbatches; each enters with the mean over its bytes."""
+    """Sums over microbatches; each enters with the mean over its bytes.
+
+    While microbatches are added, every leaf has a leading dim of devices: each device adds up its own
+    part, and the devices talk once a step, not once a microbatch.
+    """
 
     gradients: Tree
     loss: jax.Array
@@ -44,11 +48,12 @@ def init_state(settings: Settings) -> State:
     return State(params, make_optimizer(settings.optimizer).init(params), jnp.float32(jnp.nan))
 
 
-@functools.partial(jax.jit, static_argnames="settings")
-def init_total(settings: Settings) -> Total:
-    """Gives the sum over no microbatch: zeros in the shape of the gradients."""
+@functools.partial(jax.jit, static_argnames=("settings", "devices"))
+def init_total(settings: Settings, *, devices: int) -> Total:
+    """Gives the sum over no microbatch: zeros, [devices, ...] in the shape of the gradients."""
     params = jax.eval_shape(lambda: init_state(settings)).params
-    return Total(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), jnp.float32(0))
+    gradients = jax.tree.map(lambda p: jnp.zeros((devices, *p.shape), p.dtype), params)
+    return Total(gradients, jnp.zeros(devices))
 
 
 def predict(params: Tree, tokens: jax.Array, *, model: ModelSettings) -> jax.Array:
@@ -61,21 +66,28 @@ def accumulate(total: Total, params: Tree, batch: jax.Array, *, model: ModelSett
     """Adds one microbatch: its mean cross-entropy, and the gradient of that.
 
     Args:
-        total: the sum so far.
-        params: the network's numbers.
-        batch: uint8[sequences, T + 1].
+        total: the sum so far, [devices, ...], cut over the devices.
+        params: the network's numbers, on every device.
+        batch: uint8[sequences, T + 1], cut over the devices.
         model: the network's sizes.
 
     Returns:
         The sum with this microbatch in it.
     """
 
-    def mean_loss(params: Tree) -> jax.Array:
-        logits, targets = predict(params, batch[:, :-1], model=model), batch[:, 1:].astype(jnp.int32)
+    def mean_loss(params: Tree, part: jax.Array) -> jax.Array:
+        logits, targets = predict(params, part[:, :-1], model=model), part[:, 1:].astype(jnp.int32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    loss, gradients = jax.value_and_grad(mean_loss)(params)
-    return jax.tree.map(jnp.add, total, Total(gradients, loss))
+    parts = batch.reshape(*total.loss.shape, -1, batch.shape[-1])
+    losses, gradients = jax.vmap(jax.value_and_grad(mean_loss), in_axes=(None, 0))(params, parts)
+    return jax.tree.map(jnp.add, total, Total(gradients, losses))
+
+
+@jax.jit
+def mean_over_devices(total: Total) -> Total:
+    """Gives the sum without its leading dim: the devices had parts of one size, so theirs is the mean."""
+    return jax.tree.map(lambda parts: parts.mean(axis=0), total)
 
 
 @functools.partial(jax.jit, static_argnames="settings")

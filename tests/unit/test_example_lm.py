@@ -102,12 +102,12 @@ def test_the_network_has_between_one_and_three_million_parameters():
 
 def test_the_first_loss_is_that_of_a_guess_among_256(text):
     total = step.accumulate(
-        step.init_total(SMALL),
+        step.init_total(SMALL, devices=1),
         step.init_state(SMALL).params,
         microbatch(text, SMALL, 0, 0),
         model=SMALL.model,
     )
-    assert float(total.loss) == pytest.approx(math.log(256), abs=0.2)
+    assert float(total.loss[0]) == pytest.approx(math.log(256), abs=0.2)
 
 
 def test_a_prediction_does_not_look_at_what_it_predicts(text):
@@ -128,45 +128,49 @@ def test_the_initial_state_is_a_pure_function_of_the_seed():
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     "shares", [((0, 1, 2, 3, 4, 5, 6),), ((0, 3, 6), (1, 4), (2, 5), ()), ((6, 5), (4, 3, 2, 1, 0))]
 )
-def test_however_the_microbatches_are_shared_the_step_is_that_of_the_whole_batch(text, shares):
+def test_however_the_microbatches_are_shared_the_step_is_that_of_the_whole_batch(text, shares, devices):
     """Tolerance 1e-5 of the largest gradient: float32 sums in another order."""
     state = step.init_state(SMALL)
     totals = []
     for share in shares:
-        total = step.init_total(SMALL)
+        total = step.init_total(SMALL, devices=devices)
         for index in share:
             total = step.accumulate(total, state.params, microbatch(text, SMALL, 0, index), model=SMALL.model)
-        totals.append(total)
+        totals.append(step.mean_over_devices(total))
     summed = jax.tree.map(lambda *parts: sum(parts) / SMALL.microbatches, *totals)
 
     whole = np.concatenate([microbatch(text, SMALL, 0, index) for index in range(SMALL.microbatches)])
-    expected = step.accumulate(step.init_total(SMALL), state.params, whole, model=SMALL.model)
+    expected = step.mean_over_devices(
+        step.accumulate(step.init_total(SMALL, devices=1), state.params, whole, model=SMALL.model)
+    )
     assert relative_difference(summed.gradients, expected.gradients) < 1e-5
     assert float(summed.loss) == pytest.approx(float(expected.loss), rel=1e-5)
 
 
 def test_the_second_step_compiles_nothing(text):
     settings = msgspec.structs.replace(SMALL, seed=99)  # settings of its own: the programs are not yet there
-    state, zeros = step.init_state(settings), step.init_total(settings)
+    state, zeros = step.init_state(settings), step.init_total(settings, devices=1)
     programs = []
     for number in range(3):
         total = step.accumulate(
             zeros, state.params, microbatch(text, settings, number, 0), model=settings.model
         )
-        state = step.apply_total(state, total, settings=settings)
+        state = step.apply_total(state, step.mean_over_devices(total), settings=settings)
         programs.append((step.accumulate._cache_size(), step.apply_total._cache_size()))
     assert programs[1] == programs[2]
 
 
 def test_the_loss_falls_when_the_same_microbatch_is_learnt_again(text):
-    state, zeros = step.init_state(SMALL), step.init_total(SMALL)
+    state, zeros = step.init_state(SMALL), step.init_total(SMALL, devices=1)
     losses = []
     for _ in range(12):
         total = step.accumulate(zeros, state.params, microbatch(text, SMALL, 0, 0), model=SMALL.model)
-        state = step.apply_total(state, jax.tree.map(lambda a: a * SMALL.microbatches, total), settings=SMALL)
+        learnt_by_all = jax.tree.map(lambda a: a[0] * SMALL.microbatches, total)
+        state = step.apply_total(state, learnt_by_all, settings=SMALL)
         losses.append(float(state.loss))
     assert losses[-1] < losses[0] - 0.05
 
