@@ -48,6 +48,7 @@ class EventKind(enum.StrEnum):
     WORLD_FORMED = "world.formed"
     STEP_COMMITTED = "step.committed"
     USER_ERROR = "user.error"
+    COMPILE_CACHE_OFF = "compile_cache.off"
     # transport
     TOKEN_REFUSED = "token.refused"
     MESSAGE_REFUSED = "message.refused"

@@ -84,7 +84,7 @@ def agent(
     environment |= worker_environment(
         platform=_platform(platform),
         devices_per_host=devices_per_host,
-        cache_dir=str(directory / "compile-cache" / host_name),
+        cache_dir=str((directory / "compile-cache").absolute()),
         base=environment,
     )
     settings = AgentSettings(

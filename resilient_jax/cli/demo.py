@@ -126,7 +126,7 @@ class Demo:
         return all(h.worker is not None and h.worker.report.steady for h in report.hosts)
 
     def _show_progress(self, report: JobReport | None) -> None:
-        interval_s = 0.5 if self._console.is_terminal else 5.0
+        interval_s = 0.5 if self._console.is_terminal else 10.0
         if report is None or report.generation is None or time.monotonic() - self._shown_s < interval_s:
             return
         self._shown_s = time.monotonic()
@@ -158,7 +158,7 @@ def demo(
     the stall, and the final loss beside that of a run that nobody touched.
     """
     script = find_in_checkout("examples/train_lm.py")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 132)
     directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-demo-"))
     command = [str(script), "--steps", str(steps)]
     with LocalJob(command, hosts=HOSTS, run_directory=directory, options=["--devices-per-host", "2"]) as job:
@@ -209,8 +209,8 @@ def _train_undisturbed(command: list[str]) -> float:
 
 def _table(incidents: list[Incident]) -> Table:
     table = Table(title="what was killed, and how training went on (times in ms)")
-    table.add_column("incident", max_width=26)
-    table.add_column("noticed by", max_width=18)
+    table.add_column("incident", ratio=1)
+    table.add_column("noticed by")
     for name in ("notice", "quiesce", "rebuild", "next step", "stall"):
         table.add_column(name, justify="right")
     table.add_column("how")

@@ -19,6 +19,7 @@ from resilient_jax.protocol.worker import LINK_VARIABLE, SETTINGS_VARIABLE, Form
 from resilient_jax.training import reduction
 from resilient_jax.training.held_state import HeldState, to_host
 from resilient_jax.training.jax_runtime.abort import abort_collectives
+from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming
@@ -94,6 +95,8 @@ class _Worker:
         self._fault_points = FaultPoints.from_environment(settings.host)
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
+        if (warning := share_compilation_cache()) is not None:
+            self._link.happened(EventKind.COMPILE_CACHE_OFF, why=warning)
 
     def run(self, train: Train) -> None:
         self._link.be_ready(self._server.endpoint)
