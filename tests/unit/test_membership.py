@@ -1,0 +1,660 @@
+"""Each rule of the membership machine, as a story of a few events."""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
+from resilient_jax.protocol.records import (
+    Change,
+    Failure,
+    FailureKind,
+    Generation,
+    HostStatus,
+    OutcomeKind,
+    Phase,
+    ServiceStatus,
+    Versions,
+    WorkerReport,
+    WorkerState,
+    WorkerStatus,
+)
+from resilient_jax.world.membership import (
+    RESTART_EXIT_CODE,
+    AfterStateLoss,
+    HostChanged,
+    HostGone,
+    PrepareService,
+    Publish,
+    Rules,
+    Tick,
+    handle,
+    initial_state,
+)
+
+COLLECTIVE = Failure(kind=FailureKind.COLLECTIVE, text="connection reset by peer")
+VERSIONS = Versions(resilient_jax="0", jax="0", jaxlib="0")
+
+
+class Job:
+    """The machine with hosts that answer at once; tests make some of them misbehave."""
+
+    def __init__(self, *names: str, **rules) -> None:
+        self.rules = Rules(**{"expected_hosts": len(names), "start_deadline_s": 300.0, **rules})
+        self.state = initial_state(None, 0.0)
+        self.now_s = 0.0
+        self.published: list[Generation] = []
+        self.asked: list[PrepareService] = []
+        for name in names:
+            self.report(name, state=WorkerState.IDLE)
+
+    @property
+    def generation(self) -> Generation:
+        return self.state.generation
+
+    @property
+    def phase(self) -> Phase:
+        return self.generation.phase
+
+    @property
+    def members(self) -> list[str]:
+        return [m.host for m in self.generation.members]
+
+    @property
+    def phases(self) -> list[tuple[int, Phase]]:
+        return [(g.number, g.phase) for g in self.published]
+
+    def give(self, event) -> None:
+        self.state, commands = handle(self.state, event, self.now_s, self.rules)
+        for command in commands:
+            if isinstance(command, Publish):
+                self.published.append(command.generation)
+            else:
+                self.asked.append(command)
+
+    def status(self, name: str) -> HostStatus:
+        worker = WorkerStatus(incarnation=Incarnation(1), pid=1)
+        new = HostStatus(
+            host=HostName(name), agent_id=name, agent_pid=1, address=name, versions=VERSIONS, worker=worker
+        )
+        return self.state.hosts.get(HostName(name), new)
+
+    def change(self, name: str, **changes) -> None:
+        self.give(HostChanged(msgspec.structs.replace(self.status(name), **changes)))
+
+    def worker_of(self, name: str) -> WorkerStatus:
+        worker = self.status(name).worker
+        assert worker is not None
+        return worker
+
+    def worker(self, name: str, **changes) -> None:
+        self.change(name, worker=msgspec.structs.replace(self.worker_of(name), **changes))
+
+    def report(self, name: str, **changes) -> None:
+        self.worker(name, report=msgspec.structs.replace(self.worker_of(name).report, **changes))
+
+    def restart(self, name: str, incarnation: int = 2) -> None:
+        report = WorkerReport(state=WorkerState.IDLE)
+        self.change(name, worker=WorkerStatus(incarnation=Incarnation(incarnation), pid=2, report=report))
+
+    def serve(self, name: str = "a") -> None:
+        """The service that was asked for last now runs on this host."""
+        asked = self.asked[-1]
+        address = f"{name}:{asked.world}:{asked.nodes}"
+        service = ServiceStatus(world=asked.world, nodes=asked.nodes, address=address, pid=1)
+        self.change(name, services=(*self.status(name).services, service))
+
+    def form(self, *names: str) -> None:
+        for name in names or self.members:
+            self.report(
+                name,
+                state=WorkerState.RUNNING,
+                generation=self.generation.number,
+                formed=True,
+                steady=False,
+                failure=None,
+                world=self.generation.world,
+                step=self.generation.step,
+            )
+
+    def train(self, step: int) -> None:
+        for name in self.members:
+            self.report(name, steady=True, holds_state=True, step=step)
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.give(Tick())
+
+    def acknowledge(self, *names: str, **changes) -> None:
+        for name in names:
+            self.report(
+                name,
+                **{
+                    "state": WorkerState.IDLE,
+                    "generation": self.generation.number,
+                    "failure": None,
+                    "formed": False,
+                    **changes,
+                },
+            )
+
+
+def training(*names: str, step: int = 5, **rules) -> Job:
+    """A job whose hosts have all committed `step`."""
+    job = Job(*names, **rules)
+    job.serve()
+    job.form()
+    job.train(step)
+    assert job.phase is Phase.ACTIVE
+    return job
+
+
+def stop_at_boundary(job: Job, step: int) -> None:
+    """All members answer the pause and stop before `step`."""
+    for name in job.members:
+        job.report(name, generation=job.generation.number, limit=step)
+    assert job.phase is Phase.BOUNDARY
+    assert job.generation.boundary == step
+    for name in job.members:
+        job.report(name, state=WorkerState.IDLE, step=step, limit=step, formed=False)
+
+
+# Start.
+
+
+def test_a_job_starts_when_the_expected_hosts_are_ready():
+    job = Job("a", "b")
+    assert job.asked == [PrepareService(WorldId(1), 2)]
+    assert job.published == []
+    job.serve()
+    assert job.phases == [(1, Phase.FORM)]
+    assert [(m.host, m.process_index) for m in job.generation.members] == [("a", 0), ("b", 1)]
+    assert job.generation.service == "a:1:2"
+    assert job.generation.behind == ()
+    job.form()
+    assert job.phases[1:] == [(1, Phase.ACTIVE)]
+
+
+def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
+    job = Job("a", "b", expected_hosts=3, min_hosts=2, start_deadline_s=10.0)
+    job.wait(9.0)
+    assert job.asked == []
+    job.wait(2.0)
+    assert job.asked[-1] == PrepareService(WorldId(1), 2)
+
+
+def test_a_job_with_too_few_hosts_says_how_many_came():
+    job = Job("a", expected_hosts=3, min_hosts=2, start_deadline_s=10.0)
+    job.wait(11.0)
+    outcome = job.generation.outcome
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.TOO_FEW_HOSTS
+    assert outcome.message.startswith("1 of the 2 hosts that the job needs at least are ready after 11 s")
+    assert "start more agents, or lower min_hosts" in outcome.message
+
+
+def test_a_service_for_another_number_of_hosts_is_not_used():
+    job = Job("a", "b", expected_hosts=2)
+    job.report("c", state=WorkerState.IDLE)  # before the service for two runs
+    assert job.asked == [PrepareService(WorldId(1), 2), PrepareService(WorldId(1), 3)]
+    for nodes in (2, 3):
+        job.asked.append(PrepareService(WorldId(1), nodes))
+        job.serve()
+    assert job.generation.service == "a:1:3"
+    assert job.members == ["a", "b", "c"]
+
+
+# A member is lost.
+
+
+def test_a_killed_worker_leads_to_a_shrink_in_the_same_world():
+    job = training("a", "b", "c")
+    job.worker("b", exit_code=-9)
+    assert (job.generation.number, job.phase, job.members) == (2, Phase.QUIESCE, ["a", "c"])
+    assert job.generation.reason == "lost b"
+    job.acknowledge("a", step=7)
+    assert job.phase is Phase.QUIESCE
+    job.acknowledge("c", step=8)
+    assert job.phases[-2:] == [(2, Phase.QUIESCE), (2, Phase.FORM)]
+    new = job.generation
+    assert (new.change, new.world, new.step) == (Change.SHRINK, 1, 8)
+    assert [(m.host, m.process_index) for m in new.members] == [("a", 0), ("c", 2)], "seats are kept"
+    assert [s.host for s in new.sources] == ["c"]
+    assert new.behind == ("a",)
+
+
+@pytest.mark.parametrize(
+    "lose", [lambda job: job.give(HostGone(HostName("b"))), lambda job: job.worker("b", stopped=True)]
+)
+def test_a_lost_lease_and_a_stopped_worker_count_as_a_death(lose):
+    job = training("a", "b", "c")
+    lose(job)
+    assert (job.generation.number, job.phase, job.members) == (2, Phase.QUIESCE, ["a", "c"])
+
+
+def test_a_death_while_forming_takes_another_number():
+    job = training("a", "b", "c")
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", step=5)
+    job.give(HostGone(HostName("c")))
+    assert (job.generation.number, job.phase, job.members) == (3, Phase.QUIESCE, ["a"])
+    job.acknowledge("a", generation=2)
+    assert job.phase is Phase.QUIESCE, "an answer to an older number does not count"
+
+
+def test_a_death_while_quiescing_takes_another_number():
+    job = training("a", "b", "c")
+    job.worker("b", exit_code=-9)
+    job.worker("c", exit_code=-9)
+    assert (job.generation.number, job.phase, job.members) == (3, Phase.QUIESCE, ["a"])
+
+
+def test_a_death_in_a_planned_change_makes_it_unplanned():
+    job = training("a", "b", "c")
+    job.change("a", services=())
+    assert job.phase is Phase.PAUSE
+    job.worker("c", exit_code=-9)
+    assert (job.generation.number, job.phase, job.generation.boundary) == (3, Phase.QUIESCE, None)
+
+
+def test_whoever_is_ready_when_a_failure_settles_comes_in_with_it():
+    job = training("a", "b", "c")
+    job.worker("b", exit_code=-9)
+    job.restart("b")
+    job.acknowledge("a", "c", step=5)
+    job.serve()
+    new = job.generation
+    assert (new.change, new.world, new.phase) == (Change.REFORM, 2, Phase.FORM)
+    assert [(m.host, m.incarnation, m.process_index) for m in new.members] == [
+        ("a", 1, 0),
+        ("b", 2, 1),
+        ("c", 1, 2),
+    ]
+    assert new.behind == ("b",)
+
+
+# Late, or without a word.
+
+
+def test_who_does_not_stop_in_time_is_left_out():
+    job = training("a", "b", "c")
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", holds_state=True)
+    job.wait(5.5)
+    assert (job.generation.number, job.members) == (3, ["a"])
+    assert job.generation.reason == "c did not stop within 5.5 s"
+
+
+def test_who_compiles_is_waited_for_longer():
+    job = training("a", "b", "c", compile_deadline_s=60.0)
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a")
+    job.report("c", busy=True)
+    job.wait(50.0)
+    assert job.members == ["a", "c"]
+    job.wait(11.0)
+    assert job.members == ["a"]
+
+
+def test_never_all_holders_of_the_state_are_left_out_in_haste():
+    job = training("a", "b", "c", compile_deadline_s=60.0)
+    job.worker("c", exit_code=-9)
+    job.acknowledge("b", holds_state=False)  # it was about to fetch
+    job.wait(50.0)
+    assert job.members == ["a", "b"], "a is late, but it alone holds the state"
+    job.acknowledge("a", step=6)
+    assert job.generation.step == 6
+
+
+def test_who_was_left_out_joins_only_when_it_has_answered():
+    job = training("a", "b", "c")
+    job.worker("c", exit_code=-9)
+    job.acknowledge("a", "b", step=5)  # in they go: what b says next is late
+    job.form("a")
+    job.report("a", failure=COLLECTIVE)
+    assert (job.generation.number, job.members) == (3, ["a", "b"])
+    job.acknowledge("a")
+    job.wait(5.5)
+    assert (job.generation.number, job.members) == (4, ["a"])
+    assert [(d.host, d.answer) for d in job.generation.dropped] == [("b", 3)]
+    job.acknowledge("a")
+    assert (job.phase, job.members) == (Phase.FORM, ["a"]), "b's last word is older than the order to train"
+    job.form()
+    job.train(6)
+    assert job.phase is Phase.ACTIVE
+    job.report("b", generation=GenerationNumber(4))
+    assert job.phase is Phase.PAUSE
+    assert job.generation.reason == "b asked to join"
+
+
+def test_who_does_not_form_in_time_costs_an_attempt():
+    job = Job("a", "b", forming_deadline_s=60.0)
+    job.serve()
+    job.form("a")
+    job.wait(61.0)
+    assert (job.generation.number, job.phase, job.generation.attempts) == (2, Phase.QUIESCE, 1)
+    assert job.generation.reason == "b did not join the world within 60 s"
+
+
+def test_an_old_word_that_it_was_done_is_no_word_that_it_has_formed():
+    job = Job("a", "b")
+    job.report("b", formed=True, done=True)
+    job.serve()
+    job.form("a")
+    assert job.phase is Phase.FORM
+    job.wait(61.0)
+    assert job.generation.failed_host == "b"
+
+
+# Planned changes.
+
+
+def test_a_host_joins_between_two_steps():
+    job = training("a", "b")
+    job.report("c", state=WorkerState.IDLE)
+    assert (job.generation.number, job.phase) == (2, Phase.PAUSE)
+    assert job.generation.reason == "c asked to join"
+    job.report("a", generation=GenerationNumber(2), limit=7)
+    assert job.phase is Phase.PAUSE
+    job.report("b", generation=GenerationNumber(2), limit=8)
+    assert (job.phase, job.generation.boundary) == (Phase.BOUNDARY, 8)
+    for name in "ab":
+        job.report(name, state=WorkerState.IDLE, step=8, formed=False)
+    job.serve()
+    new = job.generation
+    assert (new.number, new.phase, new.change, new.step) == (2, Phase.FORM, Change.REFORM, 8)
+    assert (job.members, new.behind) == (["a", "b", "c"], ("c",))
+
+
+def test_nobody_joins_before_all_have_finished_a_step():
+    job = Job("a", "b")
+    job.serve()
+    job.form()
+    job.report("c", state=WorkerState.IDLE)
+    assert job.phase is Phase.ACTIVE
+    job.train(1)
+    assert job.phase is Phase.PAUSE
+
+
+def test_a_host_with_a_notice_leaves_between_two_steps():
+    job = training("a", "b", "c")
+    job.change("b", draining=True)
+    assert job.generation.reason == "b got a notice to leave"
+    stop_at_boundary(job, 6)
+    assert (job.phase, job.generation.change, job.members) == (Phase.FORM, Change.SHRINK, ["a", "c"])
+    assert job.generation.behind == ()
+
+
+def test_a_job_all_of_whose_hosts_must_leave_ends():
+    job = training("a", "b")
+    job.change("a", draining=True)
+    job.change("b", draining=True)
+    stop_at_boundary(job, 6)
+    outcome = job.generation.outcome
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.INTERRUPTED
+    assert "all hosts got a notice to leave" in outcome.message
+
+
+def test_hosts_that_must_all_leave_hand_their_state_to_those_who_come():
+    job = training("a")
+    job.change("a", draining=True)
+    job.report("b", state=WorkerState.IDLE)
+    stop_at_boundary(job, 6)
+    job.serve()
+    assert (job.members, job.generation.behind) == (["a", "b"], ("b",))
+    job.form()
+    job.train(7)
+    stop_at_boundary(job, 8)
+    assert (job.phase, job.members) == (Phase.FORM, ["b"])
+
+
+def test_a_worker_that_stops_by_itself_makes_the_change_unplanned():
+    job = training("a", "b")
+    job.report("b", state=WorkerState.IDLE)
+    assert job.phase is Phase.QUIESCE
+    assert job.generation.reason == "b stopped training (its link to the store was lost)"
+
+
+# The coordination service.
+
+
+def test_a_lost_service_is_replaced_between_two_steps():
+    job = training("a", "b")
+    job.change("a", services=())
+    assert (job.phase, job.generation.reason) == (Phase.PAUSE, "the coordination service is gone")
+    stop_at_boundary(job, 6)
+    assert job.asked[-1] == PrepareService(WorldId(2), 2)
+    job.serve("b")
+    assert (job.generation.change, job.generation.world) == (Change.REFORM, 2)
+
+
+def test_a_service_lost_while_forming_starts_over():
+    job = Job("a", "b")
+    job.serve()
+    job.change("a", services=())
+    assert (job.generation.number, job.phase) == (2, Phase.QUIESCE)
+    assert job.generation.reason == "lost the coordination service before the world was complete"
+
+
+def test_a_service_lost_before_the_first_step_starts_over():
+    job = Job("a", "b")
+    job.serve()
+    job.form()
+    job.change("a", services=())
+    assert (job.generation.number, job.phase) == (2, Phase.QUIESCE)
+
+
+def test_a_service_lost_while_quiescing_leads_to_a_reform():
+    job = training("a", "b", "c")
+    job.worker("c", exit_code=-9)
+    job.change("a", services=())
+    job.acknowledge("a", "b")
+    assert job.asked[-1] == PrepareService(WorldId(2), 2)
+
+
+def test_a_service_of_the_same_world_elsewhere_does_not_count():
+    job = training("a", "b")
+    service = job.status("a").services[0]
+    job.change("b", services=(msgspec.structs.replace(service, address="b:9"),))
+    job.change("a", services=())
+    assert job.phase is Phase.PAUSE
+
+
+# Errors.
+
+
+def test_a_joiners_old_failure_does_not_disturb_the_world_it_joins():
+    job = training("a", "b")
+    job.report("c", state=WorkerState.IDLE, generation=GenerationNumber(1), failure=COLLECTIVE)
+    stop_at_boundary(job, 6)
+    job.serve()
+    assert (job.phase, job.members) == (Phase.FORM, ["a", "b", "c"])
+    job.form()
+    assert job.phase is Phase.ACTIVE
+
+
+def test_a_collective_that_fails_though_nobody_died_is_tried_again_a_few_times():
+    job = training("a", "b", step=5, collective_retry_limit=2)
+    for attempt in (1, 2):
+        job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
+        assert job.generation.attempts == attempt
+        job.acknowledge("a", "b", step=5)
+        job.serve()
+        assert job.generation.change is Change.REFORM, "a fresh world is the better bet"
+        job.form()
+        assert job.phase is Phase.ACTIVE
+    job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
+    job.acknowledge("a", "b", step=5)
+    outcome = job.generation.outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.host) == (OutcomeKind.USER_ERROR, "b")
+    assert outcome.message.startswith("training failed 3 times in a row at step 5 although no host died")
+    assert COLLECTIVE.text in outcome.message
+
+
+def test_progress_since_the_last_failure_forgives_it():
+    job = training("a", "b", collective_retry_limit=1)
+    for step in range(6, 12):
+        job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE, step=step)
+        assert job.generation.attempts == 1
+        job.acknowledge("a", "b", step=step)
+        job.serve()
+        job.form()
+
+
+def test_a_step_that_only_a_dead_host_committed_is_no_progress():
+    job = training("a", "b", "c", step=5, collective_retry_limit=1)
+    job.change("c", step=6)
+    job.worker("c", exit_code=-9)
+    job.acknowledge("a", "b", step=5)
+    assert (job.generation.step, job.generation.progress) == (5, 6)
+    for attempt in (1, 2):
+        job.form()
+        job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
+        assert job.generation.attempts == attempt
+        job.acknowledge("a", "b", step=5)
+        if attempt == 1:
+            job.serve()
+    assert job.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("exit_code", [1, 3])
+def test_the_users_own_error_ends_the_job_with_it(exit_code):
+    job = training("a", "b")
+    job.worker("b", exit_code=exit_code, error="ValueError: bad batch")
+    outcome = job.generation.outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.exit_code, outcome.host) == (OutcomeKind.USER_ERROR, exit_code, "b")
+    assert outcome.message == "ValueError: bad batch"
+
+
+def test_an_error_that_a_worker_reports_before_it_exits_ends_the_job():
+    job = training("a", "b")
+    job.report("b", failure=Failure(kind=FailureKind.USER, text="ZeroDivisionError"))
+    assert job.generation.outcome is not None
+    assert job.generation.outcome.message == "ZeroDivisionError"
+
+
+def test_a_script_that_ends_without_having_trained_is_an_error():
+    job = Job("a")
+    job.worker("a", exit_code=0)
+    assert job.generation.outcome is not None
+    assert "call rj.run(train)" in job.generation.outcome.message
+
+
+def test_a_worker_that_asks_to_be_restarted_is_no_error():
+    job = training("a", "b")
+    job.worker("b", exit_code=RESTART_EXIT_CODE)
+    assert job.phase is Phase.QUIESCE
+
+
+# The end.
+
+
+def test_a_job_is_done_when_all_members_are():
+    job = training("a", "b")
+    job.report("a", state=WorkerState.IDLE, done=True)
+    assert job.phase is Phase.ACTIVE
+    job.report("b", state=WorkerState.IDLE, done=True)
+    assert job.generation.outcome is not None
+    assert job.generation.outcome.kind is OutcomeKind.DONE
+    job.give(HostGone(HostName("a")))
+    assert job.phases[-1] == (1, Phase.FINISHED), "nothing follows the end"
+
+
+def lose_all_holders(job: Job) -> None:
+    for name in job.members:
+        job.give(HostGone(HostName(name)))
+    job.report("c", state=WorkerState.IDLE)
+
+
+def test_a_lost_state_stops_the_job():
+    job = training("a", "b", regroup_s=5.0)
+    lose_all_holders(job)
+    assert job.phase is Phase.QUIESCE
+    job.wait(5.5)
+    outcome = job.generation.outcome
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.STATE_LOST
+    assert "were lost at once, after 5 committed steps; no other copy exists" in outcome.message
+
+
+def test_a_lost_state_starts_again_only_where_that_was_asked():
+    job = training("a", "b", regroup_s=5.0, after_state_loss=AfterStateLoss.RESTART, start_deadline_s=9.0)
+    lose_all_holders(job)
+    job.wait(9.5)
+    job.serve("c")
+    assert (job.phase, job.members, job.generation.step) == (Phase.FORM, ["c"], 0)
+    assert (job.generation.sources, job.generation.behind, job.generation.progress) == ((), (), 0)
+
+
+def test_a_holder_that_lost_the_store_for_a_moment_saves_the_job():
+    job = training("a", "b", regroup_s=5.0)
+    status = job.status("a")
+    lose_all_holders(job)
+    job.wait(1.0)
+    job.give(HostChanged(status))
+    job.report("a", state=WorkerState.IDLE, step=6)
+    job.serve("c")
+    assert (job.members, job.generation.step, job.generation.behind) == (["a", "c"], 6, ("c",))
+
+
+def test_hosts_that_come_back_together_wait_for_each_other():
+    job = training("a", "b", "c", regroup_s=5.0)
+    statuses = [job.status(name) for name in "abc"]
+    for name in "abc":
+        job.give(HostGone(HostName(name)))
+    for status in statuses[:2]:
+        job.give(HostChanged(status))
+        job.report(status.host, state=WorkerState.IDLE)
+    assert job.phase is Phase.QUIESCE
+    asked = len(job.asked)
+    job.wait(5.5)
+    assert len(job.asked) == asked + 1
+
+
+def test_fewer_than_the_minimum_wait_for_more():
+    job = training("a", "b", min_hosts=2, start_deadline_s=10.0)
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a")
+    job.wait(9.0)
+    assert job.phase is Phase.QUIESCE
+    job.restart("b")
+    job.serve()
+    assert (job.phase, job.members) == (Phase.FORM, ["a", "b"])
+
+
+# A new leader.
+
+
+def test_a_new_leader_goes_on_where_the_old_one_was():
+    job = training("a", "b", "c")
+    job.worker("c", exit_code=-9)
+    job.acknowledge("a")
+    state = initial_state(job.generation, 100.0)
+    state = dataclasses.replace(state, hosts={s.host: s for s in (job.status("a"), job.status("b"))})
+    state, commands = handle(state, Tick(), 100.0, job.rules)
+    assert commands == (), "still b's turn"
+    answer = msgspec.structs.replace(job.worker_of("a").report, generation=job.generation.number)
+    status = job.status("b")
+    status = msgspec.structs.replace(
+        status, worker=msgspec.structs.replace(job.worker_of("b"), report=answer)
+    )
+    state, commands = handle(state, HostChanged(status), 100.0, job.rules)
+    assert (state.generation.number, state.generation.phase) == (2, Phase.FORM)
+
+
+def test_a_new_leader_that_finds_members_missing_goes_on_without_them():
+    job = training("a", "b", "c")
+    state = initial_state(job.generation, 100.0)
+    state = dataclasses.replace(state, hosts={HostName("a"): job.status("a")})
+    state, _ = handle(state, Tick(), 100.0, job.rules)
+    assert (state.generation.number, state.generation.reason) == (2, "lost b, c")
+
+
+def test_the_first_progress_is_on_record_at_once():
+    job = training("a", "b", step=1)
+    assert job.published[-1].progress == 1
+    assert [g.number for g in job.published] == [1, 1, 1]

@@ -1,0 +1,817 @@
+"""The membership machine in a cluster of simulated agents and workers, under any order of faults.
+
+The machine and the store's core are the real ones; agents and workers are small models of agent.py, link.py
+and run.py. A tape of numbers chooses, again and again, one of the things that could happen next: so messages
+arrive late, leaders pause between a decision and its write, and hypothesis shrinks what fails.
+
+What the model takes for granted of the shells: a worker obeys orders in the order they were sent; an agent
+that loses its lease stops its worker before the lease can expire in the store, and comes back only when
+that worker has answered; a host never gives out an incarnation twice; time does not run out on an agent that
+lives, is connected, and has only not yet read what the leader wrote.
+"""
+
+import collections
+import dataclasses
+import random
+
+import msgspec
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from resilient_jax.ids import (
+    GenerationNumber,
+    HostName,
+    Incarnation,
+    JobName,
+    LeaseId,
+    Revision,
+)
+from resilient_jax.protocol.keys import generation_key, host_key, hosts_prefix, leader_key
+from resilient_jax.protocol.records import (
+    Change,
+    Failure,
+    FailureKind,
+    Generation,
+    HostStatus,
+    Outcome,
+    OutcomeKind,
+    Phase,
+    ServiceStatus,
+    Versions,
+    WorkerReport,
+    WorkerState,
+    WorkerStatus,
+)
+from resilient_jax.protocol.worker import Boundary, Form, Hold, Order, Pause, Quiesce
+from resilient_jax.store.interface import Compare, Operator, Put, PutOp, Target, is_absent
+from resilient_jax.store.machine import StoreMachine
+from resilient_jax.world.membership import (
+    HostChanged,
+    HostGone,
+    MembershipEvent,
+    MembershipState,
+    PrepareService,
+    Publish,
+    Rules,
+    Tick,
+    handle,
+    initial_state,
+)
+
+JOB = JobName("job")
+NAMES = tuple(HostName(name) for name in "abcd")
+VERSIONS = Versions(resilient_jax="0", jax="0", jaxlib="0")
+RULES = Rules(
+    expected_hosts=len(NAMES),
+    start_deadline_s=1e6,
+    regroup_s=5.0,
+    quiesce_deadline_s=5.0,
+    compile_deadline_s=20.0,
+    forming_deadline_s=20.0,
+    collective_retry_limit=10**6,
+)
+FORWARD = {
+    (Phase.QUIESCE, Phase.FORM),
+    (Phase.PAUSE, Phase.BOUNDARY),
+    (Phase.BOUNDARY, Phase.FORM),
+    (Phase.FORM, Phase.ACTIVE),
+    (Phase.ACTIVE, Phase.ACTIVE),
+}
+ENDLESS = 10**9
+DRAIN_DEADLINE_S = 25.0
+ROUND_S = 0.1
+MOVES_PER_ROUND = 40
+ROUNDS_TO_RECOVER = 600
+"""More than all deadlines of RULES together."""
+
+encode = msgspec.msgpack.encode
+
+
+class Worker:
+    """A worker process: a guard that obeys, a main thread that forms, trains and unwinds."""
+
+    def __init__(self, host: HostName, incarnation: Incarnation) -> None:
+        self.host = host
+        self.incarnation = incarnation
+        self.alive = True
+        self.stopped = False
+        self.report = WorkerReport(endpoint=f"{host}:state")
+        self.inbox: collections.deque[Order] = collections.deque()
+        self.outbox: collections.deque[WorkerReport] = collections.deque()
+        self.newest = 0
+        self.order: Form | None = None
+        self.generation: Generation | None = None
+        self.interrupted = False
+        self.held: int | None = None
+        self.limit: int | None = None
+        self.boundary: int | None = None
+        self.begun = 0
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stopped
+
+    @property
+    def step(self) -> int:
+        return self.held or 0
+
+    def say(self, **changes: object) -> None:
+        self.report = msgspec.structs.replace(self.report, **changes)
+        self.outbox.append(self.report)
+
+    def obey(self) -> None:
+        order = self.inbox.popleft()
+        idle = self.report.state is WorkerState.IDLE
+        match order:
+            case Hold():
+                self.interrupted, self.order = True, None
+            case Form(generation=generation):
+                if generation.number >= self.newest:
+                    self.newest, self.order = generation.number, order
+            case Quiesce(generation=number) if number >= self.newest:
+                self.newest, self.order = number, None
+                if idle:
+                    self.say(generation=number, failure=None, formed=False, limit=None)
+                else:
+                    self.interrupted = True
+            case Pause(generation=number) if number >= self.newest:
+                self.newest = number
+                self.limit = self.report.step if idle else max(self.begun, self.step)
+                self.say(generation=number, limit=self.limit)
+            case Boundary(generation=number, step=step) if number >= self.newest:
+                self.newest, self.boundary = number, step
+            case _:
+                pass
+
+    def enter(self) -> None:
+        assert self.order is not None
+        self.generation, self.order = self.order.generation, None
+        self.interrupted, self.limit, self.boundary, self.begun = False, None, None, self.step
+        self.say(
+            state=WorkerState.RUNNING,
+            generation=self.generation.number,
+            formed=False,
+            steady=False,
+            done=False,
+            limit=None,
+            failure=None,
+            world=None if self.generation.change is Change.REFORM else self.report.world,
+        )
+
+    def go_idle(self, *, failure: Failure | None = None, done: bool = False) -> None:
+        self.generation, self.interrupted = None, False
+        answered = failure is None or self.report.generation < self.newest
+        self.say(
+            state=WorkerState.IDLE,
+            generation=GenerationNumber(max(self.report.generation, self.newest)),
+            step=self.step,
+            holds_state=self.held is not None,
+            limit=self.step,
+            done=done,
+            formed=done,
+            failure=None if answered else failure,
+        )
+
+
+@dataclasses.dataclass
+class Term:
+    """An agent's rule, for as long as it believes in it."""
+
+    token: Revision
+    known: Revision
+    state: MembershipState
+    read: Revision
+    pending: collections.deque[Generation]
+    looked_s: float = -1.0
+
+
+class Host:
+    """A machine with an agent on it."""
+
+    def __init__(self, name: HostName) -> None:
+        self.name = name
+        self.incarnations = 0
+        self.lease: LeaseId | None = None
+        self.registered = False  # as far as the agent knows
+        self.boot()
+
+    def boot(self) -> None:
+        self.alive = True
+        self.connected = True
+        self.suspended = False
+        self.draining = False
+        self.told_to_stop_s = self.noticed_s = 0.0
+        self.touched = False
+        self.known: Generation | None = None
+        self.read = Revision(0)
+        self.term: Term | None = None
+        self.services: list[ServiceStatus] = []
+        self.start_worker()
+
+    @property
+    def acts(self) -> bool:
+        return self.alive and not self.suspended
+
+    @property
+    def reaches_store(self) -> bool:
+        return self.acts and self.connected
+
+    def start_worker(self) -> None:
+        self.incarnations += 1
+        self.worker = Worker(self.name, Incarnation(self.incarnations))
+        self.seen = WorkerStatus(incarnation=self.worker.incarnation, pid=1, report=self.worker.report)
+        self.touched = True
+
+    def status(self) -> HostStatus:
+        return HostStatus(
+            host=self.name,
+            agent_id=self.name,
+            agent_pid=1,
+            address=self.name,
+            versions=VERSIONS,
+            draining=self.draining,
+            worker=self.seen,
+            services=tuple(self.services),
+        )
+
+
+class Cluster:
+    """Everything, and the invariants."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.store = StoreMachine(first_lease=LeaseId(1))
+        self.hosts = {name: Host(name) for name in NAMES}
+        self.workers = {(h.name, h.worker.incarnation): h.worker for h in self.hosts.values()}
+        self.written: list[tuple[Generation, Revision]] = []  # accepted, with the writer's token
+        self.entered: dict[int, set[HostName]] = collections.defaultdict(set)
+        self.complete: set[int] = set()  # generations whose members were all there at one time
+        self.arrived: dict[int, dict[HostName, int]] = collections.defaultdict(dict)
+        self.total = ENDLESS
+
+    @property
+    def generation(self) -> Generation | None:
+        return self.written[-1][0] if self.written else None
+
+    @property
+    def finished(self) -> bool:
+        return self.outcome is not None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.generation.outcome if self.generation is not None else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all hosts train together."""
+        now = self.generation
+        return (
+            now is not None
+            and now.phase is Phase.ACTIVE
+            and len(now.members) == len(NAMES)
+            and all(h.worker.runs and h.worker.report.steady for h in self.hosts.values())
+            and all(h.worker.generation is not None for h in self.hosts.values())
+        )
+
+    # What can happen next: (weight, action). The shells' own moves, then time, then faults.
+
+    def moves(self):
+        for host in self.hosts.values():
+            yield from self.agent_moves(host)
+            if host.worker.runs:
+                yield from self.worker_moves(host.worker)
+
+    def agent_moves(self, host: Host):
+        if not host.acts:
+            return
+        worker = host.worker
+        status = msgspec.structs.replace(
+            host.seen, stopped=worker.stopped, exit_code=None if worker.alive else -9
+        )
+        if worker.outbox:
+            yield 2, lambda: self.hear(host)
+        elif status != host.seen:
+            yield 2, lambda: self.notice(host, status)
+        elif not worker.alive and not host.draining:
+            yield 1, lambda: self.restart_worker(host)
+        if host.draining and self.now_s - host.noticed_s > DRAIN_DEADLINE_S:
+            yield 2, lambda: self.leave(host)
+        patience_s = self.now_s - host.told_to_stop_s
+        if self.is_outside(host) and worker.generation is not None and patience_s > RULES.quiesce_deadline_s:
+            yield 1, lambda: self.kill(worker)
+        if not host.connected:
+            return
+        if not host.registered:
+            quiet = not worker.inbox and not worker.outbox
+            if self.store.get(host_key(JOB, host.name)) is None and quiet:
+                yield 2, lambda: self.register(host)
+            return
+        if self.store.get(host_key(JOB, host.name)) is None:
+            yield 2, lambda: self.lose_session(host)
+        elif host.touched:
+            yield 3, lambda: self.publish(host)
+        if self.has_news(host):
+            yield 3, lambda: self.read_generation(host)
+        if host.term is not None:
+            yield from self.leader_moves(host, host.term)
+        elif self.store.get(leader_key(JOB)) is None and self.store.get(host_key(JOB, host.name)):
+            yield 2, lambda: self.lead(host)
+
+    def leader_moves(self, host: Host, term: Term):
+        if term.pending:
+            yield 3, lambda: self.write(host, term)
+        elif self.store.changes(hosts_prefix(JOB), term.read, 1)[0]:
+            yield 4, lambda: self.read_status(host, term)
+        elif term.looked_s != self.now_s:
+            yield 2, lambda: self.decide(host, term, Tick())
+
+    def worker_moves(self, worker: Worker):
+        if worker.inbox:
+            yield 3, worker.obey
+        generation = worker.generation
+        if generation is None:
+            if worker.report.state is WorkerState.STARTING:
+                yield 1, lambda: worker.say(state=WorkerState.IDLE)
+            elif worker.order is not None:
+                yield 3, lambda: self.enter(worker)
+            return
+        if worker.interrupted:
+            yield 3, worker.go_idle
+        elif not worker.report.formed:
+            if self.can_form(worker, generation):
+                yield 4, lambda: self.form(worker, generation)
+        else:
+            yield from self.step_moves(worker, generation)
+
+    def step_moves(self, worker: Worker, generation: Generation):
+        if worker.step >= self.total:
+            yield 3, lambda: worker.go_idle(done=True)
+        elif worker.begun <= worker.step:
+            if worker.boundary is not None and worker.step >= worker.boundary:
+                yield 3, worker.go_idle
+            elif worker.limit is None or worker.step < worker.limit or worker.boundary is not None:
+                yield 2, lambda: self.begin_step(worker, generation)
+            return
+        arrived = self.arrived[generation.number]
+        if all(arrived.get(m.host, 0) >= worker.begun for m in generation.members):
+            yield 2, lambda: self.commit(worker)
+        if any(self.workers[m.host, m.incarnation].generation != generation for m in generation.members):
+            yield 2, lambda: worker.go_idle(failure=Failure(kind=FailureKind.COLLECTIVE, text="reset"))
+
+    def time_moves(self):
+        late = any(h.reaches_store and h.registered and self.has_news(h) for h in self.hosts.values())
+        yield 2, lambda: self.wait(0.5)
+        if not late:
+            yield 1, lambda: self.wait(6.0)
+
+    def fault_moves(self):
+        for host in self.hosts.values():
+            if host.lease is not None and not (host.acts and host.registered):
+                yield 2, lambda h=host: self.expire(h)
+            if not host.alive:
+                if host.lease is None:
+                    yield 1, lambda h=host: self.boot(h)
+                continue
+            yield from self.agent_faults(host)
+            yield from self.worker_faults(host.worker)
+
+    def agent_faults(self, host: Host):
+        if host.suspended:
+            yield 3, lambda: self.resume(host)
+            return
+        yield 1, lambda: self.kill_host(host)
+        yield 1, lambda: self.suspend(host)
+        if host.connected:
+            yield 1, lambda: self.disconnect(host)
+        else:
+            yield 3, lambda: self.connect(host)
+            if host.registered:
+                yield 3, lambda: self.lose_session(host)
+        if host.services:
+            yield 1, lambda: self.kill_service(host)
+        if not host.draining and sum(h.alive and not h.draining for h in self.hosts.values()) > 1:
+            yield 1, lambda: self.drain(host)
+
+    def worker_faults(self, worker: Worker):
+        if not worker.alive:
+            return
+        yield 2, lambda: self.kill(worker)
+        yield 2 if worker.stopped else 1, lambda: self.stop_or_continue(worker)
+        if worker.runs and worker.report.formed and worker.generation is not None:
+            failure = Failure(kind=FailureKind.COLLECTIVE, text="out of luck")
+            yield 1, lambda: worker.go_idle(failure=failure)
+
+    # The agent.
+
+    def has_news(self, host: Host) -> bool:
+        found = self.store.get(generation_key(JOB))
+        return found is not None and found.mod_revision >= host.read
+
+    def hear(self, host: Host) -> None:
+        report = host.worker.outbox.popleft()
+        host.seen = msgspec.structs.replace(host.seen, report=report)
+        host.touched = True
+
+    def notice(self, host: Host, status: WorkerStatus) -> None:
+        host.seen = status
+        host.touched = True
+        if host.worker.stopped and self.is_outside(host):
+            self.kill(host.worker)
+
+    def is_outside(self, host: Host) -> bool:
+        if host.known is None:
+            return False
+        member = host.known.member(host.name)
+        return member is None or member.incarnation != host.worker.incarnation
+
+    def restart_worker(self, host: Host) -> None:
+        host.start_worker()
+        self.workers[host.name, host.worker.incarnation] = host.worker
+
+    def register(self, host: Host) -> None:
+        host.lease = self.store.grant(1e9, self.now_s)
+        host.registered = True
+        self.publish(host)
+        found = self.store.get(generation_key(JOB))
+        host.read = Revision(self.store.revision + 1)
+        if found is not None:
+            self.order(host, msgspec.msgpack.decode(found.value, type=Generation))
+
+    def publish(self, host: Host) -> None:
+        assert host.lease is not None
+        self.store.transaction((), (PutOp(host_key(JOB, host.name), encode(host.status()), host.lease),))
+        host.touched = False
+
+    def lose_session(self, host: Host) -> None:
+        """The agent's own clock says that the lease is over: stop training, then count as dead."""
+        host.registered, host.term = False, None
+        worker = host.worker
+        worker.inbox.append(Hold())
+        if worker.runs:
+            self.obey_all(worker)
+
+    def obey_all(self, worker: Worker) -> None:
+        while worker.inbox:
+            worker.obey()
+
+    def read_generation(self, host: Host) -> None:
+        (found, *_), host.read = self.store.changes(generation_key(JOB), host.read, 1)
+        assert isinstance(found, Put)
+        self.order(host, msgspec.msgpack.decode(found.key_value.value, type=Generation))
+
+    def order(self, host: Host, generation: Generation) -> None:
+        host.known = generation
+        worker = host.worker
+        if self.is_outside(host):
+            if host.draining and generation.phase in (Phase.FORM, Phase.ACTIVE):
+                self.leave(host)
+            elif worker.alive and worker.stopped:
+                self.kill(worker)
+            elif generation.phase is not Phase.FINISHED:
+                worker.inbox.append(Quiesce(generation=generation.number))
+                host.told_to_stop_s = self.now_s
+            return
+        match generation.phase:
+            case Phase.QUIESCE:
+                worker.inbox.append(Quiesce(generation=generation.number))
+            case Phase.PAUSE:
+                worker.inbox.append(Pause(generation=generation.number))
+            case Phase.BOUNDARY:
+                assert generation.boundary is not None
+                worker.inbox.append(Boundary(generation=generation.number, step=generation.boundary))
+            case Phase.FORM:
+                worker.inbox.append(Form(generation=generation, host=host.name, relay=""))
+            case Phase.ACTIVE:
+                kept = [s for s in host.services if s.world >= generation.world]
+                host.touched = host.touched or kept != host.services
+                host.services = kept
+            case Phase.FINISHED:
+                pass
+
+    def leave(self, host: Host) -> None:
+        self.kill_host(host)
+        if host.lease is not None:
+            self.expire(host)
+
+    # The leader: as in leader.py.
+
+    def lead(self, host: Host) -> None:
+        key = leader_key(JOB)
+        assert host.lease is not None
+        result = self.store.transaction((is_absent(key),), (PutOp(key, b"", host.lease),))
+        assert result.succeeded
+        stored = self.store.get(generation_key(JOB))
+        generation = msgspec.msgpack.decode(stored.value, type=Generation) if stored else None
+        statuses = [
+            msgspec.msgpack.decode(r.value, type=HostStatus) for r in self.store.range(hosts_prefix(JOB))
+        ]
+        state = dataclasses.replace(
+            initial_state(generation, self.now_s), hosts={s.host: s for s in statuses}
+        )
+        known = stored.mod_revision if stored else Revision(0)
+        read = Revision(self.store.revision + 1)
+        host.term = Term(result.revision, known, state, read, collections.deque())
+        self.decide(host, host.term, Tick())
+
+    def read_status(self, host: Host, term: Term) -> None:
+        (found, *_), term.read = self.store.changes(hosts_prefix(JOB), term.read, 1)
+        if isinstance(found, Put):
+            change = HostChanged(msgspec.msgpack.decode(found.key_value.value, type=HostStatus))
+        else:
+            change = HostGone(HostName(found.key.removeprefix(hosts_prefix(JOB))))
+        self.decide(host, term, change)
+
+    def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
+        term.looked_s = self.now_s
+        term.state, commands = handle(term.state, change, self.now_s, RULES)
+        for command in commands:
+            if isinstance(command, Publish):
+                term.pending.append(command.generation)
+            else:
+                self.prepare(host, command)
+
+    def prepare(self, host: Host, command: PrepareService) -> None:
+        if all((s.world, s.nodes) != (command.world, command.nodes) for s in host.services):
+            address = f"{host.name}:{command.world}:{command.nodes}:{self.store.revision}"
+            host.services.append(
+                ServiceStatus(world=command.world, nodes=command.nodes, address=address, pid=1)
+            )
+            host.touched = True
+
+    def write(self, host: Host, term: Term) -> None:
+        generation = term.pending.popleft()
+        key = generation_key(JOB)
+        result = self.store.transaction(
+            (
+                Compare(leader_key(JOB), Target.CREATE_REVISION, Operator.EQUAL, term.token),
+                Compare(key, Target.MOD_REVISION, Operator.EQUAL, term.known),
+            ),
+            (PutOp(key, encode(generation)),),
+        )
+        if not result.succeeded:
+            host.term = None
+            return
+        term.known = result.revision
+        self.check_write(generation, term.token)
+        self.written.append((generation, term.token))
+
+    # The worker's main thread.
+
+    def enter(self, worker: Worker) -> None:
+        assert worker.order is not None
+        me = (worker.host, worker.incarnation)
+        for later, _ in self.written:
+            seated = any((m.host, m.incarnation) == me for m in later.members)
+            if later.phase is Phase.FORM and later.number > worker.order.generation.number:
+                assert not seated, f"{worker.host} enters an older generation than one it is a member of"
+        worker.enter()
+        generation = worker.generation
+        assert generation is not None
+        self.entered[generation.number].add(worker.host)
+        members = (self.workers[m.host, m.incarnation] for m in generation.members)
+        if all(w.runs and w.generation == generation for w in members):
+            self.complete.add(generation.number)
+
+    def can_form(self, worker: Worker, generation: Generation) -> bool:
+        if worker.host in generation.behind and not any(
+            source.host in self.entered[generation.number] and self.hosts[source.host].worker.runs
+            for source in generation.sources
+        ):
+            return False
+        return generation.change is Change.SHRINK or generation.number in self.complete
+
+    def form(self, worker: Worker, generation: Generation) -> None:
+        if worker.host in generation.behind:
+            worker.held = generation.step
+        elif not generation.sources:
+            worker.held = None
+        assert worker.step == generation.step, "all go on from the same step"
+        worker.begun = worker.step
+        if generation.change is Change.SHRINK:
+            assert worker.report.world == generation.world, "a shrink stays in its world"
+        worker.say(formed=True, world=generation.world, step=worker.step)
+
+    def begin_step(self, worker: Worker, generation: Generation) -> None:
+        worker.begun = worker.step + 1
+        self.arrived[generation.number][worker.host] = worker.begun
+
+    def commit(self, worker: Worker) -> None:
+        worker.held = worker.begun
+        if not worker.report.steady:
+            worker.say(steady=True, holds_state=True, step=worker.held)
+
+    # Time and faults.
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def kill(self, worker: Worker) -> None:
+        worker.alive = False
+        worker.generation = None
+
+    def stop_or_continue(self, worker: Worker) -> None:
+        worker.stopped = not worker.stopped
+        if not worker.stopped:
+            self.obey_all(worker)
+
+    def kill_host(self, host: Host) -> None:
+        host.alive = host.registered = False
+        host.term = None
+        host.services = []
+        self.kill(host.worker)
+
+    def boot(self, host: Host) -> None:
+        host.boot()
+        self.workers[host.name, host.worker.incarnation] = host.worker
+
+    def expire(self, host: Host) -> None:
+        assert host.lease is not None
+        self.store.revoke(host.lease)
+        host.lease = None
+
+    def suspend(self, host: Host) -> None:
+        host.suspended = True
+
+    def resume(self, host: Host) -> None:
+        host.suspended = False
+
+    def disconnect(self, host: Host) -> None:
+        host.connected = False
+
+    def connect(self, host: Host) -> None:
+        host.connected = True
+
+    def drain(self, host: Host) -> None:
+        host.draining = host.touched = True
+        host.noticed_s = self.now_s
+        if host.known is None or host.known.member(host.name) is None:
+            self.leave(host)
+
+    def kill_service(self, host: Host) -> None:
+        host.services.pop()
+        host.touched = True
+
+    # Invariants.
+
+    def check_write(self, new: Generation, token: Revision) -> None:
+        """What must hold for each generation that a store accepts."""
+        if not self.written:
+            old = Generation(number=GenerationNumber(1), phase=Phase.QUIESCE)
+        else:
+            old, old_token = self.written[-1]
+            assert token >= old_token, "a deposed leader wrote"
+        assert old.phase is not Phase.FINISHED, "nothing follows the end"
+        if new.phase is Phase.FINISHED:
+            assert new.outcome is not None
+            if new.outcome.kind is OutcomeKind.INTERRUPTED:
+                hosts = [self.hosts[m.host] for m in old.members]
+                assert all(h.draining or not h.alive for h in hosts), "somebody could have gone on"
+            return
+        if new.number == old.number:
+            assert (old.phase, new.phase) in FORWARD, f"{old.phase} -> {new.phase} under one number"
+            if old.phase in (Phase.PAUSE, Phase.FORM, Phase.ACTIVE):
+                assert new.members == old.members, "other members under the same number"
+        else:
+            assert new.number == old.number + 1
+            assert new.phase in (Phase.QUIESCE, Phase.PAUSE), "a new number begins with an agreement to stop"
+            assert set(new.members) <= set(old.members), "nobody joins by a quiesce"
+        if new.phase is Phase.FORM:
+            self.check_form(old, new)
+
+    def check_form(self, old: Generation, new: Generation) -> None:
+        """Nobody trains or can begin to; all go on from the newest step of those who were members."""
+        assert new.members
+        assert len({m.process_index for m in new.members}) == len({m.host for m in new.members})
+        assert len(new.members) == len({m.host for m in new.members})
+        before = {(m.host, m.incarnation) for m in old.members}
+        workers = {(m.host, m.incarnation): self.workers[m.host, m.incarnation] for m in new.members}
+        for who, worker in workers.items():
+            assert worker.generation is None, f"{worker.host} still trains in {worker.report.generation}"
+            if worker.alive:
+                assert worker.report.state is WorkerState.IDLE
+            if who in before and old.phase is Phase.QUIESCE:
+                assert worker.report.generation >= new.number, "a member has not acknowledged"
+        kept = [w.held for who, w in workers.items() if who in before and w.held is not None]
+        joined = [w.held for who, w in workers.items() if who not in before and w.held is not None]
+        assert new.step == max(kept or joined, default=0)
+        for who, worker in workers.items():
+            if who[0] not in new.behind and new.sources:
+                assert worker.held == new.step, "whoever is not behind holds the state"
+        assert new.change is Change.SHRINK or {m.process_index for m in new.members} == set(
+            range(len(new.members))
+        )
+
+    def check_one_world_trains(self) -> None:
+        """Of all generations, at most one has all of its members training.
+
+        Not counted: a worker whose agent is suspended, and its lease gone. Nobody can tell it to stop.
+        """
+        training = collections.defaultdict(set)
+        for host in self.hosts.values():
+            worker = host.worker
+            generation = worker.generation
+            if generation is None or not worker.runs or worker.interrupted or not worker.report.formed:
+                continue
+            if host.lease is not None or not host.registered:
+                training[generation].add((worker.host, worker.incarnation))
+        complete = [
+            generation
+            for generation, who in training.items()
+            if who == {(m.host, m.incarnation) for m in generation.members}
+        ]
+        assert len(complete) <= 1, f"train at once: {[g.number for g in complete]}"
+
+
+def pick(moves, choice: int):
+    weighted = [action for weight, action in moves for _ in range(weight)]
+    return weighted[choice % len(weighted)] if weighted else None
+
+
+def disturb(cluster: Cluster, tape: bytes) -> None:
+    """Plays a tape: two bytes a choice."""
+    for kind, choice in zip(tape[::2], tape[1::2], strict=False):
+        if kind < 12:
+            moves = cluster.fault_moves()
+        elif kind < 40:
+            moves = cluster.time_moves()
+        else:
+            moves = cluster.moves()
+        if (action := pick(moves, choice)) is not None:
+            action()
+            cluster.check_one_world_trains()
+        if cluster.finished:
+            return
+
+
+def calm_down(cluster: Cluster) -> None:
+    """No more faults; whatever was away comes back."""
+    for host in cluster.hosts.values():
+        host.suspended, host.connected = False, True
+        if not host.alive:
+            if host.lease is not None:
+                cluster.expire(host)
+            cluster.boot(host)
+        elif not host.registered and host.lease is not None:
+            cluster.expire(host)
+        if host.worker.stopped:
+            cluster.kill(host.worker)
+
+
+def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
+    """Lets everybody act, in any order, until `is_over()`; False if that takes too long."""
+    for _ in range(ROUNDS_TO_RECOVER):
+        for _ in range(MOVES_PER_ROUND):
+            action = pick(cluster.moves(), chance.randrange(2**16))
+            if action is None:
+                break
+            action()
+            cluster.check_one_world_trains()
+        if is_over():
+            return True
+        for host in cluster.hosts.values():
+            if not host.alive:
+                cluster.boot(host)  # left after a notice: the machine comes back
+        cluster.wait(ROUND_S)
+    return False
+
+
+def play(tape: bytes, chance: random.Random) -> Cluster:
+    """Disturbs a job, lets it recover and end, and checks that it does both."""
+    cluster = Cluster()
+    disturb(cluster, tape)
+    was_running = not cluster.finished
+    calm_down(cluster)
+    has_state = any(
+        host.registered
+        and host.worker.runs
+        and host.worker.held is not None
+        and not (host.draining or cluster.is_outside(host))
+        for host in cluster.hosts.values()
+    )
+    recovered = play_fairly(cluster, lambda: cluster.finished or cluster.is_whole, chance)
+    assert recovered, f"stuck in {cluster.generation}"
+    if (outcome := cluster.outcome) is not None:
+        assert outcome.kind in (OutcomeKind.STATE_LOST, OutcomeKind.INTERRUPTED), outcome
+        if was_running and outcome.kind is OutcomeKind.STATE_LOST:
+            assert not has_state, outcome
+        return cluster
+    cluster.total = max(host.worker.step for host in cluster.hosts.values()) + 2
+    assert play_fairly(cluster, lambda: cluster.finished, chance), f"does not end: {cluster.generation}"
+    assert cluster.outcome is not None
+    assert cluster.outcome.kind is OutcomeKind.DONE
+    assert all(host.worker.step == cluster.total for host in cluster.hosts.values())
+    return cluster
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tape=st.binary(max_size=400), seed=st.integers(0, 2**16))
+def test_a_job_survives_any_short_story(tape, seed):
+    play(tape, random.Random(seed))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_a_job_survives_any_long_story(seed):
+    chance = random.Random(seed)
+    cluster = play(chance.randbytes(4000), chance)
+    event(f"ended: {cluster.outcome and cluster.outcome.kind}")
