@@ -799,7 +799,8 @@ def play(tape: bytes, chance: random.Random) -> Cluster:
     assert play_fairly(cluster, lambda: cluster.finished, chance), f"does not end: {cluster.generation}"
     assert cluster.outcome is not None
     assert cluster.outcome.kind is OutcomeKind.DONE
-    assert all(host.worker.step == cluster.total for host in cluster.hosts.values())
+    members = cluster.generation.members if cluster.generation is not None else ()
+    assert all(cluster.workers[m.host, m.incarnation].step == cluster.total for m in members)
     return cluster
 
 

@@ -1,0 +1,148 @@
+"""Children end with their parent, and take their own children with them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from resilient_jax.world.child import Child, read_lines
+
+WAIT_S = 20.0
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+PARENT = """
+import asyncio, sys
+from resilient_jax.world.child import Child
+async def main():
+    child = Child([sys.executable, "-c", "import time; time.sleep(600)"], stdout=None)
+    print(child.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+WITH_GRANDCHILD = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time\n"
+    "grandchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(grandchild.pid, flush=True)\n"
+    "sys.stdin.read()\n",
+]
+
+
+def run(main):
+    async def bounded():
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; a zombie that nobody has reaped counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_gone(pid: int) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_gone(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} still runs"
+        time.sleep(0.01)
+
+
+async def wait_until(is_true) -> None:
+    while not is_true():  # noqa: ASYNC110 - the kernel sets no event
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(command, **options):
+    """A child and the first line it printed; ended, with its pipes closed, whatever happens."""
+    child = Child(command, stderr=None, **options)
+    lines = None
+    try:
+        assert child.process.stdout is not None
+        lines = await read_lines(child.process.stdout.fileno())
+        child.process.stdout.close()
+        yield child, (await asyncio.wait_for(lines.readline(), WAIT_S)).strip().decode()
+    finally:
+        await child.end()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+        if lines is not None:
+            await lines.read()
+
+
+def test_a_child_dies_when_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not is_gone(pid)
+        parent.kill()
+    wait_gone(pid)
+
+
+def test_a_killed_child_takes_its_group_with_it():
+    async def main():
+        async with running(WITH_GRANDCHILD, stdin=subprocess.PIPE) as (child, line):
+            grandchild = int(line)
+            assert not is_gone(grandchild)
+            assert await child.end() == -signal.SIGKILL
+            await asyncio.to_thread(wait_gone, grandchild)
+
+    run(main)
+
+
+def test_a_child_that_ends_by_itself_leaves_nobody_of_its_group_behind():
+    async def main():
+        async with running(WITH_GRANDCHILD, stdin=subprocess.PIPE) as (child, line):
+            assert child.process.stdin is not None
+            child.process.stdin.close()
+            assert await child.exited() == 0
+            await asyncio.to_thread(wait_gone, int(line))
+
+    run(main)
+
+
+def test_the_exit_code_is_the_childs_own():
+    async def main():
+        async with running([sys.executable, "-c", "print('up'); raise SystemExit(7)"]) as (child, _):
+            assert await child.exited() == 7
+            assert child.exit_code == 7
+            child.kill()  # of a dead child: nothing happens
+
+    run(main)
+
+
+def test_a_stopped_child_is_told_from_a_running_one():
+    async def main():
+        async with running(SLEEPER) as (child, _):
+            assert not child.is_stopped()
+            os.kill(child.pid, signal.SIGSTOP)
+            await wait_until(child.is_stopped)
+            os.kill(child.pid, signal.SIGCONT)
+            await wait_until(lambda: not child.is_stopped())
+            os.kill(child.pid, signal.SIGSTOP)
+            await wait_until(child.is_stopped)
+            assert await child.end() == -signal.SIGKILL
+            assert not child.is_stopped()
+
+    run(main)
+
+
+def test_a_child_leaves_no_descriptor_behind():
+    async def main():
+        async with running(SLEEPER):
+            pass
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            async with running(SLEEPER):
+                pass
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    run(main)

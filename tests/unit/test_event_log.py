@@ -1,0 +1,124 @@
+"""The log of a host: it says what happened, and never takes the training down with it."""
+
+import os
+
+import pytest
+
+from resilient_jax.clock import ManualClock
+from resilient_jax.errors import MessageError
+from resilient_jax.events import EventKind
+from resilient_jax.telemetry import line_file
+from resilient_jax.telemetry.event_log import EventLog, read_events
+from resilient_jax.telemetry.line_file import RETRY_AFTER_S, LineFile
+
+FULL = "No space left on device"
+
+
+def promised(path, why):
+    return (
+        f"resilient-jax: cannot write the log file {path}: {why}; expected a writable disk with free space; "
+        "training goes on without this log, free space to get it back"
+    )
+
+
+def two_events(path):
+    log = EventLog(path, "a", ManualClock(5.0))
+    log.record(EventKind.AGENT_STARTED, pid=7)
+    log.record(EventKind.STEP_COMMITTED, generation=2, step=3)
+    log.close()
+    return list(log.recent)
+
+
+def test_events_come_back_as_they_were_recorded(tmp_path):
+    path = tmp_path / "folder" / "a.jsonl"
+    recorded = two_events(path)
+    assert read_events(path) == recorded
+    assert (recorded[0].kind, recorded[0].host, recorded[0].monotonic_s) == ("agent.started", "a", 5.0)
+
+
+def test_a_log_without_a_file_keeps_its_events():
+    assert [e.step for e in two_events(None)] == [None, 3]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    recorded = two_events(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_events(path) == recorded[:1]
+
+
+def test_a_broken_line_that_is_not_the_last_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    two_events(path)
+    path.write_bytes(b'{"kind": "nonsense"}\n' + path.read_bytes())
+    with pytest.raises(MessageError) as refused:
+        read_events(path)
+    assert str(refused.value).startswith(f"{path}, line 1: found no event (")
+    assert "expected one JSON event a line" in str(refused.value)
+
+
+def test_a_full_disk_is_said_once_and_raises_nothing(tmp_path):
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    said = []
+    file = LineFile(path, said.append)
+    for _ in range(3):
+        file.write(b"line")
+    file.close()
+    assert said == [promised(path, FULL)]
+
+
+def test_a_folder_that_cannot_be_made_is_said_once_and_raises_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "folder" / "log"
+    said = []
+    file = LineFile(path, said.append)
+    file.write(b"line")
+    file.close()
+    assert said == [promised(path, "Not a directory")]
+
+
+def test_an_event_log_on_a_full_disk_keeps_its_events_in_memory(tmp_path, capfd):
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    assert len(two_events(path)) == 2
+    assert capfd.readouterr().err == promised(path, FULL) + "\n"
+
+
+def test_a_disk_that_has_space_again_gets_the_number_of_lost_lines(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    said = []
+    file = LineFile(path, said.append)
+    file.write(b"lost 1")
+    path.unlink()
+    file.write(b"lost 2")  # before it is time to try again
+    now_s += RETRY_AFTER_S
+    file.write(b"kept")
+    file.close()
+    assert path.read_bytes() == b"(2 lines were lost here)\nkept\n"
+    assert len(said) == 1
+
+
+def test_a_disk_that_stays_full_is_tried_again_without_a_word(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    said = []
+    file = LineFile(path, said.append)
+    for _ in range(5):
+        file.write(b"line")
+        now_s += RETRY_AFTER_S
+    file.close()
+    assert len(said) == 1
+
+
+def test_a_closed_file_has_given_its_descriptor_back(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    file = LineFile(tmp_path / "log")
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == before
