@@ -4,10 +4,13 @@ The machine and the store's core are the real ones; agents and workers are small
 and run.py. A tape of numbers chooses, again and again, one of the things that could happen next: so messages
 arrive late, leaders pause between a decision and its write, and hypothesis shrinks what fails.
 
-What the model takes for granted of the shells: a worker obeys orders in the order they were sent; an agent
-that loses its lease stops its worker before the lease can expire in the store, and comes back only when
-that worker has answered; a host never gives out an incarnation twice; time does not run out on an agent that
-lives, is connected, and has only not yet read what the leader wrote.
+What the model takes for granted of the shells:
+- a worker obeys orders in the order they were sent;
+- an agent that loses its lease stops its worker before the lease can expire in the store, comes back only
+  when that worker has answered, and never as a member of the generation that was stored then;
+- whoever is not a member is told to quiesce by each new generation, idle or not;
+- a host never gives out an incarnation twice;
+- time does not run out on an agent that is connected and has only not yet read what the leader wrote.
 """
 
 import collections
@@ -203,6 +206,7 @@ class Host:
         self.told_to_stop_s = self.noticed_s = 0.0
         self.touched = False
         self.known: Generation | None = None
+        self.void = 0  # of this number and older, the host is no member any more, whatever is stored
         self.read = Revision(0)
         self.term: Term | None = None
         self.services: list[ServiceStatus] = []
@@ -421,7 +425,7 @@ class Cluster:
     def is_outside(self, host: Host) -> bool:
         if host.known is None:
             return False
-        member = host.known.member(host.name)
+        member = host.known.member(host.name) if host.known.number > host.void else None
         return member is None or member.incarnation != host.worker.incarnation
 
     def restart_worker(self, host: Host) -> None:
@@ -435,7 +439,9 @@ class Cluster:
         found = self.store.get(generation_key(JOB))
         host.read = Revision(self.store.revision + 1)
         if found is not None:
-            self.order(host, msgspec.msgpack.decode(found.value, type=Generation))
+            stored = msgspec.msgpack.decode(found.value, type=Generation)
+            host.void = stored.number - (stored.member(host.name) is None)
+            self.order(host, stored)
 
     def publish(self, host: Host) -> None:
         assert host.lease is not None
