@@ -20,12 +20,12 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
+from resilient_jax.world.evidence import RESTART_EXIT_CODE
+from resilient_jax.world.forming import PrepareService
 from resilient_jax.world.membership import (
-    RESTART_EXIT_CODE,
     AfterStateLoss,
     HostChanged,
     HostGone,
-    PrepareService,
     Publish,
     Rules,
     Tick,

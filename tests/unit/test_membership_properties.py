@@ -48,12 +48,12 @@ from resilient_jax.protocol.records import (
 from resilient_jax.protocol.worker import Boundary, Form, Hold, Order, Pause, Quiesce
 from resilient_jax.store.interface import Compare, Operator, Put, PutOp, Target, is_absent
 from resilient_jax.store.machine import StoreMachine
+from resilient_jax.world.evidence import MembershipState
+from resilient_jax.world.forming import PrepareService
 from resilient_jax.world.membership import (
     HostChanged,
     HostGone,
     MembershipEvent,
-    MembershipState,
-    PrepareService,
     Publish,
     Rules,
     Tick,

@@ -1,0 +1,107 @@
+"""How the next world is built from those who go on: whose state, which seats, in place or anew. Pure."""
+
+import dataclasses
+
+import msgspec
+
+from resilient_jax.ids import HostName, ProcessIndex, WorldId
+from resilient_jax.protocol.records import (
+    Change,
+    Generation,
+    HostStatus,
+    Member,
+    Phase,
+    Source,
+)
+from resilient_jax.world.evidence import MembershipState, has_service, services_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrepareService:
+    """Have a coordination service for this world run on the leader's host; idempotent."""
+
+    world: WorldId
+    nodes: int
+
+
+def holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
+    """Who may hand on the state: the members; only if none of them holds it, those who come back."""
+    of_kept, of_joiners = (
+        [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
+        for hosts in (kept, joiners)
+    )
+    return of_kept or of_joiners
+
+
+def form_next(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
+) -> Generation | PrepareService:
+    generation = state.generation
+    in_place = _can_shrink_in_place(state, kept, joiners)
+    world = generation.world if in_place else WorldId(generation.number)
+    members = _keep_seats(generation, kept) if in_place else _assign_seats(generation, kept, joiners)
+    address = generation.service if in_place else _address_for(state, world, len(members))
+    if address is None:
+        return PrepareService(world, len(members))
+    holders = {s.host: s.worker for s in holders_of(kept, joiners) if s.worker}
+    step = max((w.report.step for w in holders.values()), default=0)
+    newest = {host: w for host, w in holders.items() if w.report.step == step}
+    return msgspec.structs.replace(
+        generation,
+        phase=Phase.FORM,
+        change=Change.SHRINK if in_place else Change.REFORM,
+        world=world,
+        members=members,
+        service=address,
+        step=step,
+        sources=tuple(Source(host=h, endpoint=w.report.endpoint) for h, w in newest.items()),
+        behind=tuple(m.host for m in members if m.host not in newest) if newest else (),
+        progress=max(generation.progress, step) if newest else 0,
+    )
+
+
+def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
+    """Only if all are in the world already and its service lives (new cliques need it).
+
+    After a failure that no death explains, a fresh world is the better bet.
+    """
+    generation = state.generation
+    if not kept or joiners or generation.attempts > 0:
+        return False
+    connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
+    return connected and generation.world > 0 and has_service(state)
+
+
+def _address_for(state: MembershipState, world: WorldId, nodes: int) -> str | None:
+    """Of a service for this many members: it admits exactly as many as it was started for."""
+    return next((s.address for s in services_of(state, world) if s.nodes == nodes), None)
+
+
+def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member, ...]:
+    names = {status.host for status in kept}
+    return tuple(m for m in generation.members if m.host in names)
+
+
+def _assign_seats(
+    generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
+) -> tuple[Member, ...]:
+    """Dense process indexes; whoever can keep its index does, because compiled programs know it."""
+    count = len(kept) + len(joiners)
+    seats: dict[HostName, int] = {}
+    for status in kept:
+        member = generation.member(status.host)
+        if member is not None and member.process_index < count:
+            seats[status.host] = member.process_index
+    free = iter(sorted(set(range(count)) - set(seats.values())))
+    members: list[Member] = []
+    for status in (*kept, *joiners):
+        assert status.worker is not None, "only hosts with a worker are kept or join"
+        index = seats[status.host] if status.host in seats else next(free)
+        members.append(
+            Member(
+                host=status.host,
+                incarnation=status.worker.incarnation,
+                process_index=ProcessIndex(index),
+            )
+        )
+    return tuple(sorted(members, key=lambda m: m.process_index))
