@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from resilient_jax.cli import agent, demo, launch, status
+from resilient_jax.cli import agent, bench, demo, launch, status
 from resilient_jax.errors import ResilientJaxError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("agent", context_settings=SCRIPT_FOLLOWS)(agent.agent)
 app.command("status")(status.status)
 app.command("kill")(status.kill)
 app.command("demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

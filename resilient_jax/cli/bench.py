@@ -1,0 +1,317 @@
+"""`resilient-jax bench stall`: what a kill costs, and what surviving costs when nobody is killed."""
+
+import contextlib
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.errors import InternalError
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.records import Phase
+from resilient_jax.telemetry.stall import Stall, read_stall
+from resilient_jax.world.child import bound_to_this_process
+from resilient_jax.world.inspection import JobReport, Part
+from resilient_jax.world.local_job import LocalJob
+
+HOSTS = 4
+MANY_STEPS = 100_000
+HEALTHY_STEPS = 3
+"""Between two kills everybody trains together for this long."""
+PATIENCE_S = 180.0
+ONE_THREAD = {
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
+    "OMP_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+
+app = typer.Typer(no_args_is_help=True, help="Measure; each prints a table and one line of JSON.")
+
+
+class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine-readable line. Medians; seconds unless the name says otherwise."""
+
+    shrink_stall_s: float
+    reform_stall_s: float
+    rejoin_stall_s: float
+    steady_overhead: float
+    healthy_step_s: float
+    agent_rss_mib: float
+    agent_start_s: float
+    kills: int
+    steps_lost: int
+    machine: str
+
+
+@app.callback()
+def bench() -> None:
+    """Measure; each benchmark prints a table and one line of JSON."""
+
+
+@app.command("stall")
+def stall(
+    kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
+    steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,
+    windows: Annotated[int, typer.Option(help="Pairs of windows, ours and bare JAX.")] = 2,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Stall of kills, by phase, and overhead against a bare multi-process JAX loop of the same model.
+
+    4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16 sequences of 64 bytes a
+    step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
+    Takes about ten minutes on two cores.
+    """
+    console = Console(quiet=json_only, width=None if sys.stdout.isatty() else 120)
+    script = find_in_checkout("tests/benchmarks/stall_job.py")
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        work = Path(folder)
+        console.print("overhead: undisturbed windows, ours and bare JAX in turn")
+        ours, bare = _measure_steady(script, work, steady_steps, windows)
+        console.print("stalls: kills, each after everybody trains again")
+        campaign = _Campaign(script, work, console)
+        campaign.run(kills)
+    figures = campaign.figures(ours, bare)
+    console.print(_stall_table(campaign, figures.healthy_step_s))
+    console.print(_summary_table(figures, ours, bare))
+    sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
+
+
+# Overhead.
+
+
+def _measure_steady(script: Path, work: Path, steps: int, windows: int) -> tuple[list[float], list[float]]:
+    """Step times of our loop and of the bare one, windows in turn, so that drift hits both."""
+    ours: list[float] = []
+    bare: list[float] = []
+    for window in range(windows):
+        ours += _run_ours(script, work / f"ours-{window}", steps)
+        bare += _run_bare(script, work / f"bare-{window}", steps)
+    return ours, bare
+
+
+def _run_ours(script: Path, work: Path, steps: int) -> list[float]:
+    command = [str(script), "ours", str(steps), str(work / "times")]
+    with _job(command, work) as job:
+        if job.wait(600.0) != 0:
+            raise InternalError(f"the undisturbed job failed:\n{job.tail()}")
+    return _read_times(work)
+
+
+def _run_bare(script: Path, work: Path, steps: int) -> list[float]:
+    work.mkdir(parents=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            bound_to_this_process([sys.executable, str(script), "bare", str(steps), str(work / "times")]),
+            env={
+                **os.environ,
+                **ONE_THREAD,
+                "BARE_COORDINATOR": address,
+                "BARE_COUNT": str(HOSTS),
+                "BARE_INDEX": str(index),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for index in range(HOSTS)
+    ]
+    try:
+        codes = [process.wait(600.0) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise InternalError(f"the bare JAX loop failed with exit codes {codes}")
+    return _read_times(work)
+
+
+def _read_times(work: Path) -> list[float]:
+    """Step times of all processes; the first steps compile, and are left out."""
+    times: list[float] = []
+    for path in work.glob("times-*.json"):
+        times += msgspec.json.decode(path.read_bytes(), type=list[float])[3:]
+    return times
+
+
+# Stalls.
+
+
+class _Campaign:
+    """One job that is killed again and again."""
+
+    def __init__(self, script: Path, work: Path, console: Console) -> None:
+        self._command = [str(script), "ours", str(MANY_STEPS), str(work / "campaign" / "times")]
+        self._work = work / "campaign"
+        self._console = console
+        self.stalls: list[Stall] = []
+        self.rejoins: list[float] = []
+        self.steps_lost = 0
+        self.healthy_steps: list[float] = []
+        self.agent_rss_mib: list[float] = []
+        self.agent_start_s: list[float] = []
+
+    def run(self, kills: int) -> None:
+        with _job(self._command, self._work) as job:
+            self._wait_healthy(job)
+            for number in range(kills):
+                with_service = number % 2 == 1
+                self._kill(job, number, with_service=with_service)
+                self._wait_healthy(job)
+            self._look_at_agents(job)
+
+    def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
+        """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form."""
+        report = job.report()
+        if report is None or report.generation is None:
+            raise InternalError(f"the job is gone:\n{job.tail()}")
+        hosts = [m.host for m in report.generation.members]
+        victim, late = hosts[number % HOSTS], hosts[(number + 1) % HOSTS]
+        before = max(h.step for h in report.hosts)
+        job.hold(Place.BEFORE_SUM, [late], before + 2)
+        job.wait_held([late])
+        time.sleep(0.2)  # the others come to the all-reduce
+        fault_s = job.kill(Part.WORKER, victim)
+        if with_service:
+            with contextlib.suppress(InternalError):
+                job.kill(Part.SERVICE, "leader")
+        job.release()
+        end_s = time.monotonic() + PATIENCE_S
+        while (found := read_stall(job.events(), fault_s)) is None:
+            if time.monotonic() > end_s or job.process.poll() is not None:
+                raise InternalError(f"no step after the kill of {victim}:\n{job.tail()}")
+            time.sleep(0.05)
+        self.stalls.append(found)
+        self.steps_lost += max(0, before + 2 - found.step)
+        self._console.print(f"  {len(self.stalls)}: {victim}, {found.change}, {found.total_s:.2f} s")
+
+    def _wait_healthy(self, job: LocalJob) -> None:
+        first = job.wait_report("all hosts training", _all_train, PATIENCE_S)
+        target = max(h.step for h in first.hosts) + HEALTHY_STEPS
+        job.wait_report(
+            f"step {target}", lambda report: max(h.step for h in report.hosts) >= target, PATIENCE_S
+        )
+
+    def _look_at_agents(self, job: LocalJob) -> None:
+        report = job.report()
+        if report is None:
+            raise InternalError(f"the job is gone:\n{job.tail()}")
+        for host in report.hosts:
+            process = psutil.Process(host.agent_pid)
+            self.agent_rss_mib.append(process.memory_info().rss / 2**20)
+        born = {h.host: psutil.Process(h.agent_pid).create_time() for h in report.hosts}
+        for event in job.events():
+            if event.kind == "agent.started" and event.host in born:
+                self.agent_start_s.append(event.wall_s - born[event.host])
+        starts = [e for e in job.events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"]
+        for form in starts[1:]:
+            if "asked to join" in str(form.detail.get("reason")):
+                after = read_stall_from_boundary(job, form.generation or 0)
+                if after is not None:
+                    self.rejoins.append(after)
+
+    def figures(self, ours: Sequence[float], bare: Sequence[float]) -> StallFigures:
+        healthy_s = statistics.median(ours)
+
+        def median_of(change: str) -> float:
+            found = [s.total_s - healthy_s for s in self.stalls if s.change == change]
+            return statistics.median(found) if found else float("nan")
+
+        return StallFigures(
+            shrink_stall_s=round(median_of("shrink"), 3),
+            reform_stall_s=round(median_of("reform"), 3),
+            rejoin_stall_s=round(statistics.median(self.rejoins) - healthy_s, 3)
+            if self.rejoins
+            else float("nan"),
+            steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
+            healthy_step_s=round(healthy_s, 3),
+            agent_rss_mib=round(statistics.median(self.agent_rss_mib), 1),
+            agent_start_s=round(statistics.median(self.agent_start_s), 3),
+            kills=len(self.stalls),
+            steps_lost=self.steps_lost,
+            machine=f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        )
+
+
+def read_stall_from_boundary(job: LocalJob, generation: int) -> float | None:
+    """Seconds of a planned change: from the last member's stop to the last member's next step."""
+    events = [e for e in job.events() if e.generation == generation]
+    stopped = [e.monotonic_s for e in events if e.kind == "worker.unwound"]
+    committed = [e.monotonic_s for e in events if e.kind == "step.committed"]
+    return max(committed) - min(stopped) if stopped and len(committed) == HOSTS else None
+
+
+def _all_train(report: JobReport) -> bool:
+    generation = report.generation
+    if generation is None or generation.phase is not Phase.ACTIVE or len(generation.members) < HOSTS:
+        return False
+    return all(h.worker is not None and h.worker.report.steady for h in report.hosts)
+
+
+@contextlib.contextmanager
+def _job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
+    work.mkdir(parents=True, exist_ok=True)
+    config = work / "job.toml"
+    config.write_text("restart_limit = 1000\nrestart_backoff_s = 0.0\n")
+    with LocalJob(
+        command,
+        hosts=HOSTS,
+        run_directory=work / "run",
+        options=["--devices-per-host", "1", "--config", str(config)],
+        environment={**os.environ, **ONE_THREAD},
+    ) as job:
+        try:
+            yield job
+        finally:
+            job.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(InternalError):
+                job.wait(20.0)
+
+
+def _stall_table(campaign: _Campaign, healthy_s: float) -> Table:
+    table = Table(
+        title=f"stalls in s, from SIGKILL to the next step (a healthy step takes {healthy_s:.3f} s)"
+    )
+    for name in ("kill", "how", "noticed by"):
+        table.add_column(name)
+    for name in ("notice", "quiesce", "rebuild", "next step", "all", "minus a step"):
+        table.add_column(name, justify="right")
+    for number, found in enumerate(campaign.stalls, start=1):
+        phases = (found.notice_s, found.quiesce_s, found.rebuild_s, found.step_s, found.total_s)
+        table.add_row(
+            str(number),
+            found.change,
+            str(found.noticed_by),
+            *(f"{seconds:.3f}" for seconds in phases),
+            f"{found.total_s - healthy_s:.3f}",
+        )
+    return table
+
+
+def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[float]) -> Table:
+    table = Table("figure", "value", "aim", title=figures.machine)
+    table.add_row("shrink, median stall", f"{figures.shrink_stall_s:.3f} s", "0.5 s")
+    table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.5 s")
+    table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
+    spread = f"{min(ours):.3f} to {max(ours):.3f} s, bare {min(bare):.3f} to {max(bare):.3f} s"
+    table.add_row("overhead of the loop", f"{100 * figures.steady_overhead:.1f} % ({spread})", "1 %")
+    table.add_row("agent memory", f"{figures.agent_rss_mib:.1f} MiB", "60 MiB")
+    table.add_row("agent start", f"{figures.agent_start_s:.3f} s", "0.5 s")
+    table.add_row("kills; steps lost", f"{figures.kills}; {figures.steps_lost}", "0 lost")
+    return table
