@@ -46,6 +46,15 @@ class Hold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The store is lost: stop training, keep the state, wait."""
 
 
+class Leased(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Until this monotonic time of this machine the host may train. After it, without a newer word, hold.
+
+    So an agent that is stopped or starved cannot let its worker train on beside the majority.
+    """
+
+    until_s: float
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The job is over for this worker: return from `rj.run`."""
 
@@ -75,7 +84,7 @@ class Happened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     event: Event
 
 
-Order = Quiesce | Pause | Boundary | Form | Hold | Stop
+Order = Quiesce | Pause | Boundary | Form | Hold | Leased | Stop
 Word = Reported | Progressed | Alive | Happened
 
 ORDER_DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

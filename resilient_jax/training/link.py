@@ -32,6 +32,7 @@ from resilient_jax.protocol.worker import (
     Form,
     Happened,
     Hold,
+    Leased,
     Order,
     Pause,
     Progressed,
@@ -43,6 +44,8 @@ from resilient_jax.protocol.worker import (
 ABORT_INTERVAL_S = 0.02
 """A collective that begins after an abort finds other sockets: so the abort is repeated until unwound."""
 ALIVE_INTERVAL_S = 1.0
+LEASE_CHECK_S = 0.25
+"""How late the guard may notice that the host's lease ran out and nobody said so."""
 
 ENCODER = msgspec.msgpack.Encoder()
 
@@ -77,6 +80,7 @@ class AgentLink:
         self._form: Form | None = None
         self._stop: Stop | None = None
         self._interrupted = False
+        self._leased_until_s = float("inf")  # the first renewal tells
         self._next_step = 0
         self._limit: int | None = None
         self._boundary: int | None = None
@@ -208,7 +212,7 @@ class AgentLink:
             selector.register(self._socket, selectors.EVENT_READ)
             alive_at_s = time.monotonic()
             while True:
-                wait_s = ABORT_INTERVAL_S if self._must_interrupt() else ALIVE_INTERVAL_S
+                wait_s = ABORT_INTERVAL_S if self._must_interrupt() else LEASE_CHECK_S
                 if selector.select(wait_s):
                     data = self._receive()
                     if not data:
@@ -217,6 +221,7 @@ class AgentLink:
                         os._exit(71)
                     for message in deframer.feed(data):
                         self._obey(ORDER_DECODER.decode(message))
+                self._hold_if_lease_ran_out()
                 self._interrupt_if_needed()
                 if time.monotonic() - alive_at_s > ALIVE_INTERVAL_S:
                     alive_at_s = time.monotonic()
@@ -227,6 +232,13 @@ class AgentLink:
             return self._socket.recv(65536)
         except ConnectionError:
             return b""
+
+    def _hold_if_lease_ran_out(self) -> None:
+        """The agent may be stopped: then nobody tells us that the others count this host as dead."""
+        running = self._report.state is WorkerState.RUNNING and not self._interrupted
+        if running and time.monotonic() > self._leased_until_s:
+            self.happened(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
+            self._obey(Hold())
 
     def _interrupt_if_needed(self) -> None:
         if not self._must_interrupt():
@@ -244,6 +256,8 @@ class AgentLink:
             if isinstance(order, Stop):
                 self._stop = order
                 self._interrupted = True
+            elif isinstance(order, Leased):
+                self._leased_until_s = order.until_s
             elif isinstance(order, Hold):
                 self._interrupted = True
                 self._form = None

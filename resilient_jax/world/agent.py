@@ -19,7 +19,7 @@ from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.config import JobConfig
 from resilient_jax.errors import ExitCode, PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
-from resilient_jax.ids import HostName, Incarnation, JobName, Revision
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, Revision
 from resilient_jax.protocol.keys import generation_key
 from resilient_jax.protocol.records import (
     Change,
@@ -38,6 +38,7 @@ from resilient_jax.protocol.worker import (
     Form,
     Happened,
     Hold,
+    Leased,
     Pause,
     Progressed,
     Quiesce,
@@ -48,6 +49,7 @@ from resilient_jax.store.interface import Put, Store
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.world.coordination import CoordinationServices
+from resilient_jax.world.evidence import RESTART_EXIT_CODE
 from resilient_jax.world.leader import GENERATION_DECODER, Leader
 from resilient_jax.world.membership import AfterStateLoss, Rules
 from resilient_jax.world.output import WorkerOutput
@@ -133,6 +135,7 @@ class Agent:
             backoff_s=settings.config.restart_backoff_s,
         )
         self._killing: asyncio.Task[None] | None = None
+        self._void: GenerationNumber | None = None
 
     async def run(self) -> Outcome:
         """Supervises until the job has ended, this host leaves, or the store is lost for good.
@@ -203,7 +206,12 @@ class Agent:
             self._settings.config.lease_ttl_s,
             self._clock,
             self._status,
+            self._on_lease_renewed,
         )
+
+    def _on_lease_renewed(self, until_s: float) -> None:
+        if self._worker is not None:
+            self._worker.order(Leased(until_s=until_s))
 
     async def _stay_registered(self, session: Session) -> None:
         """Holds a session; when one is lost, stops training first and then comes back with a new one."""
@@ -257,6 +265,7 @@ class Agent:
         while True:
             session = self._new_session()
             try:
+                self._void = await self._read_generation_number()
                 await session.open()
                 return session
             except PeerError as error:
@@ -267,6 +276,11 @@ class Agent:
                         "up. Start the store again, then this agent"
                     ) from error
                 await asyncio.sleep(0.2)
+
+    async def _read_generation_number(self) -> GenerationNumber | None:
+        """The generation in which this host was lost: its seat in that one is void, it has to join again."""
+        record = await self._store.get(generation_key(self._settings.job))
+        return GENERATION_DECODER.decode(record.value).number if record is not None else None
 
     def _leader(self) -> Leader:
         config = self._settings.config
@@ -343,7 +357,8 @@ class Agent:
             return
         worker = self._worker
         member = generation.member(self._settings.host)
-        if worker is None or member is None or member.incarnation != worker.incarnation:
+        seated = member is not None and worker is not None and member.incarnation == worker.incarnation
+        if worker is None or not seated or generation.number == self._void:
             await self._obey_from_outside(generation)
             return
         match generation.phase:
@@ -370,10 +385,12 @@ class Agent:
             return
         if worker.stopped:
             self._kill_worker("it was stopped and the others went on without it")
-        elif worker.report.state is WorkerState.RUNNING:
-            worker.order(Quiesce(generation=generation.number, reason="left out of the generation"))
-            if self._killing is None or self._killing.done():
-                self._killing = asyncio.create_task(self._kill_unless_idle(worker))
+            return
+        # An idle one answers at once; that answer is what lets it join (Generation.dropped).
+        worker.order(Quiesce(generation=generation.number, reason="left out of the generation"))
+        running = worker.report.state is WorkerState.RUNNING
+        if running and (self._killing is None or self._killing.done()):
+            self._killing = asyncio.create_task(self._kill_unless_idle(worker))
 
     async def _kill_unless_idle(self, worker: WorkerProcess) -> None:
         deadline_s = self._clock.monotonic_s() + self._settings.config.quiesce_deadline_s
@@ -421,7 +438,9 @@ class Agent:
                 incarnation=number,
             )
             self._on_worker_changed(worker)
-            if self._ended.done() or worker.report.done:
+            if self._ended.done() or worker.report.done or _is_users_error(code):
+                # After the user's error its status stays, for the leader to end the job with: another
+                # worker's status would hide it, and the error would be retried.
                 return
             delay_s = self._spend_restart()
             if delay_s is None:
@@ -549,6 +568,11 @@ class Agent:
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()
         self._output.close()
+
+
+def _is_users_error(code: int) -> bool:
+    """Whether the script ended by itself without asking to be started again; a signal is not its doing."""
+    return code >= 0 and code != RESTART_EXIT_CODE
 
 
 def _how_it_ended(code: int) -> str:

@@ -19,9 +19,12 @@ from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
 from resilient_jax.store.interface import (
     Compare,
     Delete,
+    OperationResponse,
     Operator,
     Put,
     PutOp,
+    RangeOp,
+    RangeResponse,
     Store,
     Target,
     WatchEvent,
@@ -86,18 +89,24 @@ class Leader:
         key = leader_key(self._job)
         while True:
             result = await self._store.transaction(
-                [is_absent(key)],
-                [PutOp(key, ENCODER.encode(self._record), lease)],
+                [is_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
             )
-            if result.succeeded:
-                self._log.record(EventKind.LEADER_ELECTED, token=result.revision)
-                self._services.warm_up()
-                try:
-                    await _Rule(self, result.revision).run()
-                except _Deposed:
-                    self._log.record(EventKind.LEADER_RESIGNED)
+            token = result.revision if result.succeeded else self._own_token(result.responses[0], lease)
+            if token is None:
+                await self._wait_vacant(key, result.revision)
                 continue
-            await self._wait_vacant(key, result.revision)
+            self._log.record(EventKind.LEADER_ELECTED, token=token)
+            self._services.warm_up()
+            try:
+                await _Rule(self, token).run()
+            except _Deposed:
+                self._log.record(EventKind.LEADER_RESIGNED)
+
+    def _own_token(self, found: OperationResponse, lease: LeaseId) -> Revision | None:
+        """The token of our own term, if a passing fault of the store ended only our watching; else None."""
+        assert isinstance(found, RangeResponse), "the failure operation is a range"
+        ours = [kv for kv in found.key_values if kv.lease == lease]
+        return ours[0].create_revision if ours else None
 
     async def _wait_vacant(self, key: str, revision: Revision) -> None:
         if await self._store.get(key) is None:

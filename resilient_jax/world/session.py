@@ -35,13 +35,20 @@ class Session:
     """
 
     def __init__(
-        self, store: Store, job: JobName, ttl_s: float, clock: Clock, status: Callable[[], HostStatus]
+        self,
+        store: Store,
+        job: JobName,
+        ttl_s: float,
+        clock: Clock,
+        status: Callable[[], HostStatus],
+        on_renewed: Callable[[float], None] = lambda until_s: None,
     ) -> None:
         self._store = store
         self._job = job
         self._ttl_s = ttl_s
         self._clock = clock
         self._status = status
+        self._on_renewed = on_renewed
         self._changed = asyncio.Event()
         self._renewed_s = 0.0
         self.lease = LeaseId(0)
@@ -71,6 +78,11 @@ class Session:
             await asyncio.sleep(TAKEN_NAME_POLL_S)
             self._renewed_s = self._clock.monotonic_s()
             await self._store.keep_alive(self.lease)
+
+    @property
+    def valid_until_s(self) -> float:
+        """The monotonic time until which nobody may count this host as dead."""
+        return self._renewed_s + self._ttl_s
 
     def touch(self) -> None:
         """The status has changed; it is written soon, once for many changes."""
@@ -109,12 +121,14 @@ class Session:
             try:
                 async with asyncio.timeout(left_s):
                     await self._store.keep_alive(self.lease)
-                self._renewed_s = started_s
-                await asyncio.sleep(interval_s)
             except LeaseExpired as error:
                 raise SessionLost("the lease expired") from error
             except (PeerUnreachable, TimeoutError):
                 await asyncio.sleep(min(interval_s, max(left_s, 0)) / 4)
+                continue
+            self._renewed_s = started_s
+            self._on_renewed(self.valid_until_s)
+            await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
         """Gives the lease back: the others know at once that this host has left."""
