@@ -16,6 +16,7 @@ from resilient_jax.cli.options import (
     RunDirectoryOption,
     ScriptArgument,
     VerboseOption,
+    check_platform,
     check_script,
     installed_versions,
     job_config,
@@ -34,6 +35,9 @@ from resilient_jax.world.agent import Agent, AgentSettings
 from resilient_jax.world.launcher import TOKEN_VARIABLE
 from resilient_jax.world.run_directory import create
 from resilient_jax.world.worker_process import current_environment
+
+WAITING_INTERVAL_S = 10.0
+"""How often an agent that waits for the store says so."""
 
 
 def agent(
@@ -82,7 +86,7 @@ def agent(
     environment = current_environment()
     environment.pop(TOKEN_VARIABLE, None)
     environment |= worker_environment(
-        platform=_platform(platform),
+        platform=check_platform(platform),
         devices_per_host=devices_per_host,
         cache_dir=str((directory / "compile-cache").absolute()),
         base=environment,
@@ -102,9 +106,17 @@ def agent(
         show_everything=verbose,
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
-    if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.INTERRUPTED) and outcome.message:
-        say(f"[{host_name}] {outcome.kind}: {outcome.message.splitlines()[0]}")
+    if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.INTERRUPTED):
+        say(f"[{host_name}] {_last_words(outcome)}")
     sys.exit(outcome.exit_code)
+
+
+def _last_words(outcome: Outcome) -> str:
+    """Why the job ended, in one line: the host that failed has shown the rest."""
+    lines = outcome.message.strip().splitlines() or [""]
+    headline = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    where = f" on {outcome.host}" if outcome.host else ""
+    return f"the job ended: {outcome.kind}{where}: {headline}"
 
 
 async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Outcome:
@@ -118,21 +130,30 @@ async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Ou
 
 
 async def _supervise(settings: AgentSettings, address: str) -> Outcome:
+    waiting = _WaitingForStore(f"[{settings.host}] waiting for the store at {address}")
     store = await RemoteStore.connect(
         address,
         settings.credentials,
         settings.config.store_deadline_s,
-        lambda *_: say(f"[{settings.host}] waiting for the store at {address}"),
+        lambda tried_s, _: waiting.update(tried_s),
         give_up_s=settings.config.lease_ttl_s,
     )
     async with store:
         return await Agent(settings, store, say).run()
 
 
-def _platform(name: str | None) -> str | None:
-    if name not in (None, "cpu", "gpu"):
-        raise CallerError(f"--platform: found {name!r}, expected cpu or gpu")
-    return name
+class _WaitingForStore:
+    """Says now and then that the store does not answer yet; it is tried several times a second."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._say_at_s = 0.0
+
+    def update(self, tried_s: float) -> None:
+        """A try has failed, so many seconds after the first."""
+        if tried_s >= self._say_at_s:
+            say(f"{self._text} ({tried_s:.0f} s)")
+            self._say_at_s = tried_s + WAITING_INTERVAL_S
 
 
 def _tls_files(folder: Path | None) -> TlsFiles | None:

@@ -40,7 +40,7 @@ ONE_THREAD = {
     "JAX_PLATFORMS": "cpu",
 }
 
-app = typer.Typer(no_args_is_help=True, help="Measure; each prints a table and one line of JSON.")
+bench = typer.Typer(no_args_is_help=True, help="Measure; each prints a table and one line of JSON.")
 
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +58,12 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
 
 
-@app.callback()
-def bench() -> None:
+@bench.callback()
+def _measure() -> None:
     """Measure; each benchmark prints a table and one line of JSON."""
 
 
-@app.command("stall")
+@bench.command("stall")
 def stall(
     kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
     steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,

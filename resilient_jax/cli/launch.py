@@ -15,6 +15,7 @@ from resilient_jax.cli.options import (
     PlatformOption,
     ScriptArgument,
     VerboseOption,
+    check_platform,
     check_script,
     job_config,
 )
@@ -56,7 +57,7 @@ def launch(
         raise CallerError(f"--devices-per-host: found {devices_per_host}, expected 1 to 256")
     job_config(config)  # refused here once, not by every agent
     directory = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    options = [*("--platform", platform or "cpu")]
+    options = [*("--platform", check_platform(platform) or "cpu")]
     if devices_per_host is not None:
         options += ["--devices-per-host", str(devices_per_host)]
     if config is not None:

@@ -10,6 +10,7 @@ import typer
 from resilient_jax.config import JobConfig, load
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.records import Versions
+from resilient_jax.training.jax_runtime.flags import Platform
 
 ScriptArgument = Annotated[
     list[str], typer.Argument(help="The training script and its arguments.", metavar="SCRIPT [ARGS...]")
@@ -29,6 +30,9 @@ ConfigOption = Annotated[
 ]
 RunDirectoryOption = Annotated[
     Path, typer.Option("--run-dir", help="Where logs, events and the compilation cache go.")
+]
+RunDirectoryArgument = Annotated[
+    Path, typer.Argument(help="Run folder of the job, as `launch` printed it.", metavar="RUN_DIR")
 ]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
@@ -59,6 +63,17 @@ def check_script(command: list[str]) -> tuple[str, ...]:
             f"script {script}: Python cannot compile it: {error}. Correct it, then start again"
         ) from error
     return tuple(command)
+
+
+def check_platform(name: str | None) -> Platform | None:
+    """The platform, once it is sure that there is such a one.
+
+    Raises:
+        CallerError: there is none of that name.
+    """
+    if name is None or name == "cpu" or name == "gpu":
+        return name
+    raise CallerError(f"--platform: found {name!r}, expected cpu or gpu")
 
 
 def installed_versions() -> Versions:

@@ -1,10 +1,7 @@
-"""`resilient-jax status` and `kill`: look at a running job, and break it on purpose."""
+"""`resilient-jax status`: look at a running job."""
 
 import asyncio
-import os
-import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -12,14 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from resilient_jax.errors import CallerError
-from resilient_jax.world.inspection import JobReport, Part, pids_of, read_report
+from resilient_jax.cli.options import RunDirectoryArgument
+from resilient_jax.world.inspection import JobReport, read_report
 from resilient_jax.world.run_directory import read_contact
-
-
-RunDirectoryArgument = Annotated[
-    Path, typer.Argument(help="Run folder of the job, as `launch` printed it.", metavar="RUN_DIR")
-]
 
 
 def status(
@@ -32,25 +24,6 @@ def status(
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return
     _print_report(report)
-
-
-def kill(
-    run_dir: RunDirectoryArgument,
-    part: Annotated[Part, typer.Argument(help="What to kill.")],
-    host: Annotated[
-        str, typer.Argument(help="Which host; `leader` for the one that leads, and for its service.")
-    ] = "leader",
-    stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
-) -> None:
-    """Break a part of a job on this machine, to see that training goes on."""
-    report = asyncio.run(read_report(read_contact(run_dir)))
-    number = signal.SIGSTOP if stop else signal.SIGKILL
-    killed = list(pids_of(report, part, host))
-    if not killed:
-        raise CallerError(f"host {host} runs no {part} now; see `resilient-jax status {run_dir}`")
-    for pid in killed:
-        os.kill(pid, number)
-    sys.stdout.write(f"{number.name} to {part} on {host}: process {', '.join(map(str, killed))}\n")
 
 
 def _print_report(report: JobReport) -> None:

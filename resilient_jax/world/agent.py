@@ -23,6 +23,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, JobName, 
 from resilient_jax.protocol.keys import generation_key
 from resilient_jax.protocol.records import (
     Change,
+    FailureKind,
     Generation,
     HostStatus,
     LeaderRecord,
@@ -152,6 +153,7 @@ class Agent:
             session = self._new_session()
             await session.open()
             self._session = session
+            self._generation = await self._read_generation()
             tasks = [
                 loop.create_task(self._supervise_worker()),
                 loop.create_task(self._stay_registered(session)),
@@ -265,7 +267,8 @@ class Agent:
         while True:
             session = self._new_session()
             try:
-                self._void = await self._read_generation_number()
+                known = await self._read_generation()
+                self._void = known.number if known is not None else None
                 await session.open()
                 return session
             except PeerError as error:
@@ -277,10 +280,10 @@ class Agent:
                     ) from error
                 await asyncio.sleep(0.2)
 
-    async def _read_generation_number(self) -> GenerationNumber | None:
-        """The generation in which this host was lost: its seat in that one is void, it has to join again."""
+    async def _read_generation(self) -> Generation | None:
+        """The generation that stands when this host comes (back): a seat that it has there is void."""
         record = await self._store.get(generation_key(self._settings.job))
-        return GENERATION_DECODER.decode(record.value).number if record is not None else None
+        return GENERATION_DECODER.decode(record.value) if record is not None else None
 
     def _leader(self) -> Leader:
         config = self._settings.config
@@ -465,6 +468,8 @@ class Agent:
             ),
             self._clock,
         )
+        if self._generation is not None and self._generation.members:
+            worker.child.run_in_the_background()  # others train already
         self._worker = worker
         self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
         self._on_worker_changed(worker)
@@ -505,7 +510,7 @@ class Agent:
             report=worker.report,
             stopped=worker.stopped,
             exit_code=worker.child.exit_code,
-            error=worker.error if (worker.child.exit_code or 0) > 0 else "",
+            error=_error_of(worker),
         )
         self._touch()
         generation = self._generation
@@ -548,7 +553,7 @@ class Agent:
                 kind=OutcomeKind.USER_ERROR,
                 exit_code=code,
                 host=self._settings.host,
-                message=self._output.last_errors(),
+                message=_error_of(self._worker) if self._worker is not None else "",
             )
         return outcome
 
@@ -573,6 +578,20 @@ class Agent:
 def _is_users_error(code: int) -> bool:
     """Whether the script ended by itself without asking to be started again; a signal is not its doing."""
     return code >= 0 and code != RESTART_EXIT_CODE
+
+
+def _error_of(worker: WorkerProcess) -> str:
+    """What the user has to know of a script that failed; empty if it did not, or was killed."""
+    code, failure = worker.child.exit_code, worker.report.failure
+    if code is None or code <= 0:
+        return ""
+    if failure is not None and failure.kind is FailureKind.USER:
+        return failure.text  # whole, with what caused it, however long
+    if not worker.error:
+        return f"the script exited with code {code} and wrote nothing to standard error"
+    if worker.error.startswith("Traceback"):
+        return worker.error
+    return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
 
 
 def _how_it_ended(code: int) -> str:

@@ -78,6 +78,15 @@ class Child:
         assert code is not None, "reaped"
         return code
 
+    def run_in_the_background(self) -> None:
+        """Gives it only the processor time that nobody else wants, until it asks for more itself.
+
+        A worker's start-up (imports, compilation) on a machine that trains meanwhile must not slow the
+        training down. SCHED_IDLE and not a nice value: any user may leave it again.
+        """
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; then start-up competes
+            os.sched_setscheduler(self.process.pid, os.SCHED_IDLE, os.sched_param(0))
+
     def kill(self) -> None:
         """Sends SIGKILL to the child and to all of its process group that is left."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,0 +1,33 @@
+"""`resilient-jax kill`: break a running job on purpose."""
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from resilient_jax.cli.options import RunDirectoryArgument
+from resilient_jax.errors import CallerError
+from resilient_jax.world.inspection import Part, pids_of, read_report
+from resilient_jax.world.run_directory import read_contact
+
+
+def kill(
+    run_dir: RunDirectoryArgument,
+    part: Annotated[Part, typer.Argument(help="What to kill.")],
+    host: Annotated[
+        str, typer.Argument(help="Which host; `leader` for the one that leads, and for its service.")
+    ] = "leader",
+    stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
+) -> None:
+    """Break a part of a job on this machine, to see that training goes on."""
+    report = asyncio.run(read_report(read_contact(run_dir)))
+    number = signal.SIGSTOP if stop else signal.SIGKILL
+    killed = list(pids_of(report, part, host))
+    if not killed:
+        raise CallerError(f"host {host} runs no {part} now; see `resilient-jax status {run_dir}`")
+    for pid in killed:
+        os.kill(pid, number)
+    sys.stdout.write(f"{number.name} to {part} on {host}: process {', '.join(map(str, killed))}\n")
