@@ -16,13 +16,14 @@ from resilient_jax.cli.options import (
     RunDirectoryOption,
     ScriptArgument,
     VerboseOption,
+    check_devices,
     check_platform,
     check_script,
     installed_versions,
     job_config,
     say,
 )
-from resilient_jax.errors import CallerError, TokenRefused
+from resilient_jax.errors import CallerError, ExitCode, TokenRefused
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import Outcome, OutcomeKind
 from resilient_jax.store.embedded import serve_store
@@ -80,6 +81,7 @@ def agent(
             "secret on all hosts, for example from `openssl rand -hex 16`"
         )
     command = check_script(script)
+    check_devices(devices_per_host)
     credentials = Credentials(token, _tls_files(tls))
     directory = create(run_dir)
     here = address or _address_towards(store)
@@ -112,11 +114,14 @@ def agent(
 
 
 def _last_words(outcome: Outcome) -> str:
-    """Why the job ended, in one line: the host that failed has shown the rest."""
-    lines = outcome.message.strip().splitlines() or [""]
-    headline = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    """Why it is over. Of a traceback only the end: the host that failed has shown the rest."""
+    message = outcome.message.strip()
+    if message.startswith("Traceback"):
+        message = message.rpartition("\n")[2]
+    if outcome.exit_code == ExitCode.BUDGET_EXHAUSTED:
+        return f"this host ends: {message}"  # the others may go on
     where = f" on {outcome.host}" if outcome.host else ""
-    return f"the job ended: {outcome.kind}{where}: {headline}"
+    return f"the job ended: {outcome.kind}{where}: {message}"
 
 
 async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Outcome:

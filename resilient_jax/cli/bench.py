@@ -22,6 +22,7 @@ from rich.table import Table
 
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import InternalError
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.records import Phase
 from resilient_jax.telemetry.stall import Stall, read_stall
@@ -217,8 +218,8 @@ class _Campaign:
             self.agent_rss_mib.append(process.memory_info().rss / 2**20)
         born = {h.host: psutil.Process(h.agent_pid).create_time() for h in report.hosts}
         for event in job.events():
-            if event.kind == "agent.started" and event.host in born:
-                self.agent_start_s.append(event.wall_s - born[event.host])
+            if event.kind == "agent.started" and HostName(event.host) in born:
+                self.agent_start_s.append(event.wall_s - born[HostName(event.host)])
         starts = [e for e in job.events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"]
         for form in starts[1:]:
             if "asked to join" in str(form.detail.get("reason")):

@@ -15,9 +15,11 @@ from resilient_jax.cli.options import (
     PlatformOption,
     ScriptArgument,
     VerboseOption,
+    check_devices,
     check_platform,
     check_script,
     job_config,
+    say,
 )
 from resilient_jax.cli.progress import ProgressLine
 from resilient_jax.errors import CallerError
@@ -53,8 +55,7 @@ def launch(
     command = check_script(script)
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
-    if devices_per_host is not None and not 1 <= devices_per_host <= 256:
-        raise CallerError(f"--devices-per-host: found {devices_per_host}, expected 1 to 256")
+    check_devices(devices_per_host)
     job_config(config)  # refused here once, not by every agent
     directory = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     options = [*("--platform", check_platform(platform) or "cpu")]
@@ -77,14 +78,13 @@ def launch(
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with progress:
         outcome = asyncio.run(launcher.run())
-    sys.stdout.write(_last_words(outcome, directory))
-    sys.stdout.flush()
+    say(_last_words(outcome, directory))
     sys.exit(outcome.exit_code)
 
 
 def _last_words(outcome: Outcome, directory: Path) -> str:
-    logs = f"logs and events: {directory}\n"
+    logs = f"logs and events: {directory}"
     if outcome.kind is OutcomeKind.DONE:
         return f"done; {logs}"
     where = f" on {outcome.host}" if outcome.host else ""
-    return f"{logs}the job ended: {outcome.kind}{where}\n{outcome.message}\n"
+    return f"{logs}\nthe job ended: {outcome.kind}{where}\n{outcome.message}"

@@ -1,7 +1,6 @@
 """Options and checks that several commands share."""
 
 import importlib.metadata
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,8 @@ from resilient_jax.config import JobConfig, load
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.records import Versions
 from resilient_jax.training.jax_runtime.flags import Platform
+from resilient_jax.world.output import show
+from resilient_jax.world.run_directory import Contact, read_contact
 
 ScriptArgument = Annotated[
     list[str], typer.Argument(help="The training script and its arguments.", metavar="SCRIPT [ARGS...]")
@@ -37,6 +38,8 @@ RunDirectoryArgument = Annotated[
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
 ]
+MAX_DEVICES = 256
+"""Of one host; more is a mistyped number."""
 
 
 def job_config(path: Path | None) -> JobConfig:
@@ -76,6 +79,31 @@ def check_platform(name: str | None) -> Platform | None:
     raise CallerError(f"--platform: found {name!r}, expected cpu or gpu")
 
 
+def check_devices(count: int | None) -> None:
+    """Refuses a number of devices that no host has.
+
+    Raises:
+        CallerError: it is such a number.
+    """
+    if count is not None and not 1 <= count <= MAX_DEVICES:
+        raise CallerError(f"--devices-per-host: found {count}, expected 1 to {MAX_DEVICES}")
+
+
+def contact_of(run_directory: Path) -> Contact:
+    """How to reach the job of this machine that runs in a folder.
+
+    Raises:
+        CallerError: none runs there, or its launcher was killed and could not take its contact file along.
+    """
+    contact = read_contact(run_directory)
+    if not Path(f"/proc/{contact.launcher_pid}").exists():
+        raise CallerError(
+            f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) is gone, it was killed; "
+            "expected the run folder of a job that runs on this machine"
+        )
+    return contact
+
+
 def installed_versions() -> Versions:
     """What must be equal on all hosts; read without importing any of it."""
     return Versions(
@@ -87,5 +115,4 @@ def installed_versions() -> Versions:
 
 def say(text: str) -> None:
     """A line for people."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    show(f"{text}\n".encode())

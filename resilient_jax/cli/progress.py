@@ -7,6 +7,7 @@ from typing import Self
 
 from resilient_jax.protocol.records import Phase
 from resilient_jax.world.launcher import JobView
+from resilient_jax.world.output import show
 
 REDRAW_S = 0.1
 LOG_INTERVAL_S = 10.0
@@ -27,20 +28,13 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._on_terminal and self._text:
-            sys.stdout.write(CLEAR_LINE + self._text + "\n")
-        elif self._text:
-            sys.stdout.write(self._text + "\n")
-        sys.stdout.flush()
+        if self._text:
+            _show((CLEAR_LINE if self._on_terminal else "") + self._text + "\n")
 
     def print_line(self, line: bytes) -> None:
         """A line of a host, above the progress line."""
         text = line.decode(errors="replace")
-        if self._on_terminal:
-            sys.stdout.write(f"{CLEAR_LINE}{text}\n{self._text}")
-        else:
-            sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        _show(f"{CLEAR_LINE}{text}\n{self._text}" if self._on_terminal else text + "\n")
 
     def update(self, view: JobView) -> None:
         """The job has moved."""
@@ -50,8 +44,11 @@ class ProgressLine:
         if now - self._drawn_s < interval_s:
             return
         self._drawn_s = now
-        sys.stdout.write(CLEAR_LINE + self._text if self._on_terminal else self._text + "\n")
-        sys.stdout.flush()
+        _show(CLEAR_LINE + self._text if self._on_terminal else self._text + "\n")
+
+
+def _show(text: str) -> None:
+    show(text.encode(errors="replace"))
 
 
 def describe(view: JobView) -> str:

@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from resilient_jax.cli.options import RunDirectoryArgument
+from resilient_jax.cli.options import RunDirectoryArgument, contact_of
 from resilient_jax.world.inspection import JobReport, read_report
-from resilient_jax.world.run_directory import read_contact
 
 
 def status(
@@ -19,7 +18,7 @@ def status(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job."""
-    report = asyncio.run(read_report(read_contact(run_dir)))
+    report = asyncio.run(read_report(contact_of(run_dir)))
     if json_output:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return

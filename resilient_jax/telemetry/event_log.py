@@ -1,6 +1,7 @@
 """The record of a host: one JSON line an event, written by the host's agent alone."""
 
 import collections
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -37,19 +38,30 @@ class EventLog:
         generation: int | None = None,
         step: int | None = None,
         **detail: str | float | bool,
-    ) -> Event:
+    ) -> None:
         """Writes that `kind` happened now on this host."""
-        event = Event(
-            kind=kind,
-            host=self.host,
-            monotonic_s=self._clock.monotonic_s(),
-            wall_s=self._clock.wall_s(),
-            generation=generation,
-            step=step,
-            detail=dict(detail),
+        self.note(kind, detail, generation=generation, step=step)
+
+    def note(
+        self,
+        kind: EventKind,
+        detail: Mapping[str, str | int | float | bool],
+        *,
+        generation: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        """As `record`, for details that come as a mapping."""
+        self.append(
+            Event(
+                kind=kind,
+                host=self.host,
+                monotonic_s=self._clock.monotonic_s(),
+                wall_s=self._clock.wall_s(),
+                generation=generation,
+                step=step,
+                detail=dict(detail),
+            )
         )
-        self.append(event)
-        return event
 
     def append(self, event: Event) -> None:
         """Writes an event that another process of this host saw."""

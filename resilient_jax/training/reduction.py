@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.training.jax_runtime.handles import Device
+
 Tree = TypeVar("Tree")
 
 HOST, LOCAL = "host", "local"
@@ -28,8 +30,8 @@ class HostSum:
     The devices are taken in the order of their process; each host gives the same number of them.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], process_index: int) -> None:
-        by_host: dict[int, list[jax.Device]] = {}
+    def __init__(self, devices: Sequence[Device], process_index: int) -> None:
+        by_host: dict[int, list[Device]] = {}
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
         width = min(len(of_host) for of_host in by_host.values())

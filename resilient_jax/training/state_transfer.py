@@ -90,7 +90,7 @@ class StateServer:
                     path=leaf.path,
                     dtype=array.dtype.name,
                     shape=leaf.value.shape,  # of the leaf: ascontiguousarray gives a scalar one dim
-                    crc32=zlib.crc32(view),
+                    crc32=zlib.crc32(view.data),
                     key_impl=leaf.key_impl,
                 )
                 for leaf, array, view in zip(state.leaves, arrays, views, strict=True)
@@ -158,7 +158,7 @@ def _fetch_from(
             array = np.empty(header.shape, np.dtype(header.dtype))
             view = array.reshape(-1).view(np.uint8)
             reader.read_into(view)
-            found = zlib.crc32(view)
+            found = zlib.crc32(view.data)
             if found != header.crc32:
                 raise ChecksumMismatch(
                     f"leaf {header.path} from {source.host} has CRC-32 {found:08x}, expected "

@@ -1,6 +1,6 @@
 """What the user's train function gets: the live hosts, their devices, the steps, and the state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -12,6 +12,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.fault_points import FaultPoints, Place
 from resilient_jax.training.held_state import HeldState, ShardingRule, hold, place_initial, restore
+from resilient_jax.training.jax_runtime.handles import Device
 from resilient_jax.training.reduction import HostSum
 
 Tree = TypeVar("Tree")
@@ -90,13 +91,13 @@ class World:
         return self._indexes.index(self.process_index)
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Device]:
         """The devices of the live hosts. `jax.devices()` lists dead ones, too, for ever."""
         live = set(self._indexes)
         return [device for device in jax.devices() if device.process_index in live]
 
     @property
-    def local_devices(self) -> list[jax.Device]:
+    def local_devices(self) -> list[Device]:
         """This host's devices."""
         return jax.local_devices()
 
@@ -131,7 +132,7 @@ class World:
             yield step
             self._link.check()
 
-    def restore_or_init(self, init: "Init[Tree]", sharding: ShardingRule | None = None) -> Tree:
+    def restore_or_init(self, init: Callable[[], Tree], sharding: ShardingRule | None = None) -> Tree:
         """The state to go on from: what was committed last, else `init()`.
 
         Args:
@@ -193,13 +194,7 @@ class World:
             self._fault_points.reach(place, self._step)
 
 
-class Init(Protocol[Tree]):
-    """Makes an initial state."""
-
-    def __call__(self) -> Tree: ...
-
-
-def _mesh(devices: list[jax.Device], axes: str | Sequence[str] | Mapping[str, int], whose: str) -> Mesh:
+def _mesh(devices: list[Device], axes: str | Sequence[str] | Mapping[str, int], whose: str) -> Mesh:
     sizes = dict(axes) if isinstance(axes, Mapping) else _names_to_sizes(axes)
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     open_axes = [name for name, size in sizes.items() if size == -1]

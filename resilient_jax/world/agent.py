@@ -12,7 +12,7 @@ import enum
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from resilient_jax.clock import Clock, SystemClock
@@ -254,7 +254,7 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _retrying(self, work: Callable[[], "asyncio._CoroutineLike[None]"]) -> None:
+    async def _retrying(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Does `work` again when the store was away for a moment; the lease decides when that is too long."""
         while True:
             try:

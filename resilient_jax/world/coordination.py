@@ -9,7 +9,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
@@ -109,7 +109,7 @@ class CoordinationServices:
         self._log.record(EventKind.SERVICE_EXITED, world=status.world, how=how, exit_code=code)
         self._on_change()
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -154,7 +154,7 @@ async def _start_waiting() -> _Waiting:
 
 async def _wait_stopped(child: Child) -> None:
     """Ends when the process is stopped: nobody would be served, just as if it had died."""
-    while not child.is_stopped():
+    while not child.is_stopped():  # noqa: ASYNC110 - the kernel tells nobody but the parent's waitpid
         await asyncio.sleep(0.1)
 
 

@@ -39,6 +39,8 @@ FINISH_GRACE_S = 70.0
 """Scripts may still work after training is done; the agents bound that, this bounds the agents."""
 FATAL_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.REFUSED), int(ExitCode.INTERNAL)})
 """Agents that end with one of these would end so again, wherever they are started."""
+OWN_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
+"""Agents end with another positive one only for the script."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ class Launcher:
         server = Server(
             "127.0.0.1:0",
             credentials=self._credentials,
-            on_event=lambda kind, detail: log.record(kind, **detail),
+            on_event=lambda kind, detail: log.note(kind, detail),
         )
         serve_store(server, store)
         async with store, server:
@@ -180,19 +182,27 @@ class Launcher:
         """A script that failed after the job was done: its agent exited with the script's code."""
         if outcome.exit_code != ExitCode.DONE:
             return outcome
-        failed = [(host, code) for host, code in sorted(self._codes.items()) if code > 0]
+        # Our own codes say that a host left or was given up: the others did the job without it.
+        failed = [(h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in OWN_CODES]
         if not failed:
             return outcome
         host, code = failed[0]
         return msgspec.structs.replace(outcome, exit_code=code, host=host)
 
     def _outcome_without_leader(self) -> Outcome:
-        """All agents ended by themselves: they were refused, or interrupted, or their budget is spent."""
-        codes = [code for _, code in sorted(self._codes.items())]
-        fatal = [code for code in codes if code in FATAL_CODES]
-        other = [int(ExitCode.INTERRUPTED)] if self._interrupted else [code for code in codes if code]
-        code = next(iter([*fatal, *other]), int(ExitCode.INTERRUPTED))
-        return Outcome(kind=_kind_of(code), exit_code=code if code > 0 else int(ExitCode.INTERNAL))
+        """No host is left: they were refused, interrupted or killed, or their budget is spent."""
+        ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
+        fatal = [code for code in ends.values() if code in FATAL_CODES]
+        failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
+        code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
+        if code == ExitCode.INTERRUPTED:
+            return Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=code, message="interrupted")
+        how = ", ".join(f"{host} {_how_it_ended(code)}" for host, code in sorted(self._codes.items()))
+        return Outcome(
+            kind=_kind_of(code),
+            exit_code=code,
+            message=f"no host is left: {how}; what each of them said is above and in its log",
+        )
 
     async def _run_host(self, name: HostName, index: int) -> None:
         """Keeps one host's agent running until it ends by itself."""
@@ -276,10 +286,19 @@ class Launcher:
                 child.process.send_signal(forward)
 
 
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    if code in OWN_CODES:
+        return f"ended with {ExitCode(code).name} ({code})"
+    return f"exited with code {code}"
+
+
 def _kind_of(code: int) -> OutcomeKind:
     return {
         int(ExitCode.INTERRUPTED): OutcomeKind.INTERRUPTED,
         int(ExitCode.DRAINED): OutcomeKind.INTERRUPTED,
+        int(ExitCode.TOO_FEW_HOSTS): OutcomeKind.TOO_FEW_HOSTS,
         int(ExitCode.BUDGET_EXHAUSTED): OutcomeKind.TOO_FEW_HOSTS,
         int(ExitCode.REFUSED): OutcomeKind.TOO_FEW_HOSTS,
     }.get(code, OutcomeKind.USER_ERROR)

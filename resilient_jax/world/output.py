@@ -2,6 +2,8 @@
 
 import asyncio
 import collections
+import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,6 +17,15 @@ CHATTER = re.compile(
 
 ERROR_LINES = 60
 """How much of a worker's standard error is kept to be shown again when the job ends with its error."""
+
+
+def show(text: bytes) -> None:
+    """Text for people, on the screen. Never raises: a job does not end because nobody can watch it.
+
+    Unbuffered, so that nothing is left to be written, and to fail, at the end of the process.
+    """
+    with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader is gone
+        os.write(sys.stdout.fileno(), text)
 
 
 class WorkerOutput:
@@ -45,8 +56,7 @@ class WorkerOutput:
         if is_error and not chatter:
             self._errors.append(line.decode(errors="replace"))
         if self._everything or not chatter:
-            sys.stdout.buffer.write(self._prefix + line + b"\n")
-            sys.stdout.buffer.flush()
+            show(self._prefix + line + b"\n")
 
     def last_errors(self) -> str:
         """The end of what the worker wrote to standard error: from the last traceback on, if there is one."""

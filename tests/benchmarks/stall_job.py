@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ MICROBATCHES = 16
 """Of one sequence each, shared by the hosts: 16 sequences of 64 bytes a step, whoever is alive."""
 OPTIMIZER = optax.adam(1e-4)
 
-Params = dict[str, Any]
+Params: TypeAlias = Any  # a tree of arrays
 
 
 def init_params() -> Params:
