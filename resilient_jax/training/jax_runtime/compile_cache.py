@@ -17,13 +17,15 @@ import copy
 import functools
 import hashlib
 import inspect
-import os
+import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from jax._src import cache_key, compiler, lru_cache
-from jax._src.lib import xla_client
+from jax._src import distributed as jax_distributed
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 EXPECTED_PARAMETERS: Final = (
     (cache_key.get, ("module", "devices", "compile_options", "backend")),
@@ -35,6 +37,9 @@ EXPECTED_PARAMETERS: Final = (
     (lru_cache.LRUCache.put, ("self", "key", "value")),
 )
 """What is replaced, and how it must begin to be what this was written for."""
+
+Untyped: TypeAlias = Any
+"""An object of JAX's or jaxlib's that has no usable type; the parameter's name says which."""
 
 _shared = False
 
@@ -52,25 +57,37 @@ def share_compilation_cache() -> str | None:
         found = tuple(inspect.signature(function).parameters)[: len(expected)]
         if found != expected:
             return (
-                f"{function.__qualname__} of this jax takes {found}, expected {expected}; compiled programs are "
-                "not shared between processes, so re-forming compiles again"
+                f"{function.__qualname__} of this jax takes {found}, expected {expected}; compiled programs "
+                "are not shared between processes, so re-forming compiles again"
             )
     cache_key.get = functools.partial(_key, cache_key.get)
     cache_key._hash_accelerator_config = functools.partial(
         _hash_accelerators, cache_key._hash_accelerator_config
     )
     compiler._cache_write = functools.partial(_write, compiler._cache_write)
-    lru_cache.LRUCache.put = _put_atomically  # type: ignore[method-assign]
+    own_put = lru_cache.LRUCache.put
+
+    def put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
+        _put(own_put, self, key, value)
+
+    lru_cache.LRUCache.put = put
     _shared = True
     return None
 
 
-def _is_local_cpu(devices: Any) -> bool:  # noqa: ANN401 - an array of devices
+def _is_local_cpu(devices: Untyped) -> bool:
     flat = list(devices.flat)
     return flat[0].platform == "cpu" and len({device.process_index for device in flat}) == 1
 
 
-def _key(original: Any, module: Any, devices: Any, compile_options: Any, *rest: Any, **more: Any) -> str:  # noqa: ANN401 - JAX's own
+def _key(
+    original: Untyped,
+    module: Untyped,
+    devices: Untyped,
+    compile_options: Untyped,
+    *rest: Untyped,
+    **more: Untyped,
+) -> str:
     if _is_local_cpu(devices) and compile_options.device_assignment is not None:
         assignment = compile_options.device_assignment
         shape = (assignment.replica_count(), assignment.computation_count())
@@ -81,7 +98,7 @@ def _key(original: Any, module: Any, devices: Any, compile_options: Any, *rest: 
     return original(module, devices, compile_options, *rest, **more)
 
 
-def _hash_accelerators(original: Any, hash_obj: Any, accelerators: Any) -> None:  # noqa: ANN401 - JAX's own
+def _hash_accelerators(original: Untyped, hash_obj: Untyped, accelerators: Untyped) -> None:
     if not _is_local_cpu(accelerators):
         original(hash_obj, accelerators)
         return
@@ -101,16 +118,22 @@ def _processor() -> str:
 
 
 def _write(
-    original: Any, key: str, seconds: float, name: str, backend: Any, executable: Any, *rest: Any
-) -> None:  # noqa: ANN401 - JAX's own
+    original: Untyped,
+    key: str,
+    seconds: float,
+    name: str,
+    backend: Untyped,
+    executable: Untyped,
+    *rest: Untyped,
+) -> None:
     """As JAX's own, by whatever process."""
     with _as_process_0():
         original(key, seconds, name, backend, executable, *rest)
 
 
 @contextlib.contextmanager
-def _as_process_0() -> Any:  # noqa: ANN401 - a context manager
-    state = compiler.distributed.global_state
+def _as_process_0() -> Iterator[None]:
+    state = jax_distributed.global_state
     index, state.process_id = state.process_id, 0
     try:
         yield
@@ -118,10 +141,17 @@ def _as_process_0() -> Any:  # noqa: ANN401 - a context manager
         state.process_id = index
 
 
-def _put_atomically(self: Any, key: str, value: bytes) -> None:  # noqa: ANN401 - JAX's LRUCache
-    path = Path(str(self.path)) / f"{key}{lru_cache._CACHE_SUFFIX}"
+def _put(original: Callable[[Untyped, str, bytes], None], cache: Untyped, key: str, value: bytes) -> None:
+    """As JAX's own, but the entry appears whole or not at all."""
+    if cache.eviction_enabled or "://" in str(cache.path):
+        original(cache, key, value)  # under its lock, or on an object store, where a write is atomic
+        return
+    path = Path(str(cache.path)) / f"{key}{lru_cache._CACHE_SUFFIX}"
     if path.exists():
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(value)
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.write_bytes(value)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

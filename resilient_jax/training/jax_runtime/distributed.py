@@ -5,6 +5,7 @@ does by hand what it does: a client of the coordination service, the CPU backend
 in JAX's global state; and undoes it.
 """
 
+import atexit
 import dataclasses
 import gc
 import json
@@ -25,6 +26,7 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from resilient_jax.errors import InternalError
 from resilient_jax.training.jax_runtime import forming as formings
 from resilient_jax.training.jax_runtime.abort import abort_collectives
+from resilient_jax.training.jax_runtime.cliques import CliqueRelease
 from resilient_jax.training.jax_runtime.failures import FormingFailed, FormingInterrupted
 from resilient_jax.training.jax_runtime.forming import Forming, Stage
 from resilient_jax.training.jax_runtime.gloo import Endpoint, GlooSockets, listening_endpoints
@@ -39,11 +41,14 @@ from resilient_jax.training.jax_runtime.handles import (
 
 logger = logging.getLogger(__name__)
 
-GLOO_KEY: Final = "resilient_jax/gloo"
 POLL_MS: Final = 200
 """How long an abandoned attempt goes on waiting for a peer's endpoints."""
 LISTENER_TRIES: Final = 5
 
+ABORT_INTERVAL_S: Final = 0.02
+JOIN_AT_EXIT_S: Final = 1.0
+
+_abandoned: list[threading.Thread] = []
 _clients: list[Callable[[], object]] = []
 """Weak references to the client of the world we are in; written where the world is joined and left."""
 
@@ -102,9 +107,10 @@ def connect(
     attempt = Forming(address, process_index, process_count, time.monotonic() + timeout_s)
     formings.set_current(attempt)
     found: list[Connection] = []
-    threading.Thread(
+    thread = threading.Thread(
         target=_form, args=(attempt, bind_host, found), name="resilient-jax-forming", daemon=True
-    ).start()
+    )
+    thread.start()
     try:
         in_time = attempt.settled.wait(timeout_s)
         if not in_time and attempt.give_up():
@@ -115,11 +121,14 @@ def connect(
         if attempt.error is not None:
             raise formings.failed(attempt, attempt.stage, attempt.error) from attempt.error
     except (FormingInterrupted, FormingFailed):
-        _forget()
-        raise
-    finally:
         formings.set_current(None)
-    return found[0]
+        _abandoned[:] = [*(t for t in _abandoned if t.is_alive()), thread]
+        raise
+    (connection,) = found
+    client = jax_distributed.global_state.client
+    formings.set_current(CliqueRelease(client, connection.gloo, attempt.known_key))
+    jax.devices()  # so that other platforms, too, are there when we return
+    return connection
 
 
 def disconnect(gloo: GlooSockets) -> Leftovers:
@@ -144,16 +153,18 @@ def disconnect(gloo: GlooSockets) -> Leftovers:
     finally:
         left.set()
         aborter.join()
+        formings.set_current(None)
     return Leftovers(
         backends=sum(ref() is not None for ref in backends), clients=sum(ref() is not None for ref in clients)
     )
 
 
 def _keep_aborting(gloo: GlooSockets, left: threading.Event) -> None:
-    """Destroying a backend waits for its collectives in flight, so they must not hang."""
+    """Destroying a backend waits for its collectives in flight on every local device, so none may hang."""
     while True:
         abort_collectives(gloo)
-        if left.wait(0.02):
+        formings.interrupt_forming()
+        if left.wait(ABORT_INTERVAL_S):
             return
 
 
@@ -174,15 +185,15 @@ def _forget() -> None:
 def _form(attempt: Forming, bind_host: str | None, found: list[Connection]) -> None:
     """Runs on a thread of its own, which may be abandoned at any line."""
     try:
-        found.append(_join(attempt, bind_host))
-        attempt.settle(None)
+        _join(attempt, bind_host, found)
     except (JaxRuntimeError, RuntimeError, FormingInterrupted, ValueError, OSError) as error:
-        attempt.settle(error)
+        # Without its traceback: the frames hold the client, and a client must not outlive its world.
+        attempt.settle(error.with_traceback(None))
     finally:
         attempt.client = None
 
 
-def _join(attempt: Forming, bind_host: str | None) -> Connection:
+def _join(attempt: Forming, bind_host: str | None, found: list[Connection]) -> None:
     client, reference = formings.new_client(
         attempt.address, attempt.process_index, math.ceil(attempt.remaining_s())
     )
@@ -192,22 +203,23 @@ def _join(attempt: Forming, bind_host: str | None) -> Connection:
     client.connect()
     attempt.reach(Stage.EXCHANGING_TOPOLOGY)
     collectives, own = _make_collectives(client, bind_host)
-    client.key_value_set(f"{GLOO_KEY}/{attempt.process_index}", json.dumps(sorted(own)))
+    client.key_value_set(attempt.known_key, json.dumps(sorted(own)))
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
     with attempt.lock:
         attempt.check()
         _install(attempt, client, backend)
         _clients.append(reference)
-    del backend
-    jax.devices()
-    attempt.reach(Stage.FORMED)
-    return Connection(
-        address=attempt.address,
-        process_index=attempt.process_index,
-        process_count=attempt.process_count,
-        gloo=GlooSockets(own=own, peers=peers),
-    )
+        found.append(
+            Connection(
+                address=attempt.address,
+                process_index=attempt.process_index,
+                process_count=attempt.process_count,
+                gloo=GlooSockets(own=own, peers=peers),
+            )
+        )
+        attempt.stage = Stage.FORMED
+        attempt.settled.set()
 
 
 def _make_collectives(
@@ -232,7 +244,8 @@ def _peer_endpoints(attempt: Forming, client: RuntimeClient) -> frozenset[Endpoi
         if index == attempt.process_index:
             continue
         found |= {
-            (host, port) for host, port in json.loads(_wait_for(attempt, client, f"{GLOO_KEY}/{index}"))
+            (host, port)
+            for host, port in json.loads(_wait_for(attempt, client, f"{formings.GLOO_KEY}/{index}"))
         }
     return frozenset(found)
 
@@ -278,3 +291,10 @@ def _install(attempt: Forming, client: RuntimeClient, backend: Backend) -> None:
         return once.pop() if once else xla_bridge.make_cpu_client()
 
     xla_bridge.register_backend_factory("cpu", give_backend, priority=0, fail_quietly=False)
+
+
+@atexit.register
+def _await_abandoned() -> None:
+    """A thread that comes back from C++ while the interpreter is being torn down ends the process badly."""
+    for thread in _abandoned:
+        thread.join(JOIN_AT_EXIT_S)

@@ -12,7 +12,7 @@ answer under the topology key ends the exchange. If the service is dead the aban
 own timeout does, and harms nobody meanwhile, provided that nothing closes its connection: a relay must
 hold a client's side open, for a client whose connection ends aborts its process (jax_facts 14).
 
-A third wait, for the peers' addresses in a clique's first collective, is the main thread's own: `cliques`.
+A third wait, for the peers in a clique's first collective, is on the main thread itself: see `cliques`.
 """
 
 import enum
@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
+from resilient_jax.training.jax_runtime.cliques import UNREADABLE, CliqueRelease, answers
 from resilient_jax.training.jax_runtime.failures import FormingFailed, FormingInterrupted
 from resilient_jax.training.jax_runtime.handles import JaxRuntimeError, RuntimeClient, jaxlib_runtime
 
@@ -33,10 +34,11 @@ HEARTBEAT_S: Final = 86400
 SHUTDOWN_S: Final = 5
 STAND_IN_TIMEOUT_S: Final = 1
 """For the client that pushes ours out; it ends 5 s later than this (the agent's own grace)."""
-UNREADABLE: Final = b"\xff\xff resilient_jax: this world was given up"
-"""No protobuf and no gloo address."""
 CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
 CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
+
+
+GLOO_KEY: Final = "resilient_jax/gloo"
 
 
 class Stage(enum.StrEnum):
@@ -63,6 +65,11 @@ class Forming:
         self.error: BaseException | None = None
         self.interrupted = False
         self.settled = threading.Event()
+
+    @property
+    def known_key(self) -> str:
+        """Where we publish our gloo listener before we wait for anything."""
+        return f"{GLOO_KEY}/{self.process_index}"
 
     def remaining_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())
@@ -98,31 +105,40 @@ class Forming:
         return f"process {self.process_index} of {self.process_count} at {self.address}"
 
 
-_current: Forming | None = None
-_current_lock = threading.Lock()  # guards _current
+_living: list[Callable[[], object]] = []
+_current: Forming | CliqueRelease | None = None
+_current_lock = threading.Lock()  # guards _current, and is held while cliques are released
 
 
-def set_current(forming: Forming | None) -> None:
-    """Says which attempt `interrupt_forming` would end."""
+def set_current(forming: Forming | CliqueRelease | None) -> None:
+    """Says what `interrupt_forming` would end: an attempt, or the cliques of a world."""
     global _current
     with _current_lock:
         _current = forming
 
 
 def interrupt_forming() -> bool:
-    """Makes a `connect` that is waiting in this process raise FormingInterrupted, within milliseconds.
+    """Makes a thread of this process that waits for a world or a clique to be complete raise.
 
-    For the guard thread; never blocks. Idempotent. The process can `connect` to another service right
-    away. A call before `connect` has begun has no effect: its caller checks its own orders first.
+    For the guard thread, every 20 ms until the main thread has unwound, together with `abort_collectives`. A
+    `connect` that waits raises FormingInterrupted within milliseconds, and the process can connect to another
+    service right away. A first collective that waits for its clique raises JaxRuntimeError 0.05 to 0.2 s
+    after the first call. Blocks for 0.1 s at most. A call before `connect` has begun has no effect: the
+    caller of `connect` checks its own orders first.
+
+    A clique that was incomplete is spoilt for the whole world, so no process may begin the world's next
+    generation before all have stopped calling this.
 
     Returns:
-        Was there a `connect` to interrupt?
+        Was anything interrupted?
     """
     with _current_lock:
-        forming = _current
-    if forming is None or not forming.give_up():
+        current = _current
+        if isinstance(current, CliqueRelease):
+            return current.release(time.monotonic()) > 0
+    if current is None or not current.give_up():
         return False
-    release(forming)
+    release(current)
     return True
 
 
@@ -139,7 +155,7 @@ def _release(forming: Forming) -> None:
             case Stage.REGISTERING:
                 stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
                 stand_in.connect()
-            case Stage.EXCHANGING_TOPOLOGY if client is not None:
+            case Stage.EXCHANGING_TOPOLOGY if client is not None and answers(client, forming.known_key):
                 client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE, True)
                 for index in range(forming.process_count):
                     client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE, True)
@@ -175,7 +191,18 @@ def new_client(
         shutdown_on_destruction=False,
         use_compression=True,
     )
-    return client, weakref.ref(never_called)
+    reference = weakref.ref(never_called)
+    _living.append(reference)
+    return client, reference
+
+
+def living_clients() -> int:
+    """How many clients this process has, those of abandoned attempts and of leaked worlds included.
+
+    While there is one, its connection must not be closed by anybody else: that would end the process.
+    """
+    _living[:] = [reference for reference in _living if reference() is not None]
+    return len(_living)
 
 
 def failed(forming: Forming, stage: Stage, error: BaseException | None) -> FormingFailed:

@@ -49,7 +49,9 @@ def self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoint]]:
             if here is not None and there is not None:
                 found.add((here, there))
     return frozenset(
-        (here, there) for here, there in found if (there, here) in found and (here in gloo.own or there in gloo.own)
+        (here, there)
+        for here, there in found
+        if (there, here) in found and (here in gloo.own or there in gloo.own)
     )
 
 

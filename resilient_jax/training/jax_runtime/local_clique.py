@@ -41,5 +41,3 @@ def form_local_clique(gloo: GlooSockets) -> GlooSockets:
 
 def _total(values: jax.Array) -> jax.Array:
     return values.sum()
-
-

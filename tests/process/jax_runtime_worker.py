@@ -1,0 +1,238 @@
+"""A process that does with `jax_runtime` what the test at the other end of its pipes says.
+
+Orders are JSON lines on stdin, obeyed one after the other on the main thread, each answered by a JSON line
+on stdout. `interrupt` is obeyed at once by the reading thread, as a guard would, every 20 ms until the main
+thread has answered the order it is at.
+"""
+
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from jax._src import distributed as jax_distributed
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.training.jax_runtime import distributed, forming
+from resilient_jax.training.jax_runtime.abort import abort_collectives
+from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
+from resilient_jax.training.jax_runtime.failures import is_collective_failure
+from resilient_jax.training.jax_runtime.gloo import GlooSockets
+from resilient_jax.training.jax_runtime.handles import RuntimeClient
+
+orders: queue.Queue[dict] = queue.Queue()
+interrupting = threading.Lock()
+"""Held while the guard interrupts, and to answer: no interruption reaches into the next order."""
+answered = 0
+state: dict = {"connection": None, "kept": None, "hits": 0, "users": []}
+
+
+def guard() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "interrupt":
+            threading.Thread(target=interrupt, args=(answered,), daemon=True).start()
+        else:
+            orders.put(order)
+    os._exit(0)
+
+
+def interrupt(while_answered: int) -> None:
+    while True:
+        with interrupting:
+            if answered != while_answered:
+                return
+            forming.interrupt_forming()
+            if state["connection"] is not None:
+                abort_collectives(state["connection"].gloo)
+        time.sleep(0.02)
+
+
+def main() -> None:
+    jax.monitoring.register_event_listener(count_hit)
+    threading.Thread(target=guard, daemon=True).start()
+    answer(pid=os.getpid())
+    while True:
+        order = orders.get()
+        began = time.monotonic()
+        try:
+            found = ORDERS[order.pop("do")](**order)
+        except Exception as error:
+            found = {
+                "error": type(error).__name__,
+                "text": str(error)[:300],
+                "collective": is_collective_failure(error),
+            }
+        answer(seconds=time.monotonic() - began, **(found or {}))
+
+
+def answer(**words: object) -> None:
+    global answered
+    with interrupting:
+        answered += 1
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def count_hit(event: str, **_: object) -> None:
+    state["hits"] += event == "/jax/compilation_cache/cache_hits"
+
+
+def connect(address: str, index: int, count: int, timeout_s: float = 20) -> dict:
+    state["connection"] = None
+    state["connection"] = distributed.connect(
+        address, index, count, timeout_s=timeout_s, bind_host="127.0.0.1"
+    )
+    return {"devices": len(jax.devices())}
+
+
+def register_and(signal_number: int, address: str, index: int, count: int) -> None:
+    """Comes as far as the exchange of topology, and no further."""
+    client, _ = forming.new_client(address, index, 20)
+    client.connect()
+    client.key_value_set(f"{forming.GLOO_KEY}/{index}", '[["127.0.0.1", 1]]')
+    os.kill(os.getpid(), signal_number)
+
+
+def publish_and(signal_number: int) -> None:
+    """Comes as far as publishing this process's part of the clique of all devices, and no further."""
+    connection = state["connection"]
+    client: RuntimeClient = jax_distributed.global_state.client
+    ((host, port),) = connection.gloo.own
+    address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
+    address = address.ljust(128, b"\0") + struct.pack("<q", -1)
+    clique = ",".join(str(device.id) for device in jax.devices())
+    for device in jax.local_devices():
+        rank = jax.devices().index(device)
+        numbers = struct.pack(
+            f"<{len(jax.devices())}Q", *(1000 * (rank + 1) + i for i in range(len(jax.devices())))
+        )
+        value = struct.pack("<Q", 2) + b"vm" + struct.pack("<Q", len(address)) + address + numbers
+        client.key_value_set_bytes(f"cpu:gloo/{clique}/{rank}", value)
+    os.kill(os.getpid(), signal_number)
+
+
+def array_over(devices: list) -> jax.Array:
+    sharding = NamedSharding(Mesh(np.array(devices), ("d",)), P("d"))
+    return jax.make_array_from_callback(
+        (len(devices),), sharding, lambda index: np.arange(1.0, len(devices) + 1, dtype=np.float32)[index]
+    )
+
+
+def total(values: jax.Array, devices: list) -> float:
+    sharding = NamedSharding(Mesh(np.array(devices), ("d",)), P())
+    return float(jax.jit(lambda x: x.sum(), out_shardings=sharding)(values))
+
+
+def reduce(without: int | None = None) -> dict:
+    """Sums 1, 2, ... over the devices of all processes but one."""
+    devices = [device for device in jax.devices() if device.process_index != without]
+    return {"total": total(array_over(devices), devices)}
+
+
+def keep() -> None:
+    """Makes an array over all devices and keeps this process's part of it."""
+    state["kept"] = [shard.data for shard in array_over(jax.devices()).addressable_shards]
+
+
+def reduce_kept(without: int) -> dict:
+    """Sums what the survivors kept, on the mesh of the survivors: no copy, no new backend."""
+    devices = [device for device in jax.devices() if device.process_index != without]
+    sharding = NamedSharding(Mesh(np.array(devices), ("d",)), P("d"))
+    values = jax.make_array_from_single_device_arrays((len(devices),), sharding, state["kept"])
+    return {"total": total(values, devices)}
+
+
+def rotate_locally(reverse: bool = False) -> dict:
+    """Each device gets its neighbour's value, times its own place: any mix-up of devices shows."""
+    devices = jax.local_devices()[::-1] if reverse else jax.local_devices()
+    before = state["hits"]
+    count = len(devices)
+
+    def rotate(value: jax.Array) -> jax.Array:
+        got = jax.lax.ppermute(value, "d", [(place, (place + 1) % count) for place in range(count)])
+        return got * (10.0 ** jax.lax.axis_index("d"))
+
+    mesh = Mesh(np.array(devices), ("d",))
+    values = jax.jit(jax.shard_map(rotate, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(array_over(devices))
+    return {
+        "values": np.asarray(values).tolist(),
+        "places": [shard.device == devices[shard.index[0].start] for shard in values.addressable_shards],
+        "hits": state["hits"] - before,
+    }
+
+
+def disconnect() -> dict:
+    connection, state["connection"], state["kept"] = state["connection"], None, None
+    left = distributed.disconnect(connection.gloo if connection is not None else GlooSockets())
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {
+        "backends": left.backends,
+        "clients": left.clients,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def meet() -> None:
+    """A healthy world is left together: who leaves first breaks the collective of who is late."""
+    client: RuntimeClient = jax_distributed.global_state.client
+    client.wait_at_barrier("leave", 20_000)
+
+
+def open_user_sockets(port: int) -> None:
+    """Opens, as a user would, a connection to `port`, a listener, and a connection to that."""
+    out = socket.create_connection(("127.0.0.1", port))
+    listener = socket.create_server(("127.0.0.1", 0))
+    inner = socket.create_connection(listener.getsockname())
+    accepted, _ = listener.accept()
+    state["users"] = [out, listener, inner, accepted]
+
+
+def use_user_sockets() -> dict:
+    out, listener, inner, accepted = state["users"]
+    out.sendall(b"log line\n")
+    inner.sendall(b"x")
+    again = socket.create_connection(listener.getsockname())
+    again.close()
+    return {"inner": accepted.recv(1).decode()}
+
+
+def share_cache() -> dict:
+    return {"warning": share_compilation_cache()}
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ORDERS = {
+    function.__name__: function
+    for function in (
+        connect,
+        register_and,
+        publish_and,
+        reduce,
+        keep,
+        reduce_kept,
+        rotate_locally,
+        disconnect,
+        meet,
+        open_user_sockets,
+        use_user_sockets,
+        share_cache,
+        kill_self,
+    )
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What needs no process: environment, gloo's published bytes, and which errors mean a lost peer."""
+
+import socket
+import struct
+
+import pytest
+
+from resilient_jax.training.jax_runtime.cliques import UNREADABLE, missing_keys, parse_rank
+from resilient_jax.training.jax_runtime.failures import FormingInterrupted, is_collective_failure
+from resilient_jax.training.jax_runtime.flags import worker_environment
+from resilient_jax.training.jax_runtime.handles import JaxRuntimeError
+
+FAILURES = [
+    "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer",
+    "UNKNOWN: Gloo context initialization failed: basic_string::_M_create",
+    "INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error",
+    "UNAVAILABLE: failed to connect to all addresses",
+    "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:gloo/0,1/1",
+    "ABORTED: communicator was aborted",
+]
+OTHERS = [
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1099511627776 bytes. clique",
+    "INVALID_ARGUMENT: Executable expected parameter 0 of size 4 but got buffer with incompatible size 8",
+    "INTERNAL: Generated function failed: CpuCallback error: ValueError: user's own",
+    "UNIMPLEMENTED: nccl all-to-all",
+]
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_a_lost_peer_is_recognised(text: str) -> None:
+    assert is_collective_failure(JaxRuntimeError(text))
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_the_users_own_errors_are_not_taken_for_a_lost_peer(text: str) -> None:
+    assert not is_collective_failure(JaxRuntimeError(text))
+
+
+def test_an_error_that_came_from_a_lost_peer_is_recognised() -> None:
+    outer = ValueError("loss is not finite")
+    outer.__cause__ = JaxRuntimeError(FAILURES[0])
+    assert is_collective_failure(outer)
+    assert is_collective_failure(ExceptionGroup("both", [KeyError("x"), FormingInterrupted("given up")]))
+    assert not is_collective_failure(ValueError(FAILURES[0]))
+
+
+def test_the_users_flags_win_and_ours_are_added() -> None:
+    found = worker_environment(
+        platform="cpu",
+        devices_per_host=2,
+        cache_dir="/c",
+        base={"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_x=1"},
+    )
+    assert "XLA_FLAGS" not in found
+    assert found["JAX_COMPILATION_CACHE_DIR"] == "/c"
+    assert found["JAX_ENABLE_PREEMPTION_SERVICE"] == "false"
+
+
+def test_on_gpu_nccl_does_not_end_the_process() -> None:
+    found = worker_environment(
+        platform="gpu", devices_per_host=None, cache_dir=None, base={"XLA_FLAGS": "--a=b"}
+    )
+    assert "--xla_gpu_nccl_terminate_on_error=false" in found["XLA_FLAGS"].split()
+    assert found["XLA_FLAGS"].endswith("--a=b")
+    assert found["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
+
+
+def test_what_gloo_publishes_is_read() -> None:
+    address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", 40715) + socket.inet_aton("127.0.0.2")
+    address = address.ljust(136, b"\0")
+    value = (
+        struct.pack("<Q", 3)
+        + b"abc"
+        + struct.pack("<Q", len(address))
+        + address
+        + struct.pack("<3Q", 6, 7, 8)
+    )
+    assert parse_rank(value) == (("127.0.0.2", 40715), (6, 7, 8))
+
+
+@pytest.mark.parametrize("value", [b"", b"\0" * 7, UNREADABLE, struct.pack("<QQ", 0, 10**9), b"\0" * 40])
+def test_bytes_that_gloo_did_not_publish_are_not_read(value: bytes) -> None:
+    assert parse_rank(value) is None
+
+
+def test_only_ranks_that_have_not_published_are_missing() -> None:
+    published = {"0,1,2048": {0: b"", 2: b""}, "0,1": {0: b"", 1: b""}}
+    assert missing_keys(published) == ["cpu:gloo/0,1,2048/1"]
