@@ -499,8 +499,8 @@ class Agent:
         return delay_s
 
     def _on_worker_changed(self, worker: WorkerProcess) -> None:
-        if worker is not self._worker:
-            return
+        if worker is not self._worker or self._ended.done():
+            return  # after the end it exits because it was told to, which is nobody's error
         was_stopped = self._worker_status is not None and self._worker_status.stopped
         if worker.stopped and not was_stopped:
             self._log.record(EventKind.WORKER_STOPPED, pid=worker.child.pid, step=worker.report.step)
