@@ -66,30 +66,18 @@ class TinyJob:
 
     def step(self) -> int:
         """The newest step that any host committed."""
-        return max((row["step"] for rows in self.logs().values() for row in rows), default=-1) + 1
+        return newest_step(self.work)
 
     def logs(self) -> dict[str, list[dict]]:
         """What each worker process wrote, by `host-pid`."""
-        found: dict[str, list[dict]] = {}
-        for path in self.work.glob("steps-*.jsonl"):
-            lines = path.read_text().split("\n")[:-1]
-            found[path.stem.removeprefix("steps-")] = [json.loads(line) for line in lines]
-        return found
+        return read_logs(self.work)
 
     def wait_training(self, hosts: int, after_generation: int = 0) -> JobReport:
         """Waits until so many hosts train together and have finished a step."""
 
-        def trains(report: JobReport) -> bool:
-            generation = report.generation
-            if generation is None or generation.phase is not Phase.ACTIVE:
-                return False
-            if generation.number <= after_generation or len(generation.members) != hosts:
-                return False
-            by_host = {status.host: status for status in report.hosts}
-            workers = [by_host[m.host].worker for m in generation.members if m.host in by_host]
-            return len(workers) == hosts and all(w is not None and w.report.steady for w in workers)
-
-        return self.job.wait_report(f"{hosts} hosts training", trains, RECOVERY_S)
+        return self.job.wait_report(
+            f"{hosts} hosts training", lambda report: is_training(report, hosts, after_generation), RECOVERY_S
+        )
 
     # Breaking.
 
@@ -139,21 +127,7 @@ class TinyJob:
 
     def check_steps(self) -> None:
         """No step skipped, none done twice by a process, every loss that of an undisturbed run."""
-        logs = self.logs()
-        losses: dict[int, list[float]] = {}
-        for process, rows in logs.items():
-            steps = [row["step"] for row in rows]
-            assert steps == sorted(set(steps)), f"{process} did a step twice: {steps}"
-            for row in rows:
-                losses.setdefault(row["step"], []).append(row["loss"])
-        total = max(losses) + 1
-        assert sorted(losses) == list(range(total)), f"skipped: {sorted(set(range(total)) - set(losses))}"
-        expected = self._undisturbed(total)
-        for step, found in losses.items():
-            for loss in found:
-                assert abs(loss - expected[step]) <= LOSS_TOLERANCE * abs(expected[step]), (
-                    f"step {step}: loss {loss}, undisturbed {expected[step]}"
-                )
+        check_steps(self.work)
 
     def check_generations(self) -> None:
         """Generation numbers were given out once, and nobody committed in two at a time."""
@@ -171,21 +145,67 @@ class TinyJob:
         assert self.job.processes() == [], "processes were left behind"
         assert not (self.work / "run" / "job.json").exists()
 
-    def _undisturbed(self, total: int) -> dict[int, float]:
-        """The losses of the same job on one host that nobody touches."""
-        work = self.work / "undisturbed"
-        work.mkdir(exist_ok=True)
-        (work / "stop").write_text(str(total))
-        subprocess.run(
-            [sys.executable, str(SCRIPT), str(work)],
-            check=True,
-            timeout=120,
-            env={
-                **os.environ,
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-                "JAX_PLATFORMS": "cpu",
-            },
-        )
-        (log,) = work.glob("steps-*.jsonl")
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
-        return {row["step"]: row["loss"] for row in rows}
+
+def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> bool:
+    """Whether so many hosts train together and have finished a step, in a later generation."""
+    generation = report.generation
+    if generation is None or generation.phase is not Phase.ACTIVE:
+        return False
+    if generation.number <= after_generation or len(generation.members) != hosts:
+        return False
+    by_host = {status.host: status for status in report.hosts}
+    workers = [by_host[m.host].worker for m in generation.members if m.host in by_host]
+    return len(workers) == hosts and all(w is not None and w.report.steady for w in workers)
+
+
+def read_logs(work: Path) -> dict[str, list[dict]]:
+    """What each worker process wrote, by `host-pid`."""
+    found: dict[str, list[dict]] = {}
+    for path in work.glob("steps-*.jsonl"):
+        lines = path.read_text().split("\n")[:-1]
+        found[path.stem.removeprefix("steps-")] = [json.loads(line) for line in lines]
+    return found
+
+
+def newest_step(work: Path) -> int:
+    """How many steps any host has committed."""
+    return max((row["step"] for rows in read_logs(work).values() for row in rows), default=-1) + 1
+
+
+def check_steps(work: Path) -> None:
+    """No step skipped, none done twice by a process, every loss that of an undisturbed run."""
+    logs = read_logs(work)
+    losses: dict[int, list[float]] = {}
+    for process, rows in logs.items():
+        steps = [row["step"] for row in rows]
+        assert steps == sorted(set(steps)), f"{process} did a step twice: {steps}"
+        for row in rows:
+            losses.setdefault(row["step"], []).append(row["loss"])
+    total = max(losses) + 1
+    assert sorted(losses) == list(range(total)), f"skipped: {sorted(set(range(total)) - set(losses))}"
+    expected = _undisturbed(work, total)
+    for step, found in losses.items():
+        for loss in found:
+            assert abs(loss - expected[step]) <= LOSS_TOLERANCE * abs(expected[step]), (
+                f"step {step}: loss {loss}, undisturbed {expected[step]}"
+            )
+
+
+def _undisturbed(work: Path, total: int) -> dict[int, float]:
+    """The losses of the same job on one host that nobody touches."""
+    alone = work / "undisturbed"
+    alone.mkdir(exist_ok=True)
+    (alone / "stop").write_text(str(total))
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(alone)],
+        check=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "JAX_PLATFORMS": "cpu",
+        },
+    )
+    (log,) = alone.glob("steps-*.jsonl")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}

@@ -1,0 +1,45 @@
+"""A job with one fault of the user's own: faulty.py FAULT. It reduces a number over the hosts each step."""
+
+import importlib
+import os
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import resilient_jax as rj
+
+FAULT = sys.argv[1]
+BAD_STEP = 5
+
+if FAULT == "import":
+    importlib.import_module("a_module_that_nobody_has")
+elif FAULT == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(step: int, host: str) -> None:
+    if FAULT == "chatty":
+        print("\n".join(100 * "x" for _ in range(20_000)))  # far more than a pipe holds
+    if FAULT == "exit-7" and host == "host-1":
+        sys.exit(7)
+    if FAULT == "one-host" and host == "host-1":
+        raise ValueError(f"bad batch at step {step}")
+    if FAULT == "all-hosts":
+        raise ValueError(f"bad batch at step {step}")
+    if FAULT == "collective":
+        raise jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed: connection reset")
+
+
+def train(world: rj.World) -> None:
+    state = world.restore_or_init(lambda: jnp.zeros(()))
+    for step in world.steps(20):
+        if step == BAD_STEP:
+            fail(step, world.host)
+        state = state + world.sum(jnp.ones(()))
+        world.commit(state)
+
+
+if __name__ == "__main__" and FAULT != "no-run":
+    rj.run(train)

@@ -1,0 +1,264 @@
+"""Bad input: refused at once, with what was found, what was expected, where, and what to do."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from agents import COMMAND, TOKEN, HandStartedAgent, free_port, run_command, served_store, wait_until
+from launched import JOBS, run_launch
+from tiny_job import TinyJob
+
+from resilient_jax.cli.options import installed_versions
+from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.keys import host_key, job_key
+from resilient_jax.protocol.records import HostStatus, JobRecord
+from resilient_jax.store.remote import RemoteStore
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.world.child import bound_to_this_process
+from resilient_jax.world.launcher import TOKEN_VARIABLE
+
+IDLE = str(JOBS / "idle.py")
+JOB = JobName("bad-input")
+BROKEN = "def train(world:\n"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# Refused before anything is started.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.py"], "script missing.py: found no such file, expected a Python script. Check the path"),
+        (
+            ["broken.py"],
+            "script broken.py: Python cannot compile it: '(' was never closed (broken.py, line 1)",
+        ),
+        (["--hosts", "0", IDLE], "--hosts: found 0, expected 1 to 250 on one machine"),
+        (["--devices-per-host", "0", IDLE], "--devices-per-host: found 0, expected 1 to 256"),
+        (["--platform", "tpu", IDLE], "--platform: found 'tpu', expected cpu or gpu"),
+        (["--config", "none.toml", IDLE], "none.toml: found no such file, expected a TOML file"),
+        (
+            ["--config", "unknown.toml", IDLE],
+            "unknown.toml: key 'lease_ttl': found an unknown key, expected one of lease_ttl_s,",
+        ),
+        (
+            ["--config", "type.toml", IDLE],
+            "type.toml: key 'restart_limit': found 'many' (str), expected an integer >= 0 and <= 1_000_000",
+        ),
+        (
+            ["--run-dir", "broken.py/run", IDLE],
+            "cannot write into the run folder broken.py/run: Not a directory; expected a folder that this user",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value[:-1])) if isinstance(value, list) else "",
+)
+def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
+    (work / "broken.py").write_text(BROKEN)
+    (work / "unknown.toml").write_text("lease_ttl = 3\n")
+    (work / "type.toml").write_text('restart_limit = "many"\n')
+    code, output = run_command(["launch", *arguments])
+    assert code == 2, output
+    assert output.startswith(f"resilient-jax: {words}"), output
+    assert "Traceback" not in output
+
+
+# An agent and its store.
+
+
+def agent_arguments(store: str, work: Path, host: str = "host-a") -> list[str]:
+    (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_deadline_s = 1.5\n")
+    options = {"--store": store, "--job": JOB, "--host-name": host, "--run-dir": str(work / host)}
+    return [*(word for pair in options.items() for word in pair), "--config", str(work / "job.toml"), IDLE]
+
+
+def run_agent(arguments: list[str], token: str = TOKEN) -> tuple[int, str]:
+    return run_command(["agent", *arguments], {TOKEN_VARIABLE: token})
+
+
+def test_an_agent_without_a_store_keeps_trying_until_its_deadline(work: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    code, output = run_agent(agent_arguments(address, work))
+    assert code == 80, output
+    waiting, end = output.strip().splitlines()
+    assert waiting.startswith(f"[host-a] waiting for the store at {address}"), "said once, not on every try"
+    assert end.startswith(f"resilient-jax: no store answered at {address} for 1."), output
+    assert "Check the address, that the process that serves the store runs there" in end
+
+
+def test_an_agent_finds_a_store_that_comes_up_late(work: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    arguments = agent_arguments(address, work)
+    (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_deadline_s = 60\n")
+    with HandStartedAgent(arguments, work / "late") as agent:
+        agent.wait_said("waiting for the store")
+        with served_store(address):
+            wait_until("the agent's registration", lambda: read_status(address, "host-a") is not None)
+            assert agent.interrupt() == 130
+
+
+def test_a_port_in_use_is_named(work: Path) -> None:
+    with served_store() as address:
+        code, output = run_agent([*agent_arguments(address, work)[:-1], "--serve-store", IDLE])
+        assert code == 2, output
+        assert output.startswith(
+            f"resilient-jax: cannot listen on {address}: another process does. Choose"
+        ), output
+
+
+@pytest.mark.parametrize("store", ["nowhere", "host.invalid:7000", "127.0.0.1:port"])
+def test_an_address_that_is_none_is_refused(store: str, work: Path) -> None:
+    code, output = run_agent(agent_arguments(store, work))
+    assert code == 2, output
+    assert output.startswith(f"resilient-jax: --store {store}: found no address that can be reached ("), (
+        output
+    )
+    assert output.rstrip().endswith("expected host:port")
+
+
+def test_a_missing_or_wrong_token_is_refused(work: Path) -> None:
+    with served_store() as address:
+        code, output = run_agent(agent_arguments(address, work), token="")
+        assert code == 83
+        assert f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token" in output
+        code, output = run_agent(agent_arguments(address, work), token="a-guess")
+        assert code == 83, output
+        assert "token" in output
+        assert address in output
+        assert "a-guess" not in output, "a token is never printed"
+        assert "Traceback" not in output
+
+
+def test_a_host_name_belongs_to_one_agent(work: Path) -> None:
+    with served_store() as address, HandStartedAgent(agent_arguments(address, work), work / "first") as first:
+        wait_until("the first's registration", lambda: read_status(address, "host-a") is not None)
+        code, output = run_agent(agent_arguments(address, work))
+        assert code == 83, output
+        assert output.rstrip().splitlines()[-1] == (
+            f"resilient-jax: host name host-a is taken by another living agent (agent process {first.process.pid} "
+            "at 127.0.0.1); every host needs a name of its own: choose another with --host-name"
+        )
+        assert first.process.poll() is None
+        assert first.interrupt() == 130
+
+
+@pytest.mark.parametrize("name", ["resilient_jax", "jax", "jaxlib"])
+def test_a_host_with_other_versions_is_refused(name: str, work: Path) -> None:
+    ours = getattr(installed_versions(), name)
+    with served_store() as address:
+        others = msgspec.structs.replace(installed_versions(), **{name: "0.0.7"})
+        put_job(address, JobRecord(versions=others, first_host=HostName("host-z")))
+        code, output = run_agent(agent_arguments(address, work))
+    assert code == 83, output
+    assert (
+        f"host host-a has {name} {ours}, but job {JOB} (host host-z) runs {name} 0.0.7; all hosts of a job need "
+        f"the same version: install {name}==0.0.7 on host-a"
+    ) in output
+
+
+def read_status(address: str, host: str) -> HostStatus | None:
+    async def read() -> HostStatus | None:
+        async with RemoteStore(address, Credentials(TOKEN)) as store:
+            found = await store.get(host_key(JOB, HostName(host)))
+            return msgspec.msgpack.decode(found.value, type=HostStatus) if found else None
+
+    return asyncio.run(read())
+
+
+def put_job(address: str, record: JobRecord) -> None:
+    async def put() -> None:
+        async with RemoteStore(address, Credentials(TOKEN)) as store:
+            await store.put(job_key(JOB), msgspec.msgpack.encode(record))
+
+    asyncio.run(put())
+
+
+# The machine does not give what was asked for.
+
+
+def test_more_devices_than_exist_are_refused(tmp_path: Path) -> None:
+    ended = run_launch(
+        [str(JOBS / "faulty.py"), "nothing"],
+        tmp_path,
+        hosts=1,
+        options=["--devices-per-host", "4"],
+        environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+    assert ended.code == 1
+    assert (
+        "host host-0 has 2 devices, but --devices-per-host asks for 4; ask for fewer, or start it where there "
+        "are more"
+    ) in ended.last_words, ended.output
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """A file system of two mebibytes at `path`."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"may not mount a small file system: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leaves no free byte."""
+    with (disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+
+
+def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        TinyJob(tmp_path, 2, options=["--run-dir", str(disk)]) as tiny,
+    ):
+        wait_until("first steps", lambda: tiny.step() > 3)
+        fill(disk)
+        # A worker's death has everybody write: events, and the lines of its successor.
+        full_at = tiny.step()
+        kill_a_worker(tiny)
+        wait_until("a step by another worker", lambda: len(tiny.logs()) >= 3 and tiny.step() > full_at + 5)
+        (tmp_path / "stop").write_text(str(tiny.step() + 10))
+        assert tiny.job.wait(60) == 0, tiny.job.tail()
+        output = tiny.job.output()
+        tiny.check_steps()
+    said = [line for line in output.splitlines() if "cannot write the log file" in line]
+    assert said, output
+    assert len(said) == len(set(said)), "of each log once"
+    assert all(
+        ": No space left on device; expected a writable disk with free space; training goes on" in line
+        for line in said
+    )
+
+
+def test_training_goes_on_when_nobody_can_see_its_output(tmp_path: Path) -> None:
+    launch = ["launch", "--hosts", "1", "--run-dir", str(tmp_path), str(JOBS / "faulty.py"), "chatty"]
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(
+            bound_to_this_process([*COMMAND, *launch]), stdin=subprocess.DEVNULL, stdout=full, stderr=full
+        )
+        assert process.wait(60) == 0
+    assert (tmp_path / "host-0.log").stat().st_size > 2**20, "the log has every line"
+
+
+def kill_a_worker(tiny: TinyJob) -> None:
+    pid = int(next(iter(tiny.logs())).rpartition("-")[2])
+    os.kill(pid, 9)

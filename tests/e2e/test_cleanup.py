@@ -1,0 +1,124 @@
+"""However a job ends, nothing of it stays: no process, no way to reach it, no shared memory."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import run_command, wait_until
+from launched import JOBS, run_launch
+from tiny_job import CONFIG, RECOVERY_S, TinyJob
+
+from resilient_jax.world.inspection import Part, pids_of
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_memory_stays() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    wait_until("the end of shared memory", lambda: set(os.listdir("/dev/shm")) <= before, 10.0)
+
+
+def last_steps(tiny: TinyJob) -> set[int]:
+    return {rows[-1]["step"] for rows in tiny.logs().values()}
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2) as tiny:
+        tiny.wait_training(2)
+        tiny.job.process.send_signal(signal.SIGINT)
+        assert tiny.job.wait(30) == 130, tiny.job.tail()
+        tiny.check_nothing_left()
+        assert tiny.job.output().rstrip().endswith("the job ended: interrupted\ninterrupted")
+        assert "Traceback" not in tiny.job.output()
+
+
+def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2) as tiny:
+        tiny.wait_training(2)
+        tiny.job.process.send_signal(signal.SIGTERM)
+        assert tiny.job.wait(60) == 84, tiny.job.tail()
+        tiny.check_nothing_left()
+        tiny.check_steps()
+        assert len(last_steps(tiny)) == 1, "all stop after the same step"
+        words = "the job ended: interrupted\nall hosts got a notice to leave; stopped after "
+        assert words in tiny.job.output(), tiny.job.tail()
+        kinds = {event.kind for event in tiny.job.events()}
+        assert not kinds & {"collective.failed", "user.error", "worker.killed"}, tiny.job.tail()
+
+
+def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2) as tiny:
+        tiny.wait_training(2)
+        tiny.job.process.kill()
+        tiny.job.process.wait()
+        wait_until("the end of all processes", lambda: tiny.job.processes() == [], 10.0)
+        # Nobody was left to remove the contact file; so what it says must be known to be of the past.
+        code, output = run_command(["status", str(tmp_path / "run")])
+        assert code == 2, output
+        assert f"the launcher of this job (process {tiny.job.process.pid}) is gone" in output
+
+
+def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 3, options=["--host-restart-delay", "-1"]) as tiny:
+        report = tiny.wait_training(3)
+        assert report.leader is not None
+        of_host = list(pids_of(report, Part.HOST, report.leader))
+        assert len(of_host) == 3, "agent, worker and coordination service"
+        os.kill(of_host[0], signal.SIGKILL)
+        wait_until("the end of all on that host", lambda: not set(of_host) & set(tiny.job.processes()), 10.0)
+        assert report.generation is not None
+        after = tiny.wait_training(2, after_generation=report.generation.number)
+        assert report.leader not in {host.host for host in after.hosts}
+        tiny.finish()
+
+
+def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
+    config = CONFIG.replace("restart_limit = 1000", "restart_limit = 1")
+    with TinyJob(tmp_path, 2, config=config) as tiny:
+        report = tiny.wait_training(2)
+        tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        assert report.generation is not None
+        report = tiny.wait_training(2, after_generation=report.generation.number)
+        tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        words = (
+            "[host-1] this host ends: the worker on host-1 died 2 times within 600 s, more often than "
+            "restart_limit = 1 allows"
+        )
+        wait_until("the end of host-1", lambda: words in tiny.job.output(), 30.0)
+        assert report.generation is not None
+        tiny.wait_training(1, after_generation=report.generation.number)
+        tiny.finish()
+
+
+def test_a_job_whose_workers_all_die_too_often_ends(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("restart_limit = 1\n")
+    command, options = [str(JOBS / "faulty.py"), "killed"], ["--config", str(tmp_path / "job.toml")]
+    ended = run_launch(command, tmp_path / "run", options=options)
+    assert ended.code == 81, ended.output
+    assert ended.worker_starts == 4
+    assert ended.last_words == (
+        "the job ended: too_few_hosts\nno host is left: host-0 ended with BUDGET_EXHAUSTED (81), host-1 ended "
+        "with BUDGET_EXHAUSTED (81); what each of them said is above and in its log\n"
+    )
+    assert ended.leftovers == []
+
+
+def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{agent}/fd"))
+
+    with TinyJob(tmp_path, 2) as tiny:
+        report = tiny.wait_training(2)
+        (agent,) = pids_of(report, Part.AGENT, "host-1")
+        at_first = descriptors()
+        for _ in range(5):
+            assert report.generation is not None
+            tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+            report = tiny.wait_training(2, after_generation=report.generation.number)
+        # An agent keeps a world's relay open for 30 s, for a worker that has not left it yet.
+        wait_until("the old descriptors' end", lambda: descriptors() <= at_first, RECOVERY_S)
+        tiny.finish()

@@ -1,0 +1,128 @@
+"""Hosts that leave, die, return, lose the store or lose the network, in a job of real processes."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from agents import served_store, wait_until
+from pod import Pod, loopback_sites, may_build_networks, network, wait_steps
+from tiny_job import RECOVERY_S, TinyJob
+
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.world.inspection import JobReport, Part
+
+pytestmark = pytest.mark.timeout(280)
+STILL_S = 3.0
+"""A tiny step takes some hundredths of this: who has made none in this time has stopped."""
+
+
+def number_of(report: JobReport) -> GenerationNumber:
+    assert report.generation is not None
+    return report.generation.number
+
+
+def test_a_notice_is_a_planned_leave_and_one_host_is_enough_to_come_back_from(tmp_path: Path) -> None:
+    with served_store() as store, Pod(tmp_path, store, loopback_sites(4)) as pod:
+        report = pod.wait_training(4)
+        leaving = next(host for host in pod.agents if host != report.leader)
+        pod.agents[leaving].process.send_signal(signal.SIGTERM)
+        assert pod.agents[leaving].wait() == 84, pod.output()
+        report = pod.wait_training(3, number_of(report))
+        assert_planned(pod.events())
+        # Kills in a row, the leader first, down to one.
+        dead = [leaving]
+        for left in (2, 1):
+            assert report.leader is not None
+            pod.agents[report.leader].process.kill()
+            dead.append(report.leader)
+            report = pod.wait_training(left, number_of(report))
+        alone = pod.step()
+        wait_steps(pod, 5)
+        for host in dead:
+            pod.start(host)
+        pod.wait_training(4, number_of(report))
+        assert all(min(pod.steps_of(host)[-1:] or [0]) > alone for host in dead)
+        pod.finish()
+
+
+def assert_planned(events: list[Event]) -> None:
+    """The change that began with the notice disturbed nobody."""
+    (notice,) = (event for event in events if event.kind is EventKind.HOST_DRAINING)
+    later = [event for event in events if event.monotonic_s > notice.monotonic_s]
+    phases = [e.detail["phase"] for e in later if e.kind is EventKind.GENERATION_PHASE]
+    assert phases[:4] == ["pause", "boundary", "form", "active"], phases
+    assert "quiesce" not in phases
+    assert not any(e.kind in (EventKind.COLLECTIVE_FAILED, EventKind.WORKER_KILLED) for e in later)
+
+
+def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 3) as tiny:
+        report = tiny.wait_training(3)
+        assert report.generation is not None
+        hosts = [member.host for member in report.generation.members]
+        first, second, _ = hosts
+        tiny.job.hold(Place.BEFORE_CONNECT, hosts)
+        tiny.signal(Part.WORKER, first, signal.SIGKILL)
+        tiny.job.wait_held(hosts, RECOVERY_S)  # the other two went on; the third is back and joins
+        tiny.signal(Part.WORKER, first, signal.SIGKILL)
+        tiny.signal(Part.WORKER, second, signal.SIGKILL)
+        tiny.job.release()
+        tiny.wait_training(3, number_of(report) + 2)
+        tiny.finish()
+
+
+def test_hosts_without_a_store_stop_and_go_on_when_it_is_back(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2) as tiny:
+        tiny.wait_training(2)
+        tiny.job.process.send_signal(signal.SIGSTOP)
+        for host in ("host-0", "host-1"):
+            tiny.job.wait_event(
+                f"{host} to notice", lambda e, h=host: e.kind is EventKind.STORE_LOST and e.host == h
+            )
+        stopped_at = still_step(tiny)
+        tiny.job.process.send_signal(signal.SIGCONT)
+        wait_until("steps after the pause", lambda: tiny.step() > stopped_at + 5, RECOVERY_S)
+        tiny.wait_training(2)
+        tiny.finish()
+        assert tiny.job.output().count("training stops here until the store is back") == 2
+
+
+def still_step(tiny: TinyJob) -> int:
+    """The step at which nobody has moved for a while; fails if that does not come."""
+    end_s = time.monotonic() + 30.0
+    while time.monotonic() < end_s:
+        step, since_s = tiny.step(), time.monotonic()
+        while tiny.step() == step:
+            if time.monotonic() - since_s > STILL_S:
+                return step
+            time.sleep(0.05)
+    raise AssertionError("somebody trains on without the store")
+
+
+def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -> None:
+    if (why_not := may_build_networks()) is not None:
+        pytest.skip(why_not)
+    with (
+        network(3) as wires,
+        served_store(f"{wires.gateway}:0") as store,
+        Pod(tmp_path, store, wires.sites()) as pod,
+    ):
+        report = pod.wait_training(3)
+        assert report.leader is not None
+        lost = report.leader
+        wires.cut(lost)
+        pod.agents[lost].wait_said("training stops here until the store is back")
+        report = pod.wait_training(2, number_of(report))
+        stopped_at = pod.steps_of(lost)[-1]
+        wait_steps(pod, 10)
+        assert pod.steps_of(lost)[-1] == stopped_at, "the minority trains on"
+        worker = [path for path in os.listdir(tmp_path) if path.startswith(f"steps-{lost}-")]
+        wires.mend(lost)
+        pod.wait_training(3, number_of(report))
+        pod.finish()
+        assert len(worker) >= 1
+        assert pod.steps_of(lost)[-1] > stopped_at

@@ -1,0 +1,72 @@
+"""The user's own mistakes: shown once, last, in their own words, and never retried."""
+
+from pathlib import Path
+
+import pytest
+from launched import JOBS, Ended, run_launch
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def run_with(fault: str, work: Path) -> Ended:
+    ended = run_launch([str(JOBS / "faulty.py"), fault], work)
+    assert ended.leftovers == []
+    return ended
+
+
+@pytest.mark.parametrize("fault", ["one-host", "all-hosts"])
+def test_an_exception_in_train_is_the_last_thing_the_user_sees(fault: str, tmp_path: Path) -> None:
+    ended = run_with(fault, tmp_path)
+    assert ended.code == 1
+    assert ended.worker_starts == 2, "an error of the user's own was retried"
+    words = ended.last_words
+    assert words.startswith("the job ended: user_error on host-"), ended.output
+    assert words.rstrip().endswith("ValueError: bad batch at step 5"), ended.output
+    assert words.count("Traceback (most recent call last)") == 1
+    assert words.count("bad batch at step") == 2, "the message, and the source line that raised it"
+    assert 'raise ValueError(f"bad batch at step {step}")' in words
+    if fault == "one-host":
+        assert words.startswith("the job ended: user_error on host-1\n"), ended.output
+        shown = [line for line in ended.output.splitlines() if "Traceback" in line]
+        assert shown == ["[host-1] Traceback (most recent call last):", "Traceback (most recent call last):"]
+
+
+@pytest.mark.xfail(
+    reason="a collective broken by the other's exit may surface as a ValueError of jit, and is then taken for "
+    "the user's own error: training/jax_runtime/failures.py knows JaxRuntimeError only",
+    strict=False,
+)
+def test_the_exit_code_of_the_script_is_that_of_the_job(tmp_path: Path) -> None:
+    ended = run_with("exit-7", tmp_path)
+    assert ended.code == 7, ended.output
+    assert ended.last_words.startswith("the job ended: user_error on host-1\n")
+    assert "the script exited with code 7 and wrote nothing to standard error" in ended.last_words
+    assert ended.worker_starts == 2
+
+
+def test_an_exception_at_import_time_ends_the_job(tmp_path: Path) -> None:
+    ended = run_with("import", tmp_path)
+    assert ended.code == 1
+    assert ended.worker_starts == 2
+    assert ended.last_words.rstrip().endswith(
+        "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"
+    ), ended.output
+    assert ended.last_words.count("Traceback (most recent call last)") == 1
+
+
+def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
+    ended = run_with("no-run", tmp_path)
+    assert ended.code == 2
+    assert (
+        "the script ended without rj.run(...) having finished; call rj.run(train) in it" in ended.last_words
+    )
+
+
+def test_a_collective_that_fails_for_no_death_ends_the_job_after_some_retries(tmp_path: Path) -> None:
+    ended = run_with("collective", tmp_path)
+    assert ended.code == 1
+    assert "in a row at step 5 although no host died; the last error:" in ended.last_words, ended.output
+    assert ended.last_words.rstrip().endswith(
+        "JaxRuntimeError: INTERNAL: Gloo all-reduce failed: connection reset"
+    )
+    assert ended.worker_starts == 2

@@ -1,0 +1,118 @@
+"""Commands and agents started by hand, as on a pod, with what they said."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from resilient_jax.world.child import bound_to_this_process
+from resilient_jax.world.launcher import TOKEN_VARIABLE
+
+TOKEN = "test-token"
+"""What `tests/process/serve_store.py` asks for."""
+STORE_SCRIPT = Path(__file__).parent.parent / "process" / "serve_store.py"
+COMMAND = [sys.executable, "-m", "resilient_jax.cli.main"]
+SOON_S = 60.0
+"""For what takes a second or two on an idle machine."""
+
+
+def run_command(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Runs `resilient-jax ARGUMENTS...` to its end; gives exit code and all output."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SOON_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def wait_until(what: str, holds: Callable[[], bool], deadline_s: float = SOON_S) -> None:
+    """Waits until `holds`; fails after `deadline_s`."""
+    end_s = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < end_s, f"{what} did not happen within {deadline_s:g} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def served_store(address: str = "127.0.0.1:0") -> Iterator[str]:
+    """A store in a process of its own; gives its address."""
+    process = subprocess.Popen(
+        [sys.executable, str(STORE_SCRIPT), address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+class HandStartedAgent:
+    """`resilient-jax agent` as a process, with its output in a file. Killed at the end of the `with`."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: Path,
+        *,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts it; `prefix` goes before the command, such as `ip netns exec NAME`."""
+        self._output = output
+        with output.open("ab") as file:
+            self.process = subprocess.Popen(
+                bound_to_this_process([*prefix, *COMMAND, "agent", *arguments]),
+                env={**os.environ, "OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> "HandStartedAgent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait_said(self, text: str, deadline_s: float = SOON_S) -> None:
+        """Waits until it has printed `text`."""
+        wait_until(f"{text!r} in the output", lambda: text in self.output() or self._ended(text), deadline_s)
+
+    def wait(self, deadline_s: float = SOON_S) -> int:
+        """Waits for its end; gives the exit code."""
+        return self.process.wait(deadline_s)
+
+    def interrupt(self) -> int:
+        """Ctrl-C; gives the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.wait()
+
+    def _ended(self, text: str) -> bool:
+        assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
+        return False
