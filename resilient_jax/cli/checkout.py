@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import resilient_jax
 from resilient_jax.errors import CallerError
 
 
@@ -12,7 +11,7 @@ def find_in_checkout(path: str) -> Path:
     Raises:
         CallerError: the package is installed without it.
     """
-    found = Path(resilient_jax.__file__).parents[1] / path
+    found = Path(__file__).parents[2] / path
     if not found.exists():
         raise CallerError(
             f"{found}: found no such file; this command runs files of the source tree. Use it from a checkout, "

@@ -79,6 +79,10 @@ class StateServer:
         with self._offered:
             self._offer = None
 
+    def close(self) -> None:
+        """Serves nobody any more."""
+        self._server.stop()
+
     def _fetch(self, request: FetchRequest) -> Iterator[FetchPart]:
         state = self._wait_for_offer(request.generation)
         arrays = [np.ascontiguousarray(leaf.value) for leaf in state.leaves]

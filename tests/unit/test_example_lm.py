@@ -1,27 +1,24 @@
 """The example's pure parts: text, microbatches, network, and the step's arithmetic."""
 
-# pyright: reportMissingImports=false
-# The example is a script beside its modules, not an installed package; pyright looks only from the root.
-
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+import train_lm
+from byte_lm import step
+from byte_lm.settings import ModelSettings, Settings
+from byte_lm.text import draw_microbatch, read_standard_library
 
 from resilient_jax.config import decode, load, override
 from resilient_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))  # as for the script itself; the imports below need it
-
-import train_lm  # noqa: E402 - see above
-from byte_lm import step  # noqa: E402 - see above
-from byte_lm.settings import ModelSettings, Settings  # noqa: E402 - see above
-from byte_lm.text import draw_microbatch, read_standard_library  # noqa: E402 - see above
 
 TINY = load(ROOT / "configs" / "lm_tiny.toml", Settings)
 SMALL = msgspec.structs.replace(
@@ -49,6 +46,11 @@ def relative_difference(one, other):
     pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     scale = max(float(abs(a).max()) for a, _ in pairs)
     return max(float(abs(a - b).max()) for a, b in pairs) / scale
+
+
+def program_count(jitted: Any) -> int:
+    """How many programs a jitted function has compiled; JAX has no public word for it."""
+    return jitted._cache_size()
 
 
 def test_the_text_is_python_of_the_asked_length(text):
@@ -115,7 +117,9 @@ def test_a_prediction_does_not_look_at_what_it_predicts(text):
     one = microbatch(text, SMALL, 0, 0)[:1]
     other = one.copy()
     other[0, 10:] ^= 1
-    logits = [step.predict(params, batch[:, :-1], model=SMALL.model)[0] for batch in (one, other)]
+    logits = [
+        step.predict(params, jnp.asarray(batch[:, :-1]), model=SMALL.model)[0] for batch in (one, other)
+    ]
     np.testing.assert_array_equal(logits[0][:10], logits[1][:10])
     assert not np.array_equal(logits[0][10:], logits[1][10:])
 
@@ -160,7 +164,7 @@ def test_the_second_step_compiles_nothing(text):
             zeros, state.params, microbatch(text, settings, number, 0), model=settings.model
         )
         state = step.apply_total(state, step.mean_over_devices(total), settings=settings)
-        programs.append((step.accumulate._cache_size(), step.apply_total._cache_size()))
+        programs.append([program_count(program) for program in (step.accumulate, step.apply_total)])
     assert programs[1] == programs[2]
 
 

@@ -1,0 +1,106 @@
+"""A state over real sockets: whole and checked, or from the next source, or refused in words."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.records import Source
+from resilient_jax.training.held_state import HeldState, hold, to_host
+from resilient_jax.training.state_transfer import FetchPart, FetchRequest, StateServer, fetch_state
+from resilient_jax.transport.credentials import Credentials
+
+CREDENTIALS = Credentials("secret")
+NUMBER = GenerationNumber(4)
+
+
+def make_state() -> HeldState:
+    large = np.random.default_rng(0).standard_normal((1200, 1000)).astype(np.float32)  # more than one chunk
+    tree = {
+        "large": jnp.asarray(large),
+        "half": jnp.ones((3, 5), jnp.bfloat16),
+        "scalar": jnp.float32(3.0),
+        "empty": jnp.zeros((0, 2)),
+        "key": jnp.arange(4, dtype=jnp.uint32),
+    }
+    return to_host(hold(17, tree))
+
+
+def source(name: str, server: StateServer) -> Source:
+    return Source(host=HostName(name), endpoint=server.endpoint)
+
+
+def fetch(sources: list[Source], first: int = 0) -> tuple[HeldState, list[tuple[str, PeerError]]]:
+    refused: list[tuple[str, PeerError]] = []
+    state = fetch_state(
+        NUMBER, sources, first, CREDENTIALS, lambda: None, lambda s, e: refused.append((s.host, e))
+    )
+    return state, refused
+
+
+def assert_same(one: HeldState, other: HeldState) -> None:
+    assert one.step == other.step
+    for a, b in zip(one.leaves, other.leaves, strict=True):
+        assert (a.path, a.value.dtype, a.value.shape) == (b.path, b.value.dtype, b.value.shape)
+        np.testing.assert_array_equal(np.asarray(a.value), np.asarray(b.value))
+
+
+@pytest.fixture
+def server() -> Iterator[StateServer]:
+    server = StateServer("127.0.0.1", CREDENTIALS)
+    yield server
+    server.close()
+
+
+def test_a_state_arrives_bit_for_bit(server: StateServer) -> None:
+    state = make_state()
+    server.offer(NUMBER, state)
+    found, refused = fetch([source("a", server)])
+    assert_same(found, state)
+    assert refused == []
+
+
+def test_a_state_of_another_generation_is_not_given(server: StateServer) -> None:
+    server.offer(GenerationNumber(5), make_state())
+    with pytest.raises(
+        PeerUnreachable, match="none of the hosts that hold the state of generation 4 gave it: a"
+    ):
+        fetch([source("a", server)])
+
+
+def test_changed_bytes_are_found_and_the_next_source_is_asked(
+    server: StateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state()
+    server.offer(NUMBER, state)
+    original = StateServer._fetch
+
+    def flip_a_bit(self: StateServer, request: FetchRequest) -> Iterator[FetchPart]:
+        for part in original(self, request):
+            data = bytearray(part.data)
+            if data:
+                data[len(data) // 2] ^= 1
+            yield FetchPart(step=part.step, manifest=part.manifest, data=bytes(data))
+
+    monkeypatch.setattr(StateServer, "_fetch", flip_a_bit)
+    bad = StateServer("127.0.0.1", CREDENTIALS)
+    monkeypatch.undo()
+    try:
+        bad.offer(NUMBER, state)
+        found, refused = fetch([source("bad", bad), source("good", server)])
+        assert_same(found, state)
+        assert [host for host, _ in refused] == ["bad"]
+        assert isinstance(refused[0][1], ChecksumMismatch)
+    finally:
+        bad.close()
+
+
+def test_a_dead_source_is_left_for_the_next(server: StateServer) -> None:
+    server.offer(NUMBER, make_state())
+    dead = Source(host=HostName("dead"), endpoint="127.0.0.1:9")
+    found, refused = fetch([dead, source("a", server)])
+    assert found.step == 17
+    assert [host for host, _ in refused] == ["dead"]

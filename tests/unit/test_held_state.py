@@ -1,0 +1,96 @@
+"""The state between generations: what goes in comes out, placed anew; what cannot is refused in words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.errors import StateError
+from resilient_jax.training.held_state import hold, place_initial, restore, to_host
+
+
+def make_state() -> dict:
+    return {
+        "weights": jnp.arange(12.0).reshape(3, 4),
+        "half": jnp.ones((2,), jnp.bfloat16) * 1.5,
+        "count": jnp.zeros((), jnp.int32),
+        "flag": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 3)),
+        "key": jax.random.key(7),
+        "nested": ({"a": jnp.float32(2.5)}, [jnp.uint8(3)]),
+    }
+
+
+def assert_same(one: object, other: object) -> None:
+    def plain(leaf: jax.Array) -> np.ndarray:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return np.asarray(jax.random.key_data(leaf))
+        return np.asarray(leaf)
+
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(plain(a), plain(b))
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+def test_a_state_comes_back_bit_for_bit(through_host: bool) -> None:
+    state = make_state()
+    held = hold(5, state)
+    if through_host:
+        held = to_host(held)
+    assert held.step == 5
+    assert_same(restore(jax.eval_shape(make_state), held, None), state)
+
+
+def test_a_host_copy_does_not_alias_the_devices_memory() -> None:
+    array = jnp.ones((4,))
+    copy = to_host(hold(0, {"x": array})).leaves[0].value
+    assert not np.shares_memory(copy, np.asarray(array))
+
+
+def test_leaves_go_where_the_sharding_says() -> None:
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("data",))
+    sharding = NamedSharding(mesh, P())
+    placed = place_initial({"x": jnp.ones((2, 2))}, sharding)
+    again = restore(jax.eval_shape(lambda: {"x": jnp.ones((2, 2))}), hold(0, placed), sharding)
+    assert placed["x"].sharding == sharding
+    assert again["x"] is placed["x"], "what lies right is not copied"
+
+
+def test_a_sharding_may_depend_on_the_leaf() -> None:
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("data",))
+    seen = []
+
+    def choose(path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        seen.append((path, leaf.shape))
+        return NamedSharding(mesh, P())
+
+    restore(jax.eval_shape(lambda: {"x": jnp.ones((2,))}), to_host(hold(0, {"x": jnp.ones((2,))})), choose)
+    assert seen == [("['x']", (2,))]
+
+
+def test_a_donated_leaf_is_refused_by_its_path() -> None:
+    array = jnp.ones((2,))
+    array.delete()
+    with pytest.raises(StateError, match=r"leaf \['x'\] was deleted.*donated"):
+        hold(1, {"x": array})
+
+
+def test_a_leaf_that_is_no_array_is_refused_by_its_path() -> None:
+    with pytest.raises(StateError, match=r"leaf \['name'\] is a str; a state holds arrays and numbers only"):
+        hold(1, {"name": "llama"})
+
+
+def test_another_structure_is_refused_by_the_first_paths_that_differ() -> None:
+    held = hold(1, {"x": jnp.ones(2), "old": jnp.ones(2)})
+    with pytest.raises(StateError, match=r"missing \[\"\['new'\]\"\], not expected \[\"\['old'\]\"\]"):
+        restore(jax.eval_shape(lambda: {"x": jnp.ones(2), "new": jnp.ones(2)}), held, None)
+
+
+def test_another_shape_is_refused_with_both() -> None:
+    held = hold(1, {"x": jnp.ones(2)})
+    with pytest.raises(StateError, match=r"float32\[2\] where the init function makes float32\[3\]"):
+        restore(jax.eval_shape(lambda: {"x": jnp.ones(3)}), held, None)
