@@ -1,6 +1,7 @@
 """Options and checks that several commands share."""
 
 import importlib.metadata
+import platform
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +108,7 @@ def contact_of(run_directory: Path) -> Contact:
 def installed_versions() -> Versions:
     """What must be equal on all hosts; read without importing any of it."""
     return Versions(
+        python=platform.python_version(),
         resilient_jax=importlib.metadata.version("resilient_jax"),
         jax=importlib.metadata.version("jax"),
         jaxlib=importlib.metadata.version("jaxlib"),

@@ -218,8 +218,9 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal on all hosts of a job."""
+    """What must be equal on all hosts of a job. Python, because its own libraries may be what a script reads."""
 
+    python: str
     resilient_jax: str
     jax: str
     jaxlib: str

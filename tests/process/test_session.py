@@ -21,7 +21,7 @@ JOB = JobName("job")
 CREDENTIALS = Credentials("test-token")
 TTL_S = 1.5
 """Long enough for a busy machine to renew it in time."""
-VERSIONS = Versions(resilient_jax="1.0", jax="0.10.0", jaxlib="0.10.0")
+VERSIONS = Versions(python="3", resilient_jax="1.0", jax="0.10.0", jaxlib="0.10.0")
 
 
 @contextlib.asynccontextmanager
@@ -142,7 +142,7 @@ def test_other_versions_are_refused_and_both_are_named(with_store):
     async def main(store):
         first = session(store)
         await first.open()
-        other = Versions(resilient_jax="1.0", jax="0.11.0", jaxlib="0.10.0")
+        other = Versions(python="3", resilient_jax="1.0", jax="0.11.0", jaxlib="0.10.0")
         with pytest.raises(Refused) as refused:
             await session(store, "b", versions=other).open()
         assert str(refused.value) == (

@@ -34,7 +34,7 @@ from resilient_jax.world.membership import (
 )
 
 COLLECTIVE = Failure(kind=FailureKind.COLLECTIVE, text="connection reset by peer")
-VERSIONS = Versions(resilient_jax="0", jax="0", jaxlib="0")
+VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 
 
 class Job:

@@ -63,7 +63,7 @@ from resilient_jax.world.membership import (
 
 JOB = JobName("job")
 NAMES = tuple(HostName(name) for name in "abcd")
-VERSIONS = Versions(resilient_jax="0", jax="0", jaxlib="0")
+VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 RULES = Rules(
     expected_hosts=len(NAMES),
     start_deadline_s=1e6,
