@@ -146,13 +146,19 @@ class Session:
             return
         read = result.responses[0]
         assert isinstance(read, RangeResponse), "the failure operation is a range"
-        first = msgspec.msgpack.decode(read.key_values[0].value, type=JobRecord)
+        try:
+            first = msgspec.msgpack.decode(read.key_values[0].value, type=JobRecord)
+        except msgspec.DecodeError as error:
+            raise Refused(
+                f"host {host} has resilient_jax {versions.resilient_jax}, which cannot read the record of job "
+                f"{self._job} ({error}): another version runs there; install the same version on all hosts"
+            ) from error
         for name in Versions.__struct_fields__:
             ours, theirs = getattr(versions, name), getattr(first.versions, name)
             if ours != theirs:
                 raise Refused(
                     f"host {host} has {name} {ours}, but job {self._job} (host {first.first_host}) runs {name} "
-                    f"{theirs}; all hosts of a job need the same version: install {name}=={theirs} on {host}"
+                    f"{theirs}; all hosts of a job need the same version: install {name} {theirs} on {host}"
                 )
 
 

@@ -147,7 +147,7 @@ def test_other_versions_are_refused_and_both_are_named(with_store):
             await session(store, "b", versions=other).open()
         assert str(refused.value) == (
             "host b has jax 0.11.0, but job job (host a) runs jax 0.10.0; all hosts of a job need the same "
-            "version: install jax==0.10.0 on b"
+            "version: install jax 0.10.0 on b"
         )
         assert await store.get(key("b")) is None
         await first.close()
