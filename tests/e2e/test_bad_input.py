@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from agents import COMMAND, TOKEN, HandStartedAgent, free_port, run_command, served_store, wait_until
 from launched import JOBS, run_launch
-from tiny_job import TinyJob
+from tiny_job import ONE_DEVICE, TinyJob
 
 from resilient_jax.cli.options import installed_versions
 from resilient_jax.ids import HostName, JobName
@@ -228,7 +228,7 @@ def fill(disk: Path) -> None:
 def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "disk") as disk,
-        TinyJob(tmp_path, 2, options=["--run-dir", str(disk)]) as tiny,
+        TinyJob(tmp_path, 2, options=[*ONE_DEVICE, "--run-dir", str(disk)]) as tiny,
     ):
         wait_until("first steps", lambda: tiny.step() > 3)
         fill(disk)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agents import run_command, wait_until
 from launched import JOBS, run_launch
-from tiny_job import CONFIG, RECOVERY_S, TinyJob
+from tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.world.inspection import Part, pids_of
 
@@ -27,7 +27,7 @@ def last_steps(tiny: TinyJob) -> set[int]:
 
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2) as tiny:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGINT)
         assert tiny.job.wait(30) == 130, tiny.job.tail()
@@ -37,7 +37,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 
 
 def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2) as tiny:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGTERM)
         assert tiny.job.wait(60) == 84, tiny.job.tail()
@@ -51,7 +51,7 @@ def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None
 
 
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2) as tiny:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.kill()
         tiny.job.process.wait()
@@ -63,7 +63,7 @@ def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 3, options=["--host-restart-delay", "-1"]) as tiny:
+    with TinyJob(tmp_path, 3, options=[*ONE_DEVICE, "--host-restart-delay", "-1"]) as tiny:
         report = tiny.wait_training(3)
         assert report.leader is not None
         of_host = list(pids_of(report, Part.HOST, report.leader))
@@ -78,7 +78,7 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
 
 def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
     config = CONFIG.replace("restart_limit = 1000", "restart_limit = 1")
-    with TinyJob(tmp_path, 2, config=config) as tiny:
+    with TinyJob(tmp_path, 2, config, ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
         assert report.generation is not None
@@ -111,7 +111,7 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{agent}/fd"))
 
-    with TinyJob(tmp_path, 2) as tiny:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         (agent,) = pids_of(report, Part.AGENT, "host-1")
         at_first = descriptors()

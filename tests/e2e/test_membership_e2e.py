@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agents import served_store, wait_until
 from pod import Pod, loopback_sites, may_build_networks, network, wait_steps
-from tiny_job import RECOVERY_S, TinyJob
+from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
@@ -37,7 +37,7 @@ def test_a_notice_is_a_planned_leave_and_one_host_is_enough_to_come_back_from(tm
         dead = [leaving]
         for left in (2, 1):
             assert report.leader is not None
-            pod.agents[report.leader].process.kill()
+            pod.agents[report.leader].kill()
             dead.append(report.leader)
             report = pod.wait_training(left, number_of(report))
         alone = pod.step()
@@ -45,7 +45,7 @@ def test_a_notice_is_a_planned_leave_and_one_host_is_enough_to_come_back_from(tm
         for host in dead:
             pod.start(host)
         pod.wait_training(4, number_of(report))
-        assert all(min(pod.steps_of(host)[-1:] or [0]) > alone for host in dead)
+        assert all(pod.steps_of(host)[-1] > alone for host in dead)
         pod.finish()
 
 
@@ -60,7 +60,7 @@ def assert_planned(events: list[Event]) -> None:
 
 
 def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 3) as tiny:
+    with TinyJob(tmp_path, 3, options=ONE_DEVICE) as tiny:
         report = tiny.wait_training(3)
         assert report.generation is not None
         hosts = [member.host for member in report.generation.members]
@@ -76,7 +76,7 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
 
 
 def test_hosts_without_a_store_stop_and_go_on_when_it_is_back(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 2) as tiny:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGSTOP)
         for host in ("host-0", "host-1"):
@@ -126,3 +126,14 @@ def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -
         pod.finish()
         assert len(worker) >= 1
         assert pod.steps_of(lost)[-1] > stopped_at
+
+
+@pytest.mark.xfail(
+    reason="hangs after some hundred steps: two programs in flight meet in the gloo clique of a host's own "
+    "devices. With JAX_CPU_ENABLE_ASYNC_DISPATCH=false it does not",
+    strict=False,
+)
+def test_the_last_host_trains_on_with_all_its_devices(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 1) as tiny:
+        wait_until("many steps", lambda: tiny.step() > 300, 40.0)
+        tiny.finish()

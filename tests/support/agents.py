@@ -94,6 +94,10 @@ class HandStartedAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, and its end."""
         self.process.kill()
         self.process.wait()
 

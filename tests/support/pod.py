@@ -92,9 +92,9 @@ class Pod:
         return newest_step(self.work)
 
     def steps_of(self, host: str) -> list[int]:
-        """Every step that this host's workers committed."""
+        """Every step that this host's workers committed, in order."""
         logs = read_logs(self.work)
-        return [row["step"] for process, rows in logs.items() if process.startswith(host) for row in rows]
+        return sorted(row["step"] for name, rows in logs.items() if name.startswith(host) for row in rows)
 
     def events(self) -> list[Event]:
         logs = self.work.glob("*/*.events.jsonl")

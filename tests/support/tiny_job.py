@@ -31,6 +31,8 @@ restart_backoff_s = 0.0
 forming_deadline_s = 20.0
 store_deadline_s = 30.0
 """
+ONE_DEVICE = ("--devices-per-host", "1")
+"""For tests whose promise is not about devices: less to compute."""
 
 
 class TinyJob:
