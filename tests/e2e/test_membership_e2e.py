@@ -128,11 +128,6 @@ def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -
         assert pod.steps_of(lost)[-1] > stopped_at
 
 
-@pytest.mark.xfail(
-    reason="hangs after some hundred steps: two programs in flight meet in the gloo clique of a host's own "
-    "devices. With JAX_CPU_ENABLE_ASYNC_DISPATCH=false it does not",
-    strict=False,
-)
 def test_the_last_host_trains_on_with_all_its_devices(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 1) as tiny:
         wait_until("many steps", lambda: tiny.step() > 300, 40.0)

@@ -50,6 +50,10 @@ def worker_environment(
         "JAX_ENABLE_PREEMPTION_SERVICE": "false",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
+    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in base:
+        # Two programs in flight may enter a clique of several local devices in different orders, and then wait
+        # for each other for ever (seen: after some hundred steps of one host with two devices).
+        found["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
     if platform == "cpu":
         found["JAX_PLATFORMS"] = "cpu"
         if devices_per_host is not None:
