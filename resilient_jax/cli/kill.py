@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cli.options import RunDirectoryArgument
+from resilient_jax.cli.options import RunDirectoryArgument, contact_of
 from resilient_jax.errors import CallerError
 from resilient_jax.world.inspection import Part, pids_of, read_report
-from resilient_jax.world.run_directory import read_contact
 
 
 def kill(
@@ -23,7 +22,7 @@ def kill(
     stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
 ) -> None:
     """Break a part of a job on this machine, to see that training goes on."""
-    report = asyncio.run(read_report(read_contact(run_dir)))
+    report = asyncio.run(read_report(contact_of(run_dir)))
     number = signal.SIGSTOP if stop else signal.SIGKILL
     killed = list(pids_of(report, part, host))
     if not killed:

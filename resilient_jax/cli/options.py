@@ -12,7 +12,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.protocol.records import Versions
 from resilient_jax.training.jax_runtime.flags import Platform
 from resilient_jax.world.output import show
-from resilient_jax.world.run_directory import Contact, read_contact
+from resilient_jax.world.run_directory import Contact, read_contact, remove_contact
 
 ScriptArgument = Annotated[
     list[str], typer.Argument(help="The training script and its arguments.", metavar="SCRIPT [ARGS...]")
@@ -98,6 +98,7 @@ def contact_of(run_directory: Path) -> Contact:
     """
     contact = read_contact(run_directory)
     if not Path(f"/proc/{contact.launcher_pid}").exists():
+        remove_contact(run_directory)
         raise CallerError(
             f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) is gone, it was killed; "
             "expected the run folder of a job that runs on this machine"

@@ -48,8 +48,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     of a store node."""
 
     restart_limit: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
-    """Restarts of one host's worker within `restart_window_s`; one more ends the job. Zero: never
-    restart."""
+    """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and leaves,
+    and the others go on without it. Zero: never restart."""
 
     restart_window_s: Seconds = 600.0
     """Seconds that a restart counts against `restart_limit`. Forgets old failures, so that a month's

@@ -295,7 +295,7 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
     generation = state.generation
     if generation.attempts > rules.collective_retry_limit:
         message = (
-            f"training failed {generation.attempts} times in a row at step {generation.progress} although "
+            f"training failed {generation.attempts} times in a row at step {newest_step(state)} although "
             f"no host died; the last error:\n{generation.failure or generation.reason}"
         )
         host = generation.failed_host
@@ -313,7 +313,7 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
             Outcome(
                 kind=OutcomeKind.INTERRUPTED,
                 exit_code=int(ExitCode.DRAINED),
-                message=f"all hosts got a notice to leave; stopped after {generation.progress} steps",
+                message=f"all hosts got a notice to leave; stopped after {newest_step(state)} steps",
             ),
         )
     waiting = _reason_to_wait(kept, joiners, now - state.phase_since_s, state, rules)
@@ -342,7 +342,7 @@ def _reason_to_wait(
         return _Wait()  # a host that only lost the store for a moment comes back with its state
     if state_is_lost and rules.after_state_loss is AfterStateLoss.STOP:
         message = (
-            f"all hosts that held the training state were lost at once, after {generation.progress} "
+            f"all hosts that held the training state were lost at once, after {newest_step(state)} "
             "committed steps; no other copy exists. Restart the job from a checkpoint of your own, or set "
             'on_state_lost = "restart" to begin again with the initial state'
         )

@@ -31,11 +31,6 @@ def test_an_exception_in_train_is_the_last_thing_the_user_sees(fault: str, tmp_p
         assert shown == ["[host-1] Traceback (most recent call last):", "Traceback (most recent call last):"]
 
 
-@pytest.mark.xfail(
-    reason="a collective broken by the other's exit may surface as a ValueError of jit, and is then taken for "
-    "the user's own error: training/jax_runtime/failures.py knows JaxRuntimeError only",
-    strict=False,
-)
 def test_the_exit_code_of_the_script_is_that_of_the_job(tmp_path: Path) -> None:
     ended = run_with("exit-7", tmp_path)
     assert ended.code == 7, ended.output

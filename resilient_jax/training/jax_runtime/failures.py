@@ -40,7 +40,8 @@ def is_collective_failure(error: BaseException) -> bool:
 def _is_one(error: BaseException) -> bool:
     if isinstance(error, FormingInterrupted | FormingFailed):
         return True
-    if not isinstance(error, JaxRuntimeError):
+    # jit's C++ fast path raises the same texts as a ValueError or RuntimeError.
+    if not isinstance(error, JaxRuntimeError | ValueError | RuntimeError):
         return False
     text = str(error)
     status = text.partition(":")[0].strip()
