@@ -90,6 +90,9 @@ Word = Reported | Progressed | Alive | Happened
 ORDER_DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 WORD_DECODER: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 
+RESTART_EXIT_CODE = 75
+"""A worker that exits with this asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
+
 LINK_VARIABLE = "RESILIENT_JAX_LINK"
 """Environment variable with the worker's end of the socket pair, as a file descriptor."""
 SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"

@@ -27,6 +27,7 @@ from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.records import Failure, WorkerReport, WorkerState
 from resilient_jax.protocol.worker import (
     ORDER_DECODER,
+    RESTART_EXIT_CODE,
     Alive,
     Boundary,
     Form,
@@ -204,7 +205,7 @@ class AgentLink:
             self._listen()
         except Exception:  # the guard must never die silently: without it nobody can reach this process
             traceback.print_exc()
-            os._exit(70)
+            os._exit(RESTART_EXIT_CODE)
 
     def _listen(self) -> None:
         deframer = Deframer()

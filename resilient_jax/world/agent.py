@@ -35,6 +35,7 @@ from resilient_jax.protocol.records import (
     WorkerStatus,
 )
 from resilient_jax.protocol.worker import (
+    RESTART_EXIT_CODE,
     Boundary,
     Form,
     Happened,
@@ -50,7 +51,6 @@ from resilient_jax.store.interface import Put, Store
 from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.world.coordination import CoordinationServices
-from resilient_jax.world.evidence import RESTART_EXIT_CODE
 from resilient_jax.world.leader import GENERATION_DECODER, Leader
 from resilient_jax.world.membership import AfterStateLoss, Rules
 from resilient_jax.world.output import WorkerOutput

@@ -18,9 +18,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-
-RESTART_EXIT_CODE = 75
-"""A worker that exits with this asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
+from resilient_jax.protocol.worker import RESTART_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

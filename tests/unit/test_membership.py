@@ -20,7 +20,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.world.evidence import RESTART_EXIT_CODE
+from resilient_jax.protocol.worker import RESTART_EXIT_CODE
 from resilient_jax.world.forming import PrepareService
 from resilient_jax.world.membership import (
     AfterStateLoss,
