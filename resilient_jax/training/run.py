@@ -33,6 +33,8 @@ from resilient_jax.transport.credentials import Credentials
 
 Train = Callable[[World], None]
 
+SPARE_LOCAL_CLIQUE_S: Final = 0.5
+"""An abort takes effect within milliseconds; a main thread that is not out by then waits for something else."""
 JOB_FAILED_EXIT_CODE: Final = 74
 """Of a worker whose job ended because of another host; the agent looks at the job's outcome instead."""
 
@@ -94,6 +96,8 @@ class _Worker:
         self._connection: Connection | None = None
         self._events: list[Event] = []
         self._fault_points = FaultPoints.from_environment(settings.host)
+        self._interrupting_since_s: float | None = None
+        self._local_clique_broken = False
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
         if (warning := share_compilation_cache()) is not None:
@@ -110,6 +114,8 @@ class _Worker:
                 return
             done, failure = self._live_through(order, train)
             self._note(EventKind.UNWOUND, done=done)
+            if self._local_clique_broken:
+                self._link.left_world()  # nothing of this world can be used again: no shrink in place
             self._link.go_idle(
                 step=self._holder.step,
                 holds_state=self._holder.state is not None,
@@ -137,16 +143,30 @@ class _Worker:
             raise
 
     def _interrupt(self) -> None:
-        """For the guard thread: breaks the main thread out of forming or of a collective."""
+        """For the guard thread: breaks the main thread out of forming or of a collective.
+
+        The clique of the local devices is spared at first, for it survives a shrink. But if one device's part
+        of a program failed, the other may wait for it in that very clique: so it is broken, too, when the
+        main thread is not out soon; the next world must then be a new one.
+        """
+        now_s = time.monotonic()
+        if self._interrupting_since_s is None:
+            self._interrupting_since_s = now_s
         interrupt_forming()
         connection = self._connection
-        if connection is not None:
-            abort_collectives(connection.gloo)
+        if connection is None:
+            return
+        gloo = connection.gloo
+        if now_s - self._interrupting_since_s > SPARE_LOCAL_CLIQUE_S:
+            gloo = dataclasses.replace(gloo, spared=frozenset())
+            self._local_clique_broken = True
+        abort_collectives(gloo)
 
     # Forming.
 
     def _form(self, order: Form) -> World:
         generation = order.generation
+        self._interrupting_since_s = None
         self._events.clear()
         started_s = time.monotonic()
         if generation.change is Change.REFORM:
@@ -194,6 +214,7 @@ class _Worker:
         )
         self._connection = connection
         self._connection = dataclasses.replace(connection, gloo=form_local_clique(connection.gloo))
+        self._local_clique_broken = False
         self._check_devices()
 
     def _hand_over(self, generation: Generation, *, in_place: bool) -> None:
