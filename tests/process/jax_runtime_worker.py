@@ -207,6 +207,10 @@ def use_user_sockets() -> dict:
     return {"inner": accepted.recv(1).decode()}
 
 
+def count_clients() -> dict:
+    return {"clients": forming.living_clients()}
+
+
 def share_cache() -> dict:
     return {"warning": share_compilation_cache()}
 
@@ -229,6 +233,7 @@ ORDERS = {
         meet,
         open_user_sockets,
         use_user_sockets,
+        count_clients,
         share_cache,
         kill_self,
     )

@@ -256,6 +256,7 @@ def test_interrupted_while_a_peer_never_registers(pool: Pool) -> None:
     for index, worker in enumerate((a, b)):
         worker.tell("connect", address=address, index=index, count=3)
     assert_forming_is_interrupted(pool, [a, b])
+    await_clients_gone([a, b], timeout_s=10.0)  # the stand-in waits for 6 s
 
 
 def test_interrupted_while_the_service_does_not_answer(pool: Pool) -> None:
@@ -276,6 +277,7 @@ def test_interrupted_while_a_peer_does_not_exchange_its_topology(pool: Pool, fau
         worker.tell("connect", address=address, index=index, count=3)
     await_struck(victim, fault)
     assert_forming_is_interrupted(pool, [a, b])
+    await_clients_gone([a, b], timeout_s=PROMPT_S)
     pool.drop(victim)
 
 
@@ -290,6 +292,14 @@ def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
     )
     everyone(workers, "meet")
     pool.leave(workers)
+
+
+def await_clients_gone(workers: list[Worker], timeout_s: float) -> None:
+    """What was abandoned in C++ must end, too; until then nobody may close its connection."""
+    deadline = time.monotonic() + timeout_s
+    while any(found["clients"] for found in everyone(workers, "count_clients")):
+        assert time.monotonic() < deadline, "an abandoned client lives on"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("order", ["kill_self", "publish_and"])

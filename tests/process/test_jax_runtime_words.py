@@ -41,7 +41,8 @@ def test_an_error_that_came_from_a_lost_peer_is_recognised() -> None:
     outer.__cause__ = JaxRuntimeError(FAILURES[0])
     assert is_collective_failure(outer)
     assert is_collective_failure(ExceptionGroup("both", [KeyError("x"), FormingInterrupted("given up")]))
-    assert not is_collective_failure(ValueError(FAILURES[0]))
+    assert not is_collective_failure(ValueError("gloo"))
+    assert not is_collective_failure(KeyError(FAILURES[0]))
 
 
 def test_the_users_flags_win_and_ours_are_added() -> None:

@@ -7,7 +7,10 @@ This file imports neither jax nor jaxlib, so that `service` starts in 0.4 s. Imp
 - `distributed`: `connect` and `disconnect`, as often as wanted in one OS process.
 - `forming`: the state of a world that is being formed, and `interrupt_forming` for the guard thread.
 - `gloo`: which sockets are gloo's, and what it publishes while it forms a clique (no jax).
+- `cliques`: ends the wait of a first collective for peers that will never come.
+- `local_clique`: keeps the clique of our own devices through an abort.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
+- `handles`: the one import of jaxlib's extension module.
 - `failures`: `is_collective_failure` and our own errors (jaxlib only).
 - `compile_cache`: a persistent compilation cache that every process writes and hits.
 
