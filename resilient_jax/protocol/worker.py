@@ -100,11 +100,16 @@ SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent tells its worker once, at start."""
+    """What an agent tells its worker once, at start.
+
+    Attributes:
+        tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
+    """
 
     job: str
     host: HostName
     address: str
     token: str
+    tls: tuple[str, str, str] | None = None
     devices_per_host: int | None = None
     forming_timeout_s: float = 30.0

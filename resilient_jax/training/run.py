@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import jax
@@ -29,7 +30,7 @@ from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.solo import SoloLink
 from resilient_jax.training.state_transfer import StateServer, fetch_state
 from resilient_jax.training.world import StateHolder, World
-from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.credentials import Credentials, TlsFiles
 
 Train = Callable[[World], None]
 
@@ -91,7 +92,7 @@ class _Worker:
 
     def __init__(self, descriptor: int, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._credentials = Credentials(settings.token)
+        self._credentials = Credentials(settings.token, _tls_files(settings))
         self._holder = StateHolder()
         self._connection: Connection | None = None
         self._events: list[Event] = []
@@ -286,6 +287,13 @@ class _Worker:
 
     def _note(self, kind: EventKind, **detail: str | float | bool) -> None:
         self._events.append(self._link.happened(kind, **detail))
+
+
+def _tls_files(settings: WorkerSettings) -> TlsFiles | None:
+    if settings.tls is None:
+        return None
+    certificate, key, authority = map(Path, settings.tls)
+    return TlsFiles(certificate=certificate, key=key, authority=authority)
 
 
 def leave_the_background() -> None:

@@ -463,6 +463,7 @@ class Agent:
                 host=settings.host,
                 address=settings.address,
                 token=settings.credentials.token,
+                tls=_tls_paths(settings.credentials),
                 devices_per_host=settings.devices_per_host,
                 forming_timeout_s=settings.config.forming_deadline_s,
             ),
@@ -573,6 +574,11 @@ class Agent:
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()
         self._output.close()
+
+
+def _tls_paths(credentials: Credentials) -> tuple[str, str, str] | None:
+    tls = credentials.tls
+    return None if tls is None else (str(tls.certificate), str(tls.key), str(tls.authority))
 
 
 def _is_users_error(code: int) -> bool:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Final, assert_never
 
 from resilient_jax.training.jax_runtime.cliques import UNREADABLE, CliqueRelease, answers
 from resilient_jax.training.jax_runtime.failures import FormingFailed, FormingInterrupted
@@ -149,20 +149,29 @@ def release(forming: Forming) -> None:
 
 def _release(forming: Forming) -> None:
     with forming.lock:
-        stage, client = forming.stage, forming.client
+        stage = forming.stage
     try:
         match stage:
             case Stage.REGISTERING:
                 stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
                 stand_in.connect()
-            case Stage.EXCHANGING_TOPOLOGY if client is not None and answers(client, forming.known_key):
-                client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE, True)
-                for index in range(forming.process_count):
-                    client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE, True)
-            case _:
+            case Stage.EXCHANGING_TOPOLOGY:
+                _spoil_topology(forming)
+            case Stage.FORMED:
                 pass
+            case _:
+                assert_never(stage)
     except (JaxRuntimeError, RuntimeError) as error:
         logger.debug("releasing %s: %s", forming, error)
+
+
+def _spoil_topology(forming: Forming) -> None:
+    client = forming.client
+    if client is None or not answers(client, forming.known_key):
+        return
+    client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE, True)
+    for index in range(forming.process_count):
+        client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE, True)
 
 
 def new_client(
