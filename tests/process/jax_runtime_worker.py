@@ -173,13 +173,15 @@ def rotate_locally(reverse: bool = False) -> dict:
 def disconnect() -> dict:
     connection, state["connection"], state["kept"] = state["connection"], None, None
     left = distributed.disconnect(connection.gloo if connection is not None else GlooSockets())
+    return {"backends": left.backends, "clients": left.clients}
+
+
+def measure() -> dict:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {
-        "backends": left.backends,
-        "clients": left.clients,
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
     }
 
 
@@ -234,6 +236,7 @@ ORDERS = {
         open_user_sockets,
         use_user_sockets,
         count_clients,
+        measure,
         share_cache,
         kill_self,
     )
