@@ -285,7 +285,8 @@ def test_interrupted_while_a_peer_does_not_exchange_its_topology(pool: Pool, fau
 
 def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
     for found, seconds in interrupt(workers):
-        assert found["error"] == "FormingInterrupted", found
+        # Failed: the other one's interruption, which spoils the world for all, was there first.
+        assert found["error"] in ("FormingInterrupted", "FormingFailed"), found
         assert found["collective"]
         assert seconds < PROMPT_S
     pool.join(workers)
