@@ -63,10 +63,11 @@ def form_next(
 def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
     """Only if all are in the world already and its service lives (new cliques need it).
 
-    After a failure that no death explains, a fresh world is the better bet.
+    After a failure that no death explains, a fresh world is the better bet; and the last host goes on in a
+    world of its own, where its devices need no network to talk to each other.
     """
     generation = state.generation
-    if not kept or joiners or generation.attempts > 0:
+    if len(kept) < 2 or joiners or generation.attempts > 0:
         return False
     connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
     return connected and generation.world > 0 and has_service(state)

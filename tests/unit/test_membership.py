@@ -319,6 +319,7 @@ def test_who_was_left_out_joins_only_when_it_has_answered():
     assert (job.generation.number, job.members) == (4, ["a"])
     assert [(d.host, d.answer) for d in job.generation.dropped] == [("b", 3)]
     job.acknowledge("a")
+    job.serve()
     assert (job.phase, job.members) == (Phase.FORM, ["a"]), "b's last word is older than the order to train"
     job.form()
     job.train(6)
@@ -326,6 +327,15 @@ def test_who_was_left_out_joins_only_when_it_has_answered():
     job.report("b", generation=GenerationNumber(4))
     assert job.phase is Phase.PAUSE
     assert job.generation.reason == "b asked to join"
+
+
+def test_the_last_host_goes_on_in_a_world_of_its_own():
+    job = training("a", "b")
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", step=6)
+    assert job.phase is Phase.QUIESCE, "a new world needs a service first"
+    job.serve()
+    assert (job.phase, job.generation.change, job.generation.step) == (Phase.FORM, Change.REFORM, 6)
 
 
 def test_who_does_not_form_in_time_costs_an_attempt():
@@ -407,6 +417,7 @@ def test_hosts_that_must_all_leave_hand_their_state_to_those_who_come():
     job.form()
     job.train(7)
     stop_at_boundary(job, 8)
+    job.serve()  # the last host gets a world of its own
     assert (job.phase, job.members) == (Phase.FORM, ["b"])
 
 
