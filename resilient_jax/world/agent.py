@@ -65,6 +65,8 @@ STOP_GRACE_S = 2.0
 """A worker that was told to stop because the job failed gets this long before SIGKILL."""
 FINISH_GRACE_S = 60.0
 """After the job is done the script may still save or print; this bounds it."""
+RELAY_GRACE_S = 10.0
+"""JAX's client takes up to 5 s more than its own deadline to give up."""
 DRAIN_DEADLINE_S = 25.0
 """Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
 
@@ -411,8 +413,10 @@ class Agent:
             old, self._relay = self._relay, Relay(generation.service)
             await self._relay.start(self._settings.address)
             if old is not None:
-                # The worker hangs up itself when it leaves the old world; until then it must not be cut.
-                asyncio.get_running_loop().call_later(30.0, lambda: asyncio.ensure_future(old.close()))
+                # The worker hangs up itself when it leaves the old world; until then it must not be cut. An
+                # attempt to connect that it abandoned lives as long as its deadline.
+                lived_out_s = self._settings.config.forming_deadline_s + RELAY_GRACE_S
+                asyncio.get_running_loop().call_later(lived_out_s, lambda: asyncio.ensure_future(old.close()))
         return self._relay.address
 
     # The worker.
