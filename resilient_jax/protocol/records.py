@@ -29,9 +29,6 @@ class Phase(enum.StrEnum):
     """The job has ended; nothing follows."""
 
 
-PHASE_ORDER = (Phase.PAUSE, Phase.BOUNDARY, Phase.QUIESCE, Phase.FORM, Phase.ACTIVE, Phase.FINISHED)
-
-
 class Change(enum.StrEnum):
     """How a generation is built from the one before."""
 

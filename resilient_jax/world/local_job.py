@@ -16,7 +16,7 @@ from typing import Self
 import msgspec
 
 from resilient_jax.errors import InternalError, ResilientJaxError
-from resilient_jax.events import Event, EventKind
+from resilient_jax.events import Event
 from resilient_jax.protocol.fault_points import ANY_STEP, DIRECTORY_VARIABLE, FaultPointController, Place
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.world.child import bound_to_this_process
@@ -197,12 +197,3 @@ def describe(event: Event) -> str:
     detail = " ".join(f"{name}={value}" for name, value in event.detail.items())
     where = f"g{event.generation}" if event.generation is not None else ""
     return f"{event.monotonic_s:.3f} {event.host} {event.kind} {where} {detail}"
-
-
-def is_phase(event: Event, phase: str, after_s: float = 0.0) -> bool:
-    """Whether the event says that a generation reached `phase` after a monotonic time."""
-    return (
-        event.kind is EventKind.GENERATION_PHASE
-        and event.detail.get("phase") == phase
-        and event.monotonic_s > after_s
-    )
