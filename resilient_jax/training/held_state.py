@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from resilient_jax.errors import StateError
 
@@ -163,7 +163,7 @@ def _check_same_paths(wanted: list[str], found: list[str]) -> None:
 def _place(path: str, value: jax.Array | np.ndarray, sharding: Sharding | None) -> jax.Array:
     if isinstance(value, np.ndarray):
         if sharding is None:
-            return jnp.asarray(value)
+            sharding = SingleDeviceSharding(jax.local_devices()[0])
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
     if sharding is None:
         if value.is_fully_addressable:
@@ -196,8 +196,10 @@ def _same(one: tuple[slice, ...], other: tuple[slice, ...] | None, shape: tuple[
 
 
 def place_initial(tree: Tree, sharding: ShardingRule | None) -> Tree:
-    """A state that was just made by the init function, placed like a restored one."""
-    if sharding is None:
-        return tree
+    """A state that was just made by the init function, placed like a restored one.
+
+    Also committed like one: a program compiled for arrays that may lie anywhere is compiled again for arrays
+    that lie there, and that would be in the stall after the first failure.
+    """
     abstract = jax.eval_shape(lambda: tree)
     return restore(abstract, to_host(hold(0, tree)), sharding)

@@ -43,7 +43,11 @@ class HostSum:
         self._row = sorted(by_host).index(process_index)
 
     def __call__(self, tree: Tree) -> Tree:
-        """The sum over hosts of each leaf, replicated over this host's devices."""
+        """The sum over hosts of each leaf, where the leaf lay.
+
+        The very sharding, not just the devices: an update that takes the sums and the state would else give a
+        state of another sharding, and every program of the step would be compiled once more for it.
+        """
         leaves, treedef = jax.tree.flatten(tree)
         groups: dict[Any, list[int]] = {}
         for position, leaf in enumerate(leaves):
@@ -56,7 +60,7 @@ class HostSum:
             flat = _pack(self._local, self._width)(mine)
             total = self._across_hosts(flat)
             for position, leaf in zip(positions, _unpack(self._local, shapes)(total), strict=True):
-                totals[position] = leaf
+                totals[position] = _lay_like(leaves[position], leaf)
         return jax.tree.unflatten(treedef, totals)
 
     def _across_hosts(self, flat: jax.Array) -> jax.Array:
@@ -72,6 +76,17 @@ class HostSum:
         return jax.make_array_from_single_device_arrays(
             flat.shape, flat.sharding, [shard.data for shard in total.addressable_shards]
         )
+
+
+def _lay_like(origin: object, total: jax.Array) -> jax.Array:
+    """`total`, which every local device has, with the sharding of `origin`, which lay on some of them."""
+    if not isinstance(origin, jax.Array) or origin.sharding == total.sharding:
+        return total
+    if not origin.is_fully_replicated:
+        return jax.device_put(total, origin.sharding)
+    by_device = {shard.device: shard.data for shard in total.addressable_shards}
+    parts = [by_device[device] for device in origin.sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import time
 import traceback
@@ -106,6 +107,8 @@ class _Worker:
 
     def run(self, train: Train) -> None:
         leave_the_background()
+        gc.collect()
+        gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
         self._link.be_ready(self._server.endpoint)
         while True:
             order = self._link.wait_form()

@@ -174,7 +174,7 @@ class World:
         self._reach(Place.AFTER_COMMIT)
 
     def sum(self, tree: Tree) -> Tree:
-        """The sum over live hosts of each leaf, replicated over this host's devices; one all-reduce.
+        """The sum over live hosts of each leaf, which lies where the leaf lay; one all-reduce.
 
         Every live host must call it, with the same shapes. The order of summation depends on the
         membership: equal within rounding, not bit for bit.

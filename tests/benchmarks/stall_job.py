@@ -93,7 +93,8 @@ def tokens_of(step: int, index: int) -> np.ndarray:
 
 
 def zeros_like(params: Params) -> tuple[jax.Array, Params]:
-    return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    """Committed to the device, like the sums that follow: else `accumulate` is compiled twice."""
+    return jax.device_put((jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), jax.local_devices()[0])
 
 
 def train_ours(world: rj.World, steps: int, times: list[float]) -> None:

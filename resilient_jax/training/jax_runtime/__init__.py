@@ -12,6 +12,7 @@ This file imports neither jax nor jaxlib, so that `service` starts in 0.4 s. Imp
 - `abort`: `abort_collectives`, for the guard thread (no jax).
 - `handles`: the one import of jaxlib's extension module.
 - `failures`: `is_collective_failure` and our own errors (jaxlib only).
+- `traces`: what JAX traced outlives its backend.
 - `compile_cache`: a persistent compilation cache that every process writes and hits.
 
 Private parts used, and why a public one does not do:
@@ -25,6 +26,8 @@ Private parts used, and why a public one does not do:
 `jax._src.xla_bridge.make_cpu_client`           the CPU backend on those collectives
 `jax._src.xla_bridge._backend_factories`        to put that backend where JAX finds it, and take it back
 `jax._src.xla_bridge._backends`                 to see after `disconnect` whether the old one is gone
+`jax._src.interpreters.partial_eval             so that a re-form compiles again, but does not trace
+.trace_to_jaxpr`, `jax._src.util._caches`       again
 keys `cpu:global_topology/`, `cpu:gloo/`        to end waits of a world that will never be complete
 the layout of gloo's published address          the same, for a connection that will never come
 `jax._src.{compiler,compilation_cache,          every process writes the persistent cache, under a key

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import jax
@@ -38,6 +38,7 @@ from resilient_jax.training.jax_runtime.handles import (
     RuntimeClient,
     jaxlib_runtime,
 )
+from resilient_jax.training.jax_runtime.traces import forget_traces, keep_traces
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +133,10 @@ def connect(
 
 
 def disconnect(gloo: GlooSockets) -> Leftovers:
-    """Leaves the world: its backend, client, programs and caches are dropped, and `connect` works again.
+    """Leaves the world: its backend, client and programs are dropped, and `connect` works again.
 
-    Every array, device, executable and caught exception (its traceback holds frames) that the caller still
+    What was traced is kept, if no device is in it: a function that was jitted once is compiled again for the
+    new backend, not traced again. Every array, device, executable and caught exception (its traceback holds frames) that the caller still
     refers to keeps the old backend in memory, invisible to JAX; the returned counts say so. Arrays that
     should outlive it must be copied to host memory first. Collectives in flight are aborted.
 
@@ -148,15 +150,21 @@ def disconnect(gloo: GlooSockets) -> Leftovers:
     aborter = threading.Thread(target=_keep_aborting, args=(gloo, left), name="resilient-jax-leave")
     aborter.start()
     try:
-        _forget()
+        with keep_traces():
+            _forget()
         gc.collect()
+        if _alive(backends):
+            forget_traces()  # a constant in one of them may be what holds it
+            gc.collect()
     finally:
         left.set()
         aborter.join()
         formings.set_current(None)
-    return Leftovers(
-        backends=sum(ref() is not None for ref in backends), clients=sum(ref() is not None for ref in clients)
-    )
+    return Leftovers(backends=_alive(backends), clients=_alive(clients))
+
+
+def _alive(references: Sequence[Callable[[], object]]) -> int:
+    return sum(reference() is not None for reference in references)
 
 
 def _keep_aborting(gloo: GlooSockets, left: threading.Event) -> None:
