@@ -25,7 +25,7 @@ from resilient_jax.training.jax_runtime.abort import abort_collectives
 from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
-from resilient_jax.training.jax_runtime.forming import interrupt_forming
+from resilient_jax.training.jax_runtime.forming import interrupt_forming, is_detached
 from resilient_jax.training.jax_runtime.local_clique import form_local_clique
 from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.solo import SoloLink
@@ -118,7 +118,7 @@ class _Worker:
                 return
             done, failure = self._live_through(order, train)
             self._note(EventKind.UNWOUND, done=done)
-            if self._local_clique_broken:
+            if self._local_clique_broken or is_detached():
                 self._link.left_world()  # nothing of this world can be used again: no shrink in place
             self._link.go_idle(
                 step=self._holder.step,

@@ -1,8 +1,10 @@
-"""Turns a hang in a gloo collective into an exception, from another thread. Imports no jax."""
+"""Turns a hang on a connection into an exception, from another thread. Imports no jax."""
 
 import socket
+from collections.abc import Callable
 
 from resilient_jax.training.jax_runtime.gloo import (
+    Endpoint,
     GlooSockets,
     duplicate,
     is_listener,
@@ -24,17 +26,27 @@ def abort_collectives(gloo: GlooSockets) -> int:
     Returns:
         How many connections were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
     """
-    return sum(_try_shut(descriptor, gloo) for descriptor in socket_descriptors())
 
-
-def _try_shut(descriptor: int, gloo: GlooSockets) -> bool:
-    with duplicate(descriptor) as copy:
-        if copy is None or is_listener(copy):
-            return False
-        here, there = local_endpoint(copy), remote_endpoint(copy)
-        if here not in gloo.own and there not in gloo.own | gloo.peers:
-            return False
+    def is_gloos(here: Endpoint | None, there: Endpoint | None) -> bool:
         if (here, there) in gloo.spared:
+            return False
+        return here in gloo.own or there in gloo.own | gloo.peers
+
+    return _shut_connections(is_gloos)
+
+
+def hang_up_on(endpoint: Endpoint) -> int:
+    """Shuts this process's connections to `endpoint`; gives how many."""
+    return _shut_connections(lambda _, there: there == endpoint)
+
+
+def _shut_connections(chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> int:
+    return sum(_try_shut(descriptor, chosen) for descriptor in socket_descriptors())
+
+
+def _try_shut(descriptor: int, chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> bool:
+    with duplicate(descriptor) as copy:
+        if copy is None or is_listener(copy) or not chosen(local_endpoint(copy), remote_endpoint(copy)):
             return False
         try:
             copy.shutdown(socket.SHUT_RDWR)

@@ -12,6 +12,10 @@ connect to our own listener under the number that the pair waits for, and hang u
 connection itself gets one, or a refusal, from the kernel; `abort_collectives` does for the former.)
 All this is harmless to a complete clique. It spoils an incomplete one for good, on all processes: so it must
 have ended on every process before the next generation begins in the same world.
+
+When the service is dead nothing can be published, not by gloo either, which waits for that, too. Then our own
+client detaches: that asks nobody, cancels the waits for keys, and from then on its connection may be hung up
+without harm, which ends the rest. This world forms no clique any more; without its service it could not anyway.
 """
 
 import logging
@@ -20,6 +24,7 @@ import socket
 import struct
 from typing import Final
 
+from resilient_jax.training.jax_runtime.abort import hang_up_on
 from resilient_jax.training.jax_runtime.gloo import Endpoint, GlooSockets
 from resilient_jax.training.jax_runtime.handles import JaxRuntimeError, RuntimeClient
 
@@ -30,8 +35,6 @@ UNREADABLE: Final = b"\xff" * 8 + b" resilient_jax: this world was given up"
 """For gloo a host name of 2**64 - 1 bytes, for protobuf an endless number: both refuse it cleanly."""
 PROBE_MS: Final = 100
 """The one request to the service that has a deadline; without an answer no other is made."""
-DEAD_SERVICE_S: Final = 1.0
-"""How long an unanswered probe counts."""
 PATIENCE_S: Final = 0.04
 """Shutting connections is enough for complete cliques; only who still waits after that needs more."""
 HANG_UP_S: Final = 0.12
@@ -48,22 +51,26 @@ Published = dict[str, dict[int, bytes]]
 class CliqueRelease:
     """Escalates, over repeated calls, what it takes to end the waits of one world's cliques."""
 
-    def __init__(self, client: RuntimeClient, gloo: GlooSockets, known_key: str) -> None:
-        """`known_key` is a key that is in the service's store: whether it can be read says if the service lives."""
+    def __init__(self, client: RuntimeClient, service: Endpoint, gloo: GlooSockets, known_key: str) -> None:
+        """`known_key` is a key that is in the service's store: whether it can be read says if the service lives.
+
+        `service` is the service's address as our client reaches it, the relay's.
+        """
         self._client = client
+        self._service = service
         self._gloo = gloo
         self._known_key = known_key
         self._began_s = -math.inf
         self._last_s = -math.inf
-        self._dead_s = -math.inf
+        self.detached = False
+        """Whether the service was found dead: this world forms no clique any more."""
         self._called: set[int] = set()
 
     def release(self, now_s: float) -> int:
         """Ends the waits of this process for cliques that are being formed.
 
         Repeat it, as `abort_collectives`, until the waiting thread has unwound. Does nothing at first, then
-        publishes, then hangs up. Blocks for 0.1 s when the service is dead (a wait for an address then has no
-        end but its own 30 minutes, or a kill), never longer.
+        publishes, then hangs up. Blocks for 0.1 s, once, when the service is dead.
 
         Returns:
             How many waits it may have ended.
@@ -72,11 +79,13 @@ class CliqueRelease:
             self._began_s = now_s
         self._last_s = now_s
         since_s = now_s - self._began_s
-        if since_s < PATIENCE_S or now_s - self._dead_s < DEAD_SERVICE_S:
+        if since_s < PATIENCE_S:
             return 0
-        if not answers(self._client, self._known_key):
-            self._dead_s = now_s
-            return 0
+        if not self.detached and not answers(self._client, self._known_key):
+            self.detached = True
+            self._client.shutdown()  # 0.5 ms, measured with a stopped service
+        if self.detached:
+            return hang_up_on(self._service)
         published = _published(self._client)
         released = sum(_try_publish(self._client, key) for key in missing_keys(published))
         if since_s >= HANG_UP_S:

@@ -127,7 +127,8 @@ def connect(
         raise
     (connection,) = found
     client = jax_distributed.global_state.client
-    formings.set_current(CliqueRelease(client, connection.gloo, attempt.known_key))
+    host, _, port = attempt.address.rpartition(":")
+    formings.set_current(CliqueRelease(client, (host, int(port)), connection.gloo, attempt.known_key))
     jax.devices()  # so that other platforms, too, are there when we return
     return connection
 

@@ -142,6 +142,12 @@ def interrupt_forming() -> bool:
     return True
 
 
+def is_detached() -> bool:
+    """Whether an interruption found the service dead and gave it up: go on in a new world only."""
+    with _current_lock:
+        return isinstance(_current, CliqueRelease) and _current.detached
+
+
 def release(forming: Forming) -> None:
     """Ends the C++ wait of an abandoned attempt as well as can be, without blocking."""
     threading.Thread(target=_release, args=(forming,), name="resilient-jax-release", daemon=True).start()
