@@ -19,6 +19,7 @@ class EventKind(enum.StrEnum):
     WORKER_READY = "worker.ready"
     WORKER_EXITED = "worker.exited"
     WORKER_STOPPED = "worker.stopped"
+    WORKER_DYING = "worker.dying"
     WORKER_SILENT = "worker.silent"
     WORKER_KILLED = "worker.killed"
     RESTART_DELAYED = "restart.delayed"
@@ -49,6 +50,7 @@ class EventKind(enum.StrEnum):
     STEP_COMMITTED = "step.committed"
     USER_ERROR = "user.error"
     COMPILE_CACHE_OFF = "compile_cache.off"
+    TRIPWIRE_OFF = "tripwire.off"
     # transport
     TOKEN_REFUSED = "token.refused"
     MESSAGE_REFUSED = "message.refused"

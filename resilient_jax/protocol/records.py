@@ -188,6 +188,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         stopped: the process is stopped (SIGSTOP), or its guard thread has been silent for too long.
+        dying: its threads have ended; the exit code follows when the kernel is done with its memory.
         exit_code: as Python's subprocess gives it: negative for a signal. None while it runs.
         error: the end of what it wrote to standard error, when it exited by itself.
     """
@@ -196,13 +197,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     report: WorkerReport = msgspec.field(default_factory=WorkerReport)
     stopped: bool = False
+    dying: bool = False
     exit_code: int | None = None
     error: str = ""
 
     @property
     def alive(self) -> bool:
         """Whether it can take part: running, and neither stopped nor silent."""
-        return self.exit_code is None and not self.stopped
+        return self.exit_code is None and not self.stopped and not self.dying
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):

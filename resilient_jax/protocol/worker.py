@@ -95,6 +95,8 @@ RESTART_EXIT_CODE = 75
 
 LINK_VARIABLE = "RESILIENT_JAX_LINK"
 """Environment variable with the worker's end of the socket pair, as a file descriptor."""
+TRIPWIRE_VARIABLE = "RESILIENT_JAX_TRIPWIRE"
+"""Environment variable with the write end of a pipe whose closing means that the worker dies."""
 SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
 """Environment variable with `WorkerSettings` as JSON."""
 

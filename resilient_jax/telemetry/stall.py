@@ -17,6 +17,7 @@ from resilient_jax.events import Event, EventKind
 TELLTALES = frozenset(
     {
         EventKind.WORKER_EXITED,
+        EventKind.WORKER_DYING,
         EventKind.WORKER_STOPPED,
         EventKind.HOST_LOST,
         EventKind.COLLECTIVE_FAILED,

@@ -18,7 +18,14 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.fault_points import FaultPoints, Place
 from resilient_jax.protocol.records import Change, Failure, FailureKind, Generation, Source
-from resilient_jax.protocol.worker import LINK_VARIABLE, SETTINGS_VARIABLE, Form, Stop, WorkerSettings
+from resilient_jax.protocol.worker import (
+    LINK_VARIABLE,
+    SETTINGS_VARIABLE,
+    TRIPWIRE_VARIABLE,
+    Form,
+    Stop,
+    WorkerSettings,
+)
 from resilient_jax.training import reduction
 from resilient_jax.training.held_state import HeldState, to_host
 from resilient_jax.training.jax_runtime.abort import abort_collectives
@@ -30,6 +37,7 @@ from resilient_jax.training.jax_runtime.local_clique import form_local_clique
 from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.solo import SoloLink
 from resilient_jax.training.state_transfer import StateServer, fetch_state
+from resilient_jax.training.tripwire import lay_tripwire
 from resilient_jax.training.world import StateHolder, World
 from resilient_jax.transport.credentials import Credentials, TlsFiles
 
@@ -70,7 +78,8 @@ def run(train: Train) -> None:
         _run_alone(train)
         return
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
-    _Worker(int(descriptor), settings).run(train)
+    tripwire = os.environ.pop(TRIPWIRE_VARIABLE, None)
+    _Worker(int(descriptor), settings).run(train, int(tripwire) if tripwire is not None else None)
 
 
 def _run_alone(train: Train) -> None:
@@ -105,8 +114,10 @@ class _Worker:
         if (warning := share_compilation_cache()) is not None:
             self._link.happened(EventKind.COMPILE_CACHE_OFF, why=warning)
 
-    def run(self, train: Train) -> None:
+    def run(self, train: Train, tripwire: int | None) -> None:
         leave_the_background()
+        if tripwire is not None and (problem := lay_tripwire(tripwire)) is not None:
+            self._link.happened(EventKind.TRIPWIRE_OFF, why=problem)
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
         self._link.be_ready(self._server.endpoint)

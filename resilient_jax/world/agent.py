@@ -509,11 +509,14 @@ class Agent:
         was_stopped = self._worker_status is not None and self._worker_status.stopped
         if worker.stopped and not was_stopped:
             self._log.record(EventKind.WORKER_STOPPED, pid=worker.child.pid, step=worker.report.step)
+        if worker.dying and self._worker_status is not None and not self._worker_status.dying:
+            self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
         self._worker_status = WorkerStatus(
             incarnation=worker.incarnation,
             pid=worker.child.pid,
             report=worker.report,
             stopped=worker.stopped,
+            dying=worker.dying,
             exit_code=worker.child.exit_code,
             error=_error_of(worker),
         )

@@ -15,6 +15,7 @@ from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.worker import (
     LINK_VARIABLE,
     SETTINGS_VARIABLE,
+    TRIPWIRE_VARIABLE,
     WORD_DECODER,
     Happened,
     Order,
@@ -28,24 +29,31 @@ from resilient_jax.world.output import WorkerOutput
 POLL_S = 0.1
 """How often the process's state is read; a stop must be seen twice, so that a blink does not count."""
 
+WORKERS_OWN = (LINK_VARIABLE, SETTINGS_VARIABLE, TRIPWIRE_VARIABLE)
+
 ENCODER = msgspec.msgpack.Encoder()
 
 
 class WorkerProcess:
-    """A worker and its socket pair.
+    """A worker, its socket pair, and the pipe that closes when it dies.
 
     Attributes:
         report: the newest the worker said of itself.
         stopped: it is stopped, or silent for longer than the deadline.
+        dying: its threads have ended; its exit code follows.
     """
 
-    def __init__(self, incarnation: Incarnation, child: Child, link: socket.socket, clock: Clock) -> None:
+    def __init__(
+        self, incarnation: Incarnation, child: Child, link: socket.socket, tripwire: int, clock: Clock
+    ) -> None:
         self.incarnation = incarnation
         self.child = child
         self.report = WorkerReport()
         self.stopped = False
+        self.dying = False
         self.error = ""
         self._link = link
+        self._tripwire = tripwire
         self._clock = clock
         self._last_word_s = clock.monotonic_s()
         self._writer: asyncio.StreamWriter | None = None
@@ -59,20 +67,22 @@ class WorkerProcess:
         settings: WorkerSettings,
         clock: Clock,
     ) -> "WorkerProcess":
-        """Starts `python -u COMMAND...` with its end of a socket pair as an open descriptor."""
+        """Starts `python -u COMMAND...` with its ends of a socket pair and of a pipe."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        tripwire, held = os.pipe()
+        with theirs, os.fdopen(held, "wb"):
             child = Child(
                 [sys.executable, "-u", *command],
                 env={
                     **environment,
                     LINK_VARIABLE: str(theirs.fileno()),
+                    TRIPWIRE_VARIABLE: str(held),
                     SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
                 },
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), held),
             )
         ours.setblocking(False)
-        return cls(incarnation, child, ours, clock)
+        return cls(incarnation, child, ours, tripwire, clock)
 
     async def follow(
         self,
@@ -91,6 +101,8 @@ class WorkerProcess:
         ]
         process.stdout.close()
         process.stderr.close()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._tripwire, self._on_tripwire, on_change)
         listening = asyncio.create_task(self._listen(on_change, on_word))
         watching = asyncio.create_task(self._watch(silence_deadline_s, on_change))
         try:
@@ -102,10 +114,17 @@ class WorkerProcess:
         finally:
             for task in (*pumps, listening, watching):
                 task.cancel()
+            loop.remove_reader(self._tripwire)
+            os.close(self._tripwire)
             if self._writer is not None:
                 self._writer.close()
             else:
                 self._link.close()
+
+    def _on_tripwire(self, on_change: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._tripwire)
+        self.dying = True
+        on_change()
 
     def order(self, order: Order) -> None:
         """Sends an order; to a dead worker it is lost, which its exit will tell."""
@@ -147,4 +166,4 @@ class WorkerProcess:
 
 def current_environment() -> dict[str, str]:
     """This process's environment without what belongs to another agent."""
-    return {k: v for k, v in os.environ.items() if k not in (LINK_VARIABLE, SETTINGS_VARIABLE)}
+    return {k: v for k, v in os.environ.items() if k not in WORKERS_OWN}

@@ -137,9 +137,10 @@ def disconnect(gloo: GlooSockets) -> Leftovers:
     """Leaves the world: its backend, client and programs are dropped, and `connect` works again.
 
     What was traced is kept, if no device is in it: a function that was jitted once is compiled again for the
-    new backend, not traced again. Every array, device, executable and caught exception (its traceback holds frames) that the caller still
-    refers to keeps the old backend in memory, invisible to JAX; the returned counts say so. Arrays that
-    should outlive it must be copied to host memory first. Collectives in flight are aborted.
+    new backend, not traced again. Every array, device, executable and caught exception (its traceback holds
+    frames) that the caller still refers to keeps the old backend in memory, invisible to JAX; the returned
+    counts say so. Arrays that should outlive it must be copied to host memory first. Collectives in flight
+    are aborted.
 
     The service is not told: a world is left because it is broken, and a dead service would make
     `client.shutdown` wait.

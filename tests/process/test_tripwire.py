@@ -1,0 +1,72 @@
+"""The pipe that closes when a worker begins to die."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 30.0
+SCRIPT = """
+import os, sys
+from resilient_jax.training.tripwire import lay_tripwire
+tripwire, other = map(int, sys.argv[1:])
+print(lay_tripwire(tripwire), flush=True)
+os.close(other)
+sys.stdin.read()
+"""
+
+
+def closes(descriptor: int, within_s: float) -> bool:
+    return bool(select.select([descriptor], [], [], within_s)[0]) and os.read(descriptor, 1) == b""
+
+
+def test_a_thread_of_its_own_holds_it_and_nothing_else() -> None:
+    tripwire, held = os.pipe()
+    other, others_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(held), str(others_end)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(held, others_end),
+    )
+    os.close(held)
+    os.close(others_end)
+    try:
+        assert process.stdout is not None
+        answer = process.stdout.readline().decode().strip()
+        if "Operation not permitted" in answer:
+            pytest.skip(f"this sandbox forbids it: {answer}")
+        assert answer == "None"
+        assert closes(other, DEADLINE_S), "the thread holds a copy of a descriptor that was closed"
+        assert not closes(tripwire, 0.0)
+        tables = [set(os.listdir(task / "fd")) for task in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert [table for table in tables if str(held) in table] == [{str(held)}]
+        process.send_signal(signal.SIGKILL)
+        assert closes(tripwire, DEADLINE_S)
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        os.close(tripwire)
+        os.close(other)
+
+
+def test_where_it_is_forbidden_the_reason_is_given_and_the_descriptor_kept() -> None:
+    script = (
+        "import os, sys\n"
+        "from resilient_jax.training import tripwire\n"
+        "class Libc:\n"
+        "    def unshare(self, flags): import ctypes; ctypes.set_errno(1); return -1\n"
+        "tripwire._libc = Libc()\n"
+        "read, write = os.pipe()\n"
+        "print(tripwire.lay_tripwire(write)); os.fstat(write)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert found.stdout.strip() == "unshare(CLONE_FILES): Operation not permitted", found.stderr
