@@ -43,8 +43,9 @@ from resilient_jax.transport.credentials import Credentials, TlsFiles
 
 Train = Callable[[World], None]
 
-SPARE_LOCAL_CLIQUE_S: Final = 0.5
-"""An abort takes effect within milliseconds; a main thread that is not out by then waits for something else."""
+SPARE_LOCAL_CLIQUE_S: Final = 1.5
+"""gloo gives up within 0.5 s, with large arrays in flight; a main thread that is not out by then waits for something
+else."""
 JOB_FAILED_EXIT_CODE: Final = 74
 """Of a worker whose job ended because of another host; the agent looks at the job's outcome instead."""
 
@@ -172,7 +173,7 @@ class _Worker:
         if connection is None:
             return
         gloo = connection.gloo
-        if now_s - self._interrupting_since_s > SPARE_LOCAL_CLIQUE_S:
+        if gloo.spared and now_s - self._interrupting_since_s > SPARE_LOCAL_CLIQUE_S:
             gloo = dataclasses.replace(gloo, spared=frozenset())
             self._local_clique_broken = True
         abort_collectives(gloo)
