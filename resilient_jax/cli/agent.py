@@ -32,7 +32,8 @@ from resilient_jax.store.remote import RemoteStore
 from resilient_jax.training.jax_runtime.flags import worker_environment
 from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.server import Server
-from resilient_jax.world.agent import Agent, AgentSettings
+from resilient_jax.world.agent import Agent
+from resilient_jax.world.agent_settings import AgentSettings
 from resilient_jax.world.launcher import TOKEN_VARIABLE
 from resilient_jax.world.run_directory import create
 from resilient_jax.world.worker_process import current_environment
