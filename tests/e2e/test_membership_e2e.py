@@ -13,6 +13,7 @@ from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.records import Phase
 from resilient_jax.world.inspection import JobReport, Part
 
 pytestmark = pytest.mark.timeout(280)
@@ -72,6 +73,36 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
         tiny.signal(Part.WORKER, second, signal.SIGKILL)
         tiny.job.release()
         tiny.wait_training(3, number_of(report) + 2)
+        tiny.finish()
+
+
+def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 4, options=ONE_DEVICE) as tiny:
+        report = tiny.wait_training(4)
+        assert report.generation is not None
+        hosts = [member.host for member in report.generation.members]
+        victim = next(host for host in hosts if host != report.leader)
+        survivors = [host for host in hosts if host != victim]
+        step = tiny.step() + 4
+        tiny.job.hold(Place.BEFORE_SUM, survivors, step)
+        tiny.job.wait_held(survivors, RECOVERY_S)
+        tiny.signal(Part.WORKER, victim, signal.SIGKILL)
+        # Another order for the same place: they go on into the broken collective, and are held again in the
+        # same step of the generation that follows, before its first collective.
+        tiny.job.hold(Place.BEFORE_SUM, survivors[::-1], step)
+        tiny.job.wait_report(
+            "a smaller generation",
+            lambda now: (
+                now.generation is not None
+                and now.generation.phase is Phase.ACTIVE
+                and len(now.generation.members) == 3
+            ),
+            RECOVERY_S,
+        )
+        tiny.job.wait_held(survivors, RECOVERY_S)
+        tiny.signal(Part.SERVICE, "leader", signal.SIGKILL)
+        tiny.job.release()
+        tiny.wait_training(4, number_of(report) + 1)
         tiny.finish()
 
 
