@@ -46,7 +46,7 @@ def test_a_notice_is_a_planned_leave_and_one_host_is_enough_to_come_back_from(tm
         for host in dead:
             pod.start(host)
         pod.wait_training(4, number_of(report))
-        assert all(pod.steps_of(host)[-1] > alone for host in dead)
+        wait_until("their steps", lambda: all(pod.steps_of(host)[-1] > alone for host in dead), RECOVERY_S)
         pod.finish()
 
 

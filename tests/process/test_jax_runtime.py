@@ -297,12 +297,13 @@ def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
     pool.leave(workers)
 
 
-def await_clients_gone(workers: list[Worker], timeout_s: float = 20.0) -> None:
+def await_clients_gone(workers: list[Worker]) -> None:
     """What was abandoned in C++ must end, too; until then nobody may close its connection.
 
-    A stand-in of a process that was interrupted while registering takes 6 or 7 s.
+    A stand-in of a process that was interrupted while registering takes 6 or 7 s. Where the one it pushed out
+    came back and won, that one ends at the deadline of its own `connect`, 20 s, and the service's 5 s of grace.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + DEADLINE_S
     while any(found["clients"] for found in everyone(workers, "count_clients")):
         assert time.monotonic() < deadline, "an abandoned client lives on"
         time.sleep(0.02)
