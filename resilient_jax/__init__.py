@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
     from resilient_jax.training.run import run as run
+    from resilient_jax.training.step.assignment import ReplicaShape as ReplicaShape
+    from resilient_jax.training.step.sums import Microbatch as Microbatch
     from resilient_jax.training.world import World as World
 
 _HOME = {
+    "Microbatch": "resilient_jax.training.step.sums",
+    "ReplicaShape": "resilient_jax.training.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
     "World": "resilient_jax.training.world",
     "run": "resilient_jax.training.run",
 }
 
-__all__ = ["ResilientJaxError", "World", "run"]
+__all__ = ["Microbatch", "ReplicaShape", "ResilientJaxError", "World", "run"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for

@@ -17,13 +17,21 @@ HOLD_LIMIT_S = 60.0
 """A controller that died must not hang a worker for ever."""
 POLL_S = 0.005
 ANY_STEP = -1
+ANY_INDEX = -1
+"""At places that have no microbatch, and in orders for whichever comes first."""
 
 
 class Place(enum.StrEnum):
     """Where a worker can be held."""
 
+    BEFORE_MICROBATCH = "before_microbatch"
+    """About to compute one microbatch."""
     BEFORE_SUM = "before_sum"
-    """About to enter the all-reduce: the others wait inside it."""
+    """About to enter the reduction: the others wait inside it."""
+    AFTER_SUM = "after_sum"
+    """The sum is there, the update is not."""
+    BEFORE_COMMIT = "before_commit"
+    """In the update: it was handed to the devices, and the committed state is the one before it."""
     AFTER_COMMIT = "after_commit"
     """Between two steps."""
     BEFORE_CONNECT = "before_connect"
@@ -36,6 +44,7 @@ class HoldOrder(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
     step: int
     hosts: tuple[str, ...]
+    index: int = ANY_INDEX
 
 
 class FaultPoints:
@@ -51,10 +60,12 @@ class FaultPoints:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
-    def reach(self, place: Place, step: int = ANY_STEP) -> None:
+    def reach(self, place: Place, step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
         """Waits here for as long as an order says so."""
         order = _read_order(self._directory)
         if order is None or order.place is not place or order.step != step or self._host not in order.hosts:
+            return
+        if order.index not in (ANY_INDEX, index):
             return
         (self._directory / f"at-{self._host}").touch()
         end_s = time.monotonic() + HOLD_LIMIT_S
@@ -69,10 +80,10 @@ class FaultPointController:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def hold(self, place: Place, hosts: Iterable[str], step: int = ANY_STEP) -> None:
+    def hold(self, place: Place, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
         """From now on these hosts wait at that place."""
         self.release()
-        order = HoldOrder(place=place, step=step, hosts=tuple(hosts))
+        order = HoldOrder(place=place, step=step, hosts=tuple(hosts), index=index)
         temporary = self.directory / "order.tmp"
         temporary.write_bytes(msgspec.json.encode(order))
         temporary.replace(self.directory / "order.json")

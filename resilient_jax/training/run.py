@@ -26,7 +26,6 @@ from resilient_jax.protocol.worker import (
     Stop,
     WorkerSettings,
 )
-from resilient_jax.training import reduction
 from resilient_jax.training.held_state import HeldState, to_host
 from resilient_jax.training.jax_runtime.abort import abort_collectives
 from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
@@ -37,6 +36,7 @@ from resilient_jax.training.jax_runtime.local_clique import form_local_clique
 from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.solo import SoloLink
 from resilient_jax.training.state_transfer import StateServer, fetch_state
+from resilient_jax.training.step import reduction
 from resilient_jax.training.tripwire import lay_tripwire
 from resilient_jax.training.world import StateHolder, World
 from resilient_jax.transport.credentials import Credentials, TlsFiles
@@ -237,11 +237,11 @@ class _Worker:
         """Ends with the state of `generation.step` here: kept, or fetched from a host that has it."""
         host = self._settings.host
         if host in generation.behind:
-            self._holder.state = None  # an older state is of no use, and its arrays are in the way
+            self._holder.forget()  # an older state is of no use, and its arrays are in the way
             self._holder.state = self._fetch(generation)
             return
         if not generation.sources:
-            self._holder.state = None  # the job begins, again if it must: nobody's state counts
+            self._holder.forget()  # the job begins, again if it must: nobody's state counts
             return
         held = self._holder.state
         assert held is not None, "whoever is not behind holds the state"
@@ -253,6 +253,8 @@ class _Worker:
                 self._server.offer(generation.number, copy)
             if not in_place:
                 self._holder.state = copy
+                for kept in self._holder.contributions.values():
+                    kept.move_to_host()
 
     def _fetch(self, generation: Generation) -> HeldState:
         started_s = time.monotonic()

@@ -1,5 +1,6 @@
 """What the user's train function gets: the live hosts, their devices, the steps, and the state."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -10,12 +11,17 @@ from jax.sharding import Mesh
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
-from resilient_jax.protocol.fault_points import FaultPoints, Place
+from resilient_jax.protocol.fault_points import ANY_INDEX, FaultPoints, Place
 from resilient_jax.training.held_state import HeldState, ShardingRule, hold, place_initial, restore
 from resilient_jax.training.jax_runtime.handles import Device
-from resilient_jax.training.reduction import HostSum
+from resilient_jax.training.step.assignment import Job, ReplicaShape
+from resilient_jax.training.step.contributions import Contributions
+from resilient_jax.training.step.quotas import unit_count
+from resilient_jax.training.step.sums import Batches, Microbatch, StepSums
 
 Tree = TypeVar("Tree")
+ONE_HOST = ReplicaShape()
+"""A replica on each host."""
 
 
 class StepLink(Protocol):
@@ -28,15 +34,25 @@ class StepLink(Protocol):
 
 
 class StateHolder:
-    """The one place that holds the state between steps and between generations."""
+    """The one place that holds what outlives a generation: the committed state, and the step in flight."""
 
     def __init__(self) -> None:
         self.state: HeldState | None = None
+        self.contributions: dict[str, Contributions] = {}
+        """By the name of the sum."""
+        self.first_step = 0
+        """Of this job, if it goes on from what an earlier one left on storage."""
 
     @property
     def step(self) -> int:
         """How many steps are committed."""
-        return self.state.step if self.state is not None else 0
+        return self.state.step if self.state is not None else self.first_step
+
+    def forget(self) -> None:
+        """Drops everything: what counts is elsewhere, or nowhere."""
+        self.state = None
+        self.contributions.clear()
+        self.first_step = 0
 
 
 class World:
@@ -78,7 +94,9 @@ class World:
         self._holder = holder
         self._link = link
         self._step: int | None = None
-        self._sum: HostSum | None = None
+        self._sums: StepSums | None = None
+        self._sums_made: set[str] = set()
+        """In this step."""
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -129,6 +147,7 @@ class World:
         for step in range(self._holder.step, total):
             self._link.begin_step(step)
             self._step = step
+            self._sums_made.clear()
             yield step
             self._link.check()
 
@@ -168,8 +187,10 @@ class World:
             raise StateError(
                 "commit was called outside of `for step in world.steps(...)`; commit inside of it"
             )
+        self._reach(Place.BEFORE_COMMIT)
         jax.block_until_ready(state)
         self._holder.state = hold(self._step + 1, state)
+        self._holder.contributions.clear()
         self._link.committed(self._step + 1, {name: float(value) for name, value in metrics.items()})
         self._reach(Place.AFTER_COMMIT)
 
@@ -181,17 +202,122 @@ class World:
 
         Returns when the result is there, so that a step that goes on has been reduced on this host.
         """
-        if self._sum is None:
-            self._sum = HostSum(self.devices, self.process_index)
         self._reach(Place.BEFORE_SUM)
-        total = self._sum(tree)
-        jax.block_until_ready(total)
-        self._link.check()
+        return self._get_sums().sum_hosts(tree)
+
+    def sum_microbatches(
+        self,
+        count: int,
+        add: Callable[[Tree, Microbatch], Tree],
+        zeros: Tree,
+        *,
+        data: Batches | None = None,
+        unit: int = 1,
+        reproducible: bool = True,
+        replicas: ReplicaShape = ONE_HOST,
+        by_speed: bool = False,
+        name: str = "train",
+    ) -> Tree:
+        """The sum over all microbatches of a step, each computed once by some live host.
+
+        When a host dies in the middle, train is called again and comes here again in the same step: what the
+        others have added up by then is kept, and only what is missing is computed, by all of them.
+
+        Args:
+            count: how many microbatches the step has, whoever lives.
+            add: gives a running total with one microbatch in it. Must be the same function of the committed state
+                and `microbatch.index` on every host, and must not donate its total, which lies replicated over
+                `microbatch.replica.mesh`, as the one it gives back must. With several replicas on a host it is
+                called on a thread for each.
+            zeros: the total of nothing, on this host's devices; the result lies where its leaves lie.
+            data: where `microbatch.batch` is read from, ahead of time.
+            unit: how many consecutive microbatches are added up in one go by one host. Reproducible sums keep
+                every unit's total until the end: a smaller unit loses less in a failure and evens out better, a
+                larger one takes less memory and traffic. The bits depend on it.
+            reproducible: sum in an order that depends on the indexes only: the same bits whoever lives. Else one
+                all-reduce of each host's total: less memory and traffic, equal within rounding.
+            replicas: how many hosts compute a microbatch together, or how many a host computes at a time.
+            by_speed: deal out work in proportion to measured speed; else evenly.
+            name: of the sum; a step may have several, in the same order on every host.
+
+        Raises:
+            CallerError: outside of `steps`, twice in a step, a number below 1, too few hosts for one replica, or
+                `zeros` are not this host's arrays.
+        """
+        if self._step is None or name in self._sums_made:
+            found = "a call outside of `for step in world.steps(...)`"
+            if self._step is not None:
+                found = f"a second sum named {name!r} in step {self._step}"
+            raise CallerError(
+                f"sum_microbatches: found {found}, expected one of each name in a step. Put everything to be summed "
+                "into one tree, or give the other sum another name"
+            )
+        _check_zeros(zeros)
+        unit_count(count, unit)
+        job = Job(name=name, step=self._step, microbatches=count, unit=unit, pooled=not reproducible)
+        total = self._get_sums().sum_microbatches(
+            job, add, zeros, data=data, shape=replicas, by_speed=by_speed
+        )
+        self._sums_made.add(name)
         return total
 
-    def _reach(self, place: Place) -> None:
+    def replica_count(self, replicas: ReplicaShape = ONE_HOST) -> int:
+        """How many replicas the live hosts have.
+
+        Raises:
+            CallerError: too few hosts for a single one.
+        """
+        return len(self._get_sums().seats(replicas))
+
+    def computed_by(self, index: int) -> HostName:
+        """The host that computed microbatch `index` of the last `sum_microbatches`."""
+        return self.hosts[self._get_sums().owners[index]]
+
+    def agree(self, tree: Tree) -> Tree:
+        """The sum over hosts of small numpy arrays, as numpy arrays: for comparing what the hosts have found."""
+        return jax.tree.map(np.asarray, self._get_sums().sum_hosts(tree))
+
+    def resume_at(self, step: int) -> None:
+        """Counts steps from here, as long as nothing is committed: for a state that comes from storage.
+
+        Every host must say the same step.
+        """
+        if self._holder.state is None:
+            self._holder.first_step = step
+
+    def _get_sums(self) -> StepSums:
+        if self._sums is None:
+            self._sums = StepSums(
+                self.devices, self.process_index, self._holder.contributions, _Surroundings(self)
+            )
+        return self._sums
+
+    def _reach(self, place: Place, index: int = ANY_INDEX) -> None:
         if self._fault_points is not None and self._step is not None:
-            self._fault_points.reach(place, self._step)
+            self._fault_points.reach(place, self._step, index)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a sum sees of the world."""
+
+    world: World
+
+    def check(self) -> None:
+        self.world._link.check()
+
+    def reach(self, place: Place, index: int) -> None:
+        self.world._reach(place, index)
+
+
+def _check_zeros(zeros: object) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(zeros):
+        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+            found = leaf.sharding if isinstance(leaf, jax.Array) else type(leaf).__name__
+            raise CallerError(
+                f"sum_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on this "
+                'host\'s devices: jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec()))'
+            )
 
 
 def _mesh(devices: list[Device], axes: str | Sequence[str] | Mapping[str, int], whose: str) -> Mesh:

@@ -1,30 +1,47 @@
-"""A tiny job: it trains a small model on made-up data, for as long as the harness wants.
+"""A tiny job whose weights are the same bits whoever dies; it trains for as long as the harness wants.
 
-Usage: tiny.py WORK_DIR. In WORK_DIR it reads orders and writes what it did:
-- `steps-<host>-<pid>.jsonl`: one line a committed step;
+Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS]. In WORK_DIR it reads orders:
 - `stop`: the number of the step at which everybody stops; written well ahead;
 - `compile`: the number of a step in which everybody compiles something that takes a while; a host that begins
-  to writes `compiling-<host>`.
+  to writes `compiling-<host>`;
+and says what it did, in files of each process:
+- `steps-<host>-<pid>.jsonl`: a line a committed step, with the SHA-256 of weights and optimizer state, and whose
+  microbatches were committed;
+- `microbatches-<host>-<pid>.jsonl`: a line for each microbatch that it began to compute;
+- `reads-<host>-<pid>.jsonl`: a line for each microbatch that it read;
+- `final-<host>.npz`: the state at the end.
 """
 
+import functools
+import hashlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from resilient_jax.training.data.prefetch import Prefetcher
 
 import resilient_jax as rj
 
 WORK = Path(sys.argv[1])
-SIZE, MICROBATCHES, ROWS = 32, 12, 8
+WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
+REPRODUCIBLE = "fast" not in sys.argv
+REPLICAS = rj.ReplicaShape(hosts=int(WORDS.get("hosts", 1)), per_host=int(WORDS.get("per_host", 1)))
+UNIT = int(WORDS.get("unit", 2))
+SIZE, MICROBATCHES, ROWS = 24, 14, 8
 NEVER = 10**9
-PACE_S = 0.02
+PACE_S = float(WORDS.get("pace", 0.02))
 """Leaves processor time to workers that come back: all hosts of the test share two cores."""
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+traces = 0
 
 
 def step_in(name: str) -> int:
@@ -35,21 +52,36 @@ def step_in(name: str) -> int:
         return NEVER
 
 
-def init_state() -> dict[str, jax.Array]:
-    return {"weights": jnp.full((SIZE, SIZE), 0.01), "steps": jnp.zeros((), jnp.int32)}
+def init_state() -> tuple[dict[str, jax.Array], optax.OptState]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {name: jax.random.normal(key, (SIZE, SIZE)) for name, key in zip("ab", keys, strict=True)}
+    return params, OPTIMIZER.init(params)
 
 
-def loss_of(weights: jax.Array, rows: jax.Array) -> jax.Array:
-    return jnp.mean((jnp.tanh(rows @ weights) - jnp.roll(rows, 1, axis=1)) ** 2)
-
-
-def microbatch(step: int, index: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(step * MICROBATCHES + index), (ROWS, SIZE))
+def loss_of(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - jnp.roll(rows, 1, axis=1)) ** 2)
 
 
 @jax.jit
-def apply(state: dict[str, jax.Array], gradients: jax.Array) -> dict[str, jax.Array]:
-    return {"weights": state["weights"] - 0.5 * gradients / MICROBATCHES, "steps": state["steps"] + 1}
+def accumulate(total: tuple, params: dict[str, jax.Array], rows: jax.Array) -> tuple:
+    global traces
+    traces += 1  # runs when it is traced
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
+
+
+@jax.jit
+def apply(state: tuple, gradients: dict[str, jax.Array]) -> tuple:
+    params, optimizer = state
+    mean = jax.tree.map(lambda g: g / MICROBATCHES, gradients)
+    updates, optimizer = OPTIMIZER.update(mean, optimizer, params)
+    return optax.apply_updates(params, updates), optimizer
+
+
+def digest(state: tuple) -> str:
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()
 
 
 def compile_for_long(step: int, host: str) -> None:
@@ -64,28 +96,70 @@ def compile_for_long(step: int, host: str) -> None:
     jax.jit(long).lower(jax.ShapeDtypeStruct((16, 16), jnp.float32)).compile()
 
 
+class Rows:
+    """Made-up data that says what was read of it."""
+
+    def __init__(self, log: TextIO) -> None:
+        self._log = log
+
+    def batch(self, step: int, index: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
+        print(json.dumps({"step": step, "index": index}), file=self._log, flush=True)
+        rows = np.random.default_rng((step, index)).standard_normal((ROWS, SIZE), np.float32)
+        k, n = part
+        return rows[k * ROWS // n : (k + 1) * ROWS // n]
+
+    def lengths(self, step: int, index: int) -> None:
+        """Not packed."""
+
+
+def open_log(kind: str, host: str) -> TextIO:
+    return (WORK / f"{kind}-{host}-{os.getpid()}.jsonl").open("a")
+
+
+@functools.cache
+def open_data(host: str) -> Prefetcher:
+    return Prefetcher(Rows(open_log("reads", host)))
+
+
 def train(world: rj.World) -> None:
-    local = world.local_mesh("data")
-    cut = NamedSharding(local, P("data"))
-    whole = NamedSharding(local, P())
-    accumulate = jax.jit(jax.value_and_grad(loss_of), out_shardings=(whole, whole))
+    whole = NamedSharding(world.local_mesh("data"), P())
     state = world.restore_or_init(init_state, sharding=whole)
-    log = (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a", buffering=1)
-    for step in world.steps(NEVER):
-        if step >= step_in("stop"):
-            return
-        if step == step_in("compile"):
-            compile_for_long(step, world.host)
-        total, gradients = jnp.zeros(()), jnp.zeros((SIZE, SIZE))
-        for index in world.share(MICROBATCHES):
-            loss, gradient = accumulate(state["weights"], jax.device_put(microbatch(step, index), cut))
-            total, gradients = total + loss, gradients + gradient
-        total, gradients = world.sum((total, gradients))
-        state = apply(state, gradients)
-        loss = float(total) / MICROBATCHES
-        world.commit(state, loss=loss)
-        time.sleep(PACE_S)
-        log.write(json.dumps({"step": step, "loss": loss, "generation": world.generation}) + "\n")
+    zeros = jax.device_put((jnp.zeros(()), jax.tree.map(jnp.zeros_like, state[0])), whole)
+    with open_log("steps", world.host) as steps, open_log("microbatches", world.host) as log:
+        for step in world.steps(NEVER):
+            if step >= step_in("stop"):
+                np.savez(WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(state)))
+                return
+            if step == step_in("compile"):
+                compile_for_long(step, world.host)
+
+            def add(total: tuple, microbatch: rj.Microbatch, params: dict = state[0]) -> tuple:
+                print(json.dumps({"step": microbatch.step, "index": microbatch.index}), file=log, flush=True)
+                replica = microbatch.replica
+                return accumulate(total, replica.lift(params), replica.place(microbatch.batch))
+
+            loss, gradients = world.sum_microbatches(
+                MICROBATCHES,
+                add,
+                zeros,
+                data=open_data(world.host),
+                unit=UNIT,
+                reproducible=REPRODUCIBLE,
+                replicas=REPLICAS,
+            )
+            state = apply(state, gradients)
+            world.commit(state, loss=float(loss) / MICROBATCHES)
+            line = {
+                "step": step,
+                "loss": float(loss) / MICROBATCHES,
+                "digest": digest(state),
+                "generation": world.generation,
+                "traced": traces,
+                "devices": len(world.local_devices),
+                "owners": [world.computed_by(index) for index in range(MICROBATCHES)],
+            }
+            print(json.dumps(line), file=steps, flush=True)
+            time.sleep(PACE_S)
 
 
 if __name__ == "__main__":

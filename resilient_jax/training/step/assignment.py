@@ -1,0 +1,149 @@
+"""Which host has which units of a sum, and who computes those that nobody has. Pure."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.step.quotas import deal, indexes_of, unit_count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is added up. Parts of another job are of no use.
+
+    Attributes:
+        name: of the sum within the step.
+        step: of the state that the gradients are taken at.
+        microbatches: how many belong to the step.
+        unit: how many consecutive ones are added in one go.
+        pooled: whether all units of a replica go into one sum.
+    """
+
+    name: str
+    step: int
+    microbatches: int
+    unit: int
+    pooled: bool
+
+    @property
+    def units(self) -> int:
+        return unit_count(self.microbatches, self.unit)
+
+    def indexes_of(self, number: int) -> range:
+        """The microbatches of a unit."""
+        return indexes_of(number, self.microbatches, self.unit)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaShape:
+    """How many hosts a replica spans, or how many replicas a host has; one of the two is 1.
+
+    Bits depend on it, for programs on different meshes add in different orders: it stays the same for a whole job.
+    Hosts that are too few for one more replica compute no microbatch until others come.
+
+    Raises:
+        CallerError: a number below 1, or both above 1.
+    """
+
+    hosts: int = 1
+    per_host: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.hosts, self.per_host) < 1 or min(self.hosts, self.per_host) > 1:
+            raise CallerError(
+                f"replicas: found hosts={self.hosts}, per_host={self.per_host}, expected positive numbers of which "
+                "one is 1. A replica spans several hosts, or a host has several replicas"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a replica is: the places of its hosts among the live ones, and which of its host's replicas it is."""
+
+    hosts: tuple[int, ...]
+    slot: int = 0
+
+
+def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape) -> tuple[Seat, ...]:
+    """The replicas that the live hosts can form.
+
+    Replicas that span hosts keep their hosts: those that are still whole stay together, so that nothing is compiled
+    again for them, and the survivors of broken ones are grouped anew, in order. Some may be left over.
+
+    Args:
+        process_indexes: of the live hosts, ascending; after a shrink they have gaps.
+        shape: of a replica.
+
+    Raises:
+        CallerError: not enough hosts for a single replica.
+    """
+    places = range(len(process_indexes))
+    if shape.hosts == 1:
+        return tuple(Seat((place,), slot) for place in places for slot in range(shape.per_host))
+    if len(process_indexes) < shape.hosts:
+        raise CallerError(
+            f"replicas: found {len(process_indexes)} live hosts, expected at least {shape.hosts}, which one replica "
+            "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them"
+        )
+    by_block: dict[int, list[int]] = {}
+    for place, index in enumerate(process_indexes):
+        by_block.setdefault(index // shape.hosts, []).append(place)
+    whole = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
+    rest = [place for block in by_block.values() if len(block) < shape.hosts for place in block]
+    anew = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
+    return tuple(Seat(hosts) for hosts in sorted([*whole, *anew]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Who computes which units.
+
+    Attributes:
+        seats: of the replicas.
+        dealt: the units that each replica computes.
+        owners: of each unit, the place of the host whose total counts.
+    """
+
+    seats: tuple[Seat, ...]
+    dealt: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
+
+
+def assign(job: Job, seats: tuple[Seat, ...], progress: np.ndarray, speeds: np.ndarray) -> Assignment:
+    """What is complete stays where it is; the rest is dealt out, begun units to those who began them.
+
+    Args:
+        job: the sum.
+        seats: of the replicas.
+        progress: int[hosts, units], how many microbatches of each unit every host has added up.
+        speeds: float[hosts], in any unit.
+    """
+    owners = {}
+    for unit in range(job.units):
+        complete = np.flatnonzero(progress[:, unit] == len(job.indexes_of(unit)))
+        if complete.size:
+            owners[unit] = int(complete[0])
+    missing = [unit for unit in range(job.units) if unit not in owners]
+    begun = {}
+    for unit in missing:
+        best = max(range(len(seats)), key=lambda number: common_progress(progress, seats[number], unit))
+        if common_progress(progress, seats[best], unit):
+            begun[unit] = best
+    dealt = deal(missing, speeds_of(seats, speeds), begun)
+    for seat, units in zip(seats, dealt, strict=True):
+        for turn, unit in enumerate(units):
+            owners[unit] = seat.hosts[turn % len(seat.hosts)]
+    return Assignment(seats=seats, dealt=dealt, owners=tuple(owners[unit] for unit in range(job.units)))
+
+
+def common_progress(progress: np.ndarray, seat: Seat, unit: int) -> int:
+    """How many microbatches of a unit every host of a replica has added up; 0 if they do not all have the same."""
+    counts = {int(count) for count in progress[list(seat.hosts), unit]}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def speeds_of(seats: Sequence[Seat], speeds: np.ndarray) -> list[float]:
+    """Of each replica: that of its slowest host."""
+    return [float(min(speeds[list(seat.hosts)])) for seat in seats]

@@ -1,0 +1,130 @@
+"""The live hosts' devices as a grid, and a tree's leaves as one vector on it.
+
+Two small programs on this host's devices: *pack* lays leaves of one dtype end to end, cut over the host's devices;
+*unpack* restores them. What is between, over all hosts, knows nothing of the model.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.training.jax_runtime.handles import Device
+
+HOST, LOCAL = "host", "local"
+
+
+class HostGrid:
+    """Hosts down, devices of a host across.
+
+    The devices are taken in the order of their process; each host gives the same number of them.
+
+    Attributes:
+        mesh: all of them, axes (HOST, LOCAL).
+        hosts: how many hosts.
+        row: this host's place among them.
+    """
+
+    def __init__(self, devices: Sequence[Device], process_index: int) -> None:
+        by_host: dict[int, list[Device]] = {}
+        for device in devices:
+            by_host.setdefault(device.process_index, []).append(device)
+        width = min(len(of_host) for of_host in by_host.values())
+        self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST, LOCAL))
+        self.hosts = len(by_host)
+        self.row = sorted(by_host).index(process_index)
+        self._local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
+        self._width = width
+
+    def pack(self, leaves: Sequence[Any]) -> jax.Array:
+        """One vector of all leaves, which are of one dtype; its length is a multiple of the host's devices."""
+        everywhere = NamedSharding(self._local, P())
+        return _pack(self._local, self._width)([jax.device_put(leaf, everywhere) for leaf in leaves])
+
+    def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
+        """The leaves in a vector; each gets the shape of its origin, and lies where that lies.
+
+        With the very sharding, not just on the same devices: an update that takes the sums and the state would
+        else give a state of another sharding, and every program of the step would be compiled again for it.
+        """
+        shapes = tuple(jnp.shape(origin) for origin in origins)
+        found = _unpack(self._local, shapes)(flat)
+        return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
+
+    def lift(self, local: jax.Array) -> jax.Array:
+        """[hosts, ...]: this host's array, whose last dim is cut over its devices, with its likes on the others."""
+        spec = P(HOST, *[None] * (local.ndim - 1), LOCAL)
+        return jax.make_array_from_single_device_arrays(
+            (self.hosts, *local.shape),
+            NamedSharding(self.mesh, spec),
+            [_row(shard.data) for shard in local.addressable_shards],
+        )
+
+    def lower(self, everywhere: jax.Array) -> jax.Array:
+        """An array that all hosts have, its last dim cut over a host's devices, as this host's own."""
+        spec = P(*[None] * (everywhere.ndim - 1), LOCAL)
+        return jax.make_array_from_single_device_arrays(
+            everywhere.shape,
+            NamedSharding(self._local, spec),
+            [shard.data for shard in everywhere.addressable_shards],
+        )
+
+
+def positions_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
+    """Groups of leaves that can be packed into one vector."""
+    groups: dict[Any, list[int]] = {}
+    for position, leaf in enumerate(leaves):
+        groups.setdefault(jnp.result_type(leaf), []).append(position)
+    yield from groups.values()
+
+
+def _lay_like(origin: object, total: jax.Array) -> jax.Array:
+    """`total`, which every local device has, with the sharding of `origin`, which lies on some of them."""
+    if not isinstance(origin, jax.Array) or origin.sharding == total.sharding:
+        return total
+    if not origin.is_fully_replicated:
+        return jax.device_put(total, origin.sharding)
+    by_device = {shard.device: shard.data for shard in total.addressable_shards}
+    parts = [by_device[device] for device in origin.sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
+
+
+@functools.cache
+def _pack(local: Mesh, width: int) -> Any:  # noqa: ANN401 - a jitted function
+    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(LOCAL)))
+    def pack(leaves: list[jax.Array]) -> jax.Array:
+        flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+        return jnp.pad(flat, (0, -flat.shape[0] % width))
+
+    return pack
+
+
+@jax.jit
+def _row(cut: jax.Array) -> jax.Array:
+    return cut[None]
+
+
+@functools.cache
+def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
+    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P()))
+    def unpack(flat: jax.Array) -> list[jax.Array]:
+        leaves, start = [], 0
+        for shape in shapes:
+            size = math.prod(shape)
+            leaves.append(flat[start : start + size].reshape(shape))
+            start += size
+        return leaves
+
+    return unpack
+
+
+def forget_programs() -> None:
+    """Drops every cached program and mesh: their devices are about to go."""
+    for cache in (_pack, _unpack):
+        cache.cache_clear()

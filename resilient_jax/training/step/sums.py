@@ -1,0 +1,312 @@
+"""Sums over all microbatches of a step, finished despite failures.
+
+The work of a sum is dealt out to replicas in units; every host knows who has what, so nothing is said while all goes
+well. When a host dies, train is called again in the next generation and comes here again in the same step: the hosts
+say what they have added up (one small sum), what is complete belongs to the first host that has it, and the rest is
+dealt out again. A host that dies after the reduction takes nothing along: the others have the result.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from resilient_jax.ids import ProcessIndex
+from resilient_jax.protocol.fault_points import ANY_INDEX, Place
+from resilient_jax.training.jax_runtime.handles import Device
+from resilient_jax.training.step.assignment import (
+    Assignment,
+    ReplicaShape,
+    Seat,
+    assign,
+    common_progress,
+    seat_replicas,
+    speeds_of,
+)
+from resilient_jax.training.step.contributions import Contributions, Job, Part
+from resilient_jax.training.step.host_grid import HostGrid
+from resilient_jax.training.step.quotas import deal, refuse_overlaps
+from resilient_jax.training.step.reduction import HostSum, OrderedSum
+from resilient_jax.training.step.replicas import Replica, build_replicas
+
+Tree = TypeVar("Tree")
+MEASURE_EVERY = 16
+"""Steps between two exchanges of measured speeds: one small all-reduce each, a millisecond."""
+
+
+class Batches(Protocol):
+    """Where microbatches come from; `data.prefetch.Prefetcher` is one."""
+
+    def expect(self, wanted: Sequence[tuple[int, int, tuple[int, int]]], /) -> None: ...
+    def get(self, step: int, index: int, part: tuple[int, int], /) -> Any: ...  # noqa: ANN401 - a user's tree
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """One microbatch, about to be added.
+
+    Attributes:
+        step: the step it belongs to.
+        index: its number in the step; who computes it does not depend on it, what it is does.
+        replica: that computes it.
+        batch: this host's rows of it, as read from `data`; None without.
+    """
+
+    step: int
+    index: int
+    replica: Replica
+    batch: Any = None
+
+
+Add = Callable[[Tree, Microbatch], Tree]
+
+
+class Surroundings(Protocol):
+    """What a sum needs of the world around it."""
+
+    def check(self) -> None:
+        """Raises when this generation has ended."""
+
+    def reach(self, place: Place, index: int) -> None:
+        """Here a test can hold this host."""
+
+
+class StepSums:
+    """The sums of one generation.
+
+    Attributes:
+        owners: of each microbatch of the sum that was last made, the place of a host that computed it.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        process_index: ProcessIndex,
+        kept: dict[str, Contributions],
+        surroundings: Surroundings,
+    ) -> None:
+        by_host: dict[int, list[Device]] = {}
+        for device in devices:
+            by_host.setdefault(device.process_index, []).append(device)
+        self._process_indexes = sorted(by_host)
+        self._by_place = [by_host[index] for index in self._process_indexes]
+        self._me = self._process_indexes.index(process_index)
+        self._grid = HostGrid(devices, process_index)
+        self._kept = kept
+        self._surroundings = surroundings
+        self._agreed: set[str] = set()
+        """Of which sums all know what the others had added up when this generation began."""
+        self._replicas: dict[ReplicaShape, tuple[tuple[Seat, ...], dict[int, Replica]]] = {}
+        self._seconds = np.ones(len(by_host), np.float32)
+        """For a microbatch, of each host; only their ratio counts."""
+        self._own_seconds = 0.0
+        self.owners: tuple[int, ...] = ()
+
+    def seats(self, shape: ReplicaShape) -> tuple[Seat, ...]:
+        """Where the replicas of this generation are."""
+        return self._arrange(shape)[0]
+
+    def _arrange(self, shape: ReplicaShape) -> tuple[tuple[Seat, ...], dict[int, Replica]]:
+        if shape not in self._replicas:
+            seats = seat_replicas(self._process_indexes, shape)
+            self._replicas[shape] = seats, build_replicas(seats, self._by_place, self._me, shape)
+        return self._replicas[shape]
+
+    def sum_hosts(self, tree: Tree) -> Tree:
+        """The sum over hosts of each leaf."""
+        total = HostSum(self._grid)(tree)
+        jax.block_until_ready(total)
+        self._surroundings.check()
+        return total
+
+    def sum_microbatches(
+        self,
+        job: Job,
+        add: Add[Tree],
+        zeros: Tree,
+        *,
+        data: Batches | None,
+        shape: ReplicaShape,
+        by_speed: bool,
+    ) -> Tree:
+        """See `World.sum_microbatches`."""
+        mine = self._take_up(job, zeros)
+        seats, replicas = self._arrange(shape)
+        progress = self._agree(mine, seats)
+        if by_speed and job.step % MEASURE_EVERY == 0:
+            self._compare_speeds()
+        assignment = assign(job, seats, progress, 1 / self._seconds)
+        if data is not None:
+            _announce(data, job, seats, replicas, assignment.dealt, 1 / self._seconds)
+        self._compute(mine, replicas, assignment, progress, _Adder(add, job, data, self._surroundings), zeros)
+        self.owners = tuple(assignment.owners[index // job.unit] for index in range(job.microbatches))
+        self._surroundings.reach(Place.BEFORE_SUM, ANY_INDEX)
+        if job.pooled:
+            total = self._sum_pooled(mine, zeros)
+        else:
+            parts = {u: mine.parts[u].total for u, owner in enumerate(assignment.owners) if owner == self._me}
+            total = OrderedSum(self._grid)(parts, assignment.owners, zeros)
+        jax.block_until_ready(total)
+        self._surroundings.check()
+        self._surroundings.reach(Place.AFTER_SUM, ANY_INDEX)
+        return total
+
+    def _take_up(self, job: Job, zeros: Any) -> Contributions:  # noqa: ANN401 - a tree
+        """What this host has added up of this job already, on its devices."""
+        kept = self._kept.get(job.name)
+        if kept is None or kept.job != job:
+            kept = Contributions(job)
+        kept.drop_unusable()
+        kept.move_to_devices(zeros)
+        self._kept[job.name] = kept
+        return kept
+
+    def _agree(self, mine: Contributions, seats: Sequence[Seat]) -> np.ndarray:
+        """int32[hosts, units]: how many microbatches of each unit every live host has added up.
+
+        Asked only at a generation's first sum of this name: in all others everybody begins with nothing.
+        """
+        progress = np.zeros((len(self._by_place), mine.job.units), np.int32)
+        if mine.job.name in self._agreed:
+            return progress
+        progress[self._me] = mine.progress()
+        found = np.asarray(self.sum_hosts(progress))
+        self._agreed.add(mine.job.name)
+        if mine.job.pooled:
+            accepted = refuse_overlaps([np.flatnonzero(row).tolist() for row in found])
+            found = np.where(np.array(accepted)[:, None], found, 0)
+            if not accepted[self._me]:
+                mine.forget()
+        return found
+
+    def _compare_speeds(self) -> None:
+        seconds = np.zeros(len(self._by_place), np.float32)
+        seconds[self._me] = self._own_seconds
+        found = np.asarray(self.sum_hosts(seconds))
+        if found.all():  # else somebody has computed nothing yet
+            self._seconds = found
+
+    def _compute(
+        self,
+        mine: Contributions,
+        replicas: dict[int, Replica],
+        assignment: Assignment,
+        progress: np.ndarray,
+        adder: "_Adder",
+        zeros: Any,  # noqa: ANN401 - a tree
+    ) -> None:
+        """Adds up the units of this host's replicas; each replica of a host has a thread."""
+        started_s = time.monotonic()
+        shares = []
+        for number, replica in replicas.items():
+            begun = {
+                u: common_progress(progress, assignment.seats[number], u) for u in assignment.dealt[number]
+            }
+            keeps = replica.part[0] == 0 or not mine.job.pooled
+            pool = min([0, *mine.parts]) - 1 - len(shares)
+            shares.append(
+                functools.partial(_compute_share, mine, replica, begun, adder, zeros, pool if keeps else None)
+            )
+        if len(shares) <= 1:
+            for share in shares:
+                share()
+        else:
+            with ThreadPoolExecutor(len(shares), "resilient-jax-replica") as threads:
+                for done in [threads.submit(share) for share in shares]:
+                    done.result()
+        jax.block_until_ready([part.total for part in mine.parts.values()])
+        count = sum(len(mine.job.indexes_of(u)) for number in replicas for u in assignment.dealt[number])
+        if count:
+            self._own_seconds = (time.monotonic() - started_s) / count
+
+    def _sum_pooled(self, mine: Contributions, zeros: Tree) -> Tree:
+        where = jax.tree.map(lambda leaf: leaf.sharding, zeros)
+        totals = [jax.device_put(mine.parts[number].total, where) for number in sorted(mine.parts)]
+        return HostSum(self._grid)(functools.reduce(_add_trees, totals, zeros))
+
+
+def _announce(
+    data: Batches,
+    job: Job,
+    seats: Sequence[Seat],
+    replicas: dict[int, Replica],
+    dealt: Sequence[Sequence[int]],
+    speeds: np.ndarray,
+) -> None:
+    """Says what will be read: what this host computes now, and what it will in the next step if nobody dies."""
+    everything = list(range(job.units))
+    following = deal(everything, speeds_of(seats, speeds))
+
+    def wanted(step: int, by_replica: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        for number, replica in replicas.items():
+            for unit in by_replica[number]:
+                for index in job.indexes_of(unit):
+                    yield step, index, replica.part
+
+    data.expect([*wanted(job.step, dealt), *wanted(job.step + 1, following)])
+
+
+class _Adder:
+    """Adds one microbatch of a job."""
+
+    def __init__(self, add: Add[Any], job: Job, data: Batches | None, surroundings: Surroundings) -> None:
+        self._add = add
+        self._step = job.step
+        self._data = data
+        self._surroundings = surroundings
+
+    def __call__(self, replica: Replica, total: Any, index: int) -> Any:  # noqa: ANN401 - a tree
+        self._surroundings.check()
+        self._surroundings.reach(Place.BEFORE_MICROBATCH, index)
+        batch = self._data.get(self._step, index, replica.part) if self._data is not None else None
+        total = self._add(total, Microbatch(step=self._step, index=index, replica=replica, batch=batch))
+        if replica.part != (0, 1):
+            jax.block_until_ready(total)  # one program with collectives at a time: see jax_runtime's README
+        return total
+
+
+def _compute_share(
+    mine: Contributions,
+    replica: Replica,
+    begun: dict[int, int],
+    adder: _Adder,
+    zeros: Any,  # noqa: ANN401 - a tree
+    pool: int | None,
+) -> None:
+    """Adds up units on one replica; what is added is kept at once.
+
+    Args:
+        mine: where it is kept.
+        replica: that computes.
+        begun: the units, with how many microbatches of each are added up already.
+        adder: adds one.
+        zeros: the total of nothing.
+        pool: the number of the pooled part, if the job is pooled; None: another host of the replica keeps it.
+    """
+    nothing = replica.lift(zeros)
+    if mine.job.pooled:
+        total = nothing
+        for unit in begun:
+            for index in mine.job.indexes_of(unit):
+                total = adder(replica, total, index)
+            if pool is not None:
+                mine.parts[pool] = Part(0, replica.lower(total))
+                mine.pooled.add(unit)
+        return
+    for unit, count in begun.items():
+        total = replica.lift(mine.parts[unit].total) if count else nothing
+        for index in mine.job.indexes_of(unit)[count:]:
+            total = adder(replica, total, index)
+            count += 1
+            mine.parts[unit] = Part(count, replica.lower(total))
+
+
+@jax.jit
+def _add_trees(one: Any, other: Any) -> Any:  # noqa: ANN401 - a tree
+    return jax.tree.map(jnp.add, one, other)

@@ -1,0 +1,118 @@
+"""Every microbatch of a step once, whoever dies whenever, and nothing that is finished again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.step.assignment import (
+    Job,
+    ReplicaShape,
+    Seat,
+    assign,
+    common_progress,
+    seat_replicas,
+)
+
+
+def job_of(microbatches: int, unit: int, *, pooled: bool = False) -> Job:
+    return Job(name="train", step=0, microbatches=microbatches, unit=unit, pooled=pooled)
+
+
+@given(
+    data=st.data(),
+    hosts=st.integers(1, 7),
+    microbatches=st.integers(1, 40),
+    unit=st.integers(1, 5),
+    span=st.integers(1, 3),
+)
+def test_a_step_is_finished_with_every_microbatch_once(
+    data: st.DataObject, hosts: int, microbatches: int, unit: int, span: int
+) -> None:
+    """Hosts compute in the order they were told, stop anywhere, die, and come back with nothing or with what they had."""
+    job, shape = job_of(microbatches, unit), ReplicaShape(hosts=span)
+    live = list(range(max(hosts, span)))
+    kept = {host: np.zeros(job.units, np.int32) for host in live}
+    for _ in range(data.draw(st.integers(0, 6))):
+        compute(data, job, shape, live, kept, finish=False)
+        live = data.draw(st.lists(st.sampled_from(sorted(kept)), min_size=span, unique=True).map(sorted))
+        for host in live:
+            if data.draw(st.booleans()):
+                kept[host] = np.zeros(job.units, np.int32)  # restarted
+    owners = compute(data, job, shape, live, kept, finish=True)
+    assert len(owners) == job.units
+    for unit_number, owner in enumerate(owners):
+        assert kept[live[owner]][unit_number] == len(job.indexes_of(unit_number))
+
+
+def compute(
+    data: st.DataObject,
+    job: Job,
+    shape: ReplicaShape,
+    live: list[int],
+    kept: dict[int, np.ndarray],
+    *,
+    finish: bool,
+) -> tuple[int, ...]:
+    """One generation in this step: all compute what they are dealt, or a beginning of it."""
+    progress = np.stack([kept[host] for host in live])
+    seats = seat_replicas(live, shape)
+    assignment = assign(job, seats, progress, np.ones(len(live)))
+    dealt = [unit for units in assignment.dealt for unit in units]
+    assert len(dealt) == len(set(dealt))
+    for seat, units in zip(seats, assignment.dealt, strict=True):
+        for unit in units:
+            whole = len(job.indexes_of(unit))
+            assert not (progress[:, unit] == whole).any(), "a finished unit is computed again"
+            begun = common_progress(progress, seat, unit)
+            count = whole if finish else data.draw(st.integers(begun, whole))
+            for place in seat.hosts:
+                kept[live[place]][unit] = count
+            if count < whole:
+                break
+    return assignment.owners
+
+
+@given(st.integers(1, 12), st.integers(1, 60))
+def test_hosts_that_begin_a_step_share_it_evenly(hosts: int, microbatches: int) -> None:
+    job = job_of(microbatches, 1)
+    seats = seat_replicas(range(hosts), ReplicaShape())
+    dealt = assign(job, seats, np.zeros((hosts, job.units), np.int32), np.ones(hosts)).dealt
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_who_began_a_unit_goes_on_with_it() -> None:
+    progress = np.zeros((3, 3), np.int32)
+    progress[2, 0] = 1
+    dealt = assign(job_of(6, 2), seat_replicas(range(3), ReplicaShape()), progress, np.ones(3)).dealt
+    assert dealt[2] == (0,)
+
+
+def test_replicas_that_are_whole_stay_together_and_survivors_find_each_other() -> None:
+    shape = ReplicaShape(hosts=2)
+    assert seat_replicas(range(6), shape) == (Seat((0, 1)), Seat((2, 3)), Seat((4, 5)))
+    # Hosts 1 and 4 have died: 2 and 3 stay, 0 and 5 form one.
+    assert seat_replicas([0, 2, 3, 5], shape) == (Seat((0, 3)), Seat((1, 2)))
+    # One more: 5 is left over.
+    assert seat_replicas([2, 3, 5], shape) == (Seat((0, 1)),)
+
+
+def test_several_replicas_on_a_host() -> None:
+    assert seat_replicas([0, 3], ReplicaShape(per_host=2)) == (
+        Seat((0,), 0),
+        Seat((0,), 1),
+        Seat((1,), 0),
+        Seat((1,), 1),
+    )
+
+
+def test_too_few_hosts_for_a_replica_is_an_error() -> None:
+    with pytest.raises(CallerError, match=r"found 1 live hosts, expected at least 2"):
+        seat_replicas([5], ReplicaShape(hosts=2))
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(0, 1), (2, 2), (1, -1)])
+def test_an_impossible_shape_is_an_error(hosts: int, per_host: int) -> None:
+    with pytest.raises(CallerError, match=f"hosts={hosts}, per_host={per_host}"):
+        ReplicaShape(hosts=hosts, per_host=per_host)
