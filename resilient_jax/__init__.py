@@ -7,21 +7,60 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resilient_jax.errors import NonFiniteError as NonFiniteError
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
     from resilient_jax.training.run import run as run
     from resilient_jax.training.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.training.step.sums import Microbatch as Microbatch
+    from resilient_jax.training.trainer.checkpoints import Checkpoints as Checkpoints
+    from resilient_jax.training.trainer.digest import digest as digest
+    from resilient_jax.training.trainer.early_stop import EarlyStop as EarlyStop
+    from resilient_jax.training.trainer.evaluation import Evaluation as Evaluation
+    from resilient_jax.training.trainer.numerics import Numerics as Numerics
+    from resilient_jax.training.trainer.order import Reading as Reading
+    from resilient_jax.training.trainer.order import Sharing as Sharing
+    from resilient_jax.training.trainer.reports import StepReport as StepReport
+    from resilient_jax.training.trainer.result import FitResult as FitResult
+    from resilient_jax.training.trainer.trainer import Trainer as Trainer
     from resilient_jax.training.world import World as World
 
 _HOME = {
+    "Checkpoints": "resilient_jax.training.trainer.checkpoints",
+    "EarlyStop": "resilient_jax.training.trainer.early_stop",
+    "Evaluation": "resilient_jax.training.trainer.evaluation",
+    "FitResult": "resilient_jax.training.trainer.result",
     "Microbatch": "resilient_jax.training.step.sums",
+    "NonFiniteError": "resilient_jax.errors",
+    "Numerics": "resilient_jax.training.trainer.numerics",
+    "Reading": "resilient_jax.training.trainer.order",
     "ReplicaShape": "resilient_jax.training.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
+    "Sharing": "resilient_jax.training.trainer.order",
+    "StepReport": "resilient_jax.training.trainer.reports",
+    "Trainer": "resilient_jax.training.trainer.trainer",
     "World": "resilient_jax.training.world",
+    "digest": "resilient_jax.training.trainer.digest",
     "run": "resilient_jax.training.run",
 }
 
-__all__ = ["Microbatch", "ReplicaShape", "ResilientJaxError", "World", "run"]
+__all__ = [
+    "Checkpoints",
+    "EarlyStop",
+    "Evaluation",
+    "FitResult",
+    "Microbatch",
+    "NonFiniteError",
+    "Numerics",
+    "Reading",
+    "ReplicaShape",
+    "ResilientJaxError",
+    "Sharing",
+    "StepReport",
+    "Trainer",
+    "World",
+    "digest",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for

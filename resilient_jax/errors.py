@@ -57,6 +57,26 @@ class StateError(CallerError):
     """The training state cannot be handed over or restored as asked."""
 
 
+class DataError(CallerError):
+    """The training data is not as promised; the message names the item, found, expected."""
+
+
+class NonFiniteError(CallerError):
+    """A microbatch's loss or gradient has a NaN or an infinity; nothing of its step was committed.
+
+    Attributes:
+        step: of the microbatch.
+        microbatch: its index in the step.
+        host: that computed it.
+    """
+
+    def __init__(self, message: str, *, step: int, microbatch: int, host: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.microbatch = microbatch
+        self.host = host
+
+
 class OperatorError(ResilientJaxError):
     """The operator's move: the machine, the network or the deployment is not as needed."""
 

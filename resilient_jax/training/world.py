@@ -134,11 +134,6 @@ class World:
         """A mesh over this host's devices alone: programs on it outlive every change of membership."""
         return _mesh(self.local_devices, axes, f"host {self.host}")
 
-    def share(self, count: int) -> tuple[int, ...]:
-        """This host's part of `count` microbatches: their indexes, uneven by at most one over hosts."""
-        hosts, me = len(self.hosts), self.host_index
-        return tuple(range(me * count // hosts, (me + 1) * count // hosts))
-
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left, from the first that is not committed up to `total`, exclusive.
 

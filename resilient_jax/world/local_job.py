@@ -17,7 +17,13 @@ import msgspec
 
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event
-from resilient_jax.protocol.fault_points import ANY_STEP, DIRECTORY_VARIABLE, FaultPointController, Place
+from resilient_jax.protocol.fault_points import (
+    ANY_INDEX,
+    ANY_STEP,
+    DIRECTORY_VARIABLE,
+    FaultPointController,
+    Place,
+)
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.world.child import bound_to_this_process
 from resilient_jax.world.inspection import JobReport, Part, pids_of, read_report
@@ -98,9 +104,9 @@ class LocalJob:
                 os.kill(pid, number)
         return now_s
 
-    def hold(self, place: Place, hosts: Sequence[str], step: int = ANY_STEP) -> None:
-        """Has these hosts wait at `place` of `step` until `release`."""
-        self._points.hold(place, hosts, step)
+    def hold(self, place: Place, hosts: Sequence[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
+        """Has these hosts wait at `place` of `step` until `release`; with `index`, of that microbatch only."""
+        self._points.hold(place, hosts, step, index)
 
     def wait_held(self, hosts: Sequence[str], deadline_s: float = 60.0) -> None:
         """Waits until these hosts have come where they are held.

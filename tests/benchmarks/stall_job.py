@@ -101,11 +101,12 @@ def train_ours(world: rj.World, steps: int, times: list[float]) -> None:
     state = world.restore_or_init(init_state)
     zeros = zeros_like(state[0])
     began_s = time.monotonic()
-    for step in world.steps(steps):
-        total = zeros
-        for index in world.share(MICROBATCHES):
-            total = accumulate(total, state[0], tokens_of(step, index))
-        loss, gradients = world.sum(total)
+    for _ in world.steps(steps):
+
+        def add(total: Params, microbatch: rj.Microbatch, params: Params = state[0]) -> Params:
+            return accumulate(total, params, tokens_of(microbatch.step, microbatch.index))
+
+        loss, gradients = world.sum_microbatches(MICROBATCHES, add, zeros, reproducible=False)
         state = apply(state, gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
         times.append(time.monotonic() - began_s)

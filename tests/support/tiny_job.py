@@ -15,7 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.fault_points import ANY_INDEX, Place
 from resilient_jax.protocol.records import Phase
 from resilient_jax.world.inspection import JobReport, Part, pids_of
 from resilient_jax.world.local_job import LocalJob
@@ -94,10 +94,10 @@ class TinyJob:
 
     # Breaking.
 
-    def hold(self, place: Place, hosts: Sequence[str], *, ahead: int = 4) -> int:
+    def hold(self, place: Place, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
         """Holds these hosts at `place`, a few steps from now, and waits until they are there; gives the step."""
         step = self.step() + ahead
-        self.job.hold(place, hosts, step)
+        self.job.hold(place, hosts, step, index)
         self.job.wait_held(hosts, RECOVERY_S)
         return step
 
@@ -199,7 +199,8 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
     for process, rows in logs.items():
         steps = [row["step"] for row in rows]
         assert steps == sorted(set(steps)), f"{process} did a step twice: {steps}"
-        assert {row["traced"] for row in rows} <= {1}, f"{process} traced again"
+        # Two replicas of a host may trace at once when they begin, and then never again.
+        assert len({row["traced"] for row in rows}) <= 1, f"{process} traced again"
         for row in rows:
             by_step.setdefault(row["step"], []).append(row)
     total = max(by_step) + 1

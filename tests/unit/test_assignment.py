@@ -30,7 +30,7 @@ def job_of(microbatches: int, unit: int, *, pooled: bool = False) -> Job:
 def test_a_step_is_finished_with_every_microbatch_once(
     data: st.DataObject, hosts: int, microbatches: int, unit: int, span: int
 ) -> None:
-    """Hosts compute in the order they were told, stop anywhere, die, and come back with nothing or with what they had."""
+    """Hosts compute in order, stop anywhere, die, and come back with nothing or with what they had."""
     job, shape = job_of(microbatches, unit), ReplicaShape(hosts=span)
     live = list(range(max(hosts, span)))
     kept = {host: np.zeros(job.units, np.int32) for host in live}

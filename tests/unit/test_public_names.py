@@ -7,7 +7,24 @@ import sys
 import pytest
 
 PUBLIC = {
-    "resilient_jax": ("ResilientJaxError", "World", "run"),
+    "resilient_jax": (
+        "Checkpoints",
+        "EarlyStop",
+        "Evaluation",
+        "FitResult",
+        "Microbatch",
+        "NonFiniteError",
+        "Numerics",
+        "Reading",
+        "ReplicaShape",
+        "ResilientJaxError",
+        "Sharing",
+        "StepReport",
+        "Trainer",
+        "World",
+        "digest",
+        "run",
+    ),
     "resilient_jax.config": ("JobConfig", "decode", "load", "override"),
 }
 

@@ -156,6 +156,8 @@ def disconnect(gloo: GlooSockets) -> Leftovers:
             _forget()
         gc.collect()
         if _alive(backends):
+            gc.collect()  # the first pass ended functions; their traces, and what those held, go with the second
+        if _alive(backends):
             forget_traces()  # a constant in one of them may be what holds it
             gc.collect()
     finally:

@@ -114,7 +114,7 @@ def _add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=mesh,
+        mesh=mesh.abstract_mesh,  # its trace would else keep the devices, and be forgotten with all others
         in_specs=(P(HOST, None, LOCAL), P()),
         out_specs=P(HOST, LOCAL),
         check_vma=False,

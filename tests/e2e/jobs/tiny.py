@@ -27,9 +27,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from resilient_jax.training.data.prefetch import Prefetcher
 
 import resilient_jax as rj
+from resilient_jax.training.data.prefetch import Prefetcher
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)

@@ -1,0 +1,103 @@
+"""The layout of an example: its tree, shapes and dtypes, which must be the first one's in all others.
+
+A program is compiled for one layout. A second one would compile again on one host while the others wait, or, worse,
+train on something else; so it is refused here, where the item that has it can still be named.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from resilient_jax.errors import DataError
+
+Tree = Any
+"""A pytree of numpy arrays; which tree is up to the user."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Tree, shapes and dtypes."""
+
+    structure: Any  # a PyTreeDef, which to a type checker is a variable, not a type
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+
+
+class FirstLayout:
+    """Remembers the layout it sees first, and holds all others to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _first: threads read ahead, and one of them is first
+        self._first: tuple[str, Layout] | None = None
+
+    def check(self, tree: Tree, name: str) -> list[np.ndarray]:
+        """The leaves of `tree` as arrays, in the order that `rebuild` takes them.
+
+        Args:
+            tree: arrays and numbers.
+            name: what to call it in a message: "item 7 of list".
+
+        Raises:
+            DataError: a leaf is no array of numbers, there is none, or the layout is not the first one's.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = [_to_array(leaf, tree, position, name) for position, leaf in enumerate(leaves)]
+        if not arrays:
+            raise DataError(f"{name}: found {tree!r}, which holds no arrays; expected arrays or numbers")
+        layout = Layout(structure=structure, leaves=tuple((array.shape, array.dtype) for array in arrays))
+        with self._lock:
+            if self._first is None:
+                self._first = (name, layout)
+            first_name, first = self._first
+        if layout != first:
+            raise DataError(
+                f"{name}: {_describe_difference(tree, layout, first)} as in {first_name}, which was read first. "
+                "Bring all of them to one tree, shape and dtype: pad, crop or convert"
+            )
+        return arrays
+
+    def rebuild(self, leaves: Sequence[np.ndarray]) -> Tree:
+        """The tree that has these leaves. Something must have been checked before."""
+        assert self._first is not None
+        return jax.tree.unflatten(self._first[1].structure, leaves)
+
+
+def _to_array(leaf: object, tree: Tree, position: int, name: str) -> np.ndarray:
+    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__array__"):
+        array = np.asarray(leaf)
+        if _holds_numbers(array.dtype):
+            return array
+        found = f"an array of dtype {array.dtype}"
+    else:
+        found = type(leaf).__name__
+    raise DataError(
+        f"{name}{_paths(tree)[position]}: found {found}, expected an array of numbers, or a number. Convert it in "
+        "the source, or leave it out"
+    )
+
+
+def _holds_numbers(dtype: np.dtype) -> bool:
+    # bfloat16 and the other types of ml_dtypes are of kind V, as structured arrays and raw bytes are.
+    return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.type is not np.void)
+
+
+def _describe_difference(tree: Tree, found: Layout, expected: Layout) -> str:
+    if found.structure != expected.structure:
+        return f"found the tree {found.structure}, expected {expected.structure}"
+    for path, ours, theirs in zip(_paths(tree), found.leaves, expected.leaves, strict=True):
+        if ours != theirs:
+            where = f"leaf {path}: " if path else ""
+            return f"{where}found {_describe(*ours)}, expected {_describe(*theirs)}"
+    raise AssertionError("equal layouts")
+
+
+def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _paths(tree: Tree) -> list[str]:
+    """How to get at each leaf: `['image']`, `[0]`; empty for a tree that is one leaf."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -1,0 +1,165 @@
+"""A step is finished whoever dies where in it: the same microbatches, the same bits.
+
+Each test is one job that lives through a row of incidents, with everybody back in between. At the end `TinyJob.finish`
+compares the weights and the optimizer's state after every step, on every host, with those of a run that nobody touched.
+"""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from agents import wait_until
+from tiny_job import RECOVERY_S, TinyJob, count_computed
+
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.world.inspection import JobReport, Part
+
+pytestmark = pytest.mark.timeout(600)
+HOSTS = 4
+MICROBATCHES = 14
+DEATHS = ("one worker", "two workers", "a worker and the coordination service")
+"""The second leaves a single other one, the third makes everybody form a new world; in each they come back."""
+PLACES = (
+    "before its first microbatch",
+    "between microbatches",
+    "in the reduction",
+    "after the reduction",
+    "in the update",
+    "in recovery",
+)
+
+
+def members(report: JobReport) -> list[HostName]:
+    assert report.generation is not None
+    return [member.host for member in report.generation.members]
+
+
+def victims_of(report: JobReport, death: str) -> list[HostName]:
+    """Not the leader's: its service is a death of its own."""
+    followers = [host for host in members(report) if host != report.leader]
+    return followers[:2] if death == "two workers" else followers[-1:]
+
+
+def live_through(tiny: TinyJob, place: str, death: str) -> None:
+    report = tiny.wait_training(HOSTS)
+    assert report.generation is not None
+    victims = victims_of(report, death)
+    step = tiny.step() + 4
+    match place:
+        case "before its first microbatch":
+            hold(tiny, Place.BEFORE_MICROBATCH, victims, step)
+        case "between microbatches":
+            # The last one of a unit of two: each host has some.
+            hold(tiny, Place.BEFORE_MICROBATCH, victims[:1], step, last_index(tiny, victims[0]))
+        case "in the reduction":
+            hold(tiny, Place.BEFORE_SUM, victims, step)  # everybody else waits inside
+        case "after the reduction":
+            hold(tiny, Place.AFTER_SUM, members(report), step)
+        case "in the update":
+            hold(tiny, Place.BEFORE_COMMIT, members(report), step)
+        case "in recovery":
+            # A first death in the reduction; then, in the same step of the next generation, the others.
+            first = next(host for host in members(report) if host not in victims and host != report.leader)
+            hold(tiny, Place.BEFORE_SUM, [first], step)
+            tiny.job.hold(Place.AFTER_SUM, victims, step)
+            tiny.signal(Part.WORKER, first, signal.SIGKILL)
+            tiny.job.wait_held(victims, RECOVERY_S)
+        case _:
+            raise AssertionError(place)
+    for host in victims:
+        tiny.signal(Part.WORKER, host, signal.SIGKILL)
+    if death == "a worker and the coordination service":
+        tiny.signal(Part.SERVICE, "leader", signal.SIGKILL)
+    tiny.job.release()
+    tiny.wait_training(HOSTS, after_generation=report.generation.number)
+
+
+def hold(tiny: TinyJob, place: Place, hosts: Sequence[str], step: int, index: int = -1) -> None:
+    tiny.job.hold(place, hosts, step, index)
+    tiny.job.wait_held(hosts, RECOVERY_S)
+
+
+def last_index(tiny: TinyJob, host: str) -> int:
+    """The last microbatch that a host computes in a step of the present generation."""
+    rows = [row for rows in tiny.logs().values() for row in rows]
+    newest = max(rows, key=lambda row: row["step"])
+    return max(index for index, owner in enumerate(newest["owners"]) if owner == host)
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_the_weights_are_those_of_an_undisturbed_run(death: str, tmp_path: Path) -> None:
+    with TinyJob(tmp_path, HOSTS) as tiny:
+        for place in PLACES:
+            live_through(tiny, place, death)
+        tiny.finish()
+
+
+def test_one_host_of_a_replica_of_two_dies(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, HOSTS, words=["hosts=2"]) as tiny:
+        for place in PLACES:
+            live_through(tiny, place, "one worker")
+        live_through(tiny, "in the reduction", "a worker and the coordination service")
+        tiny.finish()
+
+
+def test_several_replicas_on_a_host(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2, words=["per_host=2", "unit=1"]) as tiny:
+        report = tiny.wait_training(2)
+        assert report.generation is not None
+        victim = next(host for host in members(report) if host != report.leader)
+        hold(tiny, Place.BEFORE_SUM, [victim], tiny.step() + 4)
+        tiny.signal(Part.WORKER, victim, signal.SIGKILL)
+        tiny.job.release()
+        tiny.wait_training(2, after_generation=report.generation.number)
+        tiny.finish()
+
+
+def test_fast_reduction_stays_within_rounding(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, HOSTS, words=["fast"]) as tiny:
+        for place in ("between microbatches", "in the reduction", "in recovery"):
+            live_through(tiny, place, "one worker")
+        live_through(tiny, "in the reduction", "a worker and the coordination service")
+        tiny.finish()
+
+
+def test_four_hosts_then_one_then_four(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, HOSTS) as tiny:
+        report = tiny.wait_training(HOSTS)
+        assert report.generation is not None
+        (stays, *others) = members(report)
+        hold(tiny, Place.BEFORE_SUM, others, tiny.step() + 4)
+        for host in others:
+            tiny.signal(Part.WORKER, host, signal.SIGKILL)
+        tiny.job.release()
+        tiny.job.wait_event(
+            f"{stays} to go on alone",
+            lambda event: event.kind == "world.formed" and event.host == stays and event.detail["hosts"] == 1,
+            RECOVERY_S,
+        )
+        tiny.wait_training(HOSTS, after_generation=report.generation.number)
+        tiny.finish()
+
+
+def test_what_is_computed_and_read_again_is_what_the_dead_had(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, HOSTS) as tiny:
+        report = tiny.wait_training(HOSTS)
+        assert report.generation is not None
+        victim = next(host for host in members(report) if host != report.leader)
+        step = tiny.step() + 4
+        hold(tiny, Place.BEFORE_SUM, [victim], step)
+        wait_until("all to be computed", lambda: len(computed_in(tmp_path, step)) == MICROBATCHES, RECOVERY_S)
+        tiny.signal(Part.WORKER, victim, signal.SIGKILL)
+        tiny.job.release()
+        tiny.wait_training(HOSTS, after_generation=report.generation.number)
+        tiny.finish()
+    before = next(row for rows in tiny.logs().values() for row in rows if row["step"] == step - 1)
+    dead = {index for index, owner in enumerate(before["owners"]) if owner == victim}
+    counts = computed_in(tmp_path, step)
+    assert {index for index, count in counts.items() if count > 1} == dead, counts
+
+
+def computed_in(work: Path, step: int) -> dict[int, int]:
+    """How often each microbatch of a step was begun, by any process."""
+    return {index: count for (at, index), count in count_computed(work).items() if at == step}

@@ -1,0 +1,12 @@
+"""Sums over hosts, against numpy."""
+
+from pathlib import Path
+
+from launched import JOBS, run_launch
+
+
+def test_ordered_sums_are_numpys_bit_for_bit(tmp_path: Path) -> None:
+    ended = run_launch(
+        [str(JOBS / "sums.py")], tmp_path / "run", hosts=3, options=["--devices-per-host", "2"]
+    )
+    assert ended.code == 0, ended.last_words
