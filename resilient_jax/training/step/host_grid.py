@@ -43,27 +43,35 @@ class HostGrid:
         self._width = width
 
     def pack(self, leaves: Sequence[Any]) -> jax.Array:
-        """One vector of all leaves, which are of one dtype; its length is a multiple of the host's devices."""
+        """[n]: all leaves, which are of one dtype, end to end and cut over this host's devices.
+
+        n is filled up to a multiple of the host's devices.
+        """
         everywhere = NamedSharding(self._local, P())
         return _pack(self._local, self._width)([jax.device_put(leaf, everywhere) for leaf in leaves])
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
-        """The leaves in a vector; each gets the shape of its origin, and lies where that lies.
+        """The leaves in a vector that is cut over this host's devices; each gets the shape of its origin, and lies
+        where that lies.
 
         With the very sharding, not just on the same devices: an update that takes the sums and the state would
         else give a state of another sharding, and every program of the step would be compiled again for it.
+
+        Args:
+            flat: [n], or [hosts, n / hosts]: each device's part in as many slices.
+            origins: a leaf each.
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
         found = _unpack(self._local, shapes)(flat)
         return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
 
-    def lift(self, local: jax.Array) -> jax.Array:
-        """[hosts, ...]: this host's array, whose last dim is cut over its devices, with its likes on the others."""
-        spec = P(HOST, *[None] * (local.ndim - 1), LOCAL)
+    def lift(self, rows: Sequence[jax.Array], height: int) -> jax.Array:
+        """[hosts, height, n]: packed vectors of this host, filled up with zeros, with their likes on the others."""
+        stacked = _stack(self._local)(rows, height)
         return jax.make_array_from_single_device_arrays(
-            (self.hosts, *local.shape),
-            NamedSharding(self.mesh, spec),
-            [_row(shard.data) for shard in local.addressable_shards],
+            (self.hosts, *stacked.shape[1:]),
+            NamedSharding(self.mesh, P(HOST, None, LOCAL)),
+            [shard.data for shard in stacked.addressable_shards],
         )
 
     def lower(self, everywhere: jax.Array) -> jax.Array:
@@ -105,15 +113,25 @@ def _pack(local: Mesh, width: int) -> Any:  # noqa: ANN401 - a jitted function
     return pack
 
 
-@jax.jit
-def _row(cut: jax.Array) -> jax.Array:
-    return cut[None]
+@functools.cache
+def _stack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+    @functools.partial(
+        jax.jit, static_argnames="height", out_shardings=NamedSharding(local, P(None, None, LOCAL))
+    )
+    def stack(rows: list[jax.Array], height: int) -> jax.Array:
+        return jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (height - len(rows))])[None]
+
+    return stack
 
 
 @functools.cache
 def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(local, P()))
     def unpack(flat: jax.Array) -> list[jax.Array]:
+        if flat.ndim == 2:
+            hosts, width = flat.shape[0], local.size
+            total = -(-sum(map(math.prod, shapes)) // width)  # of each device
+            flat = flat.reshape(hosts, width, -1).swapaxes(0, 1).reshape(width, -1)[:, :total].reshape(-1)
         leaves, start = [], 0
         for shape in shapes:
             size = math.prod(shape)
@@ -126,5 +144,5 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
 
 def forget_programs() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
-    for cache in (_pack, _unpack):
+    for cache in (_pack, _stack, _unpack):
         cache.cache_clear()

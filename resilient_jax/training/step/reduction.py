@@ -48,7 +48,7 @@ class HostSum:
     def _across_hosts(self, flat: jax.Array) -> jax.Array:
         if self._grid.hosts == 1:
             return flat
-        return self._grid.lower(_reduce(self._grid.mesh)(self._grid.lift(flat)))
+        return self._grid.lower(_reduce(self._grid.mesh)(self._grid.lift([flat], 1)))
 
 
 class OrderedSum:
@@ -77,16 +77,10 @@ class OrderedSum:
             rows = [grid.pack([column[i] for i in positions]) for column in columns]
             if not rows:  # more hosts than units
                 rows = [grid.pack([jnp.zeros_like(origins[i]) for i in positions])]
-            slices = _add_in_order(grid.mesh)(grid.lift(_stack(rows, width)), where)
+            slices = _add_in_order(grid.mesh)(grid.lift(rows, width), where)
             jax.block_until_ready(slices)
             gathered = _gather(grid.mesh)(slices)
-            (size,) = rows[0].sharding.shard_shape(rows[0].shape)
-            total = jax.make_array_from_single_device_arrays(
-                rows[0].shape,
-                rows[0].sharding,
-                [_trim(shard.data, size) for shard in gathered.addressable_shards],
-            )
-            found = grid.unpack(total, [origins[i] for i in positions])
+            found = grid.unpack(grid.lower(gathered), [origins[i] for i in positions])
             for position, leaf in zip(positions, found, strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
@@ -96,15 +90,9 @@ class OrderedSum:
 def _reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(LOCAL)))
     def reduce(stacked: jax.Array) -> jax.Array:
-        return stacked.sum(axis=0)
+        return stacked.sum(axis=(0, 1))
 
     return reduce
-
-
-@functools.partial(jax.jit, static_argnames="width")
-def _stack(rows: list[jax.Array], width: int) -> jax.Array:
-    """[width, n]: the rows, and zeros that nobody looks at."""
-    return jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (width - len(rows))])
 
 
 @functools.cache
@@ -145,12 +133,6 @@ def _gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
         return slices
 
     return gather
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def _trim(slices: jax.Array, size: int) -> jax.Array:
-    """[hosts, n / hosts] of one device -> [n]; what filled up the last slice goes."""
-    return slices.reshape(-1)[:size]
 
 
 def forget_programs() -> None:

@@ -36,6 +36,7 @@ from resilient_jax.training.step.reduction import HostSum, OrderedSum
 from resilient_jax.training.step.replicas import Replica, build_replicas
 
 Tree = TypeVar("Tree")
+AGREEMENT_SIZE = 256
 MEASURE_EVERY = 16
 """Steps between two exchanges of measured speeds: one small all-reduce each, a millisecond."""
 
@@ -176,7 +177,10 @@ class StepSums:
         if mine.job.name in self._agreed:
             return progress
         progress[self._me] = mine.progress()
-        found = np.asarray(self.sum_hosts(progress))
+        # In a vector whose length is the same for fewer hosts: its programs are there already.
+        padded = np.zeros(-(-progress.size // AGREEMENT_SIZE) * AGREEMENT_SIZE, np.int32)
+        padded[: progress.size] = progress.reshape(-1)
+        found = np.asarray(self.sum_hosts(padded))[: progress.size].reshape(progress.shape)
         self._agreed.add(mine.job.name)
         if mine.job.pooled:
             accepted = refuse_overlaps([np.flatnonzero(row).tolist() for row in found])

@@ -1,0 +1,87 @@
+"""What the trainer refuses of the hosts it finds."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from resilient_jax.errors import CallerError, StateError
+from resilient_jax.training.step.assignment import ReplicaShape
+from resilient_jax.training.trainer.checkpoints import Checkpoints
+from resilient_jax.training.trainer.checks import agree_on_checkpoint, check_devices, check_replicas
+
+
+@dataclasses.dataclass
+class FakeWorld:
+    """Three hosts of four devices; the others have found `found` already."""
+
+    found: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ("a", "b", "c")
+    host: str = "a"
+    host_index: int = 0
+    local_devices: tuple[int, ...] = (0, 1, 2, 3)
+
+    def replica_count(self, shape):
+        return len(self.hosts) // shape.hosts * shape.per_host
+
+    def agree(self, mine):
+        return mine + np.array((0, *self.found), np.int32)
+
+
+def make_order(*, size=8, microbatches=4, evaluation_size=None, **shape) -> Any:  # noqa: ANN401
+    return SimpleNamespace(
+        microbatch_size=size,
+        recipe=SimpleNamespace(microbatches=microbatches),
+        sharing=SimpleNamespace(replicas=ReplicaShape(**shape)),
+        evaluation=SimpleNamespace(microbatch_size=evaluation_size),
+    )
+
+
+WORLD: Any = FakeWorld()
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (make_order(size=6), "microbatch_size: found 6 on host a, expected a multiple of 4"),
+        (make_order(size=12, hosts=2), "expected a multiple of 8"),
+        (make_order(size=3, per_host=2), "expected a multiple of 2"),
+        (make_order(evaluation_size=6), "the evaluation's microbatch_size: found 6"),
+    ],
+    ids=["one host", "two hosts", "half a host", "evaluation"],
+)
+def test_a_microbatch_that_cannot_be_cut_over_a_replica_is_refused(order, said):
+    with pytest.raises(CallerError, match=said):
+        check_devices(WORLD, order)
+
+
+@pytest.mark.parametrize(
+    "order", [make_order(), make_order(size=16, hosts=2), make_order(size=2, per_host=2)], ids=str
+)
+def test_one_that_can_is_not(order):
+    check_devices(WORLD, order)
+
+
+def test_more_replicas_than_microbatches_are_refused_with_the_numbers_and_the_fix():
+    with pytest.raises(
+        CallerError, match=r"found 16, which is 2 microbatches of 8.*3 replicas.*batch_size of 24"
+    ):
+        check_replicas(WORLD, make_order(microbatches=2))
+    check_replicas(WORLD, make_order(microbatches=3))
+
+
+def test_hosts_that_found_different_checkpoints_are_named():
+    checkpoints = Checkpoints(directory="/somewhere")
+    world: Any = FakeWorld(found=(7, -1))
+    with pytest.raises(StateError, match=r"/somewhere \(a: step 7, b: step 7, c: none\)"):
+        agree_on_checkpoint(world, 7, checkpoints)
+
+
+def test_hosts_that_found_the_same_checkpoint_go_on_from_it():
+    checkpoints = Checkpoints(directory="/somewhere")
+    together: Any = FakeWorld(found=(7, 7))
+    fresh: Any = FakeWorld(found=(-1, -1))
+    assert agree_on_checkpoint(together, 7, checkpoints) == 7
+    assert agree_on_checkpoint(fresh, None, checkpoints) is None

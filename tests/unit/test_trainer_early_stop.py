@@ -1,0 +1,56 @@
+"""When early stopping stops."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.trainer.early_stop import EarlyStop
+
+
+def judge_all(early_stop, values):
+    """At which evaluation it stops, if at all."""
+    patience = early_stop.begin()
+    for number, value in enumerate(values):
+        patience, stops, _ = early_stop.judge(patience, {early_stop.metric: value})
+        if stops:
+            return number
+    return None
+
+
+def test_a_value_that_betters_the_best_by_too_little_does_not_count():
+    assert judge_all(EarlyStop(patience=2, min_delta=0.1), [1.0, 0.95, 0.91]) == 2
+    assert judge_all(EarlyStop(patience=2, min_delta=0.1), [1.0, 0.95, 0.85, 0.8]) is None
+
+
+def test_an_accuracy_gets_better_by_growing():
+    early_stop = EarlyStop(metric="eval_accuracy", patience=2, larger_is_better=True)
+    assert judge_all(early_stop, [0.1, 0.2, 0.3]) is None
+    assert judge_all(early_stop, [0.3, 0.2, 0.1]) == 2
+
+
+def test_nan_betters_nothing():
+    assert judge_all(EarlyStop(patience=2), [np.nan, np.nan]) == 1
+
+
+@given(
+    st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30),
+    st.integers(1, 5),
+)
+def test_it_stops_where_the_last_patience_values_have_not_bettered_those_before(values, patience):
+    expected = next(
+        (
+            last
+            for last in range(patience, len(values))
+            if min(values[last - patience + 1 : last + 1]) >= min(values[: last - patience + 1])
+        ),
+        None,
+    )
+    assert judge_all(EarlyStop(patience=patience), values) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -1.0}, {"min_delta": np.nan}], ids=str)
+def test_impossible_values_are_refused(wrong):
+    with pytest.raises(CallerError, match="early stop: found"):
+        EarlyStop(**wrong)

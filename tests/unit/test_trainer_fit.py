@@ -1,0 +1,321 @@
+"""The trainer's loop on this machine alone: what it computes, says, keeps, and refuses."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import resilient_jax as rj
+from resilient_jax.errors import CallerError, NonFiniteError, StateError
+
+ROWS = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
+EXAMPLES = [{"x": row, "y": row.sum(keepdims=True)} for row in ROWS]
+
+
+def linear(key):
+    return {"w": jax.random.normal(key, (3, 1))}
+
+
+def squared(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def make_trainer(**changes):
+    defaults = {
+        "model": linear,
+        "optimizer": optax.adam(0.05),
+        "loss": squared,
+        "data": EXAMPLES,
+        "batch_size": 16,
+        "microbatch_size": 4,
+    }
+    return rj.Trainer(**{**defaults, **changes})
+
+
+def test_the_loss_goes_down_and_the_result_is_the_trained_model():
+    result = make_trainer().fit(60)
+    assert result.step == 60
+    assert result.metrics["loss"] < 0.05
+    assert isinstance(result.params["w"], np.ndarray)
+    assert result.sha256 == rj.digest(result.params)
+    assert result.stopped_because is None
+
+
+def test_making_a_trainer_calls_neither_model_nor_loss():
+    def never(*_):
+        raise AssertionError
+
+    make_trainer(model=lambda key: never(), loss=never)
+
+
+def test_the_same_recipe_gives_the_same_bits_and_another_seed_others():
+    one, same, other = (make_trainer(seed=seed).fit(3).sha256 for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_the_learning_rate_follows_the_schedule_by_steps():
+    """Whatever the number of microbatches in a step."""
+    seen = []
+    schedule = optax.piecewise_constant_schedule(1.0, {2: 0.0})
+    make_trainer(
+        optimizer=optax.sgd(schedule),
+        loss=lambda params, batch: params["w"].sum() + 0 * squared(params, batch),
+        callbacks=[lambda report: seen.append(float(report.state.variables.params["w"][0, 0]))],
+    ).fit(4)
+    assert np.diff(seen).round(5).tolist() == [-1.0, 0.0, 0.0]
+
+
+def test_each_microbatch_is_read_with_its_own_step_and_index():
+    read = []
+
+    def batch(step, index):
+        read.append((step, index))
+        return {"x": np.ones((4, 3), np.float32), "y": np.full((4, 1), step, np.float32)}
+
+    make_trainer(data=batch).fit(3)
+    assert set(read) >= {(step, index) for step in range(3) for index in range(4)}
+
+
+def test_a_callback_sees_every_step_and_can_stop():
+    seen = []
+
+    def stop_at_five(report):
+        seen.append((report.step, sorted(report.metrics)))
+        return report.step == 5
+
+    result = make_trainer(callbacks=[stop_at_five]).fit(100)
+    assert seen == [(step, ["grad_norm", "loss"]) for step in range(1, 6)]
+    assert (result.step, result.stopped_because) == (5, "a callback said so after step 5")
+
+
+def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_and_at_the_end():
+    found = {}
+
+    def keep(report):
+        if report.is_evaluation:
+            params = jax.device_get(report.state.variables.params)
+            found[report.step] = report.metrics["eval_loss"], float(squared(params, WHOLE))
+
+    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, every=2), callbacks=[keep]).fit(5)
+    assert list(found) == [2, 4, 5]
+    for evaluated, expected in found.values():
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+WHOLE = {name: np.stack([example[name] for example in EXAMPLES]) for name in ("x", "y")}
+
+
+def test_an_evaluation_reads_the_same_each_time_and_may_have_its_own_loss():
+    values = []
+
+    def label(params, batch):
+        return 0 * squared(params, batch) + batch["x"][0, 0], {"count": len(batch["x"])}
+
+    make_trainer(
+        evaluation=rj.Evaluation(data=EXAMPLES, every=1, microbatch_size=2, microbatches=3, loss=label),
+        callbacks=[lambda report: values.append(dict(report.metrics)) if report.is_evaluation else None],
+    ).fit(3)
+    expected = {"eval_loss": pytest.approx(float(ROWS[[0, 2, 4], 0].mean())), "eval_count": 2}
+    assert values == [expected] * 3
+
+
+def test_an_nnx_model_is_evaluated_without_dropout():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout, self.linear = nnx.Dropout(0.9, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(self.dropout(x))
+
+    losses = []
+    make_trainer(
+        model=Net,
+        optimizer=optax.sgd(0.0),
+        loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        evaluation=rj.Evaluation(data=EXAMPLES, every=1),
+        callbacks=[lambda report: losses.append(report.metrics.get("eval_loss", report.metrics.get("loss")))],
+    ).fit(3)
+    steps, evaluations = [losses[0], losses[2], losses[4]], [losses[1], losses[3], losses[5]]
+    assert len(set(steps)) == 3
+    assert len(set(evaluations)) == 1
+
+
+def test_early_stopping_ends_when_patience_is_over():
+    result = make_trainer(
+        optimizer=optax.sgd(0.0),
+        evaluation=rj.Evaluation(data=EXAMPLES, every=2),
+        early_stop=rj.EarlyStop(patience=3),
+    ).fit(100)
+    assert result.step == 8  # the best at 2; no better at 4, 6, 8
+    assert result.stopped_because is not None
+    assert "eval_loss has not bettered" in result.stopped_because
+
+
+def test_the_log_has_a_json_line_for_each_step_and_evaluation(tmp_path):
+    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, every=2), log=tmp_path).fit(2)
+    (file,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["step"], "eval_loss" in line) for line in lines] == [(1, False), (2, False), (2, True)]
+    assert all(line["seconds"] > 0 for line in lines)
+    assert file.name == "localhost.jsonl"
+
+
+# Numbers that are not finite.
+
+
+def poison(step, index):
+    x = np.ones((4, 3), np.float32)
+    return {"x": x * (np.nan if (step, index) == (2, 1) else 1), "y": np.ones((4, 1), np.float32)}
+
+
+def test_a_microbatch_that_is_not_finite_stops_before_its_step_is_committed():
+    steps = []
+    trainer = make_trainer(data=poison, callbacks=[lambda report: steps.append(report.step)])
+    with pytest.raises(NonFiniteError, match=r"step 2: .*microbatches 1 \(host localhost\)") as found:
+        trainer.fit(5)
+    assert (found.value.step, found.value.microbatch, found.value.host) == (2, 1, "localhost")
+    assert steps == [1, 2]
+
+
+@pytest.mark.parametrize(("policy", "said"), [("skip", "left out"), ("warn", "used as they are")])
+def test_it_can_be_left_out_or_used_and_is_said(policy, said, caplog):
+    result = make_trainer(data=poison, numerics=rj.Numerics(non_finite=policy)).fit(5)
+    assert math.isfinite(result.metrics["loss"]) == (policy == "skip")
+    assert f"1 (host localhost); {said}" in caplog.text
+
+
+def test_a_step_of_which_nothing_would_be_left_stops_even_when_skipping():
+    def nothing(step, index):
+        return {"x": np.full((4, 3), np.inf, np.float32), "y": np.ones((4, 1), np.float32)}
+
+    with pytest.raises(NonFiniteError, match="step 0"):
+        make_trainer(data=nothing, numerics=rj.Numerics(non_finite="skip")).fit(1)
+
+
+def test_batch_statistics_are_explained_once(caplog):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.linear = nnx.BatchNorm(3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(self.norm(x))
+
+    make_trainer(model=Net, loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)).fit(2)
+    assert caplog.text.count("keeps statistics over the examples") == 1
+    assert "mean over the 4 of a step" in caplog.text
+
+
+# Checkpoints.
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_path):
+    def recipe(**changes):
+        noisy = optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.05))  # it keeps a random key
+        return make_trainer(optimizer=noisy, **changes)
+
+    checkpoints = rj.Checkpoints(directory=tmp_path, every=2, keep=2)
+    recipe(checkpoints=checkpoints).fit(5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
+    steps = []
+    resumed = recipe(checkpoints=checkpoints, callbacks=[lambda report: steps.append(report.step)]).fit(7)
+    assert steps == [6, 7]
+    assert resumed.sha256 == recipe().fit(7).sha256
+
+
+def test_an_unfinished_checkpoint_is_not_resumed_and_is_cleared_away(tmp_path):
+    checkpoints = rj.Checkpoints(directory=tmp_path, every=2)
+    make_trainer(checkpoints=checkpoints).fit(2)
+    (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
+    (tmp_path / "8").mkdir()
+    assert make_trainer(checkpoints=checkpoints).fit(4).step == 4
+    assert not (tmp_path / "9.orbax-checkpoint-tmp-1").exists()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": lambda key: {"w": jnp.zeros((3, 1)), "more": jnp.zeros(3)}},
+        {"model": lambda key: {"w": jnp.zeros((3, 2))}},
+        {"optimizer": optax.sgd(0.1, momentum=0.9)},
+    ],
+    ids=["another tree", "another shape", "another optimizer"],
+)
+def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
+    checkpoints = rj.Checkpoints(directory=tmp_path)
+    make_trainer(checkpoints=checkpoints).fit(1)
+    with pytest.raises(StateError, match=r"checkpoint .*Train with the recipe that saved it"):
+        make_trainer(checkpoints=checkpoints, **changed).fit(2)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch_size": 18}, "batch_size: found 18 with microbatch_size 4"),
+        ({"batch_size": 0}, "expected a positive multiple"),
+        ({"microbatch_size": 0}, "expected a positive multiple"),
+        ({"seed": -1}, "seed: found -1"),
+        ({"loss": 3}, "loss: found a int, expected a function"),
+        ({"early_stop": rj.EarlyStop()}, "found no evaluation, expected one"),
+        (
+            {
+                "early_stop": rj.EarlyStop(metric="loss"),
+                "evaluation": rj.Evaluation(data=EXAMPLES, every=1),
+            },
+            "expected one of the evaluation",
+        ),
+    ],
+    ids=["not a multiple", "no batch", "no microbatch", "seed", "loss", "no evaluation", "no metric of it"],
+)
+def test_wrong_arguments_are_refused_when_the_trainer_is_made(wrong, said):
+    with pytest.raises(CallerError, match=said):
+        make_trainer(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"data": EXAMPLES[:10]}, "found 10 examples, expected a multiple of the microbatch size 4"),
+        ({"data": lambda step, index: EXAMPLES[0]}, "expected microbatches=, how many"),
+    ],
+    ids=["a rest", "no length"],
+)
+def test_an_evaluation_that_cannot_be_cut_is_refused(wrong, said):
+    with pytest.raises(CallerError, match=said):
+        make_trainer(evaluation=rj.Evaluation(every=1, **wrong)).fit(1)
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": 1, "microbatches": 0}], ids=["every", "count"])
+def test_an_impossible_evaluation_is_refused(wrong):
+    with pytest.raises(CallerError, match="expected at least 1"):
+        rj.Evaluation(data=EXAMPLES, **wrong)
+
+
+def test_impossible_checkpoints_are_refused(tmp_path):
+    with pytest.raises(CallerError, match="found every=0"):
+        rj.Checkpoints(directory=tmp_path, every=0)
+
+
+def test_early_stopping_by_a_metric_that_is_not_there_names_those_that_are():
+    with pytest.raises(CallerError, match="found the metrics eval_loss, expected 'eval_accuracy'"):
+        make_trainer(
+            evaluation=rj.Evaluation(data=EXAMPLES, every=1), early_stop=rj.EarlyStop(metric="eval_accuracy")
+        ).fit(2)
+
+
+def test_an_exception_of_a_callback_comes_out_unchanged():
+    error = LookupError("mine")
+
+    def fail(report):
+        raise error
+
+    with pytest.raises(LookupError) as found:
+        make_trainer(callbacks=[fail]).fit(2)
+    assert found.value is error

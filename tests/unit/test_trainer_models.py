@@ -1,0 +1,139 @@
+"""NNX, Linen and plain functions behind one interface: what they make, what they draw, what they keep."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.trainer.models import LinenModel, NnxModel, PlainModel, adapt
+
+X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+
+
+class NnxNet(nnx.Module):
+    """Dropout, batch normalisation, and a variable that is none of the known kinds."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.scale = nnx.Variable(jnp.float32(2.0))
+
+    def __call__(self, x):
+        x = self.dropout(self.norm(self.linear(x)))
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale[...]
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(8)(x))
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+def plain(key):
+    return {"w": jax.random.normal(key, (4, 8))}
+
+
+MODELS = {
+    "nnx": (NnxNet, lambda model: model(X)),
+    "linen": (LinenNet(), lambda model: model(X)),
+    "plain": (plain, lambda params: X @ params["w"]),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name):
+    given, use = MODELS[name]
+    model = adapt(given)
+    return model, use, jax.jit(lambda: model.init(jax.random.key(3), use))()
+
+
+def test_a_model_is_told_by_what_it_is():
+    assert isinstance(adapt(NnxNet), NnxModel)
+    assert isinstance(adapt(lambda rngs: NnxNet(rngs)), NnxModel)
+    assert isinstance(adapt(LinenNet()), LinenModel)
+    assert isinstance(adapt(plain), PlainModel)
+
+
+@each_model
+def test_the_first_numbers_are_a_function_of_the_key(name):
+    (_, _, one), (_, _, other) = make(name), make(name)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
+
+
+def test_the_first_numbers_are_those_of_the_module_made_by_hand():
+    _, _, variables = make("nnx")
+    by_hand = nnx.to_pure_dict(nnx.state(NnxNet(nnx.Rngs(3)), nnx.Param))
+    assert jax.tree.structure(variables.params) == jax.tree.structure(by_hand)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), variables.params, by_hand)
+
+
+@each_model
+def test_what_is_drawn_is_a_function_of_the_key(name):
+    model, use, variables = make(name)
+    apply = jax.jit(lambda key: model.apply(variables, key, use, training=True)[0])
+    one, same, other = (np.asarray(apply(jax.random.key(seed))) for seed in (1, 1, 2))
+    assert (one == same).all()
+    assert (one == other).all() == (name == "plain")
+
+
+@pytest.mark.parametrize("name", ["nnx", "linen"])
+def test_statistics_start_from_those_given_and_come_back(name):
+    model, use, variables = make(name)
+    _, found = model.apply(variables, jax.random.key(0), use, training=True)
+    assert jax.tree.structure(found) == jax.tree.structure(variables.statistics)
+    (mean,) = (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found) if "mean" in str(path))
+    assert np.abs(mean).max() > 0  # it was 0
+    _, again = model.apply(variables, jax.random.key(0), use, training=True)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, again))
+
+
+def test_an_nnx_model_evaluates_in_its_evaluation_mode():
+    model, use, variables = make("nnx")
+    one, unchanged = model.apply(variables, jax.random.key(1), use, training=False)
+    other, _ = model.apply(variables, jax.random.key(2), use, training=False)
+    assert (one == other).all()
+    assert (unchanged["norm"]["mean"] == variables.statistics["norm"]["mean"]).all()
+
+
+def test_other_variables_stay_as_they_were_made():
+    _, _, variables = make("nnx")
+    assert variables.constants == {"scale": 2.0}
+
+
+def test_nothing_of_a_model_is_on_a_device_before_it_is_used():
+    abstract = jax.eval_shape(lambda: adapt(NnxNet).init(jax.random.key(0), lambda model: model(X)))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: NnxNet(nnx.Rngs(0)), "found an instance of the nnx.Module NnxNet.*lambda rngs: NnxNet"),
+        (lambda: {"w": 1}, "found a dict, expected a function"),
+    ],
+    ids=["an nnx instance", "a tree"],
+)
+def test_what_is_no_model_is_refused(wrong, said):
+    with pytest.raises(CallerError, match=said):
+        adapt(wrong())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda rngs: {"w": 1}, "makes a dict, expected an nnx.Module"),
+        (lambda key: {"net": LinenNet()}, r"found a LinenNet at init\(key\)\['net'\]"),
+    ],
+    ids=["a factory of no module", "a plain function of no arrays"],
+)
+def test_a_function_that_makes_no_model_is_refused_when_it_is_called(wrong, said):
+    with pytest.raises(CallerError, match=said):
+        adapt(wrong).init(jax.random.key(0), lambda model: None)

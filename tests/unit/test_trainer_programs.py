@@ -1,0 +1,218 @@
+"""The two programs against the same arithmetic written down plainly, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.trainer.loss import read_loss
+from resilient_jax.training.trainer.models import adapt
+from resilient_jax.training.trainer.numerics import Numerics
+from resilient_jax.training.trainer.programs import Programs, Recipe, locate, read_optimizer, zeros_like
+
+MICROBATCHES, ROWS = 4, 6
+BATCHES = [
+    {"x": x.astype(np.float32), "y": x.sum(1, keepdims=True).astype(np.float32)}
+    for x in np.random.default_rng(0).normal(size=(MICROBATCHES, ROWS, 3))
+]
+EXAMPLE = jax.eval_shape(lambda tree: tree, BATCHES[0])
+
+
+def linear(key):
+    return {"w": jax.random.normal(key, (3, 1)), "b": jnp.zeros(1)}
+
+
+def squared(params, batch):
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return jnp.mean(error**2), {"mae": jnp.mean(jnp.abs(error))}
+
+
+def build(model=linear, loss=squared, optimizer=None, **numerics):
+    recipe = Recipe(
+        model=adapt(model),
+        optimizer=optimizer or optax.adam(0.1),
+        loss=read_loss(loss),
+        microbatches=MICROBATCHES,
+        seed=0,
+        numerics=Numerics(**numerics),
+        patience=(),
+    )
+    return Programs(recipe, EXAMPLE)
+
+
+def run_step(programs, state, batches=BATCHES, step=0):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    here = NamedSharding(mesh, P())
+    state, total = jax.device_put(state, here), zeros_like(programs.abstract_total, here)
+    for index, batch in enumerate(batches):
+        placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        where = locate(step, index)
+        total = programs.accumulate(total, state.variables, placed, where, mesh=mesh.abstract_mesh)
+    return total, *programs.apply(state, total, mesh=mesh.abstract_mesh)
+
+
+def test_a_step_is_the_ordinary_step_of_the_whole_batch():
+    programs, optimizer = build(clip_norm=0.5), optax.adam(0.1)
+    state = programs.init()
+    whole = {name: np.concatenate([batch[name] for batch in BATCHES]) for name in ("x", "y")}
+    params = state.variables.params
+    (loss, aux), gradients = jax.value_and_grad(squared, has_aux=True)(params, whole)
+    norm = float(optax.tree.norm(gradients))
+    clipped = jax.tree.map(lambda g: g * min(1.0, 0.5 / norm), gradients)
+    updates, _ = optimizer.update(clipped, optimizer.init(params), params)
+    expected = optax.apply_updates(params, updates)
+    _, after, metrics = run_step(programs, state)
+    # Another order of adding: equal within a few roundings of float32.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), after.variables.params, expected)
+    found = {name: float(value) for name, value in metrics.items()}
+    assert found == pytest.approx(
+        {"loss": float(loss), "mae": float(aux["mae"]), "grad_norm": norm}, rel=1e-5
+    )
+    assert int(after.step) == 1
+
+
+def test_the_second_step_compiles_nothing():
+    programs = build()
+    state = programs.init()
+    for step in range(3):
+        _, state, _ = run_step(programs, state, step=step)
+    assert programs.accumulate._cache_size() == 1
+    assert programs.apply._cache_size() == 1
+
+
+def test_rematerialisation_changes_no_bit():
+    results = [run_step(build(remat=remat), build().init())[1] for remat in (False, True)]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *results))
+
+
+def test_a_narrow_compute_type_leaves_parameters_and_sums_wide():
+    seen = []
+
+    def loss(params, batch):
+        seen.append(params["w"].dtype)
+        return squared(params, batch)
+
+    total, after, _ = run_step(build(loss=loss, compute_dtype=jnp.bfloat16), build().init())
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves((total, after.variables))} == {jnp.dtype(jnp.float32)}
+
+
+def test_gradients_of_narrow_parameters_are_added_wide():
+    def narrow(key):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), linear(key))
+
+    programs = build(model=narrow)
+    total, after, _ = run_step(programs, programs.init())
+    assert {leaf.dtype for leaf in jax.tree.leaves(total)} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(after.variables)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def spoil(*indexes):
+    return [
+        {**batch, "x": batch["x"] * (np.nan if i in indexes else 1)}.copy() for i, batch in enumerate(BATCHES)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "warn"])
+def test_a_microbatch_that_is_not_finite_is_marked(policy):
+    programs = build(non_finite=policy)
+    total, _, _ = run_step(programs, programs.init(), spoil(1, 3))
+    assert np.asarray(total.bad).tolist() == [0, 1, 0, 1]
+
+
+def test_a_skipped_microbatch_leaves_the_mean_of_the_others():
+    programs = build(non_finite="skip")
+    _, after, metrics = run_step(programs, programs.init(), spoil(1, 3))
+    others = {name: np.concatenate([BATCHES[i][name] for i in (0, 2)]) for name in ("x", "y")}
+    loss, _ = squared(programs.init().variables.params, others)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["skipped"]) == 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.variables))
+
+
+def test_kept_statistics_are_the_mean_over_microbatches_of_what_each_made_of_the_committed_ones():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(3, momentum=0.0, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(x).sum(1, keepdims=True)
+
+    programs = build(model=Net, loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
+    _, after, _ = run_step(programs, programs.init())
+    expected = np.mean([batch["x"].mean(0) for batch in BATCHES], axis=0)
+    np.testing.assert_allclose(after.variables.statistics["norm"]["mean"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_may_take_a_key_that_depends_on_seed_step_and_index_alone():
+    def loss(params, batch, key):
+        return squared(params, batch)[0], {"drawn": jax.random.uniform(key)}
+
+    programs = build(loss=loss)
+    state = programs.init()
+    one, same, other = (float(run_step(programs, state, step=step)[2]["drawn"]) for step in (5, 5, 6))
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda p, b: (b["x"] @ p["w"])[:, 0], r"found an array of shape \(6,\), expected a scalar"),
+        (lambda p, b: None, "found a NoneType, expected a scalar"),
+        (lambda p, b: jnp.int32(1), "dtype int32"),
+        (lambda p, b: (squared(p, b)[0], b["x"]), r"found an array of shape \(6, 3\) as the second result"),
+        (
+            lambda p, b: (squared(p, b)[0], {"x": b["x"]}),
+            r"found an array of shape \(6, 3\) as the metric 'x'",
+        ),
+        (lambda p, b: (squared(p, b)[0], {"loss": 1.0}), "found the metric 'loss', expected a name other"),
+        (lambda p, b: (squared(p, b)[0], {"eval_x": 1.0}), "without eval_ in front"),
+    ],
+    ids=["an array", "nothing", "an integer", "no dict", "array metric", "our name", "our prefix"],
+)
+def test_a_loss_that_gives_something_else_is_refused(loss, said):
+    with pytest.raises(CallerError, match=said):
+        build(loss=loss)
+
+
+def test_an_exception_of_the_loss_comes_out_unchanged():
+    error = ZeroDivisionError("mine")
+
+    def loss(params, batch):
+        raise error
+
+    with pytest.raises(ZeroDivisionError) as found:
+        build(loss=loss)
+    assert found.value is error
+
+
+def test_an_optimizer_whose_state_changes_its_type_is_refused():
+    drifting = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.int32), lambda g, state, params=None: (g, state + 0.5)
+    )
+    with pytest.raises(CallerError, match=r"optimizer: .*leaf \.optimizer is int32\[\].*float32\[\]"):
+        build(optimizer=drifting)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(CallerError, match=r"found a float, expected an optax\.GradientTransformation"):
+        read_optimizer(0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm: found 0.0"),
+        ({"compute_dtype": jnp.int8}, "compute_dtype: found .*int8"),
+        ({"non_finite": "ignore"}, "found 'ignore', expected one of stop, skip, warn"),
+    ],
+    ids=["clip", "dtype", "policy"],
+)
+def test_impossible_numerics_are_refused(wrong, said):
+    with pytest.raises(CallerError, match=said):
+        Numerics(**wrong)
