@@ -110,6 +110,7 @@ class _Worker:
         self._fault_points = FaultPoints.from_environment(settings.host)
         self._interrupting_since_s: float | None = None
         self._local_clique_broken = False
+        self._replicas_span_hosts = False
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
         if (warning := share_compilation_cache()) is not None:
@@ -130,8 +131,10 @@ class _Worker:
                 return
             done, failure = self._live_through(order, train)
             self._note(EventKind.UNWOUND, done=done)
-            if self._local_clique_broken or is_detached():
-                self._link.left_world()  # nothing of this world can be used again: no shrink in place
+            if self._local_clique_broken or is_detached() or (self._replicas_span_hosts and not done):
+                # A clique that the next generation needs is broken, the local one or that of a whole replica: no
+                # shrink in place.
+                self._link.left_world()
             self._link.go_idle(
                 step=self._holder.step,
                 holds_state=self._holder.state is not None,
@@ -143,7 +146,10 @@ class _Worker:
         """One generation. Leaves no reference to its arrays or exceptions behind."""
         try:
             world = self._form(order)
-            train(world)
+            try:
+                train(world)
+            finally:
+                self._replicas_span_hosts = world.replicas_span_hosts
             return True, None
         except GenerationEnded:
             return False, None

@@ -264,6 +264,11 @@ class World:
         """
         return len(self._get_sums().seats(replicas))
 
+    @property
+    def replicas_span_hosts(self) -> bool:
+        """Whether programs of this generation talk to other hosts while they compute microbatches."""
+        return self._sums is not None and self._sums.replicas_span_hosts
+
     def computed_by(self, index: int) -> HostName:
         """The host that computed microbatch `index` of the last `sum_microbatches`."""
         return self.hosts[self._get_sums().owners[index]]

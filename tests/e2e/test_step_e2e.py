@@ -5,11 +5,14 @@ compares the weights and the optimizer's state after every step, on every host, 
 """
 
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from agents import wait_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny_job import RECOVERY_S, TinyJob, count_computed
 
 from resilient_jax.ids import HostName
@@ -101,7 +104,23 @@ def test_one_host_of_a_replica_of_two_dies(tmp_path: Path) -> None:
         for place in PLACES:
             live_through(tiny, place, "one worker")
         live_through(tiny, "in the reduction", "a worker and the coordination service")
-        tiny.finish()
+        tiny.finish(more_steps=10)  # steps are slow: every microbatch goes over the network
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    incidents=st.lists(
+        st.tuples(st.sampled_from(PLACES), st.sampled_from(DEATHS)), min_size=2, max_size=3, unique=True
+    ),
+    unit=st.sampled_from([1, 3, 5]),
+)
+def test_random_failures(incidents: list[tuple[str, str]], unit: int, tmp_path: Path) -> None:
+    """Few, for each is a job; the pure machine has many (tests/unit/test_assignment.py)."""
+    work = Path(tempfile.mkdtemp(dir=tmp_path))
+    with TinyJob(work, HOSTS, words=[f"unit={unit}"]) as tiny:
+        for place, death in incidents:
+            live_through(tiny, place, death)
+        tiny.finish(more_steps=10)
 
 
 def test_several_replicas_on_a_host(tmp_path: Path) -> None:

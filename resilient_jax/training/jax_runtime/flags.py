@@ -66,7 +66,7 @@ def worker_environment(
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices_per_host)))
     if cache_dir is not None:
         found |= {
-            "JAX_COMPILATION_CACHE_DIR": cache_dir,
+            "JAX_COMPILATION_CACHE_DIR": base.get("JAX_COMPILATION_CACHE_DIR", cache_dir),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

@@ -113,6 +113,11 @@ class StepSums:
         """Where the replicas of this generation are."""
         return self._arrange(shape)[0]
 
+    @property
+    def replicas_span_hosts(self) -> bool:
+        """Whether any sum used a replica on several hosts."""
+        return any(shape.hosts > 1 for shape in self._replicas)
+
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[Seat, ...], dict[int, Replica]]:
         if shape not in self._replicas:
             seats = seat_replicas(self._process_indexes, shape)
