@@ -2,20 +2,18 @@
 
     resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
 
-`train` is called again after every change of membership. What makes that safe: the state goes through
-`world`, and microbatch i of step s is a pure function of (seed, s, i).
+The loss is written for one microbatch, as for one device; the trainer does the rest. Kill any host: the weights in
+the end are the same bits.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-import jax
+from byte_lm.learning import loss, make_optimizer
+from byte_lm.model import ByteLM
 from byte_lm.settings import Settings
-from byte_lm.step import accumulate, apply_total, digest_params, init_state, init_total, mean_over_devices
 from byte_lm.text import Bytes, draw_microbatch, read_standard_library
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.config import load, override
@@ -24,40 +22,23 @@ from resilient_jax.errors import ConfigError
 DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml"
 
 
-def train(world: rj.World, settings: Settings, text: Bytes, *, digest: bool) -> None:
-    """Trains from the last committed step to the last one, with the hosts that are there now."""
-    mesh = world.local_mesh(("data",))
-    check_microbatch(settings, mesh.size)
-    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+def make_trainer(settings: Settings, text: Bytes) -> rj.Trainer:
+    """The whole of the training; touches no device."""
 
-    state = world.restore_or_init(lambda: init_state(settings), sharding=everywhere)
-    zeros = jax.device_put(init_total(settings, devices=mesh.size), split)
-    for step in world.steps(settings.steps):
-        total = zeros
-        for index in world.share(settings.microbatches):
-            batch = draw_microbatch(
-                text,
-                (settings.seed, step, index),
-                sequences=settings.sequences,
-                context=settings.model.context,
-            )
-            total = accumulate(total, state.params, jax.device_put(batch, split), model=settings.model)
-        state = apply_total(state, world.sum(mean_over_devices(total)), settings=settings)
-        world.commit(state, loss=float(state.loss))
+    def draw(step: int, index: int) -> Bytes:
+        key = (settings.seed, step, index)
+        return draw_microbatch(text, key, sequences=settings.sequences, context=settings.model.context)
 
-    if world.host_index == 0:
-        print(f"final loss {float(state.loss):.6f} after {settings.steps} steps")
-        if digest:
-            print(f"sha256 of the parameters {digest_params(state.params)}")
-
-
-def check_microbatch(settings: Settings, devices: int) -> None:
-    """Refuses a microbatch that cannot be spread evenly over one host's devices."""
-    if settings.sequences % devices:
-        raise ConfigError(
-            f"key 'sequences': found {settings.sequences}, expected a multiple of {devices}, the devices of "
-            "this host. Change it in the configuration, or give each host another number of devices."
-        )
+    return rj.Trainer(
+        model=lambda rngs: ByteLM(settings.model, rngs),
+        optimizer=make_optimizer(settings.optimizer),
+        loss=loss,
+        data=draw,
+        batch_size=settings.microbatches * settings.sequences,
+        microbatch_size=settings.sequences,
+        seed=settings.seed,
+        numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
+    )
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
@@ -86,7 +67,11 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    rj.run(lambda world: train(world, settings, text, digest=arguments.digest))
+    result = make_trainer(settings, text).fit(settings.steps)
+    if result.host_index == 0:
+        print(f"final loss {result.metrics['loss']:.6f} after {result.step} steps")
+        if arguments.digest:
+            print(f"sha256 of the parameters {result.sha256}")
     return 0
 
 

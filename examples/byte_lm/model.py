@@ -4,8 +4,6 @@ Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), with the normalisation b
 (Xiong et al. 2020, https://arxiv.org/abs/2002.04745). D is the width, H the heads, T the context.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -68,12 +66,3 @@ class ByteLM(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.bytes.attend(self.norm(x))
-
-
-@functools.cache
-def graph_definition(settings: ModelSettings) -> nnx.GraphDef[ByteLM]:
-    """Gives the network without its numbers: hashable, holds no array, touches no device.
-
-    `nnx.merge(graph_definition(settings), params)` is the network with the numbers of `params`.
-    """
-    return nnx.split(nnx.eval_shape(lambda: ByteLM(settings, nnx.Rngs(0))))[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from agents import wait_until
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_job import RECOVERY_S, TinyJob, count_computed
 
@@ -107,7 +107,12 @@ def test_one_host_of_a_replica_of_two_dies(tmp_path: Path) -> None:
         tiny.finish(more_steps=10)  # steps are slow: every microbatch goes over the network
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     incidents=st.lists(
         st.tuples(st.sampled_from(PLACES), st.sampled_from(DEATHS)), min_size=2, max_size=3, unique=True

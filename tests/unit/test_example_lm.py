@@ -1,9 +1,8 @@
-"""The example's pure parts: text, microbatches, network, and the step's arithmetic."""
+"""The example's pure parts: text, microbatches, network and settings."""
 
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 import train_lm
-from byte_lm import step
+from byte_lm.learning import loss
+from byte_lm.model import ByteLM
 from byte_lm.settings import ModelSettings, Settings
 from byte_lm.text import draw_microbatch, read_standard_library
+from flax import nnx
 
 from resilient_jax.config import decode, load, override
 from resilient_jax.errors import ConfigError
@@ -39,18 +40,6 @@ def microbatch(text, settings, step_number, index):
         sequences=settings.sequences,
         context=settings.model.context,
     )
-
-
-def relative_difference(one, other):
-    """The largest absolute difference, in units of the largest absolute value."""
-    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
-    scale = max(float(abs(a).max()) for a, _ in pairs)
-    return max(float(abs(a - b).max()) for a, b in pairs) / scale
-
-
-def program_count(jitted: Any) -> int:
-    """How many programs a jitted function has compiled; JAX has no public word for it."""
-    return jitted._cache_size()
 
 
 def test_the_text_is_python_of_the_asked_length(text):
@@ -98,91 +87,23 @@ def test_the_last_byte_of_the_text_can_be_a_target():
 
 
 def test_the_network_has_between_one_and_three_million_parameters():
-    params = jax.eval_shape(lambda: step.init_state(TINY)).params
+    params = nnx.state(nnx.eval_shape(lambda: ByteLM(TINY.model, nnx.Rngs(0))), nnx.Param)
     assert 1_000_000 <= sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) <= 3_000_000
 
 
 def test_the_first_loss_is_that_of_a_guess_among_256(text):
-    total = step.accumulate(
-        step.init_total(SMALL, devices=1),
-        step.init_state(SMALL).params,
-        microbatch(text, SMALL, 0, 0),
-        model=SMALL.model,
-    )
-    assert float(total.loss[0]) == pytest.approx(math.log(256), abs=0.2)
+    found = loss(ByteLM(SMALL.model, nnx.Rngs(0)), jnp.asarray(microbatch(text, SMALL, 0, 0)))
+    assert float(found) == pytest.approx(math.log(256), abs=0.2)
 
 
 def test_a_prediction_does_not_look_at_what_it_predicts(text):
-    params = step.init_state(SMALL).params
+    model = ByteLM(SMALL.model, nnx.Rngs(0))
     one = microbatch(text, SMALL, 0, 0)[:1]
     other = one.copy()
     other[0, 10:] ^= 1
-    logits = [
-        step.predict(params, jnp.asarray(batch[:, :-1]), model=SMALL.model)[0] for batch in (one, other)
-    ]
+    logits = [model(jnp.asarray(batch[:, :-1]))[0] for batch in (one, other)]
     np.testing.assert_array_equal(logits[0][:10], logits[1][:10])
     assert not np.array_equal(logits[0][10:], logits[1][10:])
-
-
-def test_the_initial_state_is_a_pure_function_of_the_seed():
-    digests = [
-        step.digest_params(step.init_state(msgspec.structs.replace(SMALL, seed=seed)).params)
-        for seed in (1, 1, 2)
-    ]
-    assert digests[0] == digests[1] != digests[2]
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
-    "shares", [((0, 1, 2, 3, 4, 5, 6),), ((0, 3, 6), (1, 4), (2, 5), ()), ((6, 5), (4, 3, 2, 1, 0))]
-)
-def test_however_the_microbatches_are_shared_the_step_is_that_of_the_whole_batch(text, shares, devices):
-    """Tolerance 1e-5 of the largest gradient: float32 sums in another order."""
-    state = step.init_state(SMALL)
-    totals = []
-    for share in shares:
-        total = step.init_total(SMALL, devices=devices)
-        for index in share:
-            total = step.accumulate(total, state.params, microbatch(text, SMALL, 0, index), model=SMALL.model)
-        totals.append(step.mean_over_devices(total))
-    summed = jax.tree.map(lambda *parts: sum(parts) / SMALL.microbatches, *totals)
-
-    whole = np.concatenate([microbatch(text, SMALL, 0, index) for index in range(SMALL.microbatches)])
-    expected = step.mean_over_devices(
-        step.accumulate(step.init_total(SMALL, devices=1), state.params, whole, model=SMALL.model)
-    )
-    assert relative_difference(summed.gradients, expected.gradients) < 1e-5
-    assert float(summed.loss) == pytest.approx(float(expected.loss), rel=1e-5)
-
-
-def test_the_second_step_compiles_nothing(text):
-    settings = msgspec.structs.replace(SMALL, seed=99)  # settings of its own: the programs are not yet there
-    state, zeros = step.init_state(settings), step.init_total(settings, devices=1)
-    programs = []
-    for number in range(3):
-        total = step.accumulate(
-            zeros, state.params, microbatch(text, settings, number, 0), model=settings.model
-        )
-        state = step.apply_total(state, step.mean_over_devices(total), settings=settings)
-        programs.append([program_count(program) for program in (step.accumulate, step.apply_total)])
-    assert programs[1] == programs[2]
-
-
-def test_the_loss_falls_when_the_same_microbatch_is_learnt_again(text):
-    state, zeros = step.init_state(SMALL), step.init_total(SMALL, devices=1)
-    losses = []
-    for _ in range(12):
-        total = step.accumulate(zeros, state.params, microbatch(text, SMALL, 0, 0), model=SMALL.model)
-        learnt_by_all = jax.tree.map(lambda a: a[0] * SMALL.microbatches, total)
-        state = step.apply_total(state, learnt_by_all, settings=SMALL)
-        losses.append(float(state.loss))
-    assert losses[-1] < losses[0] - 0.05
-
-
-def test_the_digest_changes_with_one_bit():
-    params = {"a": np.zeros(3, np.float32), "b": {"c": np.ones(2, np.float32)}}
-    changed = {"a": np.zeros(3, np.float32), "b": {"c": np.nextafter(np.ones(2, np.float32), 2)}}
-    assert step.digest_params(params) != step.digest_params(changed)
 
 
 REFUSALS = {
@@ -217,16 +138,6 @@ def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant():
     assert str(refusal.value) == (
         "lm_tiny.toml: key 'model.layer': found an unknown key, expected one of width, layers, heads, "
         "context. Did you mean 'layers'?"
-    )
-
-
-def test_a_microbatch_that_does_not_divide_over_the_devices_is_refused():
-    train_lm.check_microbatch(msgspec.structs.replace(TINY, sequences=6), 3)
-    with pytest.raises(ConfigError) as refusal:
-        train_lm.check_microbatch(msgspec.structs.replace(TINY, sequences=6), 4)
-    assert str(refusal.value) == (
-        "key 'sequences': found 6, expected a multiple of 4, the devices of this host. "
-        "Change it in the configuration, or give each host another number of devices."
     )
 
 

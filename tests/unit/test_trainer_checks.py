@@ -30,7 +30,7 @@ class FakeWorld:
         return mine + np.array((0, *self.found), np.int32)
 
 
-def make_order(*, size=8, microbatches=4, evaluation_size=None, **shape) -> Any:  # noqa: ANN401
+def make_order(*, size=8, microbatches=4, evaluation_size=None, **shape) -> Any:
     return SimpleNamespace(
         microbatch_size=size,
         recipe=SimpleNamespace(microbatches=microbatches),

@@ -1,5 +1,7 @@
 """The two programs against the same arithmetic written down plainly, and what they refuse."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +79,7 @@ def test_a_step_is_the_ordinary_step_of_the_whole_batch():
 
 
 def test_the_second_step_compiles_nothing():
-    programs = build()
+    programs: Any = build()
     state = programs.init()
     for step in range(3):
         _, state, _ = run_step(programs, state, step=step)
@@ -192,9 +194,10 @@ def test_an_exception_of_the_loss_comes_out_unchanged():
 
 
 def test_an_optimizer_whose_state_changes_its_type_is_refused():
-    drifting = optax.GradientTransformation(
-        lambda params: jnp.zeros((), jnp.int32), lambda g, state, params=None: (g, state + 0.5)
-    )
+    def update(updates, state, params=None):
+        return updates, jnp.asarray(state) + 0.5
+
+    drifting = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
     with pytest.raises(CallerError, match=r"optimizer: .*leaf \.optimizer is int32\[\].*float32\[\]"):
         build(optimizer=drifting)
 

@@ -1,0 +1,74 @@
+"""Fits a matrix with a loop of one's own, in microbatches.
+
+An ordinary script before, one that survives the loss of hosts after:
+
+    diff examples/own_loop_before.py examples/own_loop_after.py
+    resilient-jax launch --hosts 4 --devices-per-host 2 examples/own_loop_after.py
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+STEPS = 100
+MICROBATCHES = 8
+ROWS = 16
+SIZE = 12
+OPTIMIZER = optax.adam(0.03)
+
+
+class State(NamedTuple):
+    """What is kept from step to step."""
+
+    matrix: jax.Array
+    optimizer: optax.OptState
+
+
+def init_state() -> State:
+    """Before step 0."""
+    matrix = jnp.zeros((SIZE, SIZE))
+    return State(matrix, OPTIMIZER.init(matrix))
+
+
+def rows_of(step: int, index: int) -> np.ndarray:
+    """float32[ROWS, SIZE]: microbatch `index` of a step, the same wherever it is made."""
+    return np.random.default_rng((step, index)).normal(size=(ROWS, SIZE)).astype(np.float32)
+
+
+def loss_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    """How far the matrix is from one that turns rows around."""
+    return jnp.mean((rows @ matrix - rows[:, ::-1]) ** 2)
+
+
+@jax.jit
+def accumulate(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
+    """The sums of loss and gradient, with one more microbatch in them."""
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(matrix, rows))
+
+
+@jax.jit
+def apply(state: State, total: tuple) -> tuple[State, jax.Array]:
+    """The next state, and the loss before."""
+    loss, gradient = jax.tree.map(lambda summed: summed / MICROBATCHES, total)
+    updates, optimizer = OPTIMIZER.update(gradient, state.optimizer)
+    return State(jax.tree.map(jnp.add, state.matrix, updates), optimizer), loss
+
+
+def train() -> None:
+    """Trains, and says how well."""
+    state = init_state()
+    zeros = (jnp.zeros(()), jnp.zeros((SIZE, SIZE)))
+    for step in range(STEPS):
+        total = zeros
+        for index in range(MICROBATCHES):
+            total = accumulate(total, state.matrix, rows_of(step, index))
+        state, loss = apply(state, total)
+        if step % 25 == 24:
+            print(f"loss {loss:.6f} after {step + 1} steps")
+
+
+if __name__ == "__main__":
+    train()

@@ -1,0 +1,40 @@
+"""Brings a microbatch and the model's numbers together on a replica's mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from resilient_jax.training.step.sums import Microbatch
+from resilient_jax.training.trainer.models import Variables
+from resilient_jax.training.trainer.programs import locate
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+def make_adder(
+    accumulate: Callable[..., Tree], variables: Variables, as_step: int | None = None
+) -> Callable[[Tree, Microbatch], Tree]:
+    """Adds microbatches to a total. The variables are taken up to a replica's mesh once, not for each."""
+    lifted: dict[jax.sharding.Mesh, Variables] = {}
+
+    def add(total: Tree, microbatch: Microbatch) -> Tree:
+        replica = microbatch.replica
+        if replica.mesh not in lifted:  # two threads have two replicas
+            lifted[replica.mesh] = replica.lift(variables)
+        step = microbatch.step if as_step is None else as_step
+        return accumulate(
+            total,
+            lifted[replica.mesh],
+            replica.place(microbatch.batch),
+            locate(step, microbatch.index),
+            mesh=replica.mesh.abstract_mesh,
+        )
+
+    return add
+
+
+def abstract_of(batch: Tree) -> Tree:
+    """Its shapes, as they are on devices, which may have narrower types."""
+    return jax.eval_shape(lambda tree: tree, batch)

@@ -1,0 +1,67 @@
+"""What must be true of the hosts before the trainer begins with them."""
+
+import numpy as np
+
+from resilient_jax.errors import CallerError, StateError
+from resilient_jax.training.trainer.checkpoints import Checkpoints
+from resilient_jax.training.trainer.order import Order
+from resilient_jax.training.world import World
+
+
+def check_devices(world: World, order: Order) -> None:
+    """Refuses microbatches that cannot be cut evenly over a replica.
+
+    Raises:
+        CallerError: says the numbers.
+    """
+    shape, here = order.sharing.replicas, len(world.local_devices)
+    if here % shape.per_host:
+        return  # the sum says it, with its own words
+    devices = here * shape.hosts // shape.per_host
+    sizes = {"microbatch_size": order.microbatch_size}
+    if order.evaluation is not None:
+        size = order.evaluation.microbatch_size or order.microbatch_size
+        sizes["the evaluation's microbatch_size"] = size
+    for name, size in sizes.items():
+        if size % devices:
+            raise CallerError(
+                f"{name}: found {size} on host {world.host}, expected a multiple of {devices}, the devices of a "
+                "replica: its examples are cut over them. Change it, or the devices per host"
+            )
+
+
+def check_replicas(world: World, order: Order) -> None:
+    """Refuses a job that begins with more replicas than microbatches.
+
+    Raises:
+        CallerError: says the numbers.
+    """
+    replicas, microbatches = world.replica_count(order.sharing.replicas), order.recipe.microbatches
+    if microbatches < replicas:
+        size = order.microbatch_size
+        raise CallerError(
+            f"batch_size: found {microbatches * size}, which is {microbatches} microbatches of {size}, expected at "
+            f"least one for each of the {replicas} replicas on {len(world.hosts)} hosts. Take a batch_size of "
+            f"{replicas * size}, smaller microbatches, or fewer hosts"
+        )
+
+
+def agree_on_checkpoint(world: World, found: int | None, checkpoints: Checkpoints) -> int | None:
+    """The checkpoint that all hosts have found as the newest.
+
+    Raises:
+        StateError: they have found different ones; names hosts and steps.
+    """
+    mine = np.zeros(len(world.hosts), np.int32)
+    mine[world.host_index] = -1 if found is None else found
+    newest = world.agree(mine).tolist()
+    if len(set(newest)) > 1:
+        seen = ", ".join(
+            f"{host}: {'none' if step < 0 else f'step {step}'}"
+            for host, step in zip(world.hosts, newest, strict=True)
+        )
+        raise StateError(
+            f"checkpoints: found different newest checkpoints in {checkpoints.directory} ({seen}), expected the "
+            "same on every host. Give a directory that all hosts share, or copy the newest checkpoint to all of them"
+        )
+    return found

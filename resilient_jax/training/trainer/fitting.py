@@ -1,0 +1,238 @@
+"""The loop of the trainer: what is done in every generation, and what it remembers between them.
+
+Rules:
+- No array is kept from one generation to the next, except by the world, which holds the committed state.
+- Nothing is decided from what only this host knows, except to say it: every host makes the same collective calls in the
+  same order. What a host remembers about stopping is agreed on at the beginning of a generation.
+- The programs are traced once a process; the data, the log and the progress line live as long as `fit`.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.errors import NonFiniteError
+from resilient_jax.training.data.prefetch import Prefetcher
+from resilient_jax.training.step.replicas import DATA
+from resilient_jax.training.trainer import storage
+from resilient_jax.training.trainer.adding import abstract_of, make_adder
+from resilient_jax.training.trainer.checks import agree_on_checkpoint, check_devices, check_replicas
+from resilient_jax.training.trainer.evaluator import Evaluator
+from resilient_jax.training.trainer.numerics import NonFinite
+from resilient_jax.training.trainer.order import Order
+from resilient_jax.training.trainer.programs import Programs, zeros_like
+from resilient_jax.training.trainer.progress import ProgressBar
+from resilient_jax.training.trainer.reports import JsonLog, StepReport
+from resilient_jax.training.trainer.result import FitResult, to_host_memory
+from resilient_jax.training.trainer.state import Patience, Total, TrainingState, place_keys
+from resilient_jax.training.world import World
+
+logger = logging.getLogger(__name__)
+
+
+class Fitting:
+    """One `fit`: `train` is called in every generation; the rest outlives them."""
+
+    def __init__(self, order: Order, bar: ProgressBar | None) -> None:
+        self._order = order
+        self._bar = bar
+        self._log: JsonLog | None = None
+        self._data: Prefetcher | None = None
+        self._programs: Programs | None = None
+        self._evaluator: Evaluator | None = None
+        self._metrics: dict[str, float] = {}
+        self._stop: tuple[int, str] | None = None
+        """After which step this host was told to stop, and why."""
+        self.result: FitResult | None = None
+
+    def close(self) -> None:
+        """Ends the threads and closes the files."""
+        for closable in (self._data, self._evaluator, self._log, self._bar):
+            if closable is not None:
+                closable.close()
+
+    def train(self, world: World) -> None:
+        """Trains from the last committed step to the last one, with the hosts that are there now."""
+        order = self._order
+        programs = self._open(world)
+        check_devices(world, order)
+        everywhere = NamedSharding(world.local_mesh(DATA), P())
+        state = world.restore_or_init(lambda: self._begin(world, programs), sharding=everywhere)
+        state = place_keys(state, everywhere)
+        zeros = zeros_like(programs.abstract_total, everywhere)
+        if not self._is_stopped(world, int(state.step)):
+            for step in world.steps(order.steps + (order.evaluation is not None)):
+                state = self._evaluate(world, state, step, everywhere)
+                if step >= order.steps or self._stop is not None:
+                    break
+                state = self._step(world, programs, state, step, zeros)
+                if self._stop is not None:
+                    break
+        self.result = FitResult(
+            step=int(state.step),
+            metrics=dict(self._metrics),
+            variables=to_host_memory(state.variables),
+            stopped_because=self._stop[1] if self._stop is not None else None,
+            host_index=world.host_index,
+        )
+
+    # Beginning.
+
+    def _open(self, world: World) -> Programs:
+        """What lives as long as this process; made in its first generation, for there was no device before."""
+        if self._programs is not None:
+            return self._programs
+        order = self._order
+        example = abstract_of(order.data.batch(0, 0))
+        programs = Programs(order.recipe, example)
+        if order.evaluation is not None:
+            self._evaluator = Evaluator(order, programs)
+        self._data = Prefetcher(order.data, ahead=order.reading.ahead, threads=order.reading.threads)
+        if order.log is not None:
+            self._log = JsonLog(order.log, world.host)
+        if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.statistics):
+            logger.warning(
+                "the model keeps statistics over the examples of a batch (batch normalisation). Every microbatch of %d "
+                "examples is normalised by itself, and the statistics that are kept are the mean over the %d of a "
+                "step. So the weights do not depend on who computed what, but they do depend on the microbatch size: "
+                "this is not the same as one batch of all examples",
+                order.microbatch_size,
+                order.recipe.microbatches,
+            )
+        self._programs = programs
+        return programs
+
+    def _begin(self, world: World, programs: Programs) -> TrainingState:
+        """The state where nothing is committed yet: from storage, or fresh.
+
+        The world also calls this for the shapes alone when there is a state; then no host may ask the others anything.
+        """
+        if isinstance(jnp.zeros(()), Tracer):
+            return programs.init()
+        check_replicas(world, self._order)
+        checkpoints = self._order.checkpoints
+        if checkpoints is None:
+            return programs.init()
+        store = storage.OrbaxStore(checkpoints.directory, checkpoints.keep)
+        step = agree_on_checkpoint(world, store.find_newest(), checkpoints)
+        if step is None:
+            return programs.init()
+        world.resume_at(step)
+        return store.load(step, programs.abstract_state)
+
+    def _is_stopped(self, world: World, step: int) -> bool:
+        """Whether some host was told to stop here already: by a callback, which may not be called again."""
+        mine = self._stop is not None and self._stop[0] == step
+        told = int(world.agree(np.array([mine], np.int32))[0])
+        if not told:
+            self._stop = None  # of a step that was lost again
+        elif not mine:
+            self._stop = (step, "another host was told to stop")
+        return bool(told)
+
+    # One step.
+
+    def _evaluate(
+        self, world: World, state: TrainingState, step: int, everywhere: NamedSharding
+    ) -> TrainingState:
+        """Evaluates if it is time; gives the state with what early stopping remembers now."""
+        order, evaluator = self._order, self._evaluator
+        if evaluator is None or not evaluator.is_due(step):
+            return state
+        started_s = time.monotonic()
+        metrics = evaluator.evaluate(world, state.variables, everywhere)
+        if order.early_stop is not None:
+            assert isinstance(state.patience, Patience), "it is made together with early_stop"
+            patience, stops, reason = order.early_stop.judge(jax.device_get(state.patience), metrics)
+            state = state._replace(patience=jax.device_put(patience, everywhere))
+            if stops and step < order.steps:
+                self._stop = (step, f"early stop: {reason}")
+        self._report(world, state, metrics, started_s, is_evaluation=True)
+        return state
+
+    def _step(
+        self, world: World, programs: Programs, state: TrainingState, step: int, zeros: Total
+    ) -> TrainingState:
+        started_s = time.monotonic()
+        order, sharing = self._order, self._order.sharing
+        total = world.sum_microbatches(
+            order.recipe.microbatches,
+            make_adder(programs.accumulate, state.variables),
+            zeros,
+            data=self._data,
+            unit=sharing.unit,
+            reproducible=sharing.reproducible,
+            replicas=sharing.replicas,
+        )
+        self._judge(world, step, np.flatnonzero(np.asarray(total.bad)).tolist())
+        state, found = programs.apply(state, total, mesh=world.local_mesh(DATA).abstract_mesh)
+        metrics = {name: float(value) for name, value in jax.device_get(found).items()}
+        world.commit(state, **{**self._metrics, **metrics})
+        checkpoints = order.checkpoints if world.host_index == 0 else None
+        if checkpoints is not None and checkpoints.is_due(step + 1, order.steps):
+            storage.OrbaxStore(checkpoints.directory, checkpoints.keep).save(step + 1, state)
+        self._report(world, state, metrics, started_s, is_evaluation=False)
+        return state
+
+    def _judge(self, world: World, step: int, bad: Sequence[int]) -> None:
+        """Does what the policy says about microbatches that are not finite; the same on every host.
+
+        Raises:
+            NonFiniteError: stop.
+        """
+        if not bad:
+            return
+        policy = self._order.recipe.numerics.non_finite
+        names = ", ".join(f"{index} (host {world.computed_by(index)})" for index in bad)
+        found = (
+            f"step {step}: found a loss, gradient or statistic that is not finite in the microbatches {names}"
+        )
+        if policy == NonFinite.STOP or (
+            policy == NonFinite.SKIP and len(bad) == self._order.recipe.microbatches
+        ):
+            raise NonFiniteError(
+                f"{found}, expected finite numbers. Nothing of this step was committed. Look at these microbatches of "
+                "the data, lower the learning rate, or clip; numerics=Numerics(non_finite='skip') leaves them out of "
+                "the mean, as long as there are others",
+                step=step,
+                microbatch=bad[0],
+                host=world.computed_by(bad[0]),
+            )
+        if world.host_index == 0:
+            done = "left out of the step's mean" if policy == NonFinite.SKIP else "used as they are"
+            logger.warning("%s; %s", found, done)
+
+    def _report(
+        self,
+        world: World,
+        state: TrainingState,
+        metrics: dict[str, float],
+        started_s: float,
+        *,
+        is_evaluation: bool,
+    ) -> None:
+        """Tells callbacks, log and progress line."""
+        self._metrics.update(metrics)
+        report = StepReport(
+            step=int(state.step),
+            state=state,
+            metrics=metrics,
+            seconds=time.monotonic() - started_s,
+            host_index=world.host_index,
+            generation=world.generation,
+            is_evaluation=is_evaluation,
+        )
+        if self._log is not None:
+            self._log.write(report)
+        if self._bar is not None:
+            self._bar.show(report)
+        for callback in self._order.callbacks:
+            if callback(report) is True and self._stop is None:
+                self._stop = (report.step, f"a callback said so after step {report.step}")

@@ -1,0 +1,96 @@
+"""The user's loss function, with what it may give checked while it is traced."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from resilient_jax.errors import CallerError
+
+Metrics = dict[str, jax.Array]
+"""float32[] each."""
+OURS: Final = frozenset({"loss", "grad_norm", "skipped", "self", "state"})
+"""Names that the trainer gives, or that `World.commit` has for something else."""
+EVALUATION_PREFIX: Final = "eval_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss function, normalised: it takes a key and gives float32.
+
+    Attributes:
+        function: `function(model, batch)` or `function(model, batch, key=...)`; gives a scalar, or a scalar and a dict
+            of scalars by name. It is the mean over the batch.
+        takes_key: whether it has a parameter `key`.
+    """
+
+    function: Callable[..., Any]
+    takes_key: bool
+
+    def __call__(self, model: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:  # noqa: ANN401
+        """(loss float32[], metrics). What the function raises is not touched.
+
+        Raises:
+            CallerError: it gives something else; says what.
+        """
+        found = self.function(model, batch, key=key) if self.takes_key else self.function(model, batch)
+        value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        return _scalar(value), _check_metrics(metrics)
+
+
+def read_loss(function: object) -> Loss:
+    """The user's loss function.
+
+    Raises:
+        CallerError: it cannot be called.
+    """
+    if not callable(function):
+        raise CallerError(
+            f"loss: found a {type(function).__name__}, expected a function loss(model, batch) that gives a scalar"
+        )
+    try:
+        takes_key = "key" in inspect.signature(function).parameters
+    except ValueError:  # a builtin
+        takes_key = False
+    return Loss(function, takes_key)
+
+
+def _scalar(value: object) -> jax.Array:
+    found = _describe(value)
+    if found != "a scalar":
+        raise CallerError(
+            f"loss: found {found}, expected a scalar, or (scalar, {{name: scalar}}). Take the mean over the batch: "
+            "return jnp.mean(...)"
+        )
+    scalar = jnp.asarray(value)
+    if not jnp.issubdtype(scalar.dtype, jnp.floating):
+        raise CallerError(f"loss: found a scalar of dtype {scalar.dtype}, expected a floating-point number")
+    return scalar.astype(jnp.float32)
+
+
+def _check_metrics(metrics: object) -> Metrics:
+    if not isinstance(metrics, Mapping):
+        raise CallerError(
+            f"loss: found {_describe(metrics)} as the second result, expected a dict of scalars by name"
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name in OURS or name.startswith(EVALUATION_PREFIX):
+            raise CallerError(
+                f"loss: found the metric {name!r}, expected a name other than {', '.join(sorted(OURS))} and without "
+                f"{EVALUATION_PREFIX} in front. Rename it"
+            )
+        if (found := _describe(value)) != "a scalar":
+            raise CallerError(
+                f"loss: found {found} as the metric {name!r}, expected a scalar. Take the mean over the batch"
+            )
+    return {name: jnp.asarray(metrics[name], jnp.float32) for name in sorted(metrics)}
+
+
+def _describe(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    if isinstance(value, bool | int | float) or shape == ():
+        return "a scalar"
+    return f"a {type(value).__name__}" if shape is None else f"an array of shape {tuple(shape)}"

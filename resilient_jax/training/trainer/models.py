@@ -1,0 +1,199 @@
+"""One small interface to what Flax NNX, Flax Linen and plain functions call a model.
+
+A model's numbers are three trees. What `use(model)` does with the bound model is up to the caller: it calls the
+user's loss. Everything here is pure and traced: no array, device or mesh is kept.
+"""
+
+import abc
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from resilient_jax.errors import CallerError
+
+Tree = Any
+"""A pytree of arrays."""
+Use = Callable[[Any], Any]
+"""What is done with the model once it has its numbers."""
+
+STATISTICS = "batch_stats"
+"""Linen's collection of statistics that reach across the examples of a batch."""
+
+
+class Variables(NamedTuple):
+    """The numbers of a model.
+
+    Attributes:
+        params: what the optimizer changes.
+        statistics: over the examples of a batch, as of batch normalisation; a step takes their mean over microbatches.
+        constants: all others. They stay as they were made; what a microbatch writes into them is dropped.
+    """
+
+    params: Tree
+    statistics: Tree
+    constants: Tree
+
+
+class Model(abc.ABC):
+    """A model without its numbers."""
+
+    @abc.abstractmethod
+    def init(self, key: jax.Array, use: Use) -> Variables:
+        """The numbers to begin with; a pure function of the key. `use` shows what the model is called with."""
+
+    @abc.abstractmethod
+    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+        """What `use(model)` gives, and the statistics after it.
+
+        Args:
+            variables: as `init` makes them.
+            key: for whatever the model draws; the same key, the same numbers.
+            use: gets the model with its numbers.
+            training: False: in evaluation mode, where the model knows one.
+        """
+
+
+def adapt(model: object) -> Model:
+    """The model behind what the user gave.
+
+    Args:
+        model: a function or class that makes an `nnx.Module` and has a parameter `rngs`; a `flax.linen.Module`; or a
+            function `init(key)` that makes a tree of arrays.
+
+    Raises:
+        CallerError: it is none of these, or an `nnx.Module` with its arrays already made.
+    """
+    if isinstance(model, nnx.Module):
+        name = type(model).__name__
+        raise CallerError(
+            f"model: found an instance of the nnx.Module {name}, expected a function that makes one. Its arrays lie on "
+            "devices, which go away and come back when hosts do; the trainer makes the model once the devices are "
+            f"connected. Write model=lambda rngs: {name}(..., rngs=rngs)"
+        )
+    if isinstance(model, nn.Module):
+        return LinenModel(model)
+    if callable(model):
+        is_class = isinstance(model, type) and issubclass(model, nnx.Module)
+        return NnxModel(model) if is_class or "rngs" in _parameters(model) else PlainModel(model)
+    raise CallerError(
+        f"model: found a {type(model).__name__}, expected a function lambda rngs: Net(..., rngs=rngs) that makes an "
+        "nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
+    )
+
+
+class NnxModel(Model):
+    """An `nnx.Module`, made anew in every trace by its factory.
+
+    Its random streams (`nnx.RngState`) are no state: every microbatch gets its own, from its key.
+    """
+
+    def __init__(self, factory: Callable[..., object]) -> None:
+        self._factory = factory
+
+    def init(self, key: jax.Array, use: Use) -> Variables:
+        """The factory's numbers, drawn from `nnx.Rngs(key)`."""
+        _, params, _, statistics, constants = _split(self._make(key))
+        return Variables(params, statistics, constants)
+
+    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+        """See `Model`. Training uses the module in the mode that the factory left it in."""
+        graph, _, streams, _, _ = self._shape
+        net = nnx.merge(
+            graph, variables.params, _rekey(streams, key), variables.statistics, variables.constants
+        )
+        if not training:
+            net.eval()
+        out = use(net)
+        return out, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
+
+    @functools.cached_property
+    def _shape(self) -> tuple[Any, Tree, Tree, Tree, Tree]:
+        """The module's graph and abstract values: hashable, no array in it, no device touched."""
+        return _split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
+
+    def _make(self, key: jax.Array) -> nnx.Module:
+        net = self._factory(rngs=nnx.Rngs(key))
+        if not isinstance(net, nnx.Module):
+            raise CallerError(
+                f"model: found a function of `rngs` that makes a {type(net).__name__}, expected an nnx.Module"
+            )
+        return net
+
+
+def _split(net: nnx.Module) -> tuple[Any, Tree, Tree, Tree, Tree]:
+    """Graph, params, random streams, statistics, constants; trees of plain dicts."""
+    graph, *states = nnx.split(net, nnx.Param, nnx.RngState, nnx.BatchStat, ...)
+    params, streams, statistics, constants = (nnx.to_pure_dict(state) for state in states)
+    return graph, params, streams, statistics, constants
+
+
+def _rekey(streams: Tree, key: jax.Array) -> Tree:
+    """Every random stream at its beginning, with a key of its own."""
+    leaves, treedef = jax.tree.flatten(streams)
+    fresh = [
+        jax.random.split(jax.random.fold_in(key, number), leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else jnp.zeros(leaf.shape, leaf.dtype)
+        for number, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, fresh)
+
+
+class LinenModel(Model):
+    """A `flax.linen.Module`, bound while it is used. Its random numbers of all names come from the one key."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def init(self, key: jax.Array, use: Use) -> Variables:
+        """What the module makes when `use` calls it."""
+        made = dict(nn.init(use, self._module)({"params": key}))
+        return Variables(made.pop("params", {}), made.pop(STATISTICS, {}), made)
+
+    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+        """See `Model`. Linen has no mode: the loss says `train=` to its modules, or leaves it."""
+        params, statistics, constants = variables
+        bound = {"params": params, STATISTICS: statistics, **constants}
+        # Linen draws from the stream "params" wherever one of another name is missing.
+        out, changed = nn.apply(use, self._module, mutable=[STATISTICS])(bound, rngs={"params": key})
+        return out, changed.get(STATISTICS, statistics)
+
+
+class PlainModel(Model):
+    """A tree of arrays, all of them parameters."""
+
+    def __init__(self, make: Callable[[jax.Array], Tree]) -> None:
+        self._make = make
+
+    def init(self, key: jax.Array, use: Use) -> Variables:
+        """The function's tree.
+
+        Raises:
+            CallerError: something in it is no array.
+        """
+        params = self._make(key)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not hasattr(leaf, "dtype"):
+                raise CallerError(
+                    f"model: found a {type(leaf).__name__} at init(key){jax.tree_util.keystr(path)}, expected a tree "
+                    "of arrays. A function that makes an nnx.Module must call its parameter `rngs`; of a "
+                    "flax.linen.Module give an instance"
+                )
+        return Variables(params, {}, {})
+
+    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+        """See `Model`; the bound model is the tree."""
+        return use(variables.params), {}
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except ValueError:  # a builtin
+        return ()

@@ -1,0 +1,219 @@
+"""The two programs of a step, and those that begin it.
+
+- *accumulate* adds one microbatch to a total, on the mesh of one replica.
+- *apply* divides the sum by the constant B, clips, and makes the next state, on the devices of one host.
+
+They are traced once in a process and outlive every generation: no array, device or mesh is in them. Of the mesh they
+know its shape alone, as a static argument; the step and the microbatch's index are arguments. Nothing is donated: the
+committed state is what a failure falls back to, and so is every total until its step is committed.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.trainer.loss import Loss, Metrics
+from resilient_jax.training.trainer.models import Model, Variables
+from resilient_jax.training.trainer.numerics import NonFinite, Numerics, cast_floats, is_finite
+from resilient_jax.training.trainer.state import Patience, Total, TrainingState, refuse_drift
+
+Tree = Any
+"""A pytree of arrays."""
+EVALUATION: Final = 2**32 - 1
+"""In place of the step in an evaluation's keys: it draws the same numbers each time, and never a step's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a step is made of; no arrays.
+
+    Attributes:
+        microbatches: B, in a step.
+        seed: of the initial numbers, and of every microbatch's key.
+        patience: what early stopping remembers at first; () without.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    loss: Loss
+    microbatches: int
+    seed: int
+    numerics: Numerics
+    patience: Patience | tuple[()]
+
+
+class Programs:
+    """The programs of one recipe, for batches like one example.
+
+    Attributes:
+        init: `init() -> TrainingState` before step 0, the same on every host.
+        accumulate: `accumulate(total, variables, batch, where, mesh=) -> Total`; `where` is `locate(step, index)`,
+            `mesh` the replica's `abstract_mesh`.
+        apply: `apply(state, total, mesh=) -> (TrainingState, metrics)`.
+        abstract_state: the shapes of a state.
+        abstract_total: the shapes of a total.
+    """
+
+    def __init__(self, recipe: Recipe, example: Tree) -> None:
+        """Traces everything once, without a device, so that a wrong recipe is refused before the first step.
+
+        Args:
+            recipe: what to compile.
+            example: a microbatch's abstract arrays.
+
+        Raises:
+            CallerError: the loss, the optimizer or the model are not as expected.
+            Exception: whatever the model or the loss raise.
+        """
+        self._recipe = recipe
+        self._example = example
+        self.init = jax.jit(self._init)
+        self.accumulate = jax.jit(self._accumulate, static_argnames="mesh")
+        self.apply = jax.jit(self._apply, static_argnames="mesh")
+        self.abstract_state = jax.eval_shape(self._init)
+        self.abstract_total = self._total_shapes()
+        after, _ = jax.eval_shape(self._apply, self.abstract_state, self.abstract_total)
+        refuse_drift(self.abstract_state, after, "optimizer")
+
+    def _init(self) -> TrainingState:
+        recipe = self._recipe
+        # Linen makes its numbers when the loss calls it: any batch of the right shape will do.
+        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
+        key = jax.random.key(recipe.seed)
+        variables = recipe.model.init(key, lambda model: recipe.loss(model, batch, key))
+        return TrainingState(
+            step=jnp.zeros((), jnp.int32),
+            variables=variables,
+            optimizer=recipe.optimizer.init(variables.params),
+            patience=jax.tree.map(jnp.asarray, recipe.patience),
+        )
+
+    def _total_shapes(self) -> Total:
+        def wide(tree: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), tree)
+
+        variables = self.abstract_state.variables
+        _, (metrics, statistics) = jax.eval_shape(
+            lambda v, batch: self._loss(v.params, v, batch, jax.random.key(0)), variables, self._example
+        )
+        refuse_drift(wide(variables.statistics), wide(statistics), "model")  # types are cast back
+        return Total(
+            gradients=wide(variables.params),
+            statistics=wide(variables.statistics),
+            loss=jax.ShapeDtypeStruct((), jnp.float32),
+            metrics=wide(metrics),
+            bad=jax.ShapeDtypeStruct((self._recipe.microbatches,), jnp.float32),
+        )
+
+    def _loss(
+        self, params: Tree, variables: Variables, batch: Tree, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+        """(loss, (metrics, statistics)) of a microbatch, as a function of the parameters."""
+        recipe = self._recipe
+        model_key, loss_key = jax.random.split(key)
+        bound = variables._replace(params=cast_floats(params, recipe.numerics.compute_dtype))
+        (loss, metrics), statistics = recipe.model.apply(
+            bound, model_key, lambda model: recipe.loss(model, batch, loss_key), training=True
+        )
+        return loss, (metrics, statistics)
+
+    def _accumulate(
+        self, total: Total, variables: Variables, batch: Tree, where: jax.Array, *, mesh: AbstractMesh
+    ) -> Total:
+        def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+            return self._loss(params, variables, batch, microbatch_key(self._recipe.seed, where))
+
+        if self._recipe.numerics.remat:
+            loss_of = jax.checkpoint(loss_of)
+        (loss, (metrics, statistics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables.params)
+        finite = is_finite((loss, gradients, statistics))
+        new = Total(gradients, statistics, loss, metrics, jnp.zeros_like(total.bad))
+        new = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), new)
+        if self._recipe.numerics.non_finite == NonFinite.SKIP:
+            new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
+        new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
+        return replicate(jax.tree.map(jnp.add, total, new), mesh)
+
+    def _apply(
+        self, state: TrainingState, total: Total, *, mesh: AbstractMesh | None = None
+    ) -> tuple[TrainingState, Metrics]:
+        """gradient = total / B, clipped, through the optimizer. Without the microbatches that are skipped."""
+        recipe, count = self._recipe, jnp.float32(self._recipe.microbatches)
+        skips = recipe.numerics.non_finite == NonFinite.SKIP
+        if skips:
+            count = count - total.bad.sum()
+        mean = jax.tree.map(lambda summed: summed / count, total)
+        norm = optax.tree.norm(mean.gradients)
+        gradients = mean.gradients
+        if recipe.numerics.clip_norm is not None:
+            clip = optax.clip_by_global_norm(recipe.numerics.clip_norm)
+            gradients, _ = clip.update(gradients, clip.init(gradients))
+        params = state.variables.params
+        updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
+            _types_as_in(params, gradients), state.optimizer, params, value=mean.loss
+        )
+        new = TrainingState(
+            step=state.step + 1,
+            variables=state.variables._replace(
+                params=optax.apply_updates(params, updates),
+                statistics=_types_as_in(state.variables.statistics, mean.statistics),
+            ),
+            optimizer=optimizer,
+            patience=state.patience,
+        )
+        metrics = {"loss": mean.loss, "grad_norm": norm, **mean.metrics}
+        if skips:
+            metrics["skipped"] = total.bad.sum()
+        return (new, metrics) if mesh is None else replicate((new, metrics), mesh)
+
+
+def read_optimizer(optimizer: object) -> optax.GradientTransformation:
+    """The user's optimizer.
+
+    Raises:
+        CallerError: it is not Optax's.
+    """
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return optimizer  # pyright: ignore[reportReturnType] - a pair of functions is all that Optax asks for
+    raise CallerError(
+        f"optimizer: found a {type(optimizer).__name__}, expected an optax.GradientTransformation, such as "
+        "optax.adamw(3e-4). Give it without the model: no nnx.Optimizer, no TrainState"
+    )
+
+
+def locate(step: int, index: int) -> np.ndarray:
+    """uint32[2]: which microbatch it is, as the programs take it: a change of either compiles nothing."""
+    return np.array([step, index], np.uint32)
+
+
+def microbatch_key(seed: int, where: jax.Array) -> jax.Array:
+    """The key of one microbatch: a pure function of (seed, step, index)."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), where[0]), where[1])
+
+
+def replicate(tree: Tree, mesh: AbstractMesh) -> Tree:
+    """The tree, whole on every device: the compiler would else be free to cut results as batches are cut."""
+    everywhere = NamedSharding(mesh, P())
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, everywhere), tree)
+
+
+def zeros_like(abstract: Tree, sharding: NamedSharding) -> Tree:
+    """Zeros in these shapes. Made on the host: no program, so nothing to compile in a new generation."""
+    return jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract), sharding)
+
+
+def _types_as_in(like: Tree, tree: Tree) -> Tree:
+    """The tree in the types of another; whole numbers are rounded to."""
+
+    def cast(origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
+        is_whole = jnp.issubdtype(origin.dtype, jnp.integer)
+        return (jnp.round(leaf) if is_whole else leaf).astype(origin.dtype)
+
+    return jax.tree.map(cast, like, tree)

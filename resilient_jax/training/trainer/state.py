@@ -1,0 +1,88 @@
+"""What training keeps from step to step, and what is summed within one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Sharding
+
+from resilient_jax.errors import CallerError
+from resilient_jax.training.trainer.models import Variables
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+class Patience(NamedTuple):
+    """What early stopping remembers.
+
+    Attributes:
+        best: float32[]: the best value so far.
+        bad: int32[]: how many evaluations in a row have not bettered it.
+    """
+
+    best: Any
+    bad: Any
+
+
+class TrainingState(NamedTuple):
+    """All that a failure must not lose.
+
+    Attributes:
+        step: int32[]: how many steps are in it.
+        variables: of the model.
+        optimizer: as `optax` makes it.
+        patience: of early stopping; () without.
+    """
+
+    step: jax.Array
+    variables: Variables
+    optimizer: optax.OptState
+    patience: Patience | tuple[()]
+
+
+class Total(NamedTuple):
+    """Sums over microbatches, all float32. B is the number of microbatches in a step.
+
+    Attributes:
+        gradients: in the shapes of the parameters.
+        statistics: in the shapes of the model's.
+        loss: [].
+        metrics: [] each.
+        bad: [B]: 1 at each microbatch that had a number that is not finite. So all hosts know, and nobody asks.
+    """
+
+    gradients: Tree
+    statistics: Tree
+    loss: Any
+    metrics: dict[str, Any]
+    bad: Any
+
+
+def is_key(leaf: Any) -> bool:  # noqa: ANN401 - any array
+    """Whether it is a random key."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def place_keys(tree: Tree, sharding: Sharding) -> Tree:
+    """The tree with its random keys placed like all else: an optimizer that draws noise has some."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding) if is_key(leaf) else leaf, tree)
+
+
+def refuse_drift(before: Tree, after: Tree, what: str) -> None:
+    """Refuses a state whose types change in a step: it would be compiled again, and could not be handed over.
+
+    Raises:
+        CallerError: names the first leaf that does.
+    """
+    old, new = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise CallerError(f"{what}: found a state whose tree changes in a step, expected the same tree")
+    for (path, one), (_, other) in zip(old, new, strict=True):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise CallerError(
+                f"{what}: found a state whose leaf {jax.tree_util.keystr(path)} is {one.dtype}{list(one.shape)} before "
+                f"a step and {other.dtype}{list(other.shape)} after it, expected the same. Fix its type where it is "
+                "made"
+            )
