@@ -49,6 +49,7 @@ class EventKind(enum.StrEnum):
     WORLD_FORMED = "world.formed"
     STEP_COMMITTED = "step.committed"
     USER_ERROR = "user.error"
+    NOT_FINITE = "microbatch.not_finite"
     COMPILE_CACHE_OFF = "compile_cache.off"
     TRIPWIRE_OFF = "tripwire.off"
     # transport

@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     microbatches: Annotated[int, Meta(ge=1, le=65_536)]
     """In each step, however many hosts there are; they share them."""
     sequences: Annotated[int, Meta(ge=1, le=65_536)]
-    """In a microbatch; they are spread over the devices of one host."""
+    """In a microbatch."""
     text: TextSettings
     model: ModelSettings
     optimizer: OptimizerSettings

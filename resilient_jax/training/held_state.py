@@ -142,11 +142,8 @@ def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> T
                 f"makes {wanted.dtype}{list(wanted.shape)}; both must describe the same model"
             )
         target = sharding(path, wanted) if callable(sharding) else sharding
-        if is_key:
-            data = _place(leaf.path, leaf.value, None)
-            placed.append(jax.random.wrap_key_data(data, impl=leaf.key_impl))
-        else:
-            placed.append(_place(leaf.path, leaf.value, target))
+        data = _place(leaf.path, leaf.value, target)
+        placed.append(jax.random.wrap_key_data(data, impl=leaf.key_impl) if is_key else data)
     return jax.tree_util.tree_unflatten(treedef, placed)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import jax
 import msgspec
 
-from resilient_jax.errors import PeerError, StateError
+from resilient_jax.errors import CallerError, PeerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.fault_points import FaultPoints, Place
@@ -46,6 +46,7 @@ Train = Callable[[World], None]
 SPARE_LOCAL_CLIQUE_S: Final = 1.5
 """gloo gives up within 0.5 s, with large arrays in flight; a main thread that is not out by then waits for something
 else."""
+_has_run = False
 JOB_FAILED_EXIT_CODE: Final = 74
 """Of a worker whose job ended because of another host; the agent looks at the job's outcome instead."""
 
@@ -63,6 +64,7 @@ def run(train: Train) -> None:
 
     Raises:
         Exception: whatever `train` raises by its own fault, once; the job ends with it.
+        CallerError: a second call under an agent.
 
     Example:
         >>> import resilient_jax as rj
@@ -73,11 +75,18 @@ def run(train: Train) -> None:
         ...         world.commit(state)
         >>> rj.run(train)  # doctest: +SKIP
     """
+    global _has_run
+    if _has_run:
+        raise CallerError(
+            "run: found a second call in a process that an agent started, expected one: the job is over for its agent "
+            "when the first returns. Do everything in one call (a Trainer's fit is one, too), or launch another job"
+        )
     descriptor = os.environ.pop(LINK_VARIABLE, None)
     settings_text = os.environ.pop(SETTINGS_VARIABLE, None)
     if descriptor is None or settings_text is None:
         _run_alone(train)
         return
+    _has_run = True
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
     tripwire = os.environ.pop(TRIPWIRE_VARIABLE, None)
     _Worker(int(descriptor), settings).run(train, int(tripwire) if tripwire is not None else None)

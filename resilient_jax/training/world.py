@@ -99,6 +99,11 @@ class World:
         """In this step."""
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing is committed yet: `restore_or_init` will make the state, and not just ask for its shapes."""
+        return self._holder.state is None
+
+    @property
     def events(self) -> tuple[Event, ...]:
         """What this worker saw on its way into this generation, oldest first."""
         return self._events
@@ -276,6 +281,10 @@ class World:
     def agree(self, tree: Tree) -> Tree:
         """The sum over hosts of small numpy arrays, as numpy arrays: for comparing what the hosts have found."""
         return jax.tree.map(np.asarray, self._get_sums().sum_hosts(tree))
+
+    def note(self, kind: EventKind, **detail: str | float | bool) -> None:
+        """Writes an event to this host's log."""
+        self._link.happened(kind, **detail)
 
     def resume_at(self, step: int) -> None:
         """Counts steps from here, as long as nothing is committed: for a state that comes from storage.

@@ -14,7 +14,7 @@ def run_with(fault: str, work: Path) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("fault", ["one-host", "all-hosts"])
+@pytest.mark.parametrize("fault", ["one-host", "all-hosts", "in-loss"])
 def test_an_exception_in_train_is_the_last_thing_the_user_sees(fault: str, tmp_path: Path) -> None:
     ended = run_with(fault, tmp_path)
     assert ended.code == 1
@@ -37,6 +37,11 @@ def test_the_exit_code_of_the_script_is_that_of_the_job(tmp_path: Path) -> None:
     assert ended.last_words.startswith("the job ended: user_error on host-1\n")
     assert "the script exited with code 7 and wrote nothing to standard error" in ended.last_words
     assert ended.worker_starts == 2
+
+
+def test_a_second_run_in_a_process_is_refused(tmp_path: Path) -> None:
+    ended = run_with("twice", tmp_path)
+    assert "run: found a second call in a process that an agent started, expected one" in ended.output
 
 
 def test_an_exception_at_import_time_ends_the_job(tmp_path: Path) -> None:

@@ -99,12 +99,11 @@ def test_replicas_that_are_whole_stay_together_and_survivors_find_each_other() -
 
 
 def test_several_replicas_on_a_host() -> None:
-    assert seat_replicas([0, 3], ReplicaShape(per_host=2)) == (
-        Seat((0,), 0),
-        Seat((0,), 1),
-        Seat((1,), 0),
-        Seat((1,), 1),
-    )
+    seats = (Seat((0,), 0), Seat((0,), 1), Seat((1,), 0), Seat((1,), 1))
+    assert seat_replicas([0, 3], ReplicaShape(per_host=2), devices=8) == seats
+    assert seat_replicas([0, 3], ReplicaShape(per_host="devices"), devices=2) == seats
+    with pytest.raises(CallerError, match="found 3 devices on a host, expected a multiple of per_host=2"):
+        seat_replicas([0, 3], ReplicaShape(per_host=2), devices=3)
 
 
 def test_too_few_hosts_for_a_replica_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -38,24 +39,48 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShape:
-    """How many hosts a replica spans, or how many replicas a host has; one of the two is 1.
+    """How many hosts a replica spans, or how many replicas a host has.
 
     Bits depend on it, for programs on different meshes add in different orders: it stays the same for a whole job.
     Hosts that are too few for one more replica compute no microbatch until others come.
+
+    Attributes:
+        hosts: of a replica; 1 if a host has several.
+        per_host: replicas of a host, or "devices": each device is one, and devices need not talk to each other while
+            they compute microbatches. 1 if a replica spans hosts.
 
     Raises:
         CallerError: a number below 1, or both above 1.
     """
 
     hosts: int = 1
-    per_host: int = 1
+    per_host: int | Literal["devices"] = 1
 
     def __post_init__(self) -> None:
-        if min(self.hosts, self.per_host) < 1 or min(self.hosts, self.per_host) > 1:
+        many = self.per_host == "devices" or (isinstance(self.per_host, int) and self.per_host > 1)
+        known = many or self.per_host == 1
+        if not known or self.hosts < 1 or (many and self.hosts > 1):
             raise CallerError(
-                f"replicas: found hosts={self.hosts}, per_host={self.per_host}, expected positive numbers of which "
-                "one is 1. A replica spans several hosts, or a host has several replicas"
+                f"replicas: found hosts={self.hosts}, per_host={self.per_host!r}, expected positive numbers (per_host "
+                'may be "devices") of which one is 1. A replica spans several hosts, or a host has several replicas'
             )
+
+    def count_on(self, devices: int) -> int:
+        """How many replicas a host with so many devices has, if none spans hosts.
+
+        Raises:
+            CallerError: its devices cannot be shared out evenly.
+        """
+        count = devices if self.per_host == "devices" else self.per_host
+        if devices < count or devices % count:
+            raise CallerError(
+                f"replicas: found {devices} devices on a host, expected a multiple of per_host={count}. Change one"
+            )
+        return count
+
+    def devices_of(self, devices: int) -> int:
+        """How many devices a replica has where each host has so many."""
+        return devices * self.hosts // self.count_on(devices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +91,7 @@ class Seat:
     slot: int = 0
 
 
-def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape) -> tuple[Seat, ...]:
+def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices: int = 1) -> tuple[Seat, ...]:
     """The replicas that the live hosts can form.
 
     Replicas that span hosts keep their hosts: those that are still whole stay together, so that nothing is compiled
@@ -75,13 +100,14 @@ def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape) -> tuple[
     Args:
         process_indexes: of the live hosts, ascending; after a shrink they have gaps.
         shape: of a replica.
+        devices: of each host.
 
     Raises:
         CallerError: not enough hosts for a single replica.
     """
     places = range(len(process_indexes))
     if shape.hosts == 1:
-        return tuple(Seat((place,), slot) for place in places for slot in range(shape.per_host))
+        return tuple(Seat((place,), slot) for place in places for slot in range(shape.count_on(devices)))
     if len(process_indexes) < shape.hosts:
         raise CallerError(
             f"replicas: found {len(process_indexes)} live hosts, expected at least {shape.hosts}, which one replica "

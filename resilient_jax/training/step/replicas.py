@@ -108,20 +108,13 @@ def build_replicas(
     Args:
         seats: of all replicas.
         by_place: the devices of each live host.
-
-    Raises:
-        CallerError: a host's devices cannot be shared out among its replicas.
     """
     found = {}
     for number, seat in enumerate(seats):
         if me not in seat.hosts:
             continue
         mine = list(by_place[me])
-        width, rest = divmod(len(mine), shape.per_host)
-        if rest or not width:
-            raise CallerError(
-                f"replicas: found {len(mine)} devices on this host, expected a multiple of per_host={shape.per_host}"
-            )
+        width = len(mine) // shape.count_on(len(mine))
         local = mine[seat.slot * width : (seat.slot + 1) * width]
         devices = local if len(seat.hosts) == 1 else [d for place in seat.hosts for d in by_place[place]]
         found[number] = Replica(devices, local, (seat.hosts.index(me), len(seat.hosts)))

@@ -120,7 +120,7 @@ class StepSums:
 
     def _arrange(self, shape: ReplicaShape) -> tuple[tuple[Seat, ...], dict[int, Replica]]:
         if shape not in self._replicas:
-            seats = seat_replicas(self._process_indexes, shape)
+            seats = seat_replicas(self._process_indexes, shape, min(map(len, self._by_place)))
             self._replicas[shape] = seats, build_replicas(seats, self._by_place, self._me, shape)
         return self._replicas[shape]
 

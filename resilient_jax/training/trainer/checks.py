@@ -15,9 +15,7 @@ def check_devices(world: World, order: Order) -> None:
         CallerError: says the numbers.
     """
     shape, here = order.sharing.replicas, len(world.local_devices)
-    if here % shape.per_host:
-        return  # the sum says it, with its own words
-    devices = here * shape.hosts // shape.per_host
+    devices = shape.devices_of(here)
     sizes = {"microbatch_size": order.microbatch_size}
     if order.evaluation is not None:
         size = order.evaluation.microbatch_size or order.microbatch_size

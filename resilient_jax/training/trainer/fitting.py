@@ -12,13 +12,12 @@ import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import NonFiniteError
+from resilient_jax.events import EventKind
 from resilient_jax.training.data.prefetch import Prefetcher
 from resilient_jax.training.step.replicas import DATA
 from resilient_jax.training.trainer import storage
@@ -31,7 +30,7 @@ from resilient_jax.training.trainer.programs import Programs, zeros_like
 from resilient_jax.training.trainer.progress import ProgressBar
 from resilient_jax.training.trainer.reports import JsonLog, StepReport
 from resilient_jax.training.trainer.result import FitResult, to_host_memory
-from resilient_jax.training.trainer.state import Patience, Total, TrainingState, place_keys
+from resilient_jax.training.trainer.state import Patience, Total, TrainingState
 from resilient_jax.training.world import World
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class Fitting:
         check_devices(world, order)
         everywhere = NamedSharding(world.local_mesh(DATA), P())
         state = world.restore_or_init(lambda: self._begin(world, programs), sharding=everywhere)
-        state = place_keys(state, everywhere)
         zeros = zeros_like(programs.abstract_total, everywhere)
         if not self._is_stopped(world, int(state.step)):
             for step in world.steps(order.steps + (order.evaluation is not None)):
@@ -114,7 +112,7 @@ class Fitting:
 
         The world also calls this for the shapes alone when there is a state; then no host may ask the others anything.
         """
-        if isinstance(jnp.zeros(()), Tracer):
+        if not world.is_fresh:
             return programs.init()
         check_replicas(world, self._order)
         checkpoints = self._order.checkpoints
@@ -205,8 +203,9 @@ class Fitting:
                 microbatch=bad[0],
                 host=world.computed_by(bad[0]),
             )
+        done = "left out of the step's mean" if policy == NonFinite.SKIP else "used as they are"
+        world.note(EventKind.NOT_FINITE, step=step, microbatches=names, done=done)
         if world.host_index == 0:
-            done = "left out of the step's mean" if policy == NonFinite.SKIP else "used as they are"
             logger.warning("%s; %s", found, done)
 
     def _report(

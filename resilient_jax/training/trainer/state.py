@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Sharding
 
 from resilient_jax.errors import CallerError
 from resilient_jax.training.trainer.models import Variables
@@ -63,11 +62,6 @@ class Total(NamedTuple):
 def is_key(leaf: Any) -> bool:  # noqa: ANN401 - any array
     """Whether it is a random key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def place_keys(tree: Tree, sharding: Sharding) -> Tree:
-    """The tree with its random keys placed like all else: an optimizer that draws noise has some."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding) if is_key(leaf) else leaf, tree)
 
 
 def refuse_drift(before: Tree, after: Tree, what: str) -> None:

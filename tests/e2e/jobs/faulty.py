@@ -32,14 +32,24 @@ def fail(step: int, host: str) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed: connection reset")
 
 
+def add(total: jax.Array, microbatch: rj.Microbatch) -> jax.Array:
+    if FAULT == "in-loss" and (microbatch.step, microbatch.index) == (BAD_STEP, 3):
+        step = microbatch.step
+        raise ValueError(f"bad batch at step {step}")
+    return total + 1
+
+
 def train(world: rj.World) -> None:
     state = world.restore_or_init(lambda: jnp.zeros(()))
+    zeros = jax.device_put(jnp.zeros(()), world.local_devices[0])
     for step in world.steps(20):
         if step == BAD_STEP:
             fail(step, world.host)
-        state = state + world.sum(jnp.ones(()))
+        state = state + world.sum_microbatches(4, add, zeros)
         world.commit(state)
 
 
 if __name__ == "__main__" and FAULT != "no-run":
     rj.run(train)
+    if FAULT == "twice":
+        rj.run(train)
