@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_jax.errors import NonFiniteError as NonFiniteError
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
+    from resilient_jax.training.data.microbatches import microbatch_data as microbatch_data
+    from resilient_jax.training.data.packing import PackedDocuments as PackedDocuments
+    from resilient_jax.training.data.prefetch import Prefetcher as Prefetcher
     from resilient_jax.training.run import run as run
     from resilient_jax.training.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.training.step.sums import Microbatch as Microbatch
@@ -32,6 +35,8 @@ _HOME = {
     "Microbatch": "resilient_jax.training.step.sums",
     "NonFiniteError": "resilient_jax.errors",
     "Numerics": "resilient_jax.training.trainer.numerics",
+    "PackedDocuments": "resilient_jax.training.data.packing",
+    "Prefetcher": "resilient_jax.training.data.prefetch",
     "Reading": "resilient_jax.training.trainer.order",
     "ReplicaShape": "resilient_jax.training.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
@@ -40,6 +45,7 @@ _HOME = {
     "Trainer": "resilient_jax.training.trainer.trainer",
     "World": "resilient_jax.training.world",
     "digest": "resilient_jax.training.trainer.digest",
+    "microbatch_data": "resilient_jax.training.data.microbatches",
     "run": "resilient_jax.training.run",
 }
 
@@ -51,6 +57,8 @@ __all__ = [
     "Microbatch",
     "NonFiniteError",
     "Numerics",
+    "PackedDocuments",
+    "Prefetcher",
     "Reading",
     "ReplicaShape",
     "ResilientJaxError",
@@ -59,6 +67,7 @@ __all__ = [
     "Trainer",
     "World",
     "digest",
+    "microbatch_data",
     "run",
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from agents import wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny_job import RECOVERY_S, TinyJob, count_computed
+from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_computed
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
@@ -138,6 +138,15 @@ def test_several_replicas_on_a_host(tmp_path: Path) -> None:
         tiny.job.release()
         tiny.wait_training(2, after_generation=report.generation.number)
         tiny.finish()
+
+
+def test_a_slow_host_gets_fewer_microbatches_and_the_bits_stay_the_same(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE, words=["unit=1", "slow=host-1"]) as tiny:
+        tiny.wait_training(2)
+        wait_until("two measurements", lambda: tiny.step() > 36, RECOVERY_S)
+        tiny.finish(more_steps=5)
+    last = max((row for rows in tiny.logs().values() for row in rows), key=lambda row: row["step"])
+    assert last["owners"].count("host-1") <= 4, last["owners"]
 
 
 def test_fast_reduction_stays_within_rounding(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ class StepSums:
         self._seconds = np.ones(len(by_host), np.float32)
         """For a microbatch, of each host; only their ratio counts."""
         self._own_seconds = 0.0
+        self._has_computed = False
+        """Since speeds were compared."""
         self.owners: tuple[int, ...] = ()
 
     def seats(self, shape: ReplicaShape) -> tuple[Seat, ...]:
@@ -195,6 +197,9 @@ class StepSums:
         return found
 
     def _compare_speeds(self) -> None:
+        if not self._has_computed:
+            self._own_seconds /= 2  # too slow to be given any work: it may have become faster, so it is tried again
+        self._has_computed = False
         seconds = np.zeros(len(self._by_place), np.float32)
         seconds[self._me] = self._own_seconds
         found = np.asarray(self.sum_hosts(seconds))
@@ -233,6 +238,7 @@ class StepSums:
         count = sum(len(mine.job.indexes_of(u)) for number in replicas for u in assignment.dealt[number])
         if count:
             self._own_seconds = (time.monotonic() - started_s) / count
+            self._has_computed = True
 
     def _sum_pooled(self, mine: Contributions, zeros: Tree) -> Tree:
         where = jax.tree.map(lambda leaf: leaf.sharding, zeros)

@@ -168,6 +168,7 @@ class Fitting:
             unit=sharing.unit,
             reproducible=sharing.reproducible,
             replicas=sharing.replicas,
+            by_speed=sharing.by_speed,
         )
         self._judge(world, step, np.flatnonzero(np.asarray(total.bad)).tolist())
         state, found = programs.apply(state, total, mesh=world.local_mesh(DATA).abstract_mesh)

@@ -23,11 +23,13 @@ class Sharing:
         unit: microbatches that one host adds up in one go.
         reproducible: the same bits whoever lives.
         replicas: the hosts of a replica, or the replicas of a host.
+        by_speed: more for faster hosts, as measured; else evenly.
     """
 
     unit: int = 1
     reproducible: bool = True
     replicas: ReplicaShape = ONE_HOST
+    by_speed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

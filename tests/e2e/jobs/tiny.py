@@ -1,6 +1,7 @@
 """A tiny job whose weights are the same bits whoever dies; it trains for as long as the harness wants.
 
-Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS]. In WORK_DIR it reads orders:
+Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS] [slow=HOST]. With a slow host work is
+shared out by speed. In WORK_DIR it reads orders:
 - `stop`: the number of the step at which everybody stops; written well ahead;
 - `compile`: the number of a step in which everybody compiles something that takes a while; a host that begins
   to writes `compiling-<host>`;
@@ -42,6 +43,9 @@ PACE_S = float(WORDS.get("pace", 0.02))
 """Leaves processor time to workers that come back: all hosts of the test share two cores."""
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
 traces = 0
+
+SLOW_S = 0.03
+"""More to each microbatch, which takes some milliseconds."""
 
 
 def step_in(name: str) -> int:
@@ -135,6 +139,7 @@ def train(world: rj.World) -> None:
 
             def add(total: tuple, microbatch: rj.Microbatch, params: dict = state[0]) -> tuple:
                 print(json.dumps({"step": microbatch.step, "index": microbatch.index}), file=log, flush=True)
+                time.sleep(SLOW_S if WORDS.get("slow") == world.host else 0)
                 replica = microbatch.replica
                 return accumulate(total, replica.lift(params), replica.place(microbatch.batch))
 
@@ -146,6 +151,7 @@ def train(world: rj.World) -> None:
                 unit=UNIT,
                 reproducible=REPRODUCIBLE,
                 replicas=REPLICAS,
+                by_speed="slow" in WORDS,
             )
             state = apply(state, gradients)
             world.commit(state, loss=float(loss) / MICROBATCHES)
