@@ -31,22 +31,22 @@ OPTIMIZER = optax.adam(1e-4)
 Params: TypeAlias = Any  # a tree of arrays
 
 
-def init_params() -> Params:
-    keys = iter(jax.random.split(jax.random.key(0), 6 * LAYERS + 2))
+def init_params(width: int = WIDTH, layers: int = LAYERS) -> Params:
+    keys = iter(jax.random.split(jax.random.key(0), 6 * layers + 2))
 
     def matrix(rows: int, columns: int) -> jax.Array:
         return jax.random.normal(next(keys), (rows, columns)) / rows**0.5
 
-    layers = [
+    blocks = [
         {
-            "qkv": matrix(WIDTH, 3 * WIDTH),
-            "out": matrix(WIDTH, WIDTH),
-            "up": matrix(WIDTH, 4 * WIDTH),
-            "down": matrix(4 * WIDTH, WIDTH),
+            "qkv": matrix(width, 3 * width),
+            "out": matrix(width, width),
+            "up": matrix(width, 4 * width),
+            "down": matrix(4 * width, width),
         }
-        for _ in range(LAYERS)
+        for _ in range(layers)
     ]
-    return {"embedding": matrix(VOCABULARY, WIDTH), "layers": layers, "head": matrix(WIDTH, VOCABULARY)}
+    return {"embedding": matrix(VOCABULARY, width), "layers": blocks, "head": matrix(width, VOCABULARY)}
 
 
 def init_state() -> tuple[Params, optax.OptState]:
@@ -59,10 +59,10 @@ def normalize(x: jax.Array) -> jax.Array:
 
 
 def attend(x: jax.Array, layer: Params) -> jax.Array:
-    batch, length, _ = x.shape
+    batch, length, width = x.shape
     q, k, v = jnp.split((x @ layer["qkv"]).reshape(batch, length, HEADS, -1), 3, axis=-1)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return mixed.reshape(batch, length, WIDTH) @ layer["out"]
+    return mixed.reshape(batch, length, width) @ layer["out"]
 
 
 def loss_of(params: Params, tokens: jax.Array) -> jax.Array:
@@ -145,18 +145,26 @@ def train_bare(steps: int, times: list[float]) -> None:
         began_s = time.monotonic()
 
 
+def connect_bare() -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        os.environ["BARE_COORDINATOR"], int(os.environ["BARE_COUNT"]), int(os.environ["BARE_INDEX"])
+    )
+
+
+def write_times(out: Path, times: list[float]) -> None:
+    out.with_name(f"{out.name}-{os.getpid()}.json").write_text(json.dumps(times))
+
+
 def main() -> None:
     mode, steps, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     times: list[float] = []
     if mode == "ours":
         rj.run(lambda world: train_ours(world, steps, times))
     else:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            os.environ["BARE_COORDINATOR"], int(os.environ["BARE_COUNT"]), int(os.environ["BARE_INDEX"])
-        )
+        connect_bare()
         train_bare(steps, times)
-    out.with_name(f"{out.name}-{os.getpid()}.json").write_text(json.dumps(times))
+    write_times(out, times)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from agents import wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_computed
+from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
@@ -191,8 +191,12 @@ def test_what_is_computed_and_read_again_is_what_the_dead_had(tmp_path: Path) ->
     dead = {index for index, owner in enumerate(before["owners"]) if owner == victim}
     counts = computed_in(tmp_path, step)
     assert {index for index, count in counts.items() if count > 1} == dead, counts
+    for host in members(report):
+        if host != victim:  # what they had read they still have; what they got new they read once
+            read = count_lines(tmp_path, f"reads-{host}-*")
+            assert {count for (at, _), count in read.items() if at == step} == {1}, read
 
 
 def computed_in(work: Path, step: int) -> dict[int, int]:
     """How often each microbatch of a step was begun, by any process."""
-    return {index: count for (at, index), count in count_computed(work).items() if at == step}
+    return {index: count for (at, index), count in count_lines(work, "microbatches-*").items() if at == step}

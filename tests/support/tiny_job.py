@@ -201,6 +201,12 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
         assert steps == sorted(set(steps)), f"{process} did a step twice: {steps}"
         # Two replicas of a host may trace at once when they begin, and one without a replica has not yet.
         assert len({row["traced"] for row in rows} - {0}) <= 1, f"{process} traced again"
+        replicas = max(
+            (int(word.removeprefix("per_host=")) for word in words if "per_host=" in word), default=1
+        )
+        # A replica on several hosts has other devices in another generation, each with a program of its own.
+        if not any(word.startswith("hosts=") for word in words):
+            assert {row["programs"] for row in rows} == {replicas}, f"{process} compiled again"
         for row in rows:
             by_step.setdefault(row["step"], []).append(row)
     total = max(by_step) + 1
@@ -250,11 +256,11 @@ def _check_final(work: Path, alone: Path, tolerance: float) -> None:
                     np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance)
 
 
-def count_computed(work: Path) -> collections.Counter[tuple[int, int]]:
-    """How often each (step, microbatch) was begun, by any process."""
+def count_lines(work: Path, pattern: str) -> collections.Counter[tuple[int, int]]:
+    """How often each (step, microbatch) is in the logs: "microbatches-*", begun; "reads-*", read."""
     return collections.Counter(
         (line["step"], line["index"])
-        for path in work.glob("microbatches-*.jsonl")
+        for path in work.glob(f"{pattern}.jsonl")
         for line in map(json.loads, path.read_text().split("\n")[:-1])
     )
 

@@ -161,6 +161,7 @@ def train(world: rj.World) -> None:
                 "digest": digest(state),
                 "generation": world.generation,
                 "traced": traces,
+                "programs": accumulate._cache_size(),
                 "devices": len(world.local_devices),
                 "owners": [world.computed_by(index) for index in range(MICROBATCHES)],
             }

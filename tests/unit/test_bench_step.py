@@ -1,0 +1,112 @@
+"""The figures of `bench step` are what their names say, of numbers that are known."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.cli.bench import loss_curve
+from resilient_jax.cli.bench.loss_curve import check_can_draw
+from resilient_jax.cli.bench.redone_work import Campaign
+from resilient_jax.cli.bench.step import make_figures
+from resilient_jax.cli.bench.step_figures import (
+    Kill,
+    Microbatch,
+    Work,
+    count_redone,
+    count_work,
+    fast_cost,
+    find_missing,
+    most_units,
+    overhead,
+    reproducible_cost,
+)
+from resilient_jax.cli.bench.step_times import BARE, FAST, LOOPS, REPRODUCIBLE, Measured
+from resilient_jax.errors import CallerError
+
+DEAD, NEIGHBOUR = 11, 12
+KILL = Kill(host="host-1", pid=DEAD, step=1)
+
+
+def all_of(step: int, indexes: Sequence[int]) -> list[Microbatch]:
+    return [(step, index) for index in indexes]
+
+
+BEST = {
+    DEAD: [*all_of(0, [0, 1]), *all_of(1, [0, 1])],
+    NEIGHBOUR: [*all_of(0, [2, 3]), *all_of(1, [2, 3]), *all_of(1, [0, 1])],
+}
+"""The neighbour does again what the dead one had, and nothing else."""
+
+
+def test_a_kill_costs_what_the_dead_worker_had_computed() -> None:
+    assert count_work(BEST, KILL, 4) == Work(lost=2, redone=2, missing=0)
+    assert count_redone(BEST, 2) == 2
+    assert find_missing(BEST, 2, 4) == []
+
+
+def test_a_survivor_that_does_its_own_again_shows() -> None:
+    worse = {**BEST, NEIGHBOUR: [*BEST[NEIGHBOUR], (1, 3)]}
+    assert count_work(worse, KILL, 4) == Work(lost=2, redone=3, missing=0)
+
+
+def test_a_batch_that_shrank_shows() -> None:
+    shrunk = {**BEST, NEIGHBOUR: BEST[NEIGHBOUR][:-1]}
+    shrunk[DEAD] = BEST[DEAD][:-1]
+    assert count_work(shrunk, KILL, 4) == Work(lost=1, redone=1, missing=1)
+    assert find_missing(shrunk, 2, 4) == [(1, 1)]
+
+
+def test_steps_that_were_not_committed_do_not_count() -> None:
+    assert count_redone({**BEST, 13: all_of(2, [0, 0])}, 2) == count_redone(BEST, 2)
+
+
+def test_overhead_is_the_ratio_of_medians_less_one() -> None:
+    assert overhead([1.0, 1.02, 50.0], [0.9, 1.0, 1.1]) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("unit", "units"), [(1, 4), (2, 2), (4, 1), (5, 1), (16, 1)])
+def test_units_a_host(unit: int, units: int) -> None:
+    assert most_units(16, unit, 4) == units
+
+
+def test_one_unit_a_host_sends_what_an_all_reduce_does() -> None:
+    assert reproducible_cost(1000, 1, 4).sent_bytes == fast_cost(1000, 4).sent_bytes == 1500
+    assert reproducible_cost(1000, 4, 4).sent_bytes == 3750
+    assert reproducible_cost(1000, 4, 4).held_bytes == 8000
+
+
+def test_the_line_compares_each_loop_with_its_like() -> None:
+    seconds = {loop: 1.0 for loop in LOOPS} | {BARE: 2.0, FAST: 2.5, REPRODUCIBLE[2]: 1.25}
+    times = {loop: Measured(times_s=[found]) for loop, found in seconds.items()}
+    campaign = Campaign(
+        steps=2,
+        kills=(KILL, KILL),
+        work=(Work(lost=4, redone=4, missing=0),) * 2,
+        redone=9,
+        digest="a",
+        undisturbed="a",
+    )
+    figures = make_figures(times, campaign)
+    assert math.isclose(figures.fast_overhead, 0.25)
+    assert figures.reproducible_overhead == {"1": 0.0, "2": 0.25, "4": 0.0}
+    assert (figures.lost_microbatches, figures.redone_microbatches) == (4.0, 4.5)
+    assert figures.bitwise_equal
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loss_curve.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CallerError, match=r"found no matplotlib.*resilient_jax\[plot\]"):
+        check_can_draw(tmp_path / "loss.png")
+
+
+@pytest.mark.parametrize("name", ["missing/loss.png", "loss.jpg"])
+def test_a_picture_that_could_not_be_written_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loss_curve.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(CallerError, match="found no such folder, or another suffix"):
+        check_can_draw(tmp_path / name)
