@@ -14,7 +14,7 @@ HOME = {
     "status": "resilient_jax.cli.status",
     "kill": "resilient_jax.cli.kill",
     "demo": "resilient_jax.cli.demo",
-    "bench": "resilient_jax.cli.bench",
+    "bench": "resilient_jax.cli.bench.commands",
 }
 """Each module has a function of the command's name, or a group of commands. Only the one that is asked for is
 loaded: an agent starts in half the time."""

@@ -35,6 +35,7 @@ def draw(curve: Curve) -> Figure:
     top.legend(frameon=False)
     bottom.step(steps, curve.hosts, color=RED, where="mid")
     bottom.set_ylim(0, max(curve.hosts) + 0.5)
+    bottom.set_yticks(range(0, max(curve.hosts) + 1, 2))
     bottom.set_ylabel("hosts")
     bottom.set_xlabel("step")
     return figure

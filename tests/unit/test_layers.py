@@ -23,7 +23,7 @@ ROOT_NAME = "resilient_jax"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "ids", "clock", "events"}),
     frozenset({"config", "topology", "erasure", "protocol"}),
-    frozenset({"telemetry", "transport"}),
+    frozenset({"telemetry", "transport", "erasure_kernels"}),
     frozenset({"store", "planning", "health"}),
     frozenset({"snapshot", "policy", "dashboard", "sharding"}),
     frozenset({"cluster", "compile"}),
@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "testing", "integrations"}),
     frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
 )
-STARRED = frozenset({"sharding", "compile", "training", "integrations"})
+STARRED = frozenset({"erasure_kernels", "sharding", "compile", "training", "integrations"})
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
 

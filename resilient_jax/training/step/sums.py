@@ -146,7 +146,7 @@ class StepSums:
         """See `World.sum_microbatches`."""
         mine = self._take_up(job, zeros)
         seats, replicas = self._arrange(shape)
-        progress = self._agree(mine, seats)
+        progress = self._agree(mine)
         if by_speed and job.step % MEASURE_EVERY == 0:
             self._compare_speeds()
         assignment = assign(job, seats, progress, 1 / self._seconds)
@@ -175,7 +175,7 @@ class StepSums:
         self._kept[job.name] = kept
         return kept
 
-    def _agree(self, mine: Contributions, seats: Sequence[Seat]) -> np.ndarray:
+    def _agree(self, mine: Contributions) -> np.ndarray:
         """int32[hosts, units]: how many microbatches of each unit every live host has added up.
 
         Asked only at a generation's first sum of this name: in all others everybody begins with nothing.

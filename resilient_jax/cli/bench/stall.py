@@ -1,16 +1,10 @@
 """`resilient-jax bench stall`: what a kill costs, and what surviving costs when nobody is killed."""
 
 import contextlib
-import os
-import platform
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,28 +14,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from resilient_jax.cli.bench.printing import describe_machine, open_console, print_line
+from resilient_jax.cli.bench.runs import (
+    HOSTS,
+    MANY_STEPS,
+    PATIENCE_S,
+    read_times,
+    run_bare,
+    run_job,
+    run_undisturbed,
+    wait_healthy,
+)
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
-from resilient_jax.protocol.records import Phase
 from resilient_jax.telemetry.stall import Stall, read_stall
-from resilient_jax.world.child import bound_to_this_process
-from resilient_jax.world.inspection import JobReport, Part
+from resilient_jax.world.inspection import Part
 from resilient_jax.world.local_job import LocalJob
-
-HOSTS = 4
-MANY_STEPS = 100_000
-HEALTHY_STEPS = 3
-"""Between two kills everybody trains together for this long."""
-PATIENCE_S = 180.0
-ONE_THREAD = {
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
-    "OMP_NUM_THREADS": "1",
-    "JAX_PLATFORMS": "cpu",
-}
-
-bench = typer.Typer(no_args_is_help=True, help="Measure; each prints a table and one line of JSON.")
 
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +49,6 @@ class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
 
 
-@bench.callback()
-def _measure() -> None:
-    """Measure; each benchmark prints a table and one line of JSON."""
-
-
-@bench.command("stall")
 def stall(
     kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
     steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,
@@ -77,7 +61,7 @@ def stall(
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
     Takes about ten minutes on two cores.
     """
-    console = Console(quiet=json_only, width=None if sys.stdout.isatty() else 120)
+    console = open_console(json_only)
     script = find_in_checkout("tests/benchmarks/stall_job.py")
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         work = Path(folder)
@@ -89,7 +73,7 @@ def stall(
     figures = campaign.figures(ours, bare)
     console.print(_stall_table(campaign, figures.healthy_step_s))
     console.print(_summary_table(figures, ours, bare))
-    sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
+    print_line(figures)
 
 
 # Overhead.
@@ -100,55 +84,12 @@ def _measure_steady(script: Path, work: Path, steps: int, windows: int) -> tuple
     ours: list[float] = []
     bare: list[float] = []
     for window in range(windows):
-        ours += _run_ours(script, work / f"ours-{window}", steps)
-        bare += _run_bare(script, work / f"bare-{window}", steps)
+        ours_folder, bare_folder = work / f"ours-{window}", work / f"bare-{window}"
+        run_undisturbed([str(script), "ours", str(steps), str(ours_folder / "times")], ours_folder)
+        run_bare([str(script), "bare", str(steps), str(bare_folder / "times")], bare_folder)
+        ours += read_times(ours_folder)
+        bare += read_times(bare_folder)
     return ours, bare
-
-
-def _run_ours(script: Path, work: Path, steps: int) -> list[float]:
-    command = [str(script), "ours", str(steps), str(work / "times")]
-    with _job(command, work) as job:
-        if job.wait(600.0) != 0:
-            raise InternalError(f"the undisturbed job failed:\n{job.tail()}")
-    return _read_times(work)
-
-
-def _run_bare(script: Path, work: Path, steps: int) -> list[float]:
-    work.mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            bound_to_this_process([sys.executable, str(script), "bare", str(steps), str(work / "times")]),
-            env={
-                **os.environ,
-                **ONE_THREAD,
-                "BARE_COORDINATOR": address,
-                "BARE_COUNT": str(HOSTS),
-                "BARE_INDEX": str(index),
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for index in range(HOSTS)
-    ]
-    try:
-        codes = [process.wait(600.0) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise InternalError(f"the bare JAX loop failed with exit codes {codes}")
-    return _read_times(work)
-
-
-def _read_times(work: Path) -> list[float]:
-    """Step times of all processes; the first steps compile, and are left out."""
-    times: list[float] = []
-    for path in work.glob("times-*.json"):
-        times += msgspec.json.decode(path.read_bytes(), type=list[float])[3:]
-    return times
 
 
 # Stalls.
@@ -169,12 +110,12 @@ class _Campaign:
         self.agent_start_s: list[float] = []
 
     def run(self, kills: int) -> None:
-        with _job(self._command, self._work) as job:
-            self._wait_healthy(job)
+        with run_job(self._command, self._work) as job:
+            wait_healthy(job)
             for number in range(kills):
                 with_service = number % 2 == 1
                 self._kill(job, number, with_service=with_service)
-                self._wait_healthy(job)
+                wait_healthy(job)
             self._look_at_agents(job)
 
     def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
@@ -201,13 +142,6 @@ class _Campaign:
         self.stalls.append(found)
         self.steps_lost += max(0, before + 2 - found.step)
         self._console.print(f"  {len(self.stalls)}: {victim}, {found.change}, {found.total_s:.2f} s")
-
-    def _wait_healthy(self, job: LocalJob) -> None:
-        first = job.wait_report("all hosts training", _all_train, PATIENCE_S)
-        target = max(h.step for h in first.hosts) + HEALTHY_STEPS
-        job.wait_report(
-            f"step {target}", lambda report: max(h.step for h in report.hosts) >= target, PATIENCE_S
-        )
 
     def _look_at_agents(self, job: LocalJob) -> None:
         report = job.report()
@@ -246,7 +180,7 @@ class _Campaign:
             agent_start_s=round(statistics.median(self.agent_start_s), 3),
             kills=len(self.stalls),
             steps_lost=self.steps_lost,
-            machine=f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+            machine=describe_machine(),
         )
 
 
@@ -256,33 +190,6 @@ def read_stall_from_boundary(job: LocalJob, generation: int) -> float | None:
     stopped = [e.monotonic_s for e in events if e.kind == "worker.unwound"]
     committed = [e.monotonic_s for e in events if e.kind == "step.committed"]
     return max(committed) - min(stopped) if stopped and len(committed) == HOSTS else None
-
-
-def _all_train(report: JobReport) -> bool:
-    generation = report.generation
-    if generation is None or generation.phase is not Phase.ACTIVE or len(generation.members) < HOSTS:
-        return False
-    return all(h.worker is not None and h.worker.report.steady for h in report.hosts)
-
-
-@contextlib.contextmanager
-def _job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
-    work.mkdir(parents=True, exist_ok=True)
-    config = work / "job.toml"
-    config.write_text("restart_limit = 1000\nrestart_backoff_s = 0.0\n")
-    with LocalJob(
-        command,
-        hosts=HOSTS,
-        run_directory=work / "run",
-        options=["--devices-per-host", "1", "--config", str(config)],
-        environment={**os.environ, **ONE_THREAD},
-    ) as job:
-        try:
-            yield job
-        finally:
-            job.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(InternalError):
-                job.wait(20.0)
 
 
 def _stall_table(campaign: _Campaign, healthy_s: float) -> Table:

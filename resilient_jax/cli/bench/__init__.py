@@ -1,0 +1,1 @@
+"""Benchmarks: each prints tables for people and one line of JSON for machines."""

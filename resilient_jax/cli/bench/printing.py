@@ -1,0 +1,25 @@
+"""What a benchmark prints: tables for people, and the one line of JSON."""
+
+import os
+import platform
+import sys
+
+import msgspec
+from rich.console import Console
+
+WIDTH_IN_A_FILE = 120
+
+
+def open_console(json_only: bool) -> Console:
+    """Where people look; silent when only the line of JSON is wanted."""
+    return Console(quiet=json_only, width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
+
+
+def print_line(figures: msgspec.Struct) -> None:
+    """The machine-readable line."""
+    sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
+
+
+def describe_machine() -> str:
+    """What the figures were measured on."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"

@@ -1,0 +1,192 @@
+"""The matrices of the code: reedsolo's parity, any k of n shards, bad numbers. And the names of its packages."""
+
+import importlib
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_jax.erasure import CodeError, ReedSolomon, TooManyErasures
+from resilient_jax.erasure.field import multiply, reciprocal
+from resilient_jax.erasure.matrix import combine, identity, inverse, product, transpose, unit
+from resilient_jax.erasure.reference import reference_codec
+from resilient_jax.errors import CallerError
+
+PUBLIC = {
+    "resilient_jax.erasure": (
+        "Buffer",
+        "Checksum",
+        "ChecksumName",
+        "CodeError",
+        "DirtyBlock",
+        "Kernel",
+        "KernelMissing",
+        "KernelName",
+        "KernelWrong",
+        "NotRepaired",
+        "Patch",
+        "ReedSolomon",
+        "TooManyErasures",
+        "add_shard",
+        "check_kernel",
+        "choose_checksum",
+        "decode",
+        "encode",
+        "locate",
+        "repair",
+        "scan",
+        "update_parity",
+        "verify_against",
+    ),
+    "resilient_jax.erasure_kernels": (
+        "IsalKernel",
+        "KernelChoice",
+        "NumpyKernel",
+        "PassedOver",
+        "XlaKernel",
+        "choose_kernel",
+    ),
+}
+
+codes = st.integers(1, 254).flatmap(lambda k: st.builds(ReedSolomon, st.just(k), st.integers(1, 255 - k)))
+small_codes = st.builds(ReedSolomon, st.integers(1, 20), st.integers(1, 12))
+elements = st.integers(0, 255)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_public_names_are_these_and_resolve(module):
+    home = importlib.import_module(module)
+    assert tuple(sorted(home.__all__)) == PUBLIC[module] == tuple(sorted(dir(home)))
+    for name in PUBLIC[module]:
+        assert not isinstance(getattr(home, name), type(home)), f"{name} is hidden by a module of its name"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_name_that_is_not_public_is_an_attribute_error(module):
+    with pytest.raises(AttributeError, match="no attribute 'nothing'; it has .*Kernel"):
+        _ = importlib.import_module(module).nothing
+
+
+@given(elements, elements, elements)
+def test_the_field_is_a_field(a, b, c):
+    assert multiply(a, b) == multiply(b, a)
+    assert multiply(a, multiply(b, c)) == multiply(multiply(a, b), c)
+    assert multiply(a, b ^ c) == multiply(a, b) ^ multiply(a, c)
+    assert multiply(a, 1) == a
+    assert a == 0 or multiply(a, reciprocal(a)) == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(codes, st.data())
+def test_parity_of_a_column_is_that_of_reedsolo(code, data):
+    column = data.draw(st.binary(min_size=code.k, max_size=code.k))
+    parity = combine(column, transpose(code.parity_matrix), bytes(code.m))
+    assert parity == reference_codec(code).encode(column)[code.k :]
+
+
+@settings(deadline=None, max_examples=40)
+@given(codes)
+def test_one_parity_shard_or_one_data_shard_is_simple(code):
+    assert ReedSolomon(code.k, 1).parity_matrix == (bytes([1]) * code.k,)
+    assert len(code.parity_matrix) == code.m
+    shorter = ReedSolomon(1, code.m).parity_matrix  # fewer data shards are zeros in front
+    assert [row[-1:] for row in code.parity_matrix] == list(shorter)
+
+
+@pytest.mark.parametrize("m", range(1, 6))
+@pytest.mark.parametrize("k", range(1, 7))
+def test_any_k_shards_of_a_small_code_give_all_others(k, m):
+    code = ReedSolomon(k, m)
+    stripe = (*identity(k), *code.parity_matrix)  # shard i as a combination of the data
+    for present in combinations(range(code.n), k):
+        wanted = tuple(shard for shard in range(code.n) if shard not in present)
+        decoding = code.decoding(present, wanted)
+        assert decoding.sources == present
+        assert product(decoding.matrix, tuple(stripe[shard] for shard in present)) == tuple(
+            stripe[shard] for shard in wanted
+        )
+
+
+@settings(deadline=None, max_examples=20)
+@given(codes, st.randoms(use_true_random=False))
+def test_any_k_shards_of_any_code_give_those_wanted(code, random):
+    column = random.randbytes(code.k)
+    word = bytes(reference_codec(code).encode(column))
+    present = random.sample(range(code.n), code.k)
+    absent = sorted(set(range(code.n)).difference(present))
+    wanted = random.sample(absent, min(3, len(absent)))
+    decoding = code.decoding(present, wanted)
+    given_bytes = [bytes([word[shard]]) for shard in decoding.sources]
+    found = [combine(row, given_bytes, b"\x00") for row in decoding.matrix]
+    assert b"".join(found) == bytes(word[shard] for shard in decoding.wanted)
+
+
+@settings(deadline=None, max_examples=60)
+@given(small_codes, st.randoms(use_true_random=False))
+def test_the_check_equations_hold_for_a_codeword_and_for_none_near_it(code, random):
+    word = reference_codec(code).encode(random.randbytes(code.k))
+    present = random.sample(range(code.n), random.randint(code.k + 1, code.n))
+    check = code.check(present)
+    assert len(check.matrix) == len(present) - code.k
+    columns = dict(zip(check.shards, transpose(check.matrix), strict=True))
+    zero = bytes(len(check.matrix))
+    assert combine([word[s] for s in check.shards], list(columns.values()), zero) == zero
+    wrong = random.sample(present, random.randint(1, len(check.matrix)))
+    for shard in wrong:
+        word[shard] ^= random.randint(1, 255)
+    assert combine([word[s] for s in check.shards], list(columns.values()), zero) != zero
+
+
+def test_data_shards_are_preferred():
+    assert ReedSolomon(3, 3).decoding({5, 0, 4, 2}, {1}).sources == (0, 2, 4)
+
+
+@given(st.integers(1, 12), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_an_inverse_undoes_its_matrix(size, random):
+    rows = tuple(random.randbytes(size) for _ in range(size))
+    try:
+        found = inverse(rows)
+    except ZeroDivisionError:
+        return
+    assert product(found, rows) == product(rows, found) == identity(size)
+
+
+def test_a_singular_matrix_has_no_inverse():
+    with pytest.raises(ZeroDivisionError, match="no pivot in column 1 of 2"):
+        inverse((unit(2, 0), unit(2, 0)))
+
+
+@pytest.mark.parametrize(("k", "m"), [(0, 1), (1, 0), (-1, 3), (200, 56), (255, 1), (1, 255)])
+def test_impossible_numbers_are_refused(k, m):
+    with pytest.raises(CodeError, match=f"found k = {k} and m = {m}, expected .* at most 255"):
+        ReedSolomon(k, m)
+
+
+@pytest.mark.parametrize(("k", "m"), [(254, 1), (1, 254), (128, 127)])
+def test_255_shards_are_allowed(k, m):
+    assert len(ReedSolomon(k, m).parity_matrix) == m
+
+
+def test_too_many_erasures_say_what_is_lost():
+    with pytest.raises(
+        TooManyErasures, match=r"3 shards are lost, at most 2 of 6 .*lost \[0, 3, 4\], present \[1, 2, 5\]"
+    ):
+        ReedSolomon(4, 2).decoding([1, 2, 5], [0])
+
+
+@pytest.mark.parametrize("shards", [(0, 1, 6), (-1, 1, 2), (0, 0, 1)])
+def test_shards_that_the_code_has_not_are_refused(shards):
+    with pytest.raises(CodeError, match="expected different numbers from 0 to 4"):
+        ReedSolomon(3, 2).decoding(shards, ())
+
+
+def test_k_shards_cannot_be_checked():
+    with pytest.raises(CodeError, match="nothing to check: found 3 shards, expected at least 4"):
+        ReedSolomon(3, 2).check({0, 1, 4})
+
+
+def test_bad_input_is_the_callers_error():
+    assert issubclass(CodeError, CallerError)
+    assert issubclass(TooManyErasures, CallerError)

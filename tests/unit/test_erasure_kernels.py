@@ -1,0 +1,198 @@
+"""The kernels of the erasure code: one contract for all, and the choice between them."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from kernels import ALL_KERNELS, QUICK_KERNELS, needs_isal
+
+from resilient_jax import erasure_kernels
+from resilient_jax.erasure import (
+    CodeError,
+    Kernel,
+    KernelMissing,
+    KernelName,
+    KernelWrong,
+    ReedSolomon,
+    check_kernel,
+    encode,
+)
+from resilient_jax.erasure.isal_library import load_isal
+from resilient_jax.erasure_kernels import (
+    NumpyKernel,
+    XlaKernel,
+    choice,
+    choose_kernel,
+    isal_kernel,
+    xla_kernel,
+)
+from resilient_jax.erasure_kernels.numpy_kernel import BLOCK_BYTES
+from resilient_jax.testing.erasure_conformance import CHECKS, applied, expected_product, random_buffers
+
+SELF_TEST_S = 0.05
+
+
+@pytest.fixture(params=ALL_KERNELS)
+def kernel(request):
+    return request.param()
+
+
+@pytest.fixture
+def no_isal(monkeypatch):
+    def missing():
+        raise KernelMissing("ISA-L is not on this machine")
+
+    monkeypatch.setattr(isal_kernel, "load_isal", missing)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_kernel_keeps_the_contract(check, kernel):
+    check(kernel)
+
+
+def test_a_kernel_passes_its_self_test(kernel):
+    tested = check_kernel(kernel)
+    assert tested.columns > 100
+
+
+@pytest.mark.parametrize("quick_kernel", QUICK_KERNELS)
+def test_the_self_test_takes_under_50_ms(quick_kernel):
+    """The best of several: the machine may be busy with something else."""
+    kernel = quick_kernel()
+    assert min(check_kernel(kernel).duration_s for _ in range(10)) < SELF_TEST_S
+
+
+class OneBitWrong(Kernel):
+    """Flips a bit of the last byte of the last destination."""
+
+    name = KernelName.NUMPY
+    description = "broken on purpose"
+
+    def __init__(self, longer_than):
+        self.longer_than = longer_than
+
+    def _multiply(self, matrix, operands, *, accumulate):
+        NumpyKernel()._multiply(matrix, operands, accumulate=accumulate)
+        if len(matrix[0]) > self.longer_than:
+            operands.destinations[-1][-1] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("longer_than", "message"), [(0, "wrong products with 3"), (1, "parity of k = 4, m = 2 at byte")]
+)
+def test_the_self_test_finds_a_wrong_bit(longer_than, message):
+    with pytest.raises(KernelWrong, match=message):
+        check_kernel(OneBitWrong(longer_than))
+
+
+def test_arrays_of_numpy_are_buffers(kernel):
+    data = np.arange(3 * 100, dtype=np.uint8).reshape(3, 100)
+    data.flags.writeable = False
+    parity = np.zeros((2, 100), np.uint8)
+    code = ReedSolomon(3, 2)
+    encode(code, kernel, list(data), list(parity))
+    assert [row.tobytes() for row in parity] == expected_product(
+        code.parity_matrix, [row.tobytes() for row in data]
+    )
+
+
+def test_a_wrong_dtype_is_refused_with_what_to_do(kernel):
+    with pytest.raises(
+        CodeError, match=r"source 0: found 1 dimensions of format 'H', expected .* view\(numpy.uint8\)"
+    ):
+        kernel.apply((b"\x01",), [np.zeros(4, np.uint16)], [bytearray(8)])
+
+
+def test_a_dtype_that_the_buffer_protocol_has_not_is_refused():
+    bfloat16 = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    with pytest.raises(CodeError, match="source 0: found ndarray, expected a buffer of bytes"):
+        NumpyKernel().apply((b"\x01",), [np.zeros(4, bfloat16)], [bytearray(8)])
+
+
+@pytest.mark.parametrize("length", [BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_the_numpy_kernel_joins_its_blocks(length):
+    matrix, sources = ReedSolomon(2, 2).parity_matrix, random_buffers(2, length)
+    assert applied(NumpyKernel(), matrix, sources) == expected_product(matrix, sources)
+
+
+def test_xla_compiles_nothing_for_another_matrix_or_a_length_of_the_same_size():
+    kernel = XlaKernel()
+    for matrix, length in (((b"\x01\x02", b"\x03\x04"), 5000), ((b"\x09\x00", b"\xff\x80"), 8000)):
+        sources = random_buffers(2, length)
+        assert applied(kernel, matrix, sources) == expected_product(matrix, sources)
+        compiled = xla_kernel._multiply_tile._cache_size()
+        applied(kernel, tuple(row[::-1] for row in matrix), sources)
+        assert xla_kernel._multiply_tile._cache_size() == compiled
+    applied(kernel, matrix, random_buffers(2, 5001))
+    assert xla_kernel._multiply_tile._cache_size() == compiled
+
+
+@needs_isal
+def test_isal_is_chosen_where_it_is():
+    chosen = choose_kernel(may_use_jax=True)
+    assert (chosen.kernel.name, chosen.reason, chosen.passed_over) == ("isal", "isal is the fastest", ())
+    assert "libisal" in chosen.kernel.description
+
+
+@pytest.mark.usefixtures("no_isal")
+def test_without_isal_numpy_is_chosen_and_says_why():
+    chosen = choose_kernel()
+    assert chosen.kernel.name == "numpy"
+    assert [passed.name for passed in chosen.passed_over] == ["isal", "xla"]
+    assert chosen.reason == (
+        "numpy is the fastest that can be used: isal: ISA-L is not on this machine; xla: this process does not run jax"
+    )
+
+
+@pytest.mark.usefixtures("no_isal")
+def test_without_isal_xla_is_chosen_in_a_process_that_runs_jax():
+    chosen = choose_kernel(may_use_jax=True)
+    assert chosen.kernel.name == "xla"
+    assert [passed.name for passed in chosen.passed_over] == ["isal"]
+
+
+def test_a_kernel_that_computes_wrong_bytes_is_passed_over(monkeypatch):
+    monkeypatch.setattr(erasure_kernels, "IsalKernel", lambda: OneBitWrong(0), raising=False)
+    chosen = choose_kernel()
+    assert chosen.kernel.name == "numpy"
+    assert "wrong products" in chosen.passed_over[0].reason
+
+
+@pytest.mark.parametrize("name", [KernelName.XLA, KernelName.NUMPY])
+def test_a_kernel_can_be_forced(name):
+    chosen = choose_kernel(name)
+    assert (chosen.kernel.name, chosen.reason) == (name, f"{name} was asked for")
+
+
+@pytest.mark.usefixtures("no_isal")
+def test_a_forced_kernel_that_is_not_here_is_an_error():
+    with pytest.raises(KernelMissing, match="ISA-L is not on this machine"):
+        choose_kernel(KernelName.ISAL)
+
+
+def test_a_forced_kernel_that_is_wrong_is_an_error(monkeypatch):
+    monkeypatch.setattr(erasure_kernels, "NumpyKernel", lambda: OneBitWrong(0), raising=False)
+    with pytest.raises(KernelWrong):
+        choose_kernel(KernelName.NUMPY)
+
+
+def test_isal_that_is_nowhere_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(
+        "resilient_jax.erasure.isal_library._candidates", lambda: iter(["/nowhere/libisal.so.2"])
+    )
+    with pytest.raises(KernelMissing, match=r"pip install 'resilient_jax\[isal\]'.*/nowhere/libisal"):
+        load_isal.__wrapped__()
+
+
+def test_choosing_loads_no_jax():
+    program = "import sys; from resilient_jax import erasure_kernels as e; e.choose_kernel(); print('jax' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "False"
+
+
+def test_the_reason_of_the_choice_names_every_kernel_passed_over():
+    passed = [choice.PassedOver(KernelName.ISAL, "a"), choice.PassedOver(KernelName.XLA, "b")]
+    assert choice._reason(KernelName.NUMPY, passed).endswith("isal: a; xla: b")
