@@ -21,7 +21,8 @@ bench: $(VENV)/.installed ## measure the stall of at least 10 kills, and the ove
 	$(BIN)/resilient-jax bench stall
 
 test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile
+	$(BIN)/python -m pytest tests/process tests/e2e
 
 check: $(VENV)/.installed-dev ## formatting, lint, types
 	$(BIN)/ruff format --check

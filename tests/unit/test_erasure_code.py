@@ -64,7 +64,7 @@ def test_the_public_names_are_these_and_resolve(module):
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_a_name_that_is_not_public_is_an_attribute_error(module):
-    with pytest.raises(AttributeError, match="no attribute 'nothing'; it has .*Kernel"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'; it has .*Kernel"):
         _ = importlib.import_module(module).nothing
 
 
@@ -170,9 +170,7 @@ def test_255_shards_are_allowed(k, m):
 
 
 def test_too_many_erasures_say_what_is_lost():
-    with pytest.raises(
-        TooManyErasures, match=r"3 shards are lost, at most 2 of 6 .*lost \[0, 3, 4\], present \[1, 2, 5\]"
-    ):
+    with pytest.raises(TooManyErasures, match=r"3 shards are lost, at most 2 of 6.*\[0, 3, 4\].*\[1, 2, 5\]"):
         ReedSolomon(4, 2).decoding([1, 2, 5], [0])
 
 

@@ -40,15 +40,20 @@ class HostGrid:
         self.hosts = len(by_host)
         self.row = sorted(by_host).index(process_index)
         self._local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
-        self._width = width
 
-    def pack(self, leaves: Sequence[Any]) -> jax.Array:
-        """[n]: all leaves, which are of one dtype, end to end and cut over this host's devices.
+    def pack(self, rows: Sequence[Sequence[Any]], height: int) -> jax.Array:
+        """[hosts, height, n]: this host's rows, filled up with zeros, with their likes on the others.
 
-        n is filled up to a multiple of the host's devices.
+        A row is leaves of one dtype, end to end and cut over a host's devices; n is filled up to a multiple of them.
         """
         everywhere = NamedSharding(self._local, P())
-        return _pack(self._local, self._width)([jax.device_put(leaf, everywhere) for leaf in leaves])
+        here = [[jax.device_put(leaf, everywhere) for leaf in row] for row in rows]
+        packed = _pack(self._local)(here, height)
+        return jax.make_array_from_single_device_arrays(
+            (self.hosts, *packed.shape[1:]),
+            NamedSharding(self.mesh, P(HOST, None, LOCAL)),
+            [shard.data for shard in packed.addressable_shards],
+        )
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
         """The leaves in a vector that is cut over this host's devices; each gets the shape of its origin, and lies
@@ -64,15 +69,6 @@ class HostGrid:
         shapes = tuple(jnp.shape(origin) for origin in origins)
         found = _unpack(self._local, shapes)(flat)
         return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
-
-    def lift(self, rows: Sequence[jax.Array], height: int) -> jax.Array:
-        """[hosts, height, n]: packed vectors of this host, filled up with zeros, with their likes on the others."""
-        stacked = _stack(self._local)(rows, height)
-        return jax.make_array_from_single_device_arrays(
-            (self.hosts, *stacked.shape[1:]),
-            NamedSharding(self.mesh, P(HOST, None, LOCAL)),
-            [shard.data for shard in stacked.addressable_shards],
-        )
 
     def lower(self, everywhere: jax.Array) -> jax.Array:
         """An array that all hosts have, its last dim cut over a host's devices, as this host's own."""
@@ -104,24 +100,16 @@ def _lay_like(origin: object, total: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _pack(local: Mesh, width: int) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(LOCAL)))
-    def pack(leaves: list[jax.Array]) -> jax.Array:
-        flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-        return jnp.pad(flat, (0, -flat.shape[0] % width))
+def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+    cut = NamedSharding(local, P(None, None, LOCAL))
+
+    @functools.partial(jax.jit, static_argnames="height", out_shardings=cut)
+    def pack(rows: list[list[jax.Array]], height: int) -> jax.Array:
+        flat = [jnp.concatenate([leaf.reshape(-1) for leaf in row]) for row in rows]
+        stacked = jnp.stack([*flat, *[jnp.zeros_like(flat[0])] * (height - len(flat))])
+        return jnp.pad(stacked, ((0, 0), (0, -stacked.shape[1] % local.size)))[None]
 
     return pack
-
-
-@functools.cache
-def _stack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(
-        jax.jit, static_argnames="height", out_shardings=NamedSharding(local, P(None, None, LOCAL))
-    )
-    def stack(rows: list[jax.Array], height: int) -> jax.Array:
-        return jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (height - len(rows))])[None]
-
-    return stack
 
 
 @functools.cache
@@ -144,5 +132,5 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
 
 def forget_programs() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
-    for cache in (_pack, _stack, _unpack):
+    for cache in (_pack, _unpack):
         cache.cache_clear()

@@ -36,19 +36,16 @@ class HostSum:
 
     def __call__(self, tree: Tree) -> Tree:
         """The sum over hosts of each leaf, where the leaf lay."""
+        if self._grid.hosts == 1:
+            return tree
         leaves, treedef = jax.tree.flatten(tree)
         totals: list[Any] = [None] * len(leaves)
         for positions in positions_by_dtype(leaves):
             origins = [leaves[i] for i in positions]
-            total = self._across_hosts(self._grid.pack(origins))
+            total = self._grid.lower(_reduce(self._grid.mesh)(self._grid.pack([origins], 1)))
             for position, leaf in zip(positions, self._grid.unpack(total, origins), strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
-
-    def _across_hosts(self, flat: jax.Array) -> jax.Array:
-        if self._grid.hosts == 1:
-            return flat
-        return self._grid.lower(_reduce(self._grid.mesh)(self._grid.lift([flat], 1)))
 
 
 class OrderedSum:
@@ -74,10 +71,10 @@ class OrderedSum:
         columns = [jax.tree.leaves(parts[unit]) for unit in slots[grid.row]]
         totals: list[Any] = [None] * len(origins)
         for positions in positions_by_dtype(origins):
-            rows = [grid.pack([column[i] for i in positions]) for column in columns]
+            rows = [[column[i] for i in positions] for column in columns]
             if not rows:  # more hosts than units
-                rows = [grid.pack([jnp.zeros_like(origins[i]) for i in positions])]
-            slices = _add_in_order(grid.mesh)(grid.lift(rows, width), where)
+                rows = [[np.zeros(origins[i].shape, origins[i].dtype) for i in positions]]
+            slices = _add_in_order(grid.mesh)(grid.pack(rows, width), where)
             jax.block_until_ready(slices)
             gathered = _gather(grid.mesh)(slices)
             found = grid.unpack(grid.lower(gathered), [origins[i] for i in positions])

@@ -198,7 +198,9 @@ class StepSums:
 
     def _compare_speeds(self) -> None:
         if not self._has_computed:
-            self._own_seconds /= 2  # too slow to be given any work: it may have become faster, so it is tried again
+            self._own_seconds /= (
+                2  # too slow to be given any work: it may have become faster, so it is tried again
+            )
         self._has_computed = False
         seconds = np.zeros(len(self._by_place), np.float32)
         seconds[self._me] = self._own_seconds

@@ -4,8 +4,11 @@
 - *apply* divides the sum by the constant B, clips, and makes the next state, on the devices of one host.
 
 They are traced once in a process and outlive every generation: no array, device or mesh is in them. Of the mesh they
-know its shape alone, as a static argument; the step and the microbatch's index are arguments. Nothing is donated: the
-committed state is what a failure falls back to, and so is every total until its step is committed.
+know its shape alone, as a static argument; the step and the microbatch's index are arguments.
+
+Totals are never donated: a failure in the reduction falls back to them. *apply* donates the committed state. It runs on
+this host's devices alone, after the reduction, and its result is committed with nothing in between that could fail:
+either this host dies with both states, or it has the new one, and those that have not come so far fetch it.
 """
 
 import dataclasses
@@ -76,7 +79,7 @@ class Programs:
         self._example = example
         self.init = jax.jit(self._init)
         self.accumulate = jax.jit(self._accumulate, static_argnames="mesh")
-        self.apply = jax.jit(self._apply, static_argnames="mesh")
+        self.apply = jax.jit(self._apply, static_argnames="mesh", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
         self.abstract_total = self._total_shapes()
         after, _ = jax.eval_shape(self._apply, self.abstract_state, self.abstract_total)

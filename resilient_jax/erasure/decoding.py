@@ -1,0 +1,40 @@
+"""Lost shards, computed from those that are left."""
+
+from collections.abc import Mapping
+
+from resilient_jax.erasure.buffers import Buffer
+from resilient_jax.erasure.code import ReedSolomon
+from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.kernel import Kernel
+
+
+def decode(
+    code: ReedSolomon, kernel: Kernel, present: Mapping[int, Buffer], wanted: Mapping[int, Buffer]
+) -> tuple[int, ...]:
+    """Writes the wanted shards, data or parity, from any k that are present.
+
+    Bytes at an offset depend only on bytes at the same offset: for a part of a shard, give that part of each.
+    What is present is believed; a shard with a bad checksum must be left out.
+
+    Args:
+        code: k and m.
+        kernel: does the work.
+        present: at least k shards by index, uint8[length] each.
+        wanted: where to write which shard, by index, uint8[length] each; none of those present.
+
+    Returns:
+        The shards that were read: k of those present, data shards first. None if nothing is wanted.
+
+    Raises:
+        TooManyErasures: fewer than k shards are present; says which.
+        CodeError: a shard is not one of the code's or both present and wanted, or buffers do not fit.
+    """
+    both = sorted(present.keys() & wanted.keys())
+    if both:
+        raise CodeError(f"shards {both}: found both present and wanted, expected one or the other")
+    decoding = code.decoding(present, wanted)
+    if not wanted:
+        return ()
+    sources = [present[shard] for shard in decoding.sources]
+    kernel.apply(decoding.matrix, sources, [wanted[shard] for shard in decoding.wanted])
+    return decoding.sources

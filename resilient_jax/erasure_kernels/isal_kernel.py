@@ -1,0 +1,54 @@
+"""The kernel of choice: ISA-L's `ec_encode_data`, as fast as memory is read, and no byte of scratch."""
+
+import ctypes
+import functools
+from typing import final
+
+from resilient_jax.erasure.buffers import Operands
+from resilient_jax.erasure.isal_library import MAX_CALL_BYTES, TABLE_BYTES, load_isal
+from resilient_jax.erasure.kernel import Kernel, KernelName
+from resilient_jax.erasure.matrix import Matrix
+
+UPDATE_BYTES = 128 * 2**10
+"""Range of an accumulation: ISA-L reads and writes the destinations once for each source, so they should stay
+in cache."""
+
+
+@final
+class IsalKernel(Kernel):
+    """ISA-L, called through ctypes, which lets go of the GIL: threads may each do a range of the bytes.
+
+    Raises:
+        KernelMissing: the library is not on this machine.
+    """
+
+    name = KernelName.ISAL
+
+    def __init__(self) -> None:
+        self._library = load_isal()
+        self.description = f"ISA-L from {self._library.origin}"
+        # The matrices in use are few: the parity of a code, and what a recovery needs.
+        self._tables = functools.lru_cache(maxsize=64)(self._make_tables)
+
+    def _multiply(self, matrix: Matrix, operands: Operands, *, accumulate: bool) -> None:
+        step = UPDATE_BYTES if accumulate else MAX_CALL_BYTES
+        tables, rows, columns = self._tables(matrix), len(matrix), len(matrix[0])
+        for start in range(0, operands.length, step):
+            size = min(step, operands.length - start)
+            sources = [address + start for address in operands.source_addresses]
+            destinations = _pointers([address + start for address in operands.destination_addresses])
+            if accumulate:
+                for j, source in enumerate(sources):
+                    self._library.encode_data_update(size, columns, rows, j, tables, source, destinations)
+            else:
+                self._library.encode_data(size, columns, rows, tables, _pointers(sources), destinations)
+
+    def _make_tables(self, matrix: Matrix) -> ctypes.Array[ctypes.c_char]:
+        rows, columns = len(matrix), len(matrix[0])
+        tables = ctypes.create_string_buffer(TABLE_BYTES * rows * columns)
+        self._library.init_tables(columns, rows, b"".join(matrix), tables)
+        return tables
+
+
+def _pointers(addresses: list[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)

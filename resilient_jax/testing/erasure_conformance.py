@@ -1,0 +1,233 @@
+"""The contract of an erasure `Kernel`, as functions: every implementation passes all of CHECKS.
+
+The shapes are few, because XLA compiles a program for each: what a kernel may get wrong is at the edges of its vectors,
+blocks and tiles, and those are all here.
+
+Example:
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_the_numpy_kernel_keeps_the_contract(check):
+        check(NumpyKernel())
+"""
+
+import array
+import random
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+
+from resilient_jax.erasure.buffers import Buffer
+from resilient_jax.erasure.code import ReedSolomon
+from resilient_jax.erasure.decoding import decode
+from resilient_jax.erasure.encoding import encode
+from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.kernel import Kernel
+from resilient_jax.erasure.matrix import Matrix, combine
+from resilient_jax.erasure.reference import reference_codec
+
+CODE = ReedSolomon(3, 2)
+"""Where one shape is enough."""
+LENGTHS = (0, 1, 2, 15, 31, 32, 33, 63, 64, 65, 127, 4095, 4096, 4097)
+"""Bytes: empty, one, both sides of the width of every vector, and of a page."""
+LONG_BYTES = 2**20 + 3
+"""More than any kernel does at once, with a ragged end."""
+GUARD_BYTES = 64
+"""Before and after each destination, to see what was written that should not be."""
+
+Check = Callable[[Kernel], None]
+
+
+def random_buffers(count: int, length: int, seed: int = 0) -> list[bytes]:
+    """The same buffers for the same arguments."""
+    source = random.Random(f"{count} {length} {seed}")
+    return [source.randbytes(length) for _ in range(count)]
+
+
+def expected_product(matrix: Matrix, sources: Sequence[bytes]) -> list[bytes]:
+    """What `apply` should write, by tables in plain Python."""
+    return [combine(row, sources, bytes(len(sources[0]))) for row in matrix]
+
+
+def applied(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> list[bytes]:
+    """What `apply` writes to new memory. Fails if it writes outside, or to a source."""
+    length = len(sources[0])
+    before = [bytes(source) for source in sources]
+    guarded = [bytearray(b"\xa5" * (length + 2 * GUARD_BYTES)) for _ in matrix]
+    kernel.apply(matrix, sources, [memoryview(room)[GUARD_BYTES : GUARD_BYTES + length] for room in guarded])
+    for room in guarded:
+        assert room[:GUARD_BYTES] + room[GUARD_BYTES + length :] == b"\xa5" * (2 * GUARD_BYTES)
+    assert [bytes(source) for source in sources] == before
+    return [bytes(room[GUARD_BYTES : GUARD_BYTES + length]) for room in guarded]
+
+
+def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
+    for code in (ReedSolomon(1, 1), CODE, ReedSolomon(2, 7), ReedSolomon(20, 2)):
+        data = random_buffers(code.k, 48)
+        parity = applied(kernel, code.parity_matrix, data)
+        codec = reference_codec(code)
+        for column in range(48):
+            word = codec.encode(bytes(shard[column] for shard in data))
+            assert bytes(shard[column] for shard in parity) == word[code.k :]
+
+
+def check_every_length_works(kernel: Kernel) -> None:
+    for length in LENGTHS:
+        sources = random_buffers(CODE.k, length)
+        found = applied(kernel, CODE.parity_matrix, sources)
+        assert found == expected_product(CODE.parity_matrix, sources), f"{length} bytes"
+
+
+def check_every_alignment_works(kernel: Kernel) -> None:
+    for offset in (1, 3, 8, 17):
+        room = [memoryview(buffer) for buffer in random_buffers(CODE.k, 1000)]
+        sources = [view[offset + i : offset + i + 321] for i, view in enumerate(room)]
+        expected = expected_product(CODE.parity_matrix, [bytes(view) for view in sources])
+        assert applied(kernel, CODE.parity_matrix, sources) == expected, f"offset {offset}"
+
+
+def check_long_buffers_are_done_to_the_end(kernel: Kernel) -> None:
+    sources = random_buffers(CODE.k, LONG_BYTES)
+    assert applied(kernel, CODE.parity_matrix, sources) == expected_product(CODE.parity_matrix, sources)
+
+
+def check_every_element_multiplies_every_element(kernel: Kernel) -> None:
+    every_byte = bytes(range(256))
+    matrix = tuple(bytes([factor]) for factor in range(256))
+    assert applied(kernel, matrix, [every_byte]) == expected_product(matrix, [every_byte])
+
+
+def check_zero_rows_clear_and_unit_rows_copy(kernel: Kernel) -> None:
+    sources = random_buffers(3, 100)
+    assert applied(kernel, (bytes(3), b"\x00\x01\x00"), sources) == [bytes(100), sources[1]]
+
+
+def check_accumulating_adds_to_what_is_there(kernel: Kernel) -> None:
+    sources = random_buffers(CODE.k, LONG_BYTES)
+    destinations = [bytearray(buffer) for buffer in random_buffers(CODE.m, LONG_BYTES, seed=1)]
+    start = [bytes(buffer) for buffer in destinations]
+    kernel.apply(CODE.parity_matrix, sources, destinations, accumulate=True)
+    product = expected_product(CODE.parity_matrix, sources)
+    assert destinations == [combine(b"\x01", [a], b) for a, b in zip(start, product, strict=True)]
+    kernel.apply(CODE.parity_matrix, sources, destinations, accumulate=True)
+    assert destinations == start
+
+
+def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
+    data = random_buffers(CODE.k, 77)
+    parity = [bytearray(77) for _ in range(CODE.m)]
+    encode(CODE, kernel, data, parity)
+    stripe = dict(enumerate([*data, *parity]))
+    for lost in combinations(stripe, CODE.m):
+        present = {shard: buffer for shard, buffer in stripe.items() if shard not in lost}
+        decoded = {shard: bytearray(77) for shard in lost}
+        decode(CODE, kernel, present, decoded)
+        assert all(decoded[shard] == stripe[shard] for shard in lost), f"lost {lost}"
+
+
+def check_a_source_may_be_given_twice(kernel: Kernel) -> None:
+    (buffer,) = random_buffers(1, 50)
+    assert applied(kernel, (b"\x01\x01", b"\x02\x01"), [buffer, buffer]) == [
+        bytes(50),
+        combine(b"\x03", [buffer], bytes(50)),
+    ]
+
+
+def check_no_rows_do_nothing(kernel: Kernel) -> None:
+    kernel.apply((), [b"abc"], [])
+
+
+def check_threads_share_a_kernel(kernel: Kernel) -> None:
+    sources = [memoryview(buffer) for buffer in random_buffers(CODE.k, 4 * 4096)]
+    parity = [bytearray(4 * 4096) for _ in range(CODE.m)]
+
+    def encode_range(start: int) -> None:
+        cut = slice(start, start + 4096)
+        encode(CODE, kernel, [view[cut] for view in sources], [memoryview(row)[cut] for row in parity])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(encode_range, range(0, 4 * 4096, 4096)))
+    assert parity == expected_product(CODE.parity_matrix, [bytes(view) for view in sources])
+
+
+def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Kernel) -> None:
+    room = bytearray(range(200))
+    view = memoryview(room)
+    xor = (b"\x01\x01",)
+    cases: dict[str, tuple[Matrix, list[Buffer], list[Buffer], str]] = {
+        "unequal sources": (xor, [bytes(8), bytes(9)], [view[:8]], r"unequal length: found .*\[8, 9\]"),
+        "a short destination": (xor, [bytes(8), bytes(8)], [view[:7]], r"unequal length: found .*\[7\]"),
+        "no source": ((b"",), [], [view[:8]], "found no source"),
+        "a short row": ((b"\x01",), [bytes(8), bytes(8)], [view[:8]], "expected 1 rows .* of length 2"),
+        "rows for more": (xor * 2, [bytes(8), bytes(8)], [view[:8]], "found 2 rows"),
+        "a read-only destination": (xor, [bytes(8), bytes(8)], [bytes(8)], "destination 0: found read-only"),
+        "a source with gaps": (
+            xor,
+            [view[0:16:2], bytes(8)],
+            [view[:8]],
+            r"source 0: found strides of \(2,\)",
+        ),
+        "a destination with gaps": (
+            xor,
+            [bytes(8), bytes(8)],
+            [view[0:16:2]],
+            "destination 0: found strides",
+        ),
+        "floats": (xor, [array.array("f", [1.0, 2.0]), bytes(8)], [view[:8]], "source 0: .* format 'f'"),
+        "a matrix": (
+            xor,
+            [bytes(8), memoryview(bytes(8)).cast("B", (2, 4))],
+            [view[:8]],
+            "source 1: found 2 dim",
+        ),
+        "no buffer": (xor, ["12345678", bytes(8)], [view[:8]], "source 0: found str"),
+        "destinations on each other": (
+            xor * 2,
+            [bytes(8), bytes(8)],
+            [view[:8], view[7:15]],
+            "overlap each other",
+        ),
+        "in place": (xor, [view[:8], bytes(8)], [view[:8]], "source 0 overlaps a destination"),
+        "a source before a destination": (xor, [bytes(8), view[:8]], [view[7:15]], "source 1 overlaps"),
+        "a source behind a destination": (xor, [bytes(8), view[7:15]], [view[:8]], "source 1 overlaps"),
+    }
+    for name, (matrix, sources, destinations, message) in cases.items():
+        refused = _refusal(kernel, matrix, sources, destinations)
+        assert _matches(message, refused), f"{name}: {refused!r}"
+        assert room == bytes(range(200)), name
+
+
+def check_memory_side_by_side_is_no_overlap(kernel: Kernel) -> None:
+    room = bytearray(random_buffers(1, 4 * 33)[0])
+    parts = [memoryview(room)[i : i + 33] for i in range(0, len(room), 33)]
+    expected = combine(b"\x01\x01", [bytes(parts[0]), bytes(parts[2])], bytes(33))
+    kernel.apply((b"\x01\x01", b"\x00\x01"), [parts[0], parts[2]], [parts[1], parts[3]])
+    assert [bytes(parts[1]), bytes(parts[3])] == [expected, bytes(parts[2])]
+
+
+CHECKS: tuple[Check, ...] = (
+    check_parity_is_that_of_reedsolo,
+    check_every_length_works,
+    check_every_alignment_works,
+    check_long_buffers_are_done_to_the_end,
+    check_every_element_multiplies_every_element,
+    check_zero_rows_clear_and_unit_rows_copy,
+    check_accumulating_adds_to_what_is_there,
+    check_any_lost_shards_are_computed,
+    check_a_source_may_be_given_twice,
+    check_no_rows_do_nothing,
+    check_threads_share_a_kernel,
+    check_buffers_that_do_not_fit_are_refused_and_nothing_is_written,
+    check_memory_side_by_side_is_no_overlap,
+)
+
+
+def _refusal(kernel: Kernel, matrix: Matrix, sources: list[Buffer], destinations: list[Buffer]) -> str:
+    try:
+        kernel.apply(matrix, sources, destinations)
+    except CodeError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.search(pattern, text) is not None

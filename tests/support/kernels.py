@@ -1,0 +1,28 @@
+"""The erasure code's kernels as parameters of tests; ISA-L's are skipped where it is not installed."""
+
+import pytest
+
+from resilient_jax.erasure.errors import KernelMissing
+from resilient_jax.erasure.isal_library import load_isal
+from resilient_jax.erasure.kernel import KernelName
+from resilient_jax.erasure_kernels import IsalKernel, NumpyKernel, XlaKernel
+
+
+def _has_isal():
+    try:
+        load_isal()
+    except KernelMissing:
+        return False
+    return True
+
+
+needs_isal = pytest.mark.skipif(
+    not _has_isal(), reason="ISA-L is not here: pip install 'resilient_jax[isal]'"
+)
+
+QUICK_KERNELS = [
+    pytest.param(IsalKernel, marks=needs_isal, id=KernelName.ISAL),
+    pytest.param(NumpyKernel, id="numpy"),
+]
+"""Those that take any shape without compiling."""
+ALL_KERNELS = [*QUICK_KERNELS, pytest.param(XlaKernel, id="xla")]
