@@ -206,7 +206,7 @@ def check_steps(work: Path, words: Sequence[str] = ()) -> None:
         )
         # A replica on several hosts has other devices in another generation, each with a program of its own.
         if not any(word.startswith("hosts=") for word in words):
-            assert {row["programs"] for row in rows} == {replicas}, f"{process} compiled again"
+            assert max(row["programs"] for row in rows) <= replicas, f"{process} compiled again"
         for row in rows:
             by_step.setdefault(row["step"], []).append(row)
     total = max(by_step) + 1
@@ -266,18 +266,16 @@ def count_lines(work: Path, pattern: str) -> collections.Counter[tuple[int, int]
 
 
 def _undisturbed(work: Path, total: int, words: Sequence[str], devices: int) -> Path:
-    """The folder of the same job, on one host, that nobody touched.
-
-    A replica of two hosts with a device each is one of a host with two: a sum of two numbers has one order.
-    """
+    """The folder of the same job, on as few hosts as it takes, that nobody touched."""
     alone = work / "undisturbed"
     alone.mkdir(exist_ok=True)
     (alone / "stop").write_text(str(total))
-    if "hosts=2" in words:
-        assert devices == 1, "the sum over more than two devices has an order that depends on their hosts"
-        devices, words = 2, [word for word in words if word != "hosts=2"]
+    script = [str(SCRIPT), str(alone), *words, "pace=0"]
+    (hosts,) = [word.removeprefix("hosts=") for word in words if word.startswith("hosts=")] or ["1"]
+    launch = [sys.executable, "-m", "resilient_jax.cli.main", "launch", "--hosts", hosts]
+    launch += ["--devices-per-host", str(devices), "--run-dir", str(alone / "run")]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(alone), *words, "pace=0"],
+        [*launch, *script] if hosts != "1" else [sys.executable, *script],
         timeout=200,
         capture_output=True,
         text=True,
