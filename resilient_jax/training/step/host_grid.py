@@ -41,34 +41,33 @@ class HostGrid:
         self.row = sorted(by_host).index(process_index)
         self._local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
 
-    def pack(self, rows: Sequence[Sequence[Any]], height: int) -> jax.Array:
-        """[hosts, height, n]: this host's rows, filled up with zeros, with their likes on the others.
+    def pack(self, leaves: Sequence[Any]) -> jax.Array:
+        """[hosts, n]: all leaves, which are of one dtype, end to end, with their likes on the other hosts.
 
-        A row is leaves of one dtype, end to end and cut over a host's devices; n is filled up to a multiple of them.
+        Cut over a host's devices; n is filled up to a multiple of them.
         """
         everywhere = NamedSharding(self._local, P())
-        here = [[jax.device_put(leaf, everywhere) for leaf in row] for row in rows]
-        packed = _pack(self._local)(here, height)
+        packed = _pack(self._local)([jax.device_put(leaf, everywhere) for leaf in leaves])
         return jax.make_array_from_single_device_arrays(
-            (self.hosts, *packed.shape[1:]),
-            NamedSharding(self.mesh, P(HOST, None, LOCAL)),
+            (self.hosts, packed.shape[1]),
+            NamedSharding(self.mesh, P(HOST, LOCAL)),
             [shard.data for shard in packed.addressable_shards],
         )
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
-        """The leaves in a vector that is cut over this host's devices; each gets the shape of its origin, and lies
+        """The leaves in a vector [n] that is cut over this host's devices; each gets the shape of its origin, and lies
         where that lies.
 
         With the very sharding, not just on the same devices: an update that takes the sums and the state would
         else give a state of another sharding, and every program of the step would be compiled again for it.
-
-        Args:
-            flat: [n], or [hosts, n / hosts]: each device's part in as many slices.
-            origins: a leaf each.
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
         found = _unpack(self._local, shapes)(flat)
         return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
+
+    def join(self, slices: jax.Array, size: int) -> jax.Array:
+        """[size] of [hosts, n / hosts], where each device has as many slices of its part; what filled them up goes."""
+        return _join(self._local, size)(slices)
 
     def lower(self, everywhere: jax.Array) -> jax.Array:
         """An array that all hosts have, its last dim cut over a host's devices, as this host's own."""
@@ -101,25 +100,33 @@ def _lay_like(origin: object, total: jax.Array) -> jax.Array:
 
 @functools.cache
 def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    cut = NamedSharding(local, P(None, None, LOCAL))
-
-    @functools.partial(jax.jit, static_argnames="height", out_shardings=cut)
-    def pack(rows: list[list[jax.Array]], height: int) -> jax.Array:
-        flat = [jnp.concatenate([leaf.reshape(-1) for leaf in row]) for row in rows]
-        stacked = jnp.stack([*flat, *[jnp.zeros_like(flat[0])] * (height - len(flat))])
-        return jnp.pad(stacked, ((0, 0), (0, -stacked.shape[1] % local.size)))[None]
+    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(None, LOCAL)))
+    def pack(leaves: list[jax.Array]) -> jax.Array:
+        flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+        return jnp.pad(flat, (0, -flat.shape[0] % local.size))[None]
 
     return pack
 
 
 @functools.cache
+def _join(local: Mesh, size: int) -> Any:  # noqa: ANN401 - a jitted function
+    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(LOCAL)))
+    def join(slices: jax.Array) -> jax.Array:
+        by_device = slices.reshape(slices.shape[0], local.size, -1).swapaxes(0, 1).reshape(local.size, -1)
+        return by_device[:, : size // local.size].reshape(-1)
+
+    return join
+
+
+@functools.cache
 def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P()))
+    """Knows nothing of the other hosts: it has many slices, and is not compiled again when their number changes."""
+
+    everywhere = NamedSharding(local, P())
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
     def unpack(flat: jax.Array) -> list[jax.Array]:
-        if flat.ndim == 2:
-            hosts, width = flat.shape[0], local.size
-            total = -(-sum(map(math.prod, shapes)) // width)  # of each device
-            flat = flat.reshape(hosts, width, -1).swapaxes(0, 1).reshape(width, -1)[:, :total].reshape(-1)
+        flat = jax.lax.with_sharding_constraint(flat, everywhere)  # once, and not for each leaf
         leaves, start = [], 0
         for shape in shapes:
             size = math.prod(shape)
@@ -132,5 +139,5 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
 
 def forget_programs() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
-    for cache in (_pack, _unpack):
+    for cache in (_pack, _join, _unpack):
         cache.cache_clear()

@@ -42,7 +42,7 @@ class HostSum:
         totals: list[Any] = [None] * len(leaves)
         for positions in positions_by_dtype(leaves):
             origins = [leaves[i] for i in positions]
-            total = self._grid.lower(_reduce(self._grid.mesh)(self._grid.pack([origins], 1)))
+            total = self._grid.lower(_reduce(self._grid.mesh)(self._grid.pack(origins)))
             for position, leaf in zip(positions, self._grid.unpack(total, origins), strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
@@ -71,13 +71,14 @@ class OrderedSum:
         columns = [jax.tree.leaves(parts[unit]) for unit in slots[grid.row]]
         totals: list[Any] = [None] * len(origins)
         for positions in positions_by_dtype(origins):
-            rows = [[column[i] for i in positions] for column in columns]
+            rows = [grid.pack([column[i] for i in positions]) for column in columns]
             if not rows:  # more hosts than units
-                rows = [[np.zeros(origins[i].shape, origins[i].dtype) for i in positions]]
-            slices = _add_in_order(grid.mesh)(grid.pack(rows, width), where)
+                rows = [grid.pack([np.zeros(origins[i].shape, origins[i].dtype) for i in positions])]
+            # A host with fewer units than others fills up with what nobody looks at.
+            slices = _add_in_order(grid.mesh)(rows + rows[:1] * (width - len(rows)), where)
             jax.block_until_ready(slices)
-            gathered = _gather(grid.mesh)(slices)
-            found = grid.unpack(grid.lower(gathered), [origins[i] for i in positions])
+            flat = grid.join(grid.lower(_gather(grid.mesh)(slices)), rows[0].shape[1])
+            found = grid.unpack(flat, [origins[i] for i in positions])
             for position, leaf in zip(positions, found, strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
@@ -87,7 +88,7 @@ class OrderedSum:
 def _reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(LOCAL)))
     def reduce(stacked: jax.Array) -> jax.Array:
-        return stacked.sum(axis=(0, 1))
+        return stacked.sum(axis=0)
 
     return reduce
 
@@ -100,13 +101,13 @@ def _add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(
         jax.shard_map,
         mesh=mesh.abstract_mesh,  # its trace would else keep the devices, and be forgotten with all others
-        in_specs=(P(HOST, None, LOCAL), P()),
+        in_specs=(P(HOST, LOCAL), P()),
         out_specs=P(HOST, LOCAL),
         check_vma=False,
     )
-    def add_in_order(stacked: jax.Array, where: jax.Array) -> jax.Array:
-        """[1, slots, n] of this device, and the row of each unit -> [1, n / hosts]: its slice of the sum."""
-        (mine,) = stacked
+    def add_in_order(units: list[jax.Array], where: jax.Array) -> jax.Array:
+        """[1, n] of each unit here, and where each of all units is -> [1, n / hosts]: this device's slice of the sum."""
+        mine = jnp.concatenate(units)
         slots, size = mine.shape
         cut = jnp.pad(mine, ((0, 0), (0, -size % hosts))).reshape(slots, hosts, -1)
         rows = jax.lax.all_to_all(cut, HOST, split_axis=1, concat_axis=0, tiled=True)[:, 0]

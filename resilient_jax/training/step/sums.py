@@ -6,8 +6,10 @@ say what they have added up (one small sum), what is complete belongs to the fir
 dealt out again. A host that dies after the reduction takes nothing along: the others have the result.
 """
 
+import contextlib
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +106,7 @@ class StepSums:
         self._agreed: set[str] = set()
         """Of which sums all know what the others had added up when this generation began."""
         self._replicas: dict[ReplicaShape, tuple[tuple[Seat, ...], dict[int, Replica]]] = {}
+        self._first_calls = _FirstCalls()
         self._seconds = np.ones(len(by_host), np.float32)
         """For a microbatch, of each host; only their ratio counts."""
         self._own_seconds = 0.0
@@ -152,7 +155,14 @@ class StepSums:
         assignment = assign(job, seats, progress, 1 / self._seconds)
         if data is not None:
             _announce(data, job, seats, replicas, assignment.dealt, 1 / self._seconds)
-        self._compute(mine, replicas, assignment, progress, _Adder(add, job, data, self._surroundings), zeros)
+        self._compute(
+            mine,
+            replicas,
+            assignment,
+            progress,
+            _Adder(add, job, data, self._surroundings, self._first_calls),
+            zeros,
+        )
         self.owners = tuple(assignment.owners[index // job.unit] for index in range(job.microbatches))
         self._surroundings.reach(Place.BEFORE_SUM, ANY_INDEX)
         if job.pooled:
@@ -269,20 +279,49 @@ def _announce(
     data.expect([*wanted(job.step, dealt), *wanted(job.step + 1, following)])
 
 
+class _FirstCalls:
+    """Lets the replicas of a host compile one after the other: the first fills the cache for all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done: set[tuple[str, Replica]] = set()
+        """Sums, by name, and the replicas that have added to them. Guarded by the lock, except for looking."""
+
+    @contextlib.contextmanager
+    def in_turn(self, name: str, replica: Replica) -> Iterator[None]:
+        if (name, replica) in self._done:
+            yield
+            return
+        with self._lock:
+            yield
+            self._done.add((name, replica))
+
+
 class _Adder:
     """Adds one microbatch of a job."""
 
-    def __init__(self, add: Add[Any], job: Job, data: Batches | None, surroundings: Surroundings) -> None:
+    def __init__(
+        self,
+        add: Add[Any],
+        job: Job,
+        data: Batches | None,
+        surroundings: Surroundings,
+        first_calls: _FirstCalls,
+    ) -> None:
         self._add = add
-        self._step = job.step
+        self._job = job
         self._data = data
         self._surroundings = surroundings
+        self._first_calls = first_calls
 
     def __call__(self, replica: Replica, total: Any, index: int) -> Any:  # noqa: ANN401 - a tree
+        step = self._job.step
         self._surroundings.check()
         self._surroundings.reach(Place.BEFORE_MICROBATCH, index)
-        batch = self._data.get(self._step, index, replica.part) if self._data is not None else None
-        total = self._add(total, Microbatch(step=self._step, index=index, replica=replica, batch=batch))
+        batch = self._data.get(step, index, replica.part) if self._data is not None else None
+        microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
+        with self._first_calls.in_turn(self._job.name, replica):
+            total = self._add(total, microbatch)
         if replica.part != (0, 1):
             jax.block_until_ready(total)  # one program with collectives at a time: see jax_runtime's README
         return total
