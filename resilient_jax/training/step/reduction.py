@@ -106,7 +106,7 @@ def _add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
         check_vma=False,
     )
     def add_in_order(units: list[jax.Array], where: jax.Array) -> jax.Array:
-        """[1, n] of each unit here, and where each of all units is -> [1, n / hosts]: this device's slice of the sum."""
+        """[1, n] of each unit here, and where each of all units is -> [1, n / hosts]: a slice of the sum."""
         mine = jnp.concatenate(units)
         slots, size = mine.shape
         cut = jnp.pad(mine, ((0, 0), (0, -size % hosts))).reshape(slots, hosts, -1)
