@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,11 @@ def compile_for_long(step: int, host: str) -> None:
     jax.jit(long).lower(jax.ShapeDtypeStruct((16, 16), jnp.float32)).compile()
 
 
+def program_count(jitted: Any) -> int:
+    """How many programs a jitted function has compiled; JAX has no public word for it."""
+    return jitted._cache_size()
+
+
 class Rows:
     """Made-up data that says what was read of it."""
 
@@ -161,7 +166,7 @@ def train(world: rj.World) -> None:
                 "digest": digest(state),
                 "generation": world.generation,
                 "traced": traces,
-                "programs": accumulate._cache_size(),
+                "programs": program_count(accumulate),
                 "devices": len(world.local_devices),
                 "owners": [world.computed_by(index) for index in range(MICROBATCHES)],
             }
