@@ -68,9 +68,13 @@ class NonFiniteError(CallerError):
         step: of the microbatch.
         microbatch: its index in the step.
         host: that computed it.
+
+    All are None in an error that came from another process: only its message travels.
     """
 
-    def __init__(self, message: str, *, step: int, microbatch: int, host: str) -> None:
+    def __init__(
+        self, message: str, *, step: int | None = None, microbatch: int | None = None, host: str | None = None
+    ) -> None:
         super().__init__(message)
         self.step = step
         self.microbatch = microbatch
