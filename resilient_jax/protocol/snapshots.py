@@ -1,0 +1,112 @@
+"""What is said of snapshots: between a worker and its host's snapshot server, between servers, and in the store.
+
+A *snapshot* is the state after `step` steps, cut into *parts*, one for each host of the generation that took it. The
+hosts are in *groups*; in a group of n with m parity every part is cut into k = n - m equal *chunks*, and each *stripe*
+is k chunks of different hosts with m parity chunks on the others. Member i of a group has its chunk j in stripe
+(i - m - j) mod n, as that stripe's j-th data shard, and for each row p < m the parity chunk p of stripe (i - p) mod n.
+A chunk is the longest part's k-th, rounded up to `CHUNK_ALIGNMENT`; what a shorter part lacks counts as zeros.
+"""
+
+import enum
+from typing import Final
+
+import msgspec
+
+from resilient_jax.ids import GenerationNumber, HostName
+
+CHUNK_ALIGNMENT: Final = 4096
+"""Bytes: pages, so that chunks of shared memory can be mapped and copied whole."""
+
+
+class SnapshotId(msgspec.Struct, frozen=True, order=True):
+    """Which snapshot. The newer is the greater one; a step that is taken again has a greater generation.
+
+    Attributes:
+        step: how many steps are in it.
+        generation: that took it.
+    """
+
+    step: int
+    generation: GenerationNumber
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts that keep parity for each other.
+
+    Attributes:
+        hosts: in order; a host's place here says which chunks and parity it has.
+        parity: m: so many of them may be lost. 0: none may.
+    """
+
+    hosts: tuple[HostName, ...]
+    parity: int
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How the snapshots of a generation lie on its hosts. Every worker computes the same.
+
+    Attributes:
+        generation: that they belong to.
+        groups: every host is in one.
+        part_bytes: of each host's part.
+        servers: where each host's snapshot server listens.
+        root: the host whose server counts who is complete.
+    """
+
+    generation: GenerationNumber
+    groups: tuple[Group, ...]
+    part_bytes: dict[HostName, int]
+    servers: dict[HostName, str]
+    root: HostName
+
+    def group_of(self, host: HostName) -> Group:
+        """The group that a host is in."""
+        return next(group for group in self.groups if host in group.hosts)
+
+
+class SnapshotPhase(enum.StrEnum):
+    """How far a snapshot is on one host."""
+
+    COMPLETE = "complete"
+    """This host has its part, and all the parity that it keeps for others."""
+    COMMITTED = "committed"
+    """Every host said that it is complete."""
+
+
+class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot as one host's server reports it.
+
+    Attributes:
+        id: which.
+        phase: how far it is here.
+        groups: as in its layout.
+        nbytes: in this host's memory, with parity.
+        wall_s: when it became complete here.
+    """
+
+    id: SnapshotId
+    phase: SnapshotPhase
+    groups: tuple[Group, ...]
+    nbytes: int
+    wall_s: float
+
+
+class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A host whose server has a complete snapshot."""
+
+    host: HostName
+    server: str
+
+
+class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot that a generation goes on from.
+
+    Attributes:
+        id: which.
+        groups: as in its layout.
+        sources: hosts that have it complete; enough of every group.
+    """
+
+    id: SnapshotId
+    groups: tuple[Group, ...]
+    sources: tuple[SnapshotSource, ...]
