@@ -17,9 +17,10 @@ help: ## list these targets
 demo: $(VENV)/.installed ## train on 4 hosts, kill three of them in turn, show how it went on
 	$(BIN)/resilient-jax demo
 
-bench: $(VENV)/.installed ## measure the stalls of kills, what is computed again, and the overheads
+bench: $(VENV)/.installed ## measure the stalls of kills, what is computed again, the overheads, the erasure code
 	$(BIN)/resilient-jax bench stall
 	$(BIN)/resilient-jax bench step
+	$(BIN)/resilient-jax bench erasure
 
 test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
 	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile

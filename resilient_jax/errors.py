@@ -61,6 +61,10 @@ class DataError(CallerError):
     """The training data is not as promised; the message names the item, found, expected."""
 
 
+class SnapshotRefused(CallerError):
+    """Snapshots as asked for do not fit this machine or these hosts; the message has the numbers."""
+
+
 class NonFiniteError(CallerError):
     """A microbatch's loss or gradient has a NaN or an infinity; nothing of its step was committed.
 
@@ -129,6 +133,14 @@ class StateLost(OperatorError):
     exit_code = ExitCode.STATE_LOST
 
 
+class SnapshotLost(StateLost):
+    """More of a snapshot is gone than its parity covers; the message says what is lost and what survives."""
+
+
+class SnapshotDropped(OperatorError):
+    """This snapshot is not taken: the one before it is not yet safe. Training goes on; the next one may be."""
+
+
 class PeerError(ResilientJaxError):
     """A peer's move: what came from another process is not as agreed."""
 
@@ -152,6 +164,14 @@ class PeerUnreachable(PeerError):
 
 class ChecksumMismatch(PeerError):
     """Bytes that arrived are not the bytes that were sent."""
+
+
+class SnapshotMissing(PeerError):
+    """The server does not hold that snapshot, or not yet: ask again, or another."""
+
+
+class StaleGeneration(PeerError):
+    """The request is of an older generation than the newest that the peer knows: what it belongs to has ended."""
 
 
 class CompactedRevision(PeerError):

@@ -38,10 +38,33 @@ class EventKind(enum.StrEnum):
     GENERATION_PHASE = "generation.phase"
     GENERATION_REFUSED = "generation.refused"
     JOB_FINISHED = "job.finished"
+    # Snapshots: the job's side
+    SNAPSHOT_SERVER_STARTED = "snapshot.server_started"
+    SNAPSHOT_SERVER_EXITED = "snapshot.server_exited"
+    SNAPSHOT_LAYOUT = "snapshot.layout"
+    SNAPSHOT_INTERVAL = "snapshot.interval"
+    SNAPSHOT_RESTORED = "snapshot.restored"
+    # Snapshots: reading
+    SNAPSHOT_FALLBACK = "snapshot.fallback"
+    SNAPSHOT_SOURCE_FAILED = "snapshot.source_failed"
+    SNAPSHOT_BLOCK_BAD = "snapshot.block_bad"
+    # Snapshots: training
+    SNAPSHOT_COPIED = "snapshot.copied"
+    SNAPSHOT_DROPPED = "snapshot.dropped"
+    # Snapshots: server
+    SNAPSHOT_KERNEL = "snapshot.kernel"
+    SNAPSHOT_OPENED = "snapshot.opened"
+    SNAPSHOT_REFUSED = "snapshot.refused"
+    SNAPSHOT_COMPLETE = "snapshot.complete"
+    SNAPSHOT_COMMITTED = "snapshot.committed"
+    SNAPSHOT_PEER_FAILED = "snapshot.peer_failed"
+    SNAPSHOT_DAMAGED = "snapshot.damaged"
     # the worker's way through a change
     COLLECTIVE_FAILED = "collective.failed"
     COLLECTIVES_ABORTED = "collectives.aborted"
     UNWOUND = "worker.unwound"
+    STATE_CUT = "state.cut"
+    UPDATE_NOT_LOCAL = "update.not_local"
     STATE_COPIED = "state.copied"
     STATE_FETCHED = "state.fetched"
     STATE_REFUSED = "state.refused"

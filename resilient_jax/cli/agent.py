@@ -64,6 +64,10 @@ def agent(
         Path | None,
         typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all control traffic."),
     ] = None,
+    failure_domain: Annotated[
+        str,
+        typer.Option(help="What fails together with this host, such as its rack: parity goes elsewhere."),
+    ] = "",
     run_dir: RunDirectoryOption = Path("runs/agent"),
     verbose: VerboseOption = False,
 ) -> None:
@@ -104,7 +108,8 @@ def agent(
         expected_hosts=expected_hosts,
         versions=installed_versions(),
         credentials=credentials,
-        config=job_config(config),
+        config=job_config(config, expected_hosts),
+        failure_domain=failure_domain,
         run_directory=directory,
         show_everything=verbose,
     )

@@ -56,7 +56,7 @@ def launch(
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
-    job_config(config)  # refused here once, not by every agent
+    job_config(config, hosts)  # refused here once, not by every agent
     directory = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     options = [*("--platform", check_platform(platform) or "cpu")]
     if devices_per_host is not None:

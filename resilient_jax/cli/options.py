@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from resilient_jax.config import JobConfig, load
-from resilient_jax.errors import CallerError
+from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.protocol.records import Versions
 from resilient_jax.training.jax_runtime.flags import Platform
 from resilient_jax.world.output import show
@@ -43,9 +43,26 @@ MAX_DEVICES = 256
 """Of one host; more is a mistyped number."""
 
 
-def job_config(path: Path | None) -> JobConfig:
-    """The job's knobs: from the file, or their defaults."""
-    return load(path, JobConfig) if path is not None else JobConfig()
+def job_config(path: Path | None, hosts: int) -> JobConfig:
+    """The job's knobs: from the file, or their defaults.
+
+    Raises:
+        ConfigError: the file does not fit, or the job that it describes cannot be run on so many hosts.
+    """
+    if path is None:
+        return JobConfig()
+    config = load(path, JobConfig)
+    if config.snapshot_parity >= max(hosts, 2):
+        raise ConfigError(
+            f"{path}: snapshot_parity: found {config.snapshot_parity} for a job of {hosts} hosts, expected fewer than "
+            "the hosts: parity for as many losses lies on other hosts. Lower it, or start more hosts"
+        )
+    if config.snapshot_parity >= config.snapshot_group_size:
+        raise ConfigError(
+            f"{path}: snapshot_parity: found {config.snapshot_parity} with snapshot_group_size "
+            f"{config.snapshot_group_size}, expected fewer than the hosts of a group. Lower one or raise the other"
+        )
+    return config
 
 
 def check_script(command: list[str]) -> tuple[str, ...]:

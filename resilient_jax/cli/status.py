@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from typing import Annotated
 
 import msgspec
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient_jax.cli.options import RunDirectoryArgument, contact_of
+from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.world.inspection import JobReport, read_report
 
 
@@ -25,6 +27,15 @@ def status(
     _print_report(report)
 
 
+def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
+    """Such as "step 12 (committed, 3 s old, 1.5 MiB, survives 2 of 6 hosts)"."""
+    weakest = min(snapshot.groups, key=lambda group: group.parity)
+    return (
+        f"step {snapshot.id.step} ({snapshot.phase}, {max(now_s - snapshot.wall_s, 0):.0f} s old, "
+        f"{snapshot.nbytes / 2**20:.1f} MiB, survives {weakest.parity} of {len(weakest.hosts)} hosts)"
+    )
+
+
 def _print_report(report: JobReport) -> None:
     console = Console()
     generation = report.generation
@@ -35,7 +46,7 @@ def _print_report(report: JobReport) -> None:
             f"job {report.job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
-    table = Table("host", "process", "worker", "incarnation", "pid", "step", "services", "notes")
+    table = Table("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes")
     for host in report.hosts:
         member = generation.member(host.host) if generation else None
         worker = host.worker
@@ -49,6 +60,7 @@ def _print_report(report: JobReport) -> None:
             str(worker.pid) if worker else "-",
             str(host.step),
             ", ".join(f"world {s.world}" for s in host.services) or "-",
+            "\n".join(_describe(s, time.time()) for s in host.snapshots) or "-",
             ", ".join(notes),
         )
     console.print(table)

@@ -66,6 +66,21 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """New generations at one step after failed collectives in which nobody died; then the error is
     taken for the user's own and ends the job."""
 
+    snapshot_parity: Annotated[int, Meta(ge=0, le=254)] = 1
+    """How many hosts of a group may be lost at once without losing a snapshot in memory. Each costs about
+    1/(group - parity) of a snapshot's memory more."""
+
+    snapshot_every: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto"] = 1
+    """Steps between two snapshots; `auto`: from what one costs and how often hosts fail (Young and Daly)."""
+
+    snapshot_group_size: Annotated[int, Meta(ge=2, le=255)] = 8
+    """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and
+    lose everything with fewer failures in all."""
+
+    failure_interval_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
+    """Seconds between two failures anywhere in the job, as expected; used by `snapshot_every = "auto"`.
+    Three hours: Llama 3's training on 16,384 GPUs."""
+
     on_state_lost: Literal["stop", "restart"] = "stop"
-    """When every holder of the training state died at once: `stop` with an error, or `restart`
-    training from its initial state. Starting over is never done unasked."""
+    """When every holder of the training state died at once, and no snapshot can be restored: `stop` with an
+    error, or `restart` training from its initial state or its checkpoint. Starting over is never done unasked."""

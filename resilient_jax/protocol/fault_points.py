@@ -36,6 +36,24 @@ class Place(enum.StrEnum):
     """Between two steps."""
     BEFORE_CONNECT = "before_connect"
     """Forming a world."""
+    # Snapshots: training
+    BEFORE_COPY = "before_copy"
+    """The snapshot server gave memory for this host's part; nothing is in it."""
+    DURING_COPY = "during_copy"
+    """A piece of the state is in the part."""
+    AFTER_COPY = "after_copy"
+    """All of it is, without the mark that makes it complete."""
+    DURING_RESTORE = "during_restore"
+    """Some leaves of the state came back from a snapshot."""
+    # In the snapshot server; the step is the snapshot's.
+    BEFORE_PARITY = "before_parity"
+    """This host's part is there, nothing was exchanged."""
+    DURING_PARITY = "during_parity"
+    """A piece of the stripe that this host encodes is where it belongs; the index counts pieces."""
+    BEFORE_COMPLETE = "before_complete"
+    """Part and parity are there, the mark does not say so."""
+    BEFORE_COMMITTED = "before_committed"
+    """All hosts are complete: on the root it is not decided yet, on others it is, and the mark does not say so."""
 
 
 class HoldOrder(msgspec.Struct, frozen=True, kw_only=True):

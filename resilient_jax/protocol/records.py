@@ -10,6 +10,7 @@ import enum
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex, WorldId
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus
 
 
 class Phase(enum.StrEnum):
@@ -96,8 +97,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         boundary: in a planned change, the first step that is not run before the change.
         sources: members that hold the state of `step`.
         behind: members that must fetch that state from a source first.
+        snapshot: where the state of `step` is instead, if no member holds it whole; then there are no sources.
         dropped: workers that were left out before they had answered.
-        progress: the newest committed step the leader ever saw. State existed if it is above 0.
+        progress: the newest committed step the leader ever saw, from when a whole state was known to be somewhere.
+        began: in which generation the job began with its initial state; snapshots of earlier ones are void.
         attempts: how many times in a row a world was built at this step without finishing it.
         failed_host, failure: what the last failed attempt reported, for the user if it never works.
     """
@@ -112,8 +115,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     boundary: int | None = None
     sources: tuple[Source, ...] = ()
     behind: tuple[HostName, ...] = ()
+    snapshot: SnapshotPlan | None = None
     dropped: tuple[Dropped, ...] = ()
     progress: int = 0
+    began: GenerationNumber = GenerationNumber(0)
     attempts: int = 0
     failed_host: HostName | None = None
     failure: str = ""
@@ -160,7 +165,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         generation: the newest generation number that the worker has answered.
         world: the world it is connected to; None if none. A shrink needs it.
         step: steps committed, so also the index of the next step to run.
-        holds_state: whether it holds the state of `step` (on devices or in host memory).
+        holds_state: whether it holds the whole state of `step` (on devices or in host memory).
+        snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
         limit: answer to a pause: it can stop before this step.
         formed: the world of `generation` is built and the state is there.
         steady: a step has been finished in `generation`, so all its cliques exist.
@@ -174,6 +180,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     world: WorldId | None = None
     step: int = 0
     holds_state: bool = False
+    snapshot: SnapshotId | None = None
     limit: int | None = None
     formed: bool = False
     steady: bool = False
@@ -216,6 +223,13 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
+class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's running snapshot server, and where it listens for other hosts."""
+
+    endpoint: str
+    pid: int
+
+
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal on all hosts of a job. Python, because its own libraries may be what a script reads."""
 
@@ -236,6 +250,9 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     worker: WorkerStatus | None = None
     services: tuple[ServiceStatus, ...] = ()
+    snapshot_server: SnapshotServerStatus | None = None
+    snapshots: tuple[SnapshotStatus, ...] = ()
+    """Those that are complete on this host."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
     """The step it last reported, refreshed a few times a second; for progress lines, not for decisions."""

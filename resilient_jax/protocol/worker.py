@@ -4,6 +4,8 @@ Orders are levels, too: a later order replaces an earlier one, and an order of a
 than the newest seen is refused by the worker.
 """
 
+from typing import Literal
+
 import msgspec
 
 from resilient_jax.events import Event
@@ -55,6 +57,12 @@ class Leased(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     until_s: float
 
 
+class SnapshotServerAt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """This host's snapshot server runs, and listens there for other hosts."""
+
+    endpoint: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The job is over for this worker: return from `rj.run`."""
 
@@ -78,14 +86,18 @@ class Alive(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The guard thread runs."""
 
 
+class WantsSnapshots(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Have a snapshot server run on this host. Answered by `SnapshotServerAt`, each time."""
+
+
 class Happened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An event for the host's event log."""
 
     event: Event
 
 
-Order = Quiesce | Pause | Boundary | Form | Hold | Leased | Stop
-Word = Reported | Progressed | Alive | Happened
+Order = Quiesce | Pause | Boundary | Form | Hold | Leased | SnapshotServerAt | Stop
+Word = Reported | Progressed | Alive | WantsSnapshots | Happened
 
 ORDER_DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 WORD_DECODER: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
@@ -97,8 +109,19 @@ LINK_VARIABLE = "RESILIENT_JAX_LINK"
 """Environment variable with the worker's end of the socket pair, as a file descriptor."""
 TRIPWIRE_VARIABLE = "RESILIENT_JAX_TRIPWIRE"
 """Environment variable with the write end of a pipe whose closing means that the worker dies."""
+SNAPSHOT_LINK_VARIABLE = "RESILIENT_JAX_SNAPSHOT_LINK"
+"""Environment variable with the worker's end of its socket pair with the snapshot server, as a file descriptor."""
 SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
 """Environment variable with `WorkerSettings` as JSON."""
+
+
+class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job takes snapshots; see the keys of the same names in `config.JobConfig`."""
+
+    parity: int = 1
+    every: int | Literal["auto"] = 1
+    group_size: int = 8
+    failure_interval_s: float = 10_800.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +129,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
+        failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
     """
 
     job: str
@@ -115,3 +139,5 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls: tuple[str, str, str] | None = None
     devices_per_host: int | None = None
     forming_timeout_s: float = 30.0
+    snapshots: SnapshotSettings = SnapshotSettings()
+    failure_domain: str = ""

@@ -5,8 +5,9 @@ gone. The user's own `init_state` gives the tree back its shape.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,28 @@ from resilient_jax.errors import StateError
 Tree = TypeVar("Tree")
 ShardingRule = Sharding | Callable[[str, jax.ShapeDtypeStruct], Sharding]
 """One sharding for all leaves, or a function of a leaf's path and abstract value."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafType:
+    """What a leaf is held as.
+
+    Attributes:
+        shape: of the array; of a random key's raw data.
+        dtype: likewise.
+        key_impl: for a random key, the name of its implementation; else None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    key_impl: str | None = None
+
+    def as_seen(self) -> jax.ShapeDtypeStruct:
+        """As it is in the user's tree: random keys are keys there."""
+        data = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        if self.key_impl is None:
+            return data
+        return jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=self.key_impl), data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +57,10 @@ class Leaf:
     value: jax.Array | np.ndarray
     key_impl: str | None = None
 
+    @property
+    def type(self) -> LeafType:
+        return LeafType(self.value.shape, self.value.dtype, self.key_impl)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
@@ -45,6 +72,15 @@ class HeldState:
     @property
     def nbytes(self) -> int:
         return sum(leaf.value.nbytes for leaf in self.leaves)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this host has all of it, so that it can hand it on alone."""
+        return all(_is_here(leaf.value) for leaf in self.leaves)
+
+
+def _is_here(value: jax.Array | np.ndarray) -> bool:
+    return isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated
 
 
 def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
@@ -76,7 +112,21 @@ def _leaf(path: str, value: object) -> Leaf:
             f"the state's leaf {path} is a {type(value).__name__}; a state holds arrays and numbers only. Keep "
             "other things outside of it, they are the same on every host"
         )
-    return Leaf(path=path, value=array)
+    return Leaf(path=path, value=_as_jax_has_it(path, array))
+
+
+def _as_jax_has_it(path: str, array: np.ndarray) -> np.ndarray:
+    """With 32 bits instead of 64 unless `jax_enable_x64` is set: so it comes back, and so every program sees it."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    narrow = array.astype(dtype)
+    if array.dtype.kind in "iu" and not np.array_equal(narrow, array):
+        raise StateError(
+            f"the state's leaf {path} is {array.dtype} with numbers from {array.min()} to {array.max()}, which do not "
+            f"fit {dtype}; set jax_enable_x64, or keep it outside of the state"
+        )
+    return narrow
 
 
 def to_host(held: HeldState) -> HeldState:
@@ -128,23 +178,58 @@ def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> T
     Raises:
         StateError: structure, shape or dtype differ; names the first leaf that does.
     """
-    paths_and_wanted, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     by_path = {leaf.path: leaf for leaf in held.leaves}
+    matched = match(abstract, {path: leaf.type for path, leaf in by_path.items()}, sharding)
+    return matched.build([_place(path, by_path[path].value, target) for path, target in matched.leaves])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matched(Generic[Tree]):
+    """A state that fits what the init function makes, still without its values.
+
+    Attributes:
+        leaves: path and sharding of each leaf's data, in the tree's order.
+        types: what each leaf is held as.
+        tree: with abstract leaves.
+    """
+
+    leaves: tuple[tuple[str, Sharding | None], ...]
+    types: tuple[LeafType, ...]
+    tree: Tree
+
+    def build(self, arrays: Sequence[jax.Array]) -> Tree:
+        """The tree with these arrays, in the order of `leaves`. The raw data of random keys becomes keys."""
+        values = [
+            array if held.key_impl is None else jax.random.wrap_key_data(array, impl=held.key_impl)
+            for held, array in zip(self.types, arrays, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.tree), values)
+
+
+def match(abstract: Tree, held: Mapping[str, LeafType], sharding: ShardingRule | None) -> Matched[Tree]:
+    """Which held leaf goes where in the tree of `abstract`.
+
+    Args:
+        abstract: the tree with `jax.ShapeDtypeStruct` leaves.
+        held: by path.
+        sharding: where each leaf goes; that of a key's data is the key's own.
+
+    Raises:
+        StateError: structure, shape or dtype differ; names the first leaf that does.
+    """
+    paths_and_wanted, _ = jax.tree_util.tree_flatten_with_path(abstract)
     wanted_paths = [jax.tree_util.keystr(path) for path, _ in paths_and_wanted]
-    _check_same_paths(wanted_paths, list(by_path))
-    placed = []
+    _check_same_paths(wanted_paths, list(held))
+    leaves = []
     for path, (_, wanted) in zip(wanted_paths, paths_and_wanted, strict=True):
-        leaf = by_path[path]
-        is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-        if not is_key and (leaf.value.shape, leaf.value.dtype) != (wanted.shape, wanted.dtype):
+        found = held[path].as_seen()
+        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             raise StateError(
-                f"the state's leaf {path} is {leaf.value.dtype}{list(leaf.value.shape)} where the init function "
+                f"the state's leaf {path} is {found.dtype}{list(found.shape)} where the init function "
                 f"makes {wanted.dtype}{list(wanted.shape)}; both must describe the same model"
             )
-        target = sharding(path, wanted) if callable(sharding) else sharding
-        data = _place(leaf.path, leaf.value, target)
-        placed.append(jax.random.wrap_key_data(data, impl=leaf.key_impl) if is_key else data)
-    return jax.tree_util.tree_unflatten(treedef, placed)
+        leaves.append((path, sharding(path, wanted) if callable(sharding) else sharding))
+    return Matched(tuple(leaves), tuple(held[path] for path in wanted_paths), abstract)
 
 
 def _check_same_paths(wanted: list[str], found: list[str]) -> None:

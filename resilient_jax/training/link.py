@@ -25,6 +25,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.records import Failure, WorkerReport, WorkerState
+from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker import (
     ORDER_DECODER,
     RESTART_EXIT_CODE,
@@ -39,7 +40,10 @@ from resilient_jax.protocol.worker import (
     Progressed,
     Quiesce,
     Reported,
+    SnapshotServerAt,
     Stop,
+    WantsSnapshots,
+    Word,
 )
 
 ABORT_INTERVAL_S = 0.02
@@ -85,6 +89,7 @@ class AgentLink:
         self._next_step = 0
         self._limit: int | None = None
         self._boundary: int | None = None
+        self._snapshot_server: str | None = None
         self._main = threading.main_thread().ident
         threading.Thread(target=self._guard, name="resilient-jax-guard", daemon=True).start()
 
@@ -113,6 +118,7 @@ class AgentLink:
                         steady=False,
                         done=False,
                         busy=False,
+                        snapshot=None,
                         limit=None,
                         failure=None,
                     )
@@ -146,14 +152,37 @@ class AgentLink:
         if self._interrupted:
             raise GenerationEnded
 
-    def committed(self, step: int, metrics: dict[str, float]) -> None:
-        """`step` steps are done and their state is held."""
+    def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+        """`step` steps are done; `holds_state`: this host holds their whole state."""
         self._send(Progressed(step=step, metrics=metrics))
         if not self._report.steady:
-            self._change(steady=True, holds_state=True, step=step)
+            self._change(steady=True, holds_state=holds_state, step=step)
             self.happened(EventKind.STEP_COMMITTED, step=step)
 
-    def go_idle(self, *, step: int, holds_state: bool, done: bool, failure: Failure | None) -> None:
+    def wait_snapshot_server(self) -> str:
+        """Where this host's snapshot server listens; the agent starts it now if need be.
+
+        Raises:
+            GenerationEnded: before it ran.
+        """
+        with self._lock:
+            self._snapshot_server = None
+            self._send(WantsSnapshots())
+            while self._snapshot_server is None:
+                if self._interrupted:
+                    raise GenerationEnded
+                self._lock.wait()
+            return self._snapshot_server
+
+    def go_idle(
+        self,
+        *,
+        step: int,
+        holds_state: bool,
+        snapshot: SnapshotId | None,
+        done: bool,
+        failure: Failure | None,
+    ) -> None:
         """The main thread is out of the user's function and waits for what comes next."""
         with self._interrupting, self._lock:
             self._interrupted = False
@@ -164,6 +193,7 @@ class AgentLink:
                 generation=max(self._report.generation, self._newest),
                 step=step,
                 holds_state=holds_state,
+                snapshot=snapshot,
                 limit=step,
                 done=done,
                 busy=False,
@@ -259,6 +289,8 @@ class AgentLink:
                 self._interrupted = True
             elif isinstance(order, Leased):
                 self._leased_until_s = order.until_s
+            elif isinstance(order, SnapshotServerAt):
+                self._snapshot_server = order.endpoint
             elif isinstance(order, Hold):
                 self._interrupted = True
                 self._form = None
@@ -315,7 +347,7 @@ class AgentLink:
     def _send_report(self) -> None:
         self._send(Reported(report=self._report))
 
-    def _send(self, word: Reported | Progressed | Alive | Happened) -> None:
+    def _send(self, word: Word) -> None:
         with self._sending, contextlib.suppress(ConnectionError):
             self._socket.sendall(frame(ENCODER.encode(word)))
 

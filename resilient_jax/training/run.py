@@ -7,20 +7,21 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import jax
 import msgspec
 
-from resilient_jax.errors import CallerError, PeerError, StateError
+from resilient_jax.errors import CallerError, PeerError, SnapshotLost, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
-from resilient_jax.protocol.fault_points import FaultPoints, Place
+from resilient_jax.protocol.fault_points import ANY_STEP, FaultPoints, Place
 from resilient_jax.protocol.records import Change, Failure, FailureKind, Generation, Source
+from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker import (
     LINK_VARIABLE,
     SETTINGS_VARIABLE,
+    SNAPSHOT_LINK_VARIABLE,
     TRIPWIRE_VARIABLE,
     Form,
     Stop,
@@ -34,12 +35,13 @@ from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming, is_detached
 from resilient_jax.training.jax_runtime.local_clique import form_local_clique
 from resilient_jax.training.link import AgentLink, GenerationEnded
+from resilient_jax.training.snapshots.keeping import SnapshotKeeper
 from resilient_jax.training.solo import SoloLink
 from resilient_jax.training.state_transfer import StateServer, fetch_state
 from resilient_jax.training.step import reduction
 from resilient_jax.training.tripwire import lay_tripwire
 from resilient_jax.training.world import StateHolder, World
-from resilient_jax.transport.credentials import Credentials, TlsFiles
+from resilient_jax.transport.credentials import Credentials
 
 Train = Callable[[World], None]
 
@@ -112,7 +114,7 @@ class _Worker:
 
     def __init__(self, descriptor: int, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._credentials = Credentials(settings.token, _tls_files(settings))
+        self._credentials = Credentials.of(settings.token, settings.tls)
         self._holder = StateHolder()
         self._connection: Connection | None = None
         self._events: list[Event] = []
@@ -122,6 +124,15 @@ class _Worker:
         self._replicas_span_hosts = False
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
+        self._snapshots = SnapshotKeeper(
+            int(os.environ.pop(SNAPSHOT_LINK_VARIABLE)),
+            settings.host,
+            settings.snapshots,
+            settings.failure_domain,
+            self._credentials,
+            self._link,
+            self._reach,
+        )
         if (warning := share_compilation_cache()) is not None:
             self._link.happened(EventKind.COMPILE_CACHE_OFF, why=warning)
 
@@ -140,13 +151,16 @@ class _Worker:
                 return
             done, failure = self._live_through(order, train)
             self._note(EventKind.UNWOUND, done=done)
+            snapshot = self._finish_snapshots(order) if failure is None and not done else None
+            self._snapshots.leave()
             if self._local_clique_broken or is_detached() or (self._replicas_span_hosts and not done):
                 # A clique that the next generation needs is broken, the local one or that of a whole replica: no
                 # shrink in place.
                 self._link.left_world()
             self._link.go_idle(
                 step=self._holder.step,
-                holds_state=self._holder.state is not None,
+                holds_state=self._holder.holds_state,
+                snapshot=snapshot,
                 done=done,
                 failure=failure,
             )
@@ -166,12 +180,21 @@ class _Worker:
             if self._link.interrupted:
                 return False, None
             text = "".join(traceback.format_exception(error))
-            if is_collective_failure(error) or isinstance(error, PeerError):
+            if is_collective_failure(error) or isinstance(error, PeerError | SnapshotLost):
                 self._note(EventKind.COLLECTIVE_FAILED, error=_first_line(error))
                 return False, Failure(kind=FailureKind.COLLECTIVE, text=text)
             self._note(EventKind.USER_ERROR, error=_first_line(error))
             self._link.fail(Failure(kind=FailureKind.USER, text=text), step=self._holder.step)
             raise
+
+    def _finish_snapshots(self, order: Form) -> SnapshotId | None:
+        """At a planned change: the committed state in a snapshot, if no host has it whole."""
+        if self._link.interrupted or self._holder.holds_state:
+            return None
+        try:
+            return self._snapshots.flush(order.generation.number, self._holder.state)
+        except GenerationEnded:
+            return None  # an unplanned change came in between
 
     def _interrupt(self) -> None:
         """For the guard thread: breaks the main thread out of forming or of a collective.
@@ -224,6 +247,7 @@ class _Worker:
             reason=generation.reason,
             events=self._events,
             fault_points=self._fault_points,
+            snapshots=self._snapshots,
         )
 
     def _reform(self, order: Form) -> None:
@@ -234,8 +258,7 @@ class _Worker:
         self._link.check()
         member = generation.member(order.host)
         assert member is not None, "the agent sends a form only to members"
-        if self._fault_points is not None:
-            self._fault_points.reach(Place.BEFORE_CONNECT)
+        self._reach(Place.BEFORE_CONNECT)
         connection = connect(
             order.relay,
             member.process_index,
@@ -251,6 +274,11 @@ class _Worker:
     def _hand_over(self, generation: Generation, *, in_place: bool) -> None:
         """Ends with the state of `generation.step` here: kept, or fetched from a host that has it."""
         host = self._settings.host
+        if generation.snapshot is not None:
+            self._holder.restore_from(generation.snapshot)
+            if not in_place:
+                self._move_contributions_to_host()
+            return
         if host in generation.behind:
             self._holder.forget()  # an older state is of no use, and its arrays are in the way
             self._holder.state = self._fetch(generation)
@@ -268,8 +296,11 @@ class _Worker:
                 self._server.offer(generation.number, copy)
             if not in_place:
                 self._holder.state = copy
-                for kept in self._holder.contributions.values():
-                    kept.move_to_host()
+                self._move_contributions_to_host()
+
+    def _move_contributions_to_host(self) -> None:
+        for kept in self._holder.contributions.values():
+            kept.move_to_host()
 
     def _fetch(self, generation: Generation) -> HeldState:
         started_s = time.monotonic()
@@ -317,15 +348,12 @@ class _Worker:
                 "for fewer, or start it where there are more"
             )
 
+    def _reach(self, place: Place, step: int = ANY_STEP) -> None:
+        if self._fault_points is not None:
+            self._fault_points.reach(place, step)
+
     def _note(self, kind: EventKind, **detail: str | float | bool) -> None:
         self._events.append(self._link.happened(kind, **detail))
-
-
-def _tls_files(settings: WorkerSettings) -> TlsFiles | None:
-    if settings.tls is None:
-        return None
-    certificate, key, authority = map(Path, settings.tls)
-    return TlsFiles(certificate=certificate, key=key, authority=authority)
 
 
 def leave_the_background() -> None:

@@ -18,7 +18,7 @@ class SoloLink:
     def check(self) -> None:
         """Nothing ends a generation here."""
 
-    def committed(self, step: int, metrics: dict[str, float]) -> None:
+    def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """Nobody is told."""
 
     def happened(self, kind: EventKind, **detail: str | float | bool) -> Event:

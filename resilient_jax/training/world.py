@@ -1,6 +1,8 @@
 """What the user's train function gets: the live hosts, their devices, the steps, and the state."""
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -12,8 +14,11 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.fault_points import ANY_INDEX, FaultPoints, Place
+from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.training.held_state import HeldState, ShardingRule, hold, place_initial, restore
 from resilient_jax.training.jax_runtime.handles import Device
+from resilient_jax.training.snapshots.keeping import SnapshotKeeper
+from resilient_jax.training.snapshots.restoring import restore_snapshot
 from resilient_jax.training.step.assignment import Job, ReplicaShape
 from resilient_jax.training.step.contributions import Contributions
 from resilient_jax.training.step.quotas import unit_count
@@ -29,7 +34,7 @@ class StepLink(Protocol):
 
     def begin_step(self, step: int) -> None: ...
     def check(self) -> None: ...
-    def committed(self, step: int, metrics: dict[str, float]) -> None: ...
+    def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None: ...
     def happened(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
 
 
@@ -38,6 +43,8 @@ class StateHolder:
 
     def __init__(self) -> None:
         self.state: HeldState | None = None
+        self.snapshot: SnapshotPlan | None = None
+        """Where the committed state is, until `restore_or_init` has read it."""
         self.contributions: dict[str, Contributions] = {}
         """By the name of the sum."""
         self.first_step = 0
@@ -46,11 +53,29 @@ class StateHolder:
     @property
     def step(self) -> int:
         """How many steps are committed."""
+        if self.snapshot is not None:
+            return self.snapshot.id.step
         return self.state.step if self.state is not None else self.first_step
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no committed state."""
+        return self.state is None and self.snapshot is None
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether the committed state is here, whole."""
+        return self.state is not None and self.state.is_complete
+
+    def restore_from(self, plan: SnapshotPlan) -> None:
+        """The committed state is that of a snapshot. What was added up in its step so far stays of use."""
+        self.state = None
+        self.snapshot = plan
 
     def forget(self) -> None:
         """Drops everything: what counts is elsewhere, or nowhere."""
         self.state = None
+        self.snapshot = None
         self.contributions.clear()
         self.first_step = 0
 
@@ -81,6 +106,7 @@ class World:
         reason: str,
         events: Sequence[Event] = (),
         fault_points: FaultPoints | None = None,
+        snapshots: SnapshotKeeper | None = None,
     ) -> None:
         self.generation = generation
         self.hosts = tuple(hosts[index] for index in sorted(hosts))
@@ -90,6 +116,8 @@ class World:
         self.reason = reason
         self._events = tuple(events)
         self._fault_points = fault_points
+        self._snapshots = snapshots
+        self._hosts_by_index = dict(hosts)
         self._indexes = sorted(hosts)
         self._holder = holder
         self._link = link
@@ -101,7 +129,7 @@ class World:
     @property
     def is_fresh(self) -> bool:
         """Whether nothing is committed yet: `restore_or_init` will make the state, and not just ask for its shapes."""
-        return self._holder.state is None
+        return self._holder.is_empty
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -164,10 +192,63 @@ class World:
             StateError: the committed state does not fit `init`, or cannot be placed.
         """
         self._link.check()
+        if self._holder.snapshot is not None:
+            return self._restore_snapshot(self._holder.snapshot, init, sharding)
         held = self._holder.state
         if held is None:
             return place_initial(init(), sharding)
         return restore(jax.eval_shape(init), held, sharding)
+
+    def _restore_snapshot(
+        self, plan: SnapshotPlan, init: Callable[[], Tree], sharding: ShardingRule | None
+    ) -> Tree:
+        assert self._snapshots is not None, "only an agent's worker is told of a snapshot"
+        started_s = time.monotonic()
+        with contextlib.closing(self._snapshots.open_reader(plan)) as reader:
+            _, state, _ = restore_snapshot(jax.eval_shape(init), reader, sharding, reach=self._reach_at)
+            self._link.happened(
+                EventKind.SNAPSHOT_RESTORED,
+                step=plan.id.step,
+                seconds=time.monotonic() - started_s,
+                local=reader.bytes_local,
+                peer=reader.bytes_peer,
+                decoded=reader.bytes_decoded,
+            )
+        self._holder.state = hold(plan.id.step, state)
+        self._holder.snapshot = None
+        return state
+
+    def snapshot(self, state: Any) -> None:  # noqa: ANN401 - any pytree
+        """Begins to copy the committed state into the memory of the hosts, protected by parity; returns at once.
+
+        From such a copy a state that no host holds whole is restored after a failure, and any state if all workers
+        die at once. How often it is taken, and how many hosts may be lost, are in the job's configuration; a call when
+        none is due does nothing. Without an agent there is nobody to keep it, and it does nothing either.
+
+        Every host must call it after the same steps. Before the arrays are donated call `finish_snapshot`.
+
+        Args:
+            state: as given to `commit`.
+
+        Raises:
+            StateError: nothing is committed in this step.
+            CallerError: the snapshots do not fit in this host's memory.
+        """
+        if self._step is None or self._holder.step != self._step + 1:
+            raise StateError(
+                "snapshot was called where no step had been committed just before; call it after world.commit(state)"
+            )
+        if self._snapshots is not None:
+            self._snapshots.take(self, hold(self._holder.step, state))
+
+    def finish_snapshot(self) -> None:
+        """Returns when the last snapshot is copied: from then on its arrays may be donated."""
+        if self._snapshots is not None:
+            self._snapshots.finish_copy()
+
+    def host_of(self, device: Device) -> HostName:
+        """The host that a device of this world belongs to."""
+        return self._hosts_by_index[ProcessIndex(device.process_index)]
 
     def commit(self, state: Any, **metrics: float) -> None:  # noqa: ANN401 - any pytree
         """Hands over the state after the current step: what survives a failure from here on.
@@ -177,7 +258,8 @@ class World:
         because of other hosts (one on `local_mesh`), whose result is committed.
 
         Args:
-            state: a pytree of arrays, complete on every host.
+            state: a pytree of arrays. One that is not complete on every host survives the loss of a host only by
+                `snapshot`.
             metrics: numbers for the progress line, the status and the log.
 
         Raises:
@@ -191,7 +273,11 @@ class World:
         jax.block_until_ready(state)
         self._holder.state = hold(self._step + 1, state)
         self._holder.contributions.clear()
-        self._link.committed(self._step + 1, {name: float(value) for name, value in metrics.items()})
+        self._link.committed(
+            self._step + 1,
+            {name: float(value) for name, value in metrics.items()},
+            holds_state=self._holder.holds_state,
+        )
         self._reach(Place.AFTER_COMMIT)
 
     def sum(self, tree: Tree) -> Tree:
@@ -291,7 +377,7 @@ class World:
 
         Every host must say the same step.
         """
-        if self._holder.state is None:
+        if self._holder.is_empty:
             self._holder.first_step = step
 
     def _get_sums(self) -> StepSums:
@@ -300,6 +386,10 @@ class World:
                 self.devices, self.process_index, self._holder.contributions, _Surroundings(self)
             )
         return self._sums
+
+    def _reach_at(self, place: Place, step: int) -> None:
+        if self._fault_points is not None:
+            self._fault_points.reach(place, step)
 
     def _reach(self, place: Place, index: int = ANY_INDEX) -> None:
         if self._fault_points is not None and self._step is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Self
 
 import grpc
 
@@ -46,6 +47,20 @@ class Credentials:
             )
         if self.token != self.token.strip():
             raise ConfigError("the job token begins or ends with white space; remove it")
+
+    @classmethod
+    def of(cls, token: str, tls_paths: tuple[str, str, str] | None) -> Self:
+        """Credentials as another process wrote them down; see `tls_paths`."""
+        if tls_paths is None:
+            return cls(token)
+        certificate, key, authority = map(Path, tls_paths)
+        return cls(token, TlsFiles(certificate=certificate, key=key, authority=authority))
+
+    @property
+    def tls_paths(self) -> tuple[str, str, str] | None:
+        """Of certificate, key and authority, for a child process; None for plain TCP."""
+        tls = self.tls
+        return None if tls is None else (str(tls.certificate), str(tls.key), str(tls.authority))
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:

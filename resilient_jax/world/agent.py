@@ -44,6 +44,7 @@ from resilient_jax.world.leader import GENERATION_DECODER, Leader
 from resilient_jax.world.membership import AfterStateLoss, Rules
 from resilient_jax.world.relay import Relay
 from resilient_jax.world.session import Session, SessionLost
+from resilient_jax.world.snapshot_process import SnapshotProcess
 from resilient_jax.world.worker_process import WorkerProcess
 from resilient_jax.world.worker_supervisor import WorkerSupervisor
 
@@ -85,11 +86,15 @@ class Agent:
         self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._killing: asyncio.Task[None] | None = None
         self._void: GenerationNumber | None = None
+        self._snapshots = SnapshotProcess(
+            settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
+        )
         self._supervisor = WorkerSupervisor(
             settings,
             self._log,
             self._clock,
             say,
+            snapshots=self._snapshots,
             on_change=self._on_worker_changed,
             others_train=lambda: self._generation is not None and bool(self._generation.members),
             is_over=self._ended.done,
@@ -272,6 +277,8 @@ class Agent:
             draining=self._leaving is not _Leaving.NO,
             worker=self._supervisor.status,
             services=self._services.running,
+            snapshot_server=self._snapshots.server,
+            snapshots=self._snapshots.snapshots,
             step=step,
             metrics=metrics,
         )
@@ -300,6 +307,16 @@ class Agent:
         is_member = generation is None or generation.member(self._settings.host) is not None
         if worker is not None and worker.stopped and not is_member:
             self._supervisor.kill("it was stopped")
+
+    def _on_snapshots_changed(self) -> None:
+        self._supervisor.on_snapshots_changed()
+        self._touch()
+
+    def _on_snapshots_lost(self) -> None:
+        """The worker's line to the server ended with it: only a new worker gets another."""
+        if not self._ended.done():
+            self._say(f"{self._settings.host}: the snapshot server ended; starting it and the worker again")
+            self._supervisor.kill("its snapshot server ended")
 
     # Generations.
 
@@ -349,7 +366,8 @@ class Agent:
     async def _obey_from_outside(self, generation: Generation) -> None:
         """This host's worker is not a member: it must not train, and may ask to join."""
         if self._leaving is not _Leaving.NO and generation.phase in (Phase.FORM, Phase.ACTIVE):
-            self._leave()
+            if generation.snapshot is None or generation.phase is Phase.ACTIVE:
+                self._leave()  # not before the others have read what only this host's memory may have
             return
         worker = self._supervisor.worker
         if worker is None or worker.child.exit_code is not None:
@@ -393,6 +411,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._supervisor.close()
+        await self._snapshots.close()
         await self._services.close()
         if self._relay is not None:
             await self._relay.close()

@@ -17,6 +17,7 @@ class AgentSettings:
         address: the address of this host under which the others reach it.
         command: the script and its arguments.
         environment: for the worker: what makes jax find its devices and survive.
+        failure_domain: what fails together with this host, such as a rack; empty: nothing.
         run_directory: for logs and events; None writes none.
     """
 
@@ -31,4 +32,5 @@ class AgentSettings:
     credentials: Credentials
     config: JobConfig
     run_directory: Path | None
+    failure_domain: str = ""
     show_everything: bool = False

@@ -14,6 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+STOPPED_POLL_S = 0.1
+"""The kernel tells nobody but the parent's waitpid of a stop."""
+
 _SHIM = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -99,6 +102,20 @@ class Child:
         """Kills it if it still runs, and waits for its end."""
         self.kill()
         return await self.exited()
+
+    async def exited_or_stopped(self) -> int:
+        """Waits for its end; one that is stopped serves nobody, just as if it had died, and is ended.
+
+        Gives the exit code.
+        """
+        exited = asyncio.create_task(self.exited())
+        try:
+            while not (await asyncio.wait((exited,), timeout=STOPPED_POLL_S))[0]:
+                if self.is_stopped():
+                    self.kill()
+            return exited.result()
+        finally:
+            exited.cancel()
 
     def is_stopped(self) -> bool:
         """Whether somebody sent it SIGSTOP (a debugger's stop is another state and does not count)."""

@@ -96,17 +96,9 @@ class CoordinationServices:
             self.warm_up()
 
     async def _watch(self, status: ServiceStatus, child: Child) -> None:
-        stopped = asyncio.create_task(_wait_stopped(child))
-        exited = asyncio.create_task(child.exited())
-        try:
-            await asyncio.wait((stopped, exited), return_when=asyncio.FIRST_COMPLETED)
-            how = "stopped" if not exited.done() else "exited"
-            code = await child.end()
-        finally:
-            stopped.cancel()
-            exited.cancel()
+        code = await child.exited_or_stopped()
         self._children.pop(status, None)
-        self._log.record(EventKind.SERVICE_EXITED, world=status.world, how=how, exit_code=code)
+        self._log.record(EventKind.SERVICE_EXITED, world=status.world, exit_code=code)
         self._on_change()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -150,12 +142,6 @@ async def _start_waiting() -> _Waiting:
         await child.end()
         raise
     return _Waiting(child, lines)
-
-
-async def _wait_stopped(child: Child) -> None:
-    """Ends when the process is stopped: nobody would be served, just as if it had died."""
-    while not child.is_stopped():  # noqa: ASYNC110 - the kernel tells nobody but the parent's waitpid
-        await asyncio.sleep(0.1)
 
 
 def _free_port(host: str) -> int:

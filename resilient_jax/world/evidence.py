@@ -18,7 +18,9 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotPlan
 from resilient_jax.protocol.worker import RESTART_EXIT_CODE
+from resilient_jax.snapshot.recovery import Statuses, choose_snapshot, explain_loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,5 +190,54 @@ def newest_step(state: MembershipState) -> int:
     return max([state.generation.progress, *of_workers, *of_hosts])
 
 
+def safe_progress(state: MembershipState) -> int:
+    """The newest step, once a whole state was ever known to be somewhere; before that, what the generation says.
+
+    A job of which no snapshot was ever committed, and whose state no host holds whole, begins again when it is broken:
+    nothing else was promised.
+    """
+    held = any(
+        status.worker is not None and status.worker.report.holds_state for status in state.hosts.values()
+    )
+    kept = any(
+        s.phase is SnapshotPhase.COMMITTED for statuses in _snapshots_of(state).values() for s in statuses[1]
+    )
+    if held or kept or state.generation.progress > 0 or find_snapshot(state) is not None:
+        return newest_step(state)
+    return 0
+
+
 def are_all_steady(state: MembershipState) -> bool:
     return all(w.report.steady or w.report.done for w in living_members(state))
+
+
+def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
+    """The newest snapshot of this job's state of which enough is left; of all hosts, also those that do not train."""
+    return choose_snapshot(_snapshots_of(state))
+
+
+def explain_snapshots(state: MembershipState) -> str:
+    """Why `find_snapshot` finds none, in words."""
+    return explain_loss(_snapshots_of(state))
+
+
+def _snapshots_of(state: MembershipState) -> Statuses:
+    began = state.generation.began
+    return {
+        host: (
+            status.snapshot_server.endpoint,
+            tuple(s for s in status.snapshots if s.id.generation >= began),
+        )
+        for host, status in state.hosts.items()
+        if status.snapshot_server is not None
+    }
+
+
+def awaits_snapshot_report(status: HostStatus) -> bool:
+    """Whether the worker knows of a snapshot that its host's server has not reported yet, and will."""
+    told = status.worker.report.snapshot if status.worker is not None else None
+    return (
+        told is not None
+        and status.snapshot_server is not None
+        and all(s.id != told for s in status.snapshots)
+    )

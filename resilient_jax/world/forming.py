@@ -13,7 +13,8 @@ from resilient_jax.protocol.records import (
     Phase,
     Source,
 )
-from resilient_jax.world.evidence import MembershipState, has_service, services_of
+from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.world.evidence import MembershipState, find_snapshot, has_service, services_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +25,44 @@ class PrepareService:
     nodes: int
 
 
-def holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The state that the next generation goes on from, and where it is.
+
+    Attributes:
+        step: of the state; 0 if there is none.
+        sources: members that hold it whole.
+        snapshot: that has it, if nobody holds it whole.
+    """
+
+    step: int = 0
+    sources: tuple[Source, ...] = ()
+    snapshot: SnapshotPlan | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a state; else the job begins."""
+        return bool(self.sources) or self.snapshot is not None
+
+
+def find_origin(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> Origin:
+    """The newest state that is whole somewhere: in a worker, or, if that is newer, in a snapshot."""
+    holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
+    step = max((w.report.step for w in holders.values()), default=0)
+    snapshot = find_snapshot(state)
+    if snapshot is not None and (not holders or snapshot.id.step > step):
+        return Origin(step=snapshot.id.step, snapshot=snapshot)
+    return Origin(
+        step=step,
+        sources=tuple(
+            Source(host=host, endpoint=w.report.endpoint)
+            for host, w in holders.items()
+            if w.report.step == step
+        ),
+    )
+
+
+def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
     """Who may hand on the state: the members; only if none of them holds it, those who come back."""
     of_kept, of_joiners = (
         [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
@@ -43,9 +81,8 @@ def form_next(
     address = generation.service if in_place else _address_for(state, world, len(members))
     if address is None:
         return PrepareService(world, len(members))
-    holders = {s.host: s.worker for s in holders_of(kept, joiners) if s.worker}
-    step = max((w.report.step for w in holders.values()), default=0)
-    newest = {host: w for host, w in holders.items() if w.report.step == step}
+    origin = find_origin(state, kept, joiners)
+    held = {source.host for source in origin.sources}
     return msgspec.structs.replace(
         generation,
         phase=Phase.FORM,
@@ -53,10 +90,12 @@ def form_next(
         world=world,
         members=members,
         service=address,
-        step=step,
-        sources=tuple(Source(host=h, endpoint=w.report.endpoint) for h, w in newest.items()),
-        behind=tuple(m.host for m in members if m.host not in newest) if newest else (),
-        progress=max(generation.progress, step) if newest else 0,
+        step=origin.step,
+        sources=origin.sources,
+        behind=tuple(m.host for m in members if m.host not in held) if held else (),
+        snapshot=origin.snapshot,
+        progress=max(generation.progress, origin.step) if origin.exists else 0,
+        began=generation.began if origin.exists else generation.number,
     )
 
 

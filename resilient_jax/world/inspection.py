@@ -31,6 +31,7 @@ class Part(enum.StrEnum):
     WORKER = "worker"
     AGENT = "agent"
     SERVICE = "service"
+    SNAPSHOTS = "snapshots"
     HOST = "host"
 
 
@@ -71,6 +72,7 @@ def pids_of(report: JobReport, part: Part, host: str) -> Iterator[int]:
         known = ", ".join(h.host for h in report.hosts) or "none"
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}, or leader")
     worker = [found.worker.pid] if found.worker is not None and found.worker.exit_code is None else []
+    server = [found.snapshot_server.pid] if found.snapshot_server is not None else []
     match part:
         case Part.WORKER:
             yield from worker
@@ -78,7 +80,9 @@ def pids_of(report: JobReport, part: Part, host: str) -> Iterator[int]:
             yield found.agent_pid
         case Part.SERVICE:
             yield from (service.pid for service in found.services)
+        case Part.SNAPSHOTS:
+            yield from server
         case Part.HOST:
             yield found.agent_pid
-            yield from worker
+            yield from (*worker, *server)
             yield from (service.pid for service in found.services)

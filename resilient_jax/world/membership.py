@@ -12,8 +12,9 @@ The rules, from which the code below follows:
    members that are left. Whoever does not become idle before the deadline is left out as well.
 5. Hosts join, and leave after a notice, only between two steps (planned), except that whoever is ready
    when an unplanned change settles comes in with it.
-6. The newest state among those who were members wins; the others fetch it. If nobody holds the state of a
-   job that had made progress, the job stops and says so, unless it was told to start again.
+6. The newest state that is whole wins: a member's, which the others fetch, or a snapshot of which enough is left on
+   the hosts, which all restore. If there is neither in a job that had made progress, the job stops and says so, unless
+   it was told to start again.
 7. An error in the user's own code ends the job with that error. A collective that fails although nobody
    died is tried again a few times, and then ends the job with what it said.
 
@@ -42,8 +43,11 @@ from resilient_jax.world.evidence import (
     Disruption,
     MembershipState,
     are_all_steady,
+    awaits_snapshot_report,
     dropped_without,
+    explain_snapshots,
     find_disruption,
+    find_snapshot,
     find_user_error,
     has_service,
     is_draining,
@@ -52,10 +56,11 @@ from resilient_jax.world.evidence import (
     living_members,
     name_all,
     newest_step,
+    safe_progress,
     survivors_of,
     worker_of,
 )
-from resilient_jax.world.forming import PrepareService, form_next, holders_of
+from resilient_jax.world.forming import PrepareService, find_origin, form_next
 
 
 class AfterStateLoss(enum.StrEnum):
@@ -184,7 +189,6 @@ def _quiesce(
     """The next number, with the members that are left."""
     generation = state.generation
     members = survivors_of(state) if members is None else members
-    progress = newest_step(state)
     nobody_died = members == generation.members
     # The members' own steps: one that only a dead host committed would look like progress for ever.
     made_progress = any(w.report.step > generation.step for w in living_members(state))
@@ -196,7 +200,7 @@ def _quiesce(
         members=members,
         boundary=None,
         dropped=dropped_without(state, members),
-        progress=progress,
+        progress=safe_progress(state),
         attempts=attempts,
         failed_host=why.failed_host,
         failure=why.failure,
@@ -219,7 +223,8 @@ def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generati
             waiting.append((member, worker))
     # Leaving out everybody who holds the state would lose it: then patience is the better part. Only who
     # is idle knows what it holds: a worker that fetches or commits just now has not said so yet.
-    patient = not here or (newest_step(state) > 0 and not any(w.report.holds_state for w in here))
+    state_is_safe = any(w.report.holds_state for w in here) or find_snapshot(state) is not None
+    patient = not here or (safe_progress(state) > 0 and not state_is_safe)
     for _, worker in waiting:
         slow = patient or worker.report.busy
         if waited_s <= (rules.compile_deadline_s if slow else rules.quiesce_deadline_s):
@@ -262,7 +267,7 @@ def _while_active(state: MembershipState) -> Generation | None:
         return _finish(generation, Outcome(kind=OutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not are_all_steady(state):
         return None
-    if generation.progress == 0 and (progress := newest_step(state)) > 0:
+    if generation.progress == 0 and (progress := safe_progress(state)) > 0:
         # On record before it can be lost: if all hosts die at once, the next leader must not begin again.
         return msgspec.structs.replace(generation, progress=progress)
     reason = _wish_for_change(state)
@@ -302,6 +307,8 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
         return _finish(
             generation, Outcome(kind=OutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
         )
+    if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
+        return None
     joiners = joiners_of(state)
     kept = [state.hosts[m.host] for m in generation.members if not is_draining(state, m.host)]
     if not kept and joiners:
@@ -336,15 +343,15 @@ def _reason_to_wait(
     """`_Wait` while too few are here, an ending once that has lasted too long, None to go on."""
     generation = state.generation
     present = len(kept) + len(joiners)
-    holders = holders_of(kept, joiners)
-    state_is_lost = generation.progress > 0 and not holders and present > 0
+    origin = find_origin(state, kept, joiners)
+    state_is_lost = generation.progress > 0 and not origin.exists and present > 0
     if state_is_lost and waited_s <= rules.regroup_s:
         return _Wait()  # a host that only lost the store for a moment comes back with its state
     if state_is_lost and rules.after_state_loss is AfterStateLoss.STOP:
         message = (
-            f"all hosts that held the training state were lost at once, after {newest_step(state)} "
-            "committed steps; no other copy exists. Restart the job from a checkpoint of your own, or set "
-            'on_state_lost = "restart" to begin again with the initial state'
+            f"all hosts that held the training state were lost at once, after {newest_step(state)} committed steps; "
+            f"{explain_snapshots(state)}. Restart the job from a checkpoint of your own, or set "
+            'on_state_lost = "restart" to begin again with the checkpoint of a Trainer or the initial state'
         )
         return _finish(
             generation,
@@ -353,7 +360,7 @@ def _reason_to_wait(
     if kept:
         enough = present >= rules.min_hosts
     else:
-        patience_s = rules.regroup_s if holders else rules.start_deadline_s
+        patience_s = rules.regroup_s if origin.exists else rules.start_deadline_s
         needed = rules.min_hosts if waited_s > patience_s else rules.expected_hosts
         enough = present >= max(needed, 1)
     if enough:

@@ -15,12 +15,14 @@ from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.worker import (
     LINK_VARIABLE,
     SETTINGS_VARIABLE,
+    SNAPSHOT_LINK_VARIABLE,
     TRIPWIRE_VARIABLE,
     WORD_DECODER,
     Happened,
     Order,
     Progressed,
     Reported,
+    WantsSnapshots,
     WorkerSettings,
 )
 from resilient_jax.world.child import Child, read_lines
@@ -29,7 +31,7 @@ from resilient_jax.world.output import WorkerOutput
 POLL_S = 0.1
 """How often the process's state is read; a stop must be seen twice, so that a blink does not count."""
 
-WORKERS_OWN = (LINK_VARIABLE, SETTINGS_VARIABLE, TRIPWIRE_VARIABLE)
+WORKERS_OWN = (LINK_VARIABLE, SETTINGS_VARIABLE, SNAPSHOT_LINK_VARIABLE, TRIPWIRE_VARIABLE)
 
 ENCODER = msgspec.msgpack.Encoder()
 
@@ -66,20 +68,22 @@ class WorkerProcess:
         environment: Mapping[str, str],
         settings: WorkerSettings,
         clock: Clock,
+        snapshot_link: socket.socket,
     ) -> "WorkerProcess":
-        """Starts `python -u COMMAND...` with its ends of a socket pair and of a pipe."""
+        """Starts `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`."""
         ours, theirs = socket.socketpair()
         tripwire, held = os.pipe()
-        with theirs, os.fdopen(held, "wb"):
+        with theirs, snapshot_link, os.fdopen(held, "wb"):
             child = Child(
                 [sys.executable, "-u", *command],
                 env={
                     **environment,
                     LINK_VARIABLE: str(theirs.fileno()),
                     TRIPWIRE_VARIABLE: str(held),
+                    SNAPSHOT_LINK_VARIABLE: str(snapshot_link.fileno()),
                     SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
                 },
-                pass_fds=(theirs.fileno(), held),
+                pass_fds=(theirs.fileno(), held, snapshot_link.fileno()),
             )
         ours.setblocking(False)
         return cls(incarnation, child, ours, tripwire, clock)
@@ -89,7 +93,7 @@ class WorkerProcess:
         output: WorkerOutput,
         silence_deadline_s: float,
         on_change: Callable[[], None],
-        on_word: Callable[[Progressed | Happened], None],
+        on_word: Callable[[Progressed | WantsSnapshots | Happened], None],
     ) -> int:
         """Reads and watches until the process ends; gives its exit code."""
         process = self.child.process
@@ -132,7 +136,7 @@ class WorkerProcess:
             self._writer.write(frame(ENCODER.encode(order)))
 
     async def _listen(
-        self, on_change: Callable[[], None], on_word: Callable[[Progressed | Happened], None]
+        self, on_change: Callable[[], None], on_word: Callable[[Progressed | WantsSnapshots | Happened], None]
     ) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._link)
         deframer = Deframer()
@@ -144,7 +148,7 @@ class WorkerProcess:
                     if isinstance(word, Reported):
                         self.report = word.report
                         on_change()
-                    elif isinstance(word, Progressed | Happened):
+                    elif isinstance(word, Progressed | WantsSnapshots | Happened):
                         on_word(word)
         except ConnectionError:
             pass  # the worker died; its exit code says more

@@ -17,14 +17,17 @@ from resilient_jax.protocol.worker import (
     Happened,
     Order,
     Progressed,
+    SnapshotServerAt,
+    SnapshotSettings,
     Stop,
+    WantsSnapshots,
     WorkerSettings,
 )
 from resilient_jax.telemetry.event_log import EventLog
-from resilient_jax.transport.credentials import Credentials
 from resilient_jax.world.agent_settings import AgentSettings
 from resilient_jax.world.output import WorkerOutput
 from resilient_jax.world.restart_budget import RestartBudget
+from resilient_jax.world.snapshot_process import SnapshotProcess
 from resilient_jax.world.worker_process import WorkerProcess
 
 STOP_GRACE_S = 2.0
@@ -49,6 +52,7 @@ class WorkerSupervisor:
         clock: Clock,
         say: Callable[[str], None],
         *,
+        snapshots: SnapshotProcess,
         on_change: Callable[[], None],
         others_train: Callable[[], bool],
         is_over: Callable[[], bool],
@@ -59,6 +63,7 @@ class WorkerSupervisor:
         self._log = log
         self._clock = clock
         self._say = say
+        self._snapshots = snapshots
         self._on_change = on_change
         self._others_train = others_train
         self._is_over = is_over
@@ -72,6 +77,7 @@ class WorkerSupervisor:
             window_s=settings.config.restart_window_s,
             backoff_s=settings.config.restart_backoff_s,
         )
+        self._wants_snapshots = False
         self.worker: WorkerProcess | None = None
         self.status: WorkerStatus | None = None
         self.progress: tuple[int, dict[str, float]] = (0, {})
@@ -117,6 +123,7 @@ class WorkerSupervisor:
 
     def _start(self, incarnation: Incarnation) -> WorkerProcess:
         settings = self._settings
+        self._wants_snapshots = False
         self._output.forget()
         worker = WorkerProcess.start(
             incarnation,
@@ -127,11 +134,19 @@ class WorkerSupervisor:
                 host=settings.host,
                 address=settings.address,
                 token=settings.credentials.token,
-                tls=_tls_paths(settings.credentials),
+                tls=settings.credentials.tls_paths,
                 devices_per_host=settings.devices_per_host,
                 forming_timeout_s=settings.config.forming_deadline_s,
+                snapshots=SnapshotSettings(
+                    parity=settings.config.snapshot_parity,
+                    every=settings.config.snapshot_every,
+                    group_size=settings.config.snapshot_group_size,
+                    failure_interval_s=settings.config.failure_interval_s,
+                ),
+                failure_domain=settings.failure_domain,
             ),
             self._clock,
+            self._snapshots.connect_worker(),
         )
         if self._others_train():
             worker.child.run_in_the_background()
@@ -178,11 +193,23 @@ class WorkerSupervisor:
         )
         self._on_change()
 
-    def _on_word(self, word: Progressed | Happened) -> None:
-        if isinstance(word, Happened):
-            self._log.append(word.event)
-        else:
-            self.progress = (word.step, word.metrics)
+    def _on_word(self, word: Progressed | WantsSnapshots | Happened) -> None:
+        match word:
+            case Happened():
+                self._log.append(word.event)
+            case Progressed():
+                self.progress = (word.step, word.metrics)
+            case WantsSnapshots():
+                self._wants_snapshots = True
+                self._snapshots.start()
+                self.on_snapshots_changed()
+
+    def on_snapshots_changed(self) -> None:
+        """Tells a worker that waits for the snapshot server that it runs."""
+        server = self._snapshots.server
+        if self._wants_snapshots and server is not None:
+            self._wants_snapshots = False
+            self.order(SnapshotServerAt(endpoint=server.endpoint))
 
     def order(self, order: Order) -> None:
         """Sends the worker an order, if there is one."""
@@ -228,11 +255,6 @@ class WorkerSupervisor:
         if self.worker is not None:
             await self.worker.child.end()
         self._output.close()
-
-
-def _tls_paths(credentials: Credentials) -> tuple[str, str, str] | None:
-    tls = credentials.tls
-    return None if tls is None else (str(tls.certificate), str(tls.key), str(tls.authority))
 
 
 def _is_users_error(code: int) -> bool:

@@ -1,153 +1,269 @@
-"""How fast the erasure code is: our calls beside the bare ISA-L call, reedsolo and memory copy, in turn, in one run.
+"""What `resilient-jax bench erasure` times: our calls and what they are compared with, in turn, on one core.
 
-    taskset -c 0 python tests/benchmarks/erasure_speed.py [--mebibytes 8] [--rounds 7] [--codes 4+2,8+1,8+2,8+4]
+    erasure_speed.py WANTED.json TIMES.json
 
-GB/s of data (k times the length of a shard; GB = 10^9 bytes), the best and the median of the rounds: on a busy
-machine the best is what the code can do. In a round all are timed one after the other, so that a slow moment
-hits them all. Pinned to one core, because XLA uses all it sees. "MiB" is the length of a shard: large ones come
-from memory, 1 from the cache. The last line is JSON, in the keys of the issue, of the first code given.
+WANTED.json is a `Wanted` of `resilient_jax.cli.bench.erasure_figures`, TIMES.json becomes a `Times`. Each call is made
+twice in a round and timed the second time, so that it meets its own data in the caches and not what the call
+before it left there.
 """
 
-import argparse
+import contextlib
 import ctypes
-import json
+import importlib
+import importlib.metadata
+import mmap
 import os
-import platform
-import statistics
+import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from resilient_jax.erasure import KernelMissing, KernelName, ReedSolomon, decode, encode, scan, update_parity
+import msgspec
+
+from resilient_jax.cli.bench.erasure_figures import BARE, COPY, REFERENCE, ZFEC, Task, Timed, Times, Wanted
+from resilient_jax.erasure import (
+    Kernel,
+    KernelMissing,
+    KernelName,
+    ReedSolomon,
+    decode,
+    encode,
+    scan,
+    update_parity,
+)
 from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
+from resilient_jax.erasure.matrix import Matrix
 from resilient_jax.erasure.reference import reference_codec
 from resilient_jax.erasure_kernels import choose_kernel
 
-Timed = dict[str, tuple[Callable[[], object], int]]
-"""What to time, by name: a call, and the bytes of data that it takes in."""
 REFERENCE_COLUMNS = 200
-"""reedsolo is a thousand times slower, so it gets fewer columns."""
+"""reedsolo is ten thousand times slower, so it gets fewer columns."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+class Call(NamedTuple):
+    """Something to time, and how many bytes of data it takes in."""
+
+    who: str
+    task: Task
+    data_bytes: int
+    run: Callable[[], object]
+
+
+class Stripe(NamedTuple):
+    """Shards of one code, in one piece of memory.
+
+    Attributes:
+        lost: memory for data shards that are computed again: m of them, or all.
+        present: the other shards, by index.
+    """
+
+    code: ReedSolomon
+    data: list[memoryview]
+    parity: list[memoryview]
+    lost: dict[int, memoryview]
+    present: dict[int, memoryview]
+
+    @property
+    def length(self) -> int:
+        return len(self.data[0])
+
+    @property
+    def data_bytes(self) -> int:
+        return self.code.k * self.length
+
+
+def main(asked: Path, found: Path) -> None:
+    wanted = msgspec.json.decode(asked.read_bytes(), type=Wanted)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts the cores for its threads
+    kernels, missing = find_kernels()
+    versions: dict[str, str] = {name: kernel.description for name, kernel in kernels.items()}
+    zfec = find_zfec(missing)
+    for name in (REFERENCE, ZFEC) if zfec else (REFERENCE,):
+        versions[name] = importlib.metadata.version(name)
+    timed: list[Timed] = []
+    for m in wanted.parity_shards:
+        stripe = make_stripe(ReedSolomon(wanted.data_shards, m), wanted)
+        calls = list(calls_of(stripe, kernels, zfec))
+        timed += measure(calls, m, wanted.rounds)
+    times = Times(
+        processor=processor(),
+        kernel=next(iter(kernels)),
+        versions=versions,
+        missing=missing,
+        timed=timed,
     )
-    parser.add_argument("--mebibytes", type=int, default=8, help="length of a shard")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--codes", default="4+2,8+1,8+2,8+4", help="k+m, with commas between")
-    options = parser.parse_args()
-    kernels = available_kernels()
-    cores = len(os.sched_getaffinity(0))
-    machine = platform.processor() or platform.machine()
-    print(f"{machine}, {cores} cores of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
-    print(f"shards of {options.mebibytes} MiB, {options.rounds} rounds; GB/s of data, best (median)\n")
-    report: dict[str, object] = {"shard_mib": options.mebibytes, "cores": cores, "rounds": options.rounds}
-    for position, text in enumerate(options.codes.split(",")):
-        k, m = (int(number) for number in text.split("+"))
-        speeds = measure(calls_of(ReedSolomon(k, m), kernels, options.mebibytes * 2**20), options.rounds)
-        print(f"k = {k}, m = {m}")
-        for name, (best, median) in speeds.items():
-            print(f"  {name:<24}{best:9.3f}  ({median:.3f})")
-        if position == 0:
-            report |= keys_of_issue({name: best for name, (best, _) in speeds.items()})
-            report |= {"k": k, "m": m, "gbps": {name: round(best, 4) for name, (best, _) in speeds.items()}}
-    print(json.dumps(report))
+    found.write_bytes(msgspec.json.encode(times))
 
 
-def available_kernels():
-    """Those that are here, self-tested, by name."""
-    kernels = {}
+def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
+    """Those that are here, self-tested, fastest first; and why others are not."""
+    kernels: dict[KernelName, Kernel] = {}
+    missing: dict[str, str] = {}
     for name in KernelName:
         try:
-            chosen = choose_kernel(name)
-        except KernelMissing as missing:
-            print(f"{name}: {missing}")
-            continue
-        print(f"{name}: {chosen.kernel.description}, self-test {chosen.self_test.duration_s * 1e3:.1f} ms")
-        kernels[name] = chosen.kernel
-    return kernels
+            kernels[name] = choose_kernel(name).kernel
+        except KernelMissing as error:
+            missing[name] = str(error)
+    return kernels, missing
 
 
-def calls_of(code: ReedSolomon, kernels, length: int) -> Timed:
-    """Everything that is timed for a code."""
-    data = [bytearray(os.urandom(length)) for _ in range(code.k)]
-    parity = [bytearray(length) for _ in range(code.m)]
-    lost = {i: bytearray(length) for i in range(min(code.k, code.m))}
-    calls: Timed = {}
+def find_zfec(missing: dict[str, str]) -> Any:  # a module without types
+    """zfec, if somebody installed it."""
+    try:
+        return importlib.import_module(ZFEC)
+    except ModuleNotFoundError:
+        missing[ZFEC] = "not installed"
+        return None
+
+
+def processor() -> str:
+    """Its own name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "unknown processor"
+
+
+def make_stripe(code: ReedSolomon, wanted: Wanted) -> Stripe:
+    """Shards with a gap after each, all memory touched."""
+    lost = min(code.k, code.m)
+    step = wanted.shard_bytes + wanted.skew_bytes
+    memory = memoryview(mmap.mmap(-1, (code.n + lost) * step))
+    shards = [memory[i * step : i * step + wanted.shard_bytes] for i in range(code.n + lost)]
+    for shard in shards:
+        shard[:] = random.randbytes(wanted.shard_bytes)
+    data, parity = shards[: code.k], shards[code.k : code.n]
+    encode(code, choose_kernel().kernel, data, parity)
+    return Stripe(
+        code=code,
+        data=data,
+        parity=parity,
+        lost=dict(enumerate(shards[code.n :])),
+        present={i: shards[i] for i in range(lost, code.n)},
+    )
+
+
+# What is timed.
+
+
+def calls_of(stripe: Stripe, kernels: Mapping[KernelName, Kernel], zfec: Any) -> Iterator[Call]:
+    """Everything, for one stripe."""
+    bare = bare_calls(stripe) if KernelName.ISAL in kernels else {}
     for name, kernel in kernels.items():
-        encode(code, kernel, data, parity)
-        stripe = dict(enumerate([*data, *parity]))
-        present = {i: stripe[i] for i in stripe if i not in lost}
-
-        def do_scan(kernel=kernel, stripe=stripe):
-            assert next(scan(code, kernel, stripe), None) is None
-
-        size = code.k * length
-        calls[f"{name} encode"] = (lambda kernel=kernel: encode(code, kernel, data, parity), size)
-        calls[f"{name} decode"] = (
-            lambda kernel=kernel, present=present: decode(code, kernel, present, lost),
-            size,
-        )
-        calls[f"{name} scan"] = (do_scan, size)
-        # Old and new alike, so that the parity stays right; the bytes counted are those of the new shard.
-        calls[f"{name} delta"] = (
-            lambda kernel=kernel: update_parity(code, kernel, 0, data[0], data[0], parity),
-            length,
-        )
-    if KernelName.ISAL in kernels:
-        calls["bare ISA-L call"] = (bare_isal(code, data, parity), code.k * length)
-    words = [bytes(shard[i] for shard in data) for i in range(REFERENCE_COLUMNS)]
-    codec = reference_codec(code)
-    calls["reedsolo encode"] = (lambda: [codec.encode(word) for word in words], code.k * REFERENCE_COLUMNS)
-    target, source = memoryview(bytearray(code.k * length)), memoryview(bytearray(b"".join(data)))
-    calls["memory copy"] = (lambda: target.__setitem__(slice(None), source), code.k * length)
-    return calls
+        for call in our_calls(stripe, name, kernel):
+            yield call
+            if name is KernelName.ISAL and call.task in bare:
+                yield bare[call.task]  # next to ours: the machine is as fast then as it was for ours
+    if zfec is not None:
+        yield from zfec_calls(stripe, zfec)
+    yield from reference_calls(stripe)
+    source = memoryview(bytearray(b"".join(stripe.data)))
+    target = memoryview(bytearray(stripe.data_bytes))
+    yield Call(COPY, Task.COPY, stripe.data_bytes, lambda: target.__setitem__(slice(None), source))
 
 
-def bare_isal(code: ReedSolomon, data: list[bytearray], parity: list[bytearray]) -> Callable[[], object]:
-    """`ec_encode_data` with everything made before: the limit for our call."""
-    library = load_isal()
-    tables = ctypes.create_string_buffer(TABLE_BYTES * code.k * code.m)
-    library.init_tables(code.k, code.m, b"".join(code.parity_matrix), tables)
-    length = len(data[0])
-    views = [(ctypes.c_char * length).from_buffer(buffer) for buffer in (*data, *parity)]
+def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
+    code, data, parity = stripe.code, stripe.data, stripe.parity
+    everything = dict(enumerate([*data, *parity]))
+
+    def do_scan() -> None:
+        assert next(scan(code, kernel, everything), None) is None
+
+    yield Call(name, Task.ENCODE, stripe.data_bytes, lambda: encode(code, kernel, data, parity))
+    yield Call(
+        name, Task.DECODE, stripe.data_bytes, lambda: decode(code, kernel, stripe.present, stripe.lost)
+    )
+    yield Call(name, Task.SCAN, stripe.data_bytes, do_scan)
+    # Old and new alike, so that the parity stays right.
+    yield Call(
+        name, Task.UPDATE, stripe.length, lambda: update_parity(code, kernel, 0, data[0], data[0], parity)
+    )
+
+
+def bare_calls(stripe: Stripe) -> dict[Task, Call]:
+    """`ec_encode_data` with everything made before: the limit for our calls, on the same memory."""
+    code = stripe.code
+    decoding = code.decoding(stripe.present, stripe.lost)
+    read = [stripe.present[i] for i in decoding.sources]
+    wrote = [stripe.lost[i] for i in decoding.wanted]
+    runs = {
+        Task.ENCODE: bare_isal(code.parity_matrix, stripe.data, stripe.parity),
+        Task.DECODE: bare_isal(decoding.matrix, read, wrote),
+    }
+    return {task: Call(BARE, task, stripe.data_bytes, run) for task, run in runs.items()}
+
+
+def bare_isal(
+    matrix: Matrix, sources: Sequence[memoryview], destinations: Sequence[memoryview]
+) -> Callable[[], object]:
+    library, rows, columns = load_isal(), len(matrix), len(matrix[0])
+    tables = ctypes.create_string_buffer(TABLE_BYTES * rows * columns)
+    library.init_tables(columns, rows, b"".join(matrix), tables)
+    length = len(sources[0])
+    views = [(ctypes.c_char * length).from_buffer(buffer) for buffer in (*sources, *destinations)]
     addresses = [ctypes.addressof(view) for view in views]
-    sources = (ctypes.c_void_p * code.k)(*addresses[: code.k])
-    destinations = (ctypes.c_void_p * code.m)(*addresses[code.k :])
+    read = (ctypes.c_void_p * columns)(*addresses[:columns])
+    written = (ctypes.c_void_p * rows)(*addresses[columns:])
 
     def call() -> None:
         assert views  # which keep the memory where it is
-        library.encode_data(length, code.k, code.m, tables, sources, destinations)
+        library.encode_data(length, columns, rows, tables, read, written)
 
     return call
 
 
-def measure(calls: Timed, rounds: int) -> dict[str, tuple[float, float]]:
-    """GB/s, best and median of the rounds, after one that does not count (compiling, first touch of memory)."""
-    times_s: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, (call, _) in calls.items():
+def zfec_calls(stripe: Stripe, zfec: Any) -> Iterator[Call]:
+    """Another code than ours: its parity has other bytes, so it decodes what it encoded itself."""
+    code = stripe.code
+    encoder, decoder = zfec.Encoder(code.k, code.n), zfec.Decoder(code.k, code.n)
+    numbers = list(range(code.k, code.n))
+    shards = dict(enumerate([*stripe.data, *encoder.encode(stripe.data, numbers)]))
+    sources = sorted(stripe.present)[: code.k]
+    read = [shards[i] for i in sources]
+    assert [bytes(shard) for shard in decoder.decode(read, sources)] == [
+        bytes(shard) for shard in stripe.data
+    ]
+    yield Call(ZFEC, Task.ENCODE, stripe.data_bytes, lambda: encoder.encode(stripe.data, numbers))
+    yield Call(ZFEC, Task.DECODE, stripe.data_bytes, lambda: decoder.decode(read, sources))
+
+
+def reference_calls(stripe: Stripe) -> Iterator[Call]:
+    columns = min(REFERENCE_COLUMNS, stripe.length)
+    codec = reference_codec(stripe.code)
+    words = [bytes(shard[i] for shard in stripe.data) for i in range(columns)]
+    erased = list(stripe.lost)
+    damaged = [bytes(len(erased)) + codec.encode(word)[len(erased) :] for word in words]
+    size = stripe.code.k * columns
+    yield Call(REFERENCE, Task.ENCODE, size, lambda: [codec.encode(word) for word in words])
+    yield Call(
+        REFERENCE, Task.DECODE, size, lambda: [codec.decode(word, erase_pos=erased) for word in damaged]
+    )
+
+
+# Timing.
+
+
+def measure(calls: Sequence[Call], m: int, rounds: int) -> list[Timed]:
+    """All calls in turn, every other round backwards: neighbours profit from each other's data in cache alike."""
+    times_s: dict[int, list[float]] = {number: [] for number in range(len(calls))}
+    for call in calls:
+        call.run()  # compiles
+    for turn in range(rounds):
+        for number in range(len(calls))[:: -1 if turn % 2 else 1]:
+            calls[number].run()
             started_s = time.perf_counter()
-            call()
-            if number:
-                times_s[name].append(time.perf_counter() - started_s)
-    return {
-        name: (size / min(times_s[name]) / 1e9, size / statistics.median(times_s[name]) / 1e9)
-        for name, (_, size) in calls.items()
-    }
-
-
-def keys_of_issue(best: dict[str, float]) -> dict[str, float]:
-    """The issue's names, for the fastest kernel that is here."""
-    fastest = next(name for name in KernelName if f"{name} encode" in best)
-    found = {
-        "encode_gbps": best[f"{fastest} encode"],
-        "decode_gbps": best[f"{fastest} decode"],
-        "isal_gbps": best.get("bare ISA-L call", 0.0),
-        "copy_limit_gbps": best["memory copy"],
-    }
-    return {name: round(value, 3) for name, value in found.items()}
+            calls[number].run()
+            times_s[number].append(time.perf_counter() - started_s)
+    return [
+        Timed(
+            who=call.who, task=call.task, parity_shards=m, data_bytes=call.data_bytes, times_s=times_s[number]
+        )
+        for number, call in enumerate(calls)
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

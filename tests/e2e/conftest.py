@@ -10,5 +10,8 @@ import pytest
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compile-cache")))
+            folder = tmp_path_factory.getbasetemp()
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                folder = folder.parent  # that of the whole session, which the workers' folders lie in
+            patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compile-cache"))
         yield

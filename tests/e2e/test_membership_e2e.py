@@ -160,6 +160,6 @@ def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -
 
 
 def test_the_last_host_trains_on_with_all_its_devices(tmp_path: Path) -> None:
-    with TinyJob(tmp_path, 1) as tiny:
+    with TinyJob(tmp_path, 1, words=["pace=0"]) as tiny:
         wait_until("many steps", lambda: tiny.step() > 300, RECOVERY_S)
         tiny.finish()

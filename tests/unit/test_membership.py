@@ -4,21 +4,16 @@ import dataclasses
 
 import msgspec
 import pytest
+from membership_job import Job, stop_at_boundary, training
 
-from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
+from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
     Change,
     Failure,
     FailureKind,
-    Generation,
-    HostStatus,
     OutcomeKind,
     Phase,
-    ServiceStatus,
-    Versions,
-    WorkerReport,
     WorkerState,
-    WorkerStatus,
 )
 from resilient_jax.protocol.worker import RESTART_EXIT_CODE
 from resilient_jax.world.forming import PrepareService
@@ -26,138 +21,12 @@ from resilient_jax.world.membership import (
     AfterStateLoss,
     HostChanged,
     HostGone,
-    Publish,
-    Rules,
     Tick,
     handle,
     initial_state,
 )
 
 COLLECTIVE = Failure(kind=FailureKind.COLLECTIVE, text="connection reset by peer")
-VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
-
-
-class Job:
-    """The machine with hosts that answer at once; tests make some of them misbehave."""
-
-    def __init__(self, *names: str, **rules) -> None:
-        self.rules = Rules(**{"expected_hosts": len(names), "start_deadline_s": 300.0, **rules})
-        self.state = initial_state(None, 0.0)
-        self.now_s = 0.0
-        self.published: list[Generation] = []
-        self.asked: list[PrepareService] = []
-        for name in names:
-            self.report(name, state=WorkerState.IDLE)
-
-    @property
-    def generation(self) -> Generation:
-        return self.state.generation
-
-    @property
-    def phase(self) -> Phase:
-        return self.generation.phase
-
-    @property
-    def members(self) -> list[str]:
-        return [m.host for m in self.generation.members]
-
-    @property
-    def phases(self) -> list[tuple[int, Phase]]:
-        return [(g.number, g.phase) for g in self.published]
-
-    def give(self, event) -> None:
-        self.state, commands = handle(self.state, event, self.now_s, self.rules)
-        for command in commands:
-            if isinstance(command, Publish):
-                self.published.append(command.generation)
-            else:
-                self.asked.append(command)
-
-    def status(self, name: str) -> HostStatus:
-        worker = WorkerStatus(incarnation=Incarnation(1), pid=1)
-        new = HostStatus(
-            host=HostName(name), agent_id=name, agent_pid=1, address=name, versions=VERSIONS, worker=worker
-        )
-        return self.state.hosts.get(HostName(name), new)
-
-    def change(self, name: str, **changes) -> None:
-        self.give(HostChanged(msgspec.structs.replace(self.status(name), **changes)))
-
-    def worker_of(self, name: str) -> WorkerStatus:
-        worker = self.status(name).worker
-        assert worker is not None
-        return worker
-
-    def worker(self, name: str, **changes) -> None:
-        self.change(name, worker=msgspec.structs.replace(self.worker_of(name), **changes))
-
-    def report(self, name: str, **changes) -> None:
-        self.worker(name, report=msgspec.structs.replace(self.worker_of(name).report, **changes))
-
-    def restart(self, name: str, incarnation: int = 2) -> None:
-        report = WorkerReport(state=WorkerState.IDLE)
-        self.change(name, worker=WorkerStatus(incarnation=Incarnation(incarnation), pid=2, report=report))
-
-    def serve(self, name: str = "a") -> None:
-        """The service that was asked for last now runs on this host."""
-        asked = self.asked[-1]
-        address = f"{name}:{asked.world}:{asked.nodes}"
-        service = ServiceStatus(world=asked.world, nodes=asked.nodes, address=address, pid=1)
-        self.change(name, services=(*self.status(name).services, service))
-
-    def form(self, *names: str) -> None:
-        for name in names or self.members:
-            self.report(
-                name,
-                state=WorkerState.RUNNING,
-                generation=self.generation.number,
-                formed=True,
-                steady=False,
-                failure=None,
-                world=self.generation.world,
-                step=self.generation.step,
-            )
-
-    def train(self, step: int) -> None:
-        for name in self.members:
-            self.report(name, steady=True, holds_state=True, step=step)
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.give(Tick())
-
-    def acknowledge(self, *names: str, **changes) -> None:
-        for name in names:
-            self.report(
-                name,
-                **{
-                    "state": WorkerState.IDLE,
-                    "generation": self.generation.number,
-                    "failure": None,
-                    "formed": False,
-                    **changes,
-                },
-            )
-
-
-def training(*names: str, step: int = 5, **rules) -> Job:
-    """A job whose hosts have all committed `step`."""
-    job = Job(*names, **rules)
-    job.serve()
-    job.form()
-    job.train(step)
-    assert job.phase is Phase.ACTIVE
-    return job
-
-
-def stop_at_boundary(job: Job, step: int) -> None:
-    """All members answer the pause and stop before `step`."""
-    for name in job.members:
-        job.report(name, generation=job.generation.number, limit=step)
-    assert job.phase is Phase.BOUNDARY
-    assert job.generation.boundary == step
-    for name in job.members:
-        job.report(name, state=WorkerState.IDLE, step=step, limit=step, formed=False)
 
 
 # Start.
@@ -589,7 +458,7 @@ def test_a_lost_state_stops_the_job():
     outcome = job.generation.outcome
     assert outcome is not None
     assert outcome.kind is OutcomeKind.STATE_LOST
-    assert "were lost at once, after 5 committed steps; no other copy exists" in outcome.message
+    assert "were lost at once, after 5 committed steps; there is no complete snapshot" in outcome.message
 
 
 def test_a_lost_state_starts_again_only_where_that_was_asked():

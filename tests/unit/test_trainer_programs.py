@@ -1,4 +1,4 @@
-"""The two programs against the same arithmetic written down plainly, and what they refuse."""
+"""The programs of a step against the same arithmetic written down plainly, and what they refuse."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
+from resilient_jax.training.step.placements import Complete
 from resilient_jax.training.trainer.loss import read_loss
 from resilient_jax.training.trainer.models import adapt
 from resilient_jax.training.trainer.numerics import Numerics
@@ -55,8 +56,12 @@ def run_step(programs, state, batches=BATCHES, step=0):
         placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
         where = locate(step, index)
         total = programs.accumulate(total, state.variables, placed, where, mesh=mesh.abstract_mesh)
+    measures, metrics = programs.measure(total)
+    where = Complete(mesh.abstract_mesh)
     # A copy: the programs that are tested are given the state again.
-    return total, *programs.apply(jax.tree.map(jnp.copy, state), total, mesh=mesh.abstract_mesh)
+    copy = jax.tree.map(jnp.copy, state)
+    after = programs.update(copy, (total.gradients, total.statistics), measures, where=where)
+    return total, after, metrics
 
 
 def test_a_step_is_the_ordinary_step_of_the_whole_batch():
@@ -85,7 +90,8 @@ def test_the_second_step_compiles_nothing():
     for step in range(3):
         _, state, _ = run_step(programs, state, step=step)
     assert programs.accumulate._cache_size() == 1
-    assert programs.apply._cache_size() == 1
+    assert programs.measure._cache_size() == 1
+    assert programs.update._cache_size() == 1
 
 
 def test_rematerialisation_changes_no_bit():

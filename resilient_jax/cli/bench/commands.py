@@ -2,6 +2,7 @@
 
 import typer
 
+from resilient_jax.cli.bench.erasure import erasure
 from resilient_jax.cli.bench.stall import stall
 from resilient_jax.cli.bench.step import step
 
@@ -13,5 +14,6 @@ def _measure() -> None:
     """Measure; each benchmark prints a table and one line of JSON."""
 
 
+bench.command("erasure")(erasure)
 bench.command("stall")(stall)
 bench.command("step")(step)

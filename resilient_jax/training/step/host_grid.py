@@ -27,6 +27,7 @@ class HostGrid:
 
     Attributes:
         mesh: all of them, axes (HOST, LOCAL).
+        local: those of this host, axis LOCAL.
         hosts: how many hosts.
         row: this host's place among them.
     """
@@ -39,15 +40,15 @@ class HostGrid:
         self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST, LOCAL))
         self.hosts = len(by_host)
         self.row = sorted(by_host).index(process_index)
-        self._local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
+        self.local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
 
     def pack(self, leaves: Sequence[Any]) -> jax.Array:
         """[hosts, n]: all leaves, which are of one dtype, end to end, with their likes on the other hosts.
 
         Cut over a host's devices; n is filled up to a multiple of them.
         """
-        everywhere = NamedSharding(self._local, P())
-        packed = _pack(self._local)([jax.device_put(leaf, everywhere) for leaf in leaves])
+        everywhere = NamedSharding(self.local, P())
+        packed = _pack(self.local)([jax.device_put(leaf, everywhere) for leaf in leaves])
         return jax.make_array_from_single_device_arrays(
             (self.hosts, packed.shape[1]),
             NamedSharding(self.mesh, P(HOST, LOCAL)),
@@ -62,19 +63,23 @@ class HostGrid:
         else give a state of another sharding, and every program of the step would be compiled again for it.
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
-        found = _unpack(self._local, shapes)(flat)
+        found = _unpack(self.local, shapes)(flat)
         return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
+
+    def gather(self, rows: jax.Array) -> jax.Array:
+        """[hosts, n], cut over both, as this host's own array: every row, cut over this host's devices."""
+        return self.lower(_gather(self.mesh)(rows))
 
     def join(self, slices: jax.Array, size: int) -> jax.Array:
         """[size] of [hosts, n / hosts], where each device has as many slices of its part; what filled them up goes."""
-        return _join(self._local, size)(slices)
+        return _join(self.local, size)(slices)
 
     def lower(self, everywhere: jax.Array) -> jax.Array:
         """An array that all hosts have, its last dim cut over a host's devices, as this host's own."""
         spec = P(*[None] * (everywhere.ndim - 1), LOCAL)
         return jax.make_array_from_single_device_arrays(
             everywhere.shape,
-            NamedSharding(self._local, spec),
+            NamedSharding(self.local, spec),
             [shard.data for shard in everywhere.addressable_shards],
         )
 
@@ -96,6 +101,15 @@ def _lay_like(origin: object, total: jax.Array) -> jax.Array:
     by_device = {shard.device: shard.data for shard in total.addressable_shards}
     parts = [by_device[device] for device in origin.sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL)))
+    def gather(rows: jax.Array) -> jax.Array:
+        return rows
+
+    return gather
 
 
 @functools.cache
@@ -139,5 +153,5 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
 
 def forget_programs() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
-    for cache in (_pack, _join, _unpack):
+    for cache in (_gather, _pack, _join, _unpack):
         cache.cache_clear()

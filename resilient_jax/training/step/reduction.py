@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step import host_grid
+from resilient_jax.training.step import complete_copies, host_grid
 from resilient_jax.training.step.host_grid import HOST, LOCAL, HostGrid, positions_by_dtype
 
 Tree = TypeVar("Tree")
@@ -77,7 +77,7 @@ class OrderedSum:
             # A host with fewer units than others fills up with what nobody looks at.
             slices = _add_in_order(grid.mesh)(rows + rows[:1] * (width - len(rows)), where)
             jax.block_until_ready(slices)
-            flat = grid.join(grid.lower(_gather(grid.mesh)(slices)), rows[0].shape[1])
+            flat = grid.join(grid.gather(slices), rows[0].shape[1])
             found = grid.unpack(flat, [origins[i] for i in positions])
             for position, leaf in zip(positions, found, strict=True):
                 totals[position] = leaf
@@ -124,17 +124,9 @@ def _add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return add_in_order
 
 
-@functools.cache
-def _gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL)))
-    def gather(slices: jax.Array) -> jax.Array:
-        return slices
-
-    return gather
-
-
 def forget_programs() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
     host_grid.forget_programs()
-    for cache in (_reduce, _add_in_order, _gather):
+    complete_copies.forget_programs()
+    for cache in (_reduce, _add_in_order):
         cache.cache_clear()

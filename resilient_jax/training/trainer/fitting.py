@@ -9,28 +9,25 @@ Rules:
 
 import logging
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from resilient_jax.errors import NonFiniteError
-from resilient_jax.events import EventKind
 from resilient_jax.training.data.prefetch import Prefetcher
-from resilient_jax.training.step.replicas import DATA
 from resilient_jax.training.trainer import storage
 from resilient_jax.training.trainer.adding import abstract_of, make_adder
 from resilient_jax.training.trainer.checks import agree_on_checkpoint, check_devices, check_replicas
 from resilient_jax.training.trainer.evaluator import Evaluator
-from resilient_jax.training.trainer.numerics import NonFinite
+from resilient_jax.training.trainer.judging import judge
+from resilient_jax.training.trainer.keeping import Keeping, keep_state
+from resilient_jax.training.trainer.models import Variables
 from resilient_jax.training.trainer.order import Order
 from resilient_jax.training.trainer.programs import Programs, zeros_like
 from resilient_jax.training.trainer.progress import ProgressBar
 from resilient_jax.training.trainer.reports import JsonLog, StepReport
 from resilient_jax.training.trainer.result import FitResult, to_host_memory
-from resilient_jax.training.trainer.state import Patience, Total, TrainingState
+from resilient_jax.training.trainer.state import Measures, Patience, Total, TrainingState
 from resilient_jax.training.world import World
 
 logger = logging.getLogger(__name__)
@@ -62,21 +59,21 @@ class Fitting:
         order = self._order
         programs = self._open(world)
         check_devices(world, order)
-        everywhere = NamedSharding(world.local_mesh(DATA), P())
-        state = world.restore_or_init(lambda: self._begin(world, programs), sharding=everywhere)
-        zeros = zeros_like(programs.abstract_total, everywhere)
+        keeping = keep_state(world, order.sharing.state)
+        state = keeping.restore(lambda: self._begin(world, programs))
+        zeros = zeros_like(programs.abstract_total, keeping.local)
         if not self._is_stopped(world, int(state.step)):
             for step in world.steps(order.steps + (order.evaluation is not None)):
-                state = self._evaluate(world, state, step, everywhere)
+                state = self._evaluate(keeping, state, step)
                 if step >= order.steps or self._stop is not None:
                     break
-                state = self._step(world, programs, state, step, zeros)
+                state = self._step(keeping, programs, state, step, zeros)
                 if self._stop is not None:
                     break
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            variables=to_host_memory(state.variables),
+            variables=to_host_memory(keeping.gather(state.variables)),
             stopped_because=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
         )
@@ -137,32 +134,48 @@ class Fitting:
 
     # One step.
 
-    def _evaluate(
-        self, world: World, state: TrainingState, step: int, everywhere: NamedSharding
-    ) -> TrainingState:
+    def _evaluate(self, keeping: Keeping, state: TrainingState, step: int) -> TrainingState:
         """Evaluates if it is time; gives the state with what early stopping remembers now."""
         order, evaluator = self._order, self._evaluator
         if evaluator is None or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        metrics = evaluator.evaluate(world, state.variables, everywhere)
+        metrics = evaluator.evaluate(keeping.world, keeping.gather(state.variables), keeping.local)
         if order.early_stop is not None:
             assert isinstance(state.patience, Patience), "it is made together with early_stop"
             patience, stops, reason = order.early_stop.judge(jax.device_get(state.patience), metrics)
-            state = state._replace(patience=jax.device_put(patience, everywhere))
+            state = state._replace(patience=keeping.cut(jax.device_put(patience, keeping.local)))
             if stops and step < order.steps:
                 self._stop = (step, f"early stop: {reason}")
-        self._report(world, state, metrics, started_s, is_evaluation=True)
+        self._report(keeping.world, state, metrics, started_s, is_evaluation=True)
         return state
 
     def _step(
-        self, world: World, programs: Programs, state: TrainingState, step: int, zeros: Total
+        self, keeping: Keeping, programs: Programs, state: TrainingState, step: int, zeros: Total
     ) -> TrainingState:
         started_s = time.monotonic()
-        order, sharing = self._order, self._order.sharing
+        world = keeping.world
+        sums, measures, metrics = self._sum(keeping, programs, state.variables, zeros, step)
+        state = keeping.update(programs, state, sums, measures)
+        del sums  # complete, or pieces of it: nothing of a step is to be held with the next state
+        world.commit(state, **{**self._metrics, **metrics})
+        keeping.protect(state)
+        self._save(keeping, state, step + 1)
+        self._report(world, state, metrics, started_s, is_evaluation=False)
+        return state
+
+    def _sum(
+        self, keeping: Keeping, programs: Programs, variables: Variables, zeros: Total, step: int
+    ) -> tuple[tuple[Any, Any], Measures, dict[str, float]]:
+        """(gradients and statistics, measures) of all microbatches, as they lie in a state, and the metrics.
+
+        Raises:
+            NonFiniteError: a microbatch is not finite, and the policy is to stop.
+        """
+        order, sharing, world = self._order, self._order.sharing, keeping.world
         total = world.sum_microbatches(
             order.recipe.microbatches,
-            make_adder(programs.accumulate, state.variables),
+            make_adder(programs.accumulate, keeping.gather(variables)),
             zeros,
             data=self._data,
             unit=sharing.unit,
@@ -170,44 +183,19 @@ class Fitting:
             replicas=sharing.replicas,
             by_speed=sharing.by_speed,
         )
-        self._judge(world, step, np.flatnonzero(np.asarray(total.bad)).tolist())
-        state, found = programs.apply(state, total, mesh=world.local_mesh(DATA).abstract_mesh)
-        metrics = {name: float(value) for name, value in jax.device_get(found).items()}
-        world.commit(state, **{**self._metrics, **metrics})
-        checkpoints = order.checkpoints if world.host_index == 0 else None
-        if checkpoints is not None and checkpoints.is_due(step + 1, order.steps):
-            storage.OrbaxStore(checkpoints.directory, checkpoints.keep).save(step + 1, state)
-        self._report(world, state, metrics, started_s, is_evaluation=False)
-        return state
+        judge(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())
+        measures, found = programs.measure(total)
+        sums, measures = keeping.cut(((total.gradients, total.statistics), measures))
+        return sums, measures, {name: float(value) for name, value in jax.device_get(found).items()}
 
-    def _judge(self, world: World, step: int, bad: Sequence[int]) -> None:
-        """Does what the policy says about microbatches that are not finite; the same on every host.
-
-        Raises:
-            NonFiniteError: stop.
-        """
-        if not bad:
+    def _save(self, keeping: Keeping, state: TrainingState, step: int) -> None:
+        """Saves a checkpoint if it is time: one host does, of a state that all of them gather for it."""
+        checkpoints = self._order.checkpoints
+        if checkpoints is None or not checkpoints.is_due(step, self._order.steps):
             return
-        policy = self._order.recipe.numerics.non_finite
-        names = ", ".join(f"{index} (host {world.computed_by(index)})" for index in bad)
-        found = (
-            f"step {step}: found a loss, gradient or statistic that is not finite in the microbatches {names}"
-        )
-        if policy == NonFinite.STOP or (
-            policy == NonFinite.SKIP and len(bad) == self._order.recipe.microbatches
-        ):
-            raise NonFiniteError(
-                f"{found}, expected finite numbers. Nothing of this step was committed. Look at these microbatches of "
-                "the data, lower the learning rate, or clip; numerics=Numerics(non_finite='skip') leaves them out of "
-                "the mean, as long as there are others",
-                step=step,
-                microbatch=bad[0],
-                host=world.computed_by(bad[0]),
-            )
-        done = "left out of the step's mean" if policy == NonFinite.SKIP else "used as they are"
-        world.note(EventKind.NOT_FINITE, step=step, microbatches=names, done=done)
-        if world.host_index == 0:
-            logger.warning("%s; %s", found, done)
+        whole = keeping.gather(state)
+        if keeping.world.host_index == 0:
+            storage.OrbaxStore(checkpoints.directory, checkpoints.keep).save(step, whole)
 
     def _report(
         self,

@@ -69,6 +69,14 @@ def cast_floats(tree: Tree, dtype: Any) -> Tree:  # noqa: ANN401 - what jnp take
     )
 
 
+def clip(gradients: Tree, norm: jax.Array, largest: float) -> Tree:
+    """The gradients, scaled down so that their global norm is `largest` at most: g min(1, largest / norm).
+
+    As `optax.clip_by_global_norm`, but with a norm that is known: the gradients may be pieces.
+    """
+    return jax.tree.map(lambda leaf: jnp.where(norm < largest, leaf, leaf / norm * largest), gradients)
+
+
 def is_finite(tree: Tree) -> jax.Array:
     """bool[]: whether no number in it is NaN or infinite."""
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))

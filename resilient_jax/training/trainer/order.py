@@ -1,9 +1,11 @@
 """What one `fit` has to do."""
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from pathlib import Path
 
+from resilient_jax.errors import CallerError
 from resilient_jax.training.data.microbatches import MicrobatchData
 from resilient_jax.training.step.assignment import ReplicaShape
 from resilient_jax.training.trainer.checkpoints import Checkpoints
@@ -15,6 +17,15 @@ from resilient_jax.training.trainer.reports import Callback
 from resilient_jax.training.world import ONE_HOST
 
 
+class StateSharing(enum.StrEnum):
+    """How the training state is kept between steps."""
+
+    COMPLETE = "complete"
+    """Every host has all of it."""
+    SHARDED = "sharded"
+    """Every host has its share."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     """How the microbatches of a step are shared out and added up; see `World.sum_microbatches`.
@@ -24,12 +35,29 @@ class Sharing:
         reproducible: the same bits whoever lives.
         replicas: the hosts of a replica, or the replicas of a host.
         by_speed: more for faster hosts, as measured; else evenly.
+        state: how it is kept between steps: "complete" on every host, or "sharded" over all of them. Then a host has
+            its share of parameters and optimizer state; while it computes a step it gathers the parameters.
+
+            Sharded states have the bits of complete ones with optimizers that treat every number by itself (adam,
+            adamw, sgd, lion, rmsprop, adagrad, ...). Those that look across a leaf or all of them (lamb, lars,
+            adafactor, `clip_by_global_norm`) are right, but what they add up is added in an order that depends on the
+            number of hosts. To clip, use `Numerics(clip_norm=)`, which keeps the bits.
+
+    Raises:
+        CallerError: `state` is neither.
     """
 
     unit: int = 1
     reproducible: bool = True
     replicas: ReplicaShape = ONE_HOST
     by_speed: bool = False
+    state: StateSharing | str = StateSharing.COMPLETE
+
+    def __post_init__(self) -> None:
+        if self.state not in list(StateSharing):
+            raise CallerError(
+                f"sharing: found state={self.state!r}, expected one of {', '.join(StateSharing)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,19 @@
-"""The two programs of a step, and those that begin it.
+"""The three programs of a step, and that which begins it.
 
 - *accumulate* adds one microbatch to a total, on the mesh of one replica.
-- *apply* divides the sum by the constant B, clips, and makes the next state, on the devices of one host.
+- *measure* finds the count, norm and means of a total, on the devices of one host.
+- *update* divides the sum by the count, clips, and makes the next state, where the state lies: on the devices of one
+  host, or, of a sharded state, each device its pieces.
 
-They are traced once in a process and outlive every generation: no array, device or mesh is in them. Of the mesh they
-know its shape alone, as a static argument; the step and the microbatch's index are arguments.
+They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
+device or mesh is in them. Of the mesh they know its shape alone, as a static argument; the step and the microbatch's
+index are arguments. *measure* and *update* are two programs also where both run on one host, so that numbers are
+rounded at the same places.
 
-Totals are never donated: a failure in the reduction falls back to them. *apply* donates the committed state. It runs on
-this host's devices alone, after the reduction, and its result is committed with nothing in between that could fail:
-either this host dies with both states, or it has the new one, and those that have not come so far fetch it.
+Totals are never donated: a failure in the reduction falls back to them. *update* donates the committed state. On this
+host's devices alone it cannot fail because of others, and its result is committed with nothing in between: either this
+host dies with both states, or it has the new one, and those that have not come so far fetch it. Of a sharded state what
+is lost comes from a snapshot.
 """
 
 import dataclasses
@@ -22,10 +27,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
+from resilient_jax.training.step.placements import Placement
 from resilient_jax.training.trainer.loss import Loss, Metrics
 from resilient_jax.training.trainer.models import Model, Variables
-from resilient_jax.training.trainer.numerics import NonFinite, Numerics, cast_floats, is_finite
-from resilient_jax.training.trainer.state import Patience, Total, TrainingState, refuse_drift
+from resilient_jax.training.trainer.numerics import NonFinite, Numerics, cast_floats, clip, is_finite
+from resilient_jax.training.trainer.state import Measures, Patience, Total, TrainingState, refuse_drift
 
 Tree = Any
 """A pytree of arrays."""
@@ -59,7 +65,9 @@ class Programs:
         init: `init() -> TrainingState` before step 0, the same on every host.
         accumulate: `accumulate(total, variables, batch, where, mesh=) -> Total`; `where` is `locate(step, index)`,
             `mesh` the replica's `abstract_mesh`.
-        apply: `apply(state, total, mesh=) -> (TrainingState, metrics)`.
+        measure: `measure(total) -> (Measures, metrics)`.
+        update: `update(state, (gradients, statistics), measures, where=) -> TrainingState`; it takes sums, and divides
+            them; `where` is the state's placement, without devices.
         abstract_state: the shapes of a state.
         abstract_total: the shapes of a total.
     """
@@ -79,10 +87,13 @@ class Programs:
         self._example = example
         self.init = jax.jit(self._init)
         self.accumulate = jax.jit(self._accumulate, static_argnames="mesh")
-        self.apply = jax.jit(self._apply, static_argnames="mesh", donate_argnums=0)
+        self.measure = jax.jit(self._measure)
+        self.update = jax.jit(self._update, static_argnames="where", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
         self.abstract_total = self._total_shapes()
-        after, _ = jax.eval_shape(self._apply, self.abstract_state, self.abstract_total)
+        measures, _ = jax.eval_shape(self._measure, self.abstract_total)
+        sums = self.abstract_total.gradients, self.abstract_total.statistics
+        after = jax.eval_shape(self._update, self.abstract_state, sums, measures, where=None)
         refuse_drift(self.abstract_state, after, "optimizer")
 
     def _init(self) -> TrainingState:
@@ -144,37 +155,38 @@ class Programs:
         new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
         return replicate(jax.tree.map(jnp.add, total, new), mesh)
 
-    def _apply(
-        self, state: TrainingState, total: Total, *, mesh: AbstractMesh | None = None
-    ) -> tuple[TrainingState, Metrics]:
-        """gradient = total / B, clipped, through the optimizer. Without the microbatches that are skipped."""
-        recipe, count = self._recipe, jnp.float32(self._recipe.microbatches)
-        skips = recipe.numerics.non_finite == NonFinite.SKIP
+    def _measure(self, total: Total) -> tuple[Measures, Metrics]:
+        """Of the mean: total / B. Without the microbatches that are skipped."""
+        skips, skipped = self._recipe.numerics.non_finite == NonFinite.SKIP, total.bad.sum()
+        count = jnp.float32(self._recipe.microbatches)
         if skips:
-            count = count - total.bad.sum()
-        mean = jax.tree.map(lambda summed: summed / count, total)
-        norm = optax.tree.norm(mean.gradients)
-        gradients = mean.gradients
+            count = count - skipped
+        norm = optax.tree.norm(_divide(total.gradients, count))
+        means = _divide({"loss": total.loss, **total.metrics}, count)
+        metrics = {**means, "grad_norm": norm, **({"skipped": skipped} if skips else {})}
+        return Measures(count, norm, means["loss"]), metrics
+
+    def _update(
+        self, state: TrainingState, sums: tuple[Tree, Tree], measures: Measures, *, where: Placement | None
+    ) -> TrainingState:
+        """gradient = sum / count, clipped, through the optimizer; statistics are the mean."""
+        recipe, params = self._recipe, state.variables.params
+        gradients, statistics = _divide(sums, measures.count)
         if recipe.numerics.clip_norm is not None:
-            clip = optax.clip_by_global_norm(recipe.numerics.clip_norm)
-            gradients, _ = clip.update(gradients, clip.init(gradients))
-        params = state.variables.params
+            gradients = clip(gradients, measures.norm, recipe.numerics.clip_norm)
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
-            _types_as_in(params, gradients), state.optimizer, params, value=mean.loss
+            _types_as_in(params, gradients), state.optimizer, params, value=measures.loss
         )
         new = TrainingState(
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
-                statistics=_types_as_in(state.variables.statistics, mean.statistics),
+                statistics=_types_as_in(state.variables.statistics, statistics),
             ),
             optimizer=optimizer,
             patience=state.patience,
         )
-        metrics = {"loss": mean.loss, "grad_norm": norm, **mean.metrics}
-        if skips:
-            metrics["skipped"] = total.bad.sum()
-        return (new, metrics) if mesh is None else replicate((new, metrics), mesh)
+        return new if where is None else lay(new, where)
 
 
 def read_optimizer(optimizer: object) -> optax.GradientTransformation:
@@ -207,9 +219,21 @@ def replicate(tree: Tree, mesh: AbstractMesh) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, everywhere), tree)
 
 
+def lay(tree: Tree, where: Placement) -> Tree:
+    """The tree as a placement says, which has no devices."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, where(jax.tree_util.keystr(path), leaf)),
+        tree,
+    )
+
+
 def zeros_like(abstract: Tree, sharding: NamedSharding) -> Tree:
     """Zeros in these shapes. Made on the host: no program, so nothing to compile in a new generation."""
     return jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract), sharding)
+
+
+def _divide(tree: Tree, count: jax.Array) -> Tree:
+    return jax.tree.map(lambda summed: summed / count, tree)
 
 
 def _types_as_in(like: Tree, tree: Tree) -> Tree:

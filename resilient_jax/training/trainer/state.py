@@ -59,6 +59,20 @@ class Total(NamedTuple):
     bad: Any
 
 
+class Measures(NamedTuple):
+    """What the update needs to know of a whole step. So it looks across no leaf itself, and may have pieces of them.
+
+    Attributes:
+        count: float32[]: the microbatches in the mean: B without those that are skipped.
+        norm: float32[]: of the mean gradient, before it is clipped.
+        loss: float32[]: the mean.
+    """
+
+    count: Any
+    norm: Any
+    loss: Any
+
+
 def is_key(leaf: Any) -> bool:  # noqa: ANN401 - any array
     """Whether it is a random key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,190 @@
+"""The figures of `bench erasure`, from what was timed; and what is to be timed. Pure.
+
+GB/s are 10^9 bytes of data a second: k times the length of a shard, for encoding and for decoding alike.
+"""
+
+import enum
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+COPY = "memory copy"
+REFERENCE = "reedsolo"
+ZFEC = "zfec"
+BARE = "bare ISA-L call"
+
+
+class Task(enum.StrEnum):
+    """What is timed."""
+
+    ENCODE = "encode"
+    DECODE = "decode"  # as many data shards as there is parity, or all
+    SCAN = "scan"  # parity computed again and compared
+    UPDATE = "update"  # of the parity, after one shard changed; its bytes are the data
+    COPY = "copy"
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What to time.
+
+    Attributes:
+        data_shards: k.
+        parity_shards: each m.
+        shard_bytes: length of a shard.
+        skew_bytes: from the end of a shard to the start of the next.
+        rounds: so often is each call timed.
+    """
+
+    data_shards: int
+    parity_shards: tuple[int, ...]
+    shard_bytes: int
+    skew_bytes: int
+    rounds: int
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of one call.
+
+    Attributes:
+        who: a kernel of ours, or what it is compared with.
+        parity_shards: m.
+        data_bytes: that one call takes in.
+        times_s: of each round.
+    """
+
+    who: str
+    task: Task
+    parity_shards: int
+    data_bytes: int
+    times_s: list[float]
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was timed in one process, on one core.
+
+    Attributes:
+        processor: by its own name.
+        kernel: the one that a job would use here.
+        versions: of what was timed, by its name.
+        missing: what could not be timed, and why.
+    """
+
+    processor: str
+    kernel: str
+    versions: dict[str, str]
+    missing: dict[str, str]
+    timed: list[Timed]
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """GB/s of data: the median, and the span in which nine of ten rounds lie."""
+
+    gbps: float
+    low: float
+    high: float
+
+
+Speeds = dict[str, dict[Task, Speed]]
+"""By who and task."""
+
+
+class ErasureFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine-readable line. Without a mention of m: of the first m.
+
+    Attributes:
+        encode_gbps: of `encode` with the kernel that a job would use.
+        decode_gbps: of `decode` of m lost data shards with it.
+        isal_gbps: of `ec_encode_data`, with all its operands made before; None without ISA-L.
+        copy_limit_gbps: of copying the data.
+        encode_of_isal: speed of `encode` over that of the bare call with the same tables, next to it in each round,
+            the median of the rounds, by m; empty without ISA-L.
+        decode_of_isal: the same of decoding.
+        spread: GB/s, 5 % and 95 % of the rounds, of the four.
+        n: rounds.
+        speeds: of everything, by m.
+    """
+
+    encode_gbps: float
+    decode_gbps: float
+    isal_gbps: float | None
+    copy_limit_gbps: float
+    encode_of_isal: dict[str, float]
+    decode_of_isal: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+    n: int
+    k: int
+    m: int
+    shard_bytes: int
+    skew_bytes: int
+    kernel: str
+    versions: dict[str, str]
+    missing: dict[str, str]
+    speeds: dict[str, Speeds]
+    machine: str
+
+
+def speed_of(data_bytes: int, times_s: Sequence[float]) -> Speed:
+    """GB/s of data, of two rounds or more.
+
+    >>> speed_of(8_000_000, [0.001, 0.001, 0.001])
+    Speed(gbps=8.0, low=8.0, high=8.0)
+    """
+    found = [data_bytes / time_s / 1e9 for time_s in times_s]
+    low, *_, high = statistics.quantiles(found, n=20, method="inclusive")
+    return Speed(gbps=_rounded(statistics.median(found)), low=_rounded(low), high=_rounded(high))
+
+
+def make_figures(wanted: Wanted, times: Times, machine: str) -> ErasureFigures:
+    """All figures of the line."""
+    speeds: dict[str, Speeds] = {str(m): {} for m in wanted.parity_shards}
+    for timed in times.timed:
+        found = speeds[str(timed.parity_shards)].setdefault(timed.who, {})
+        found[timed.task] = speed_of(timed.data_bytes, timed.times_s)
+    first = speeds[str(wanted.parity_shards[0])]
+    ours, bare = first[times.kernel], first.get(BARE, {})
+    named = {
+        "encode_gbps": ours[Task.ENCODE],
+        "decode_gbps": ours[Task.DECODE],
+        "isal_gbps": bare.get(Task.ENCODE),
+        "copy_limit_gbps": first[COPY][Task.COPY],
+    }
+    return ErasureFigures(
+        encode_gbps=ours[Task.ENCODE].gbps,
+        decode_gbps=ours[Task.DECODE].gbps,
+        isal_gbps=bare[Task.ENCODE].gbps if bare else None,
+        copy_limit_gbps=first[COPY][Task.COPY].gbps,
+        encode_of_isal=_ratios(times, Task.ENCODE),
+        decode_of_isal=_ratios(times, Task.DECODE),
+        spread={name: (speed.low, speed.high) for name, speed in named.items() if speed is not None},
+        n=wanted.rounds,
+        k=wanted.data_shards,
+        m=wanted.parity_shards[0],
+        shard_bytes=wanted.shard_bytes,
+        skew_bytes=wanted.skew_bytes,
+        kernel=times.kernel,
+        versions=times.versions,
+        missing=times.missing,
+        speeds=speeds,
+        machine=f"{machine}, {times.processor}, one core used",
+    )
+
+
+def _ratios(times: Times, task: Task) -> dict[str, float]:
+    """By m: how fast we are in a round over how fast the bare call was in the same one, the median."""
+    found = {(timed.parity_shards, timed.who): timed.times_s for timed in times.timed if timed.task is task}
+    return {
+        str(m): round(
+            statistics.median(
+                theirs / ours for theirs, ours in zip(bare, found[m, times.kernel], strict=True)
+            ),
+            3,
+        )
+        for (m, who), bare in found.items()
+        if who == BARE
+    }
+
+
+def _rounded(gbps: float) -> float:
+    """Four significant digits: reedsolo is ten thousand times slower than ISA-L."""
+    return float(f"{gbps:.4g}")

@@ -1,0 +1,314 @@
+"""How a host's part becomes complete and committed: a thread for each snapshot, off the training path.
+
+1. Get the manifests of all members of the group: each then has its part complete.
+2. Encode one stripe: that whose parity row 0 this host keeps. Piece by piece: pull the data shards from their hosts,
+   multiply, keep row 0, push the other rows to the members that keep them.
+3. Wait for the rows that others encode for this host. Then it is *complete*: the mark says so, and the root hears it.
+4. Ask the root until all hosts are complete: *committed*.
+Every call is repeated until it is answered; what it asks for may be done twice. Whoever fails for good drops the
+snapshot and tells the root, so that everybody gives it up: a slot is never blocked by a snapshot that cannot commit.
+"""
+
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from resilient_jax.erasure import Checksum, Kernel, ReedSolomon, encode
+from resilient_jax.errors import (
+    CallerError,
+    ChecksumMismatch,
+    InternalError,
+    MessageError,
+    ResilientJaxError,
+    SnapshotDropped,
+    SnapshotMissing,
+    SnapshotRefused,
+    StaleGeneration,
+)
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.fault_points import ANY_INDEX, FaultPoints, Place
+from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.snapshot.arena import Arena, Listener
+from resilient_jax.snapshot.commit import CommitBoard
+from resilient_jax.snapshot.held import HeldSnapshot, cut_blocks
+from resilient_jax.snapshot.messages import (
+    COMPLETE,
+    DROPPED,
+    MANIFEST,
+    PARITY,
+    PIECE_BYTES,
+    CompleteReply,
+    CompleteRequest,
+    DroppedRequest,
+    ManifestRequest,
+    Outcome,
+    ParityPiece,
+)
+from resilient_jax.snapshot.peers import Peers
+from resilient_jax.snapshot.slot_choice import name_of
+from resilient_jax.snapshot.slots import Phase
+from resilient_jax.snapshot.stripes import data_members, parity_members
+
+logger = logging.getLogger(__name__)
+
+PIECES_AT_ONCE: Final = 2
+"""While one is multiplied the other travels. Each holds n pieces in memory."""
+FIRST_RETRY_S: Final = 0.01
+LAST_RETRY_S: Final = 0.5
+TRIES: Final = 5
+"""Of what fails in a way that time does not heal, but a second look may."""
+QUESTION_S: Final = 0.005
+"""Between two questions that the root is asked, by all hosts together: what it answers in a small part of a core."""
+
+_ZEROS: Final = memoryview(bytes(PIECE_BYTES))
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What every exchange works with."""
+
+    host: HostName
+    arena: Arena
+    board: CommitBoard
+    """Of the root; guarded by the arena's lock."""
+    peers: Peers
+    kernel: Kernel
+    checksum: Checksum
+    listener: Listener
+    faults: FaultPoints | None
+
+    def reach(self, place: Place, id: SnapshotId, index: int = ANY_INDEX) -> None:
+        """A test may hold this server here."""
+        if self.faults is not None:
+            self.faults.reach(place, id.step, index)
+
+
+class Exchange:
+    """One snapshot's way, from the part that is there to its end."""
+
+    def __init__(self, held: HeldSnapshot, tools: Tools) -> None:
+        self._held = held
+        self._tools = tools
+        self._arena = tools.arena
+        self._failed: set[HostName] = set()
+
+    def run(self) -> None:
+        """Returns when the snapshot is committed or given up."""
+        held, tools = self._held, self._tools
+        try:
+            tools.reach(Place.BEFORE_PARITY, held.id)
+            self._collect_manifests()
+            if held.group.parity:
+                self._encode_stripe()
+            self._wait_for_parity()
+            tools.reach(Place.BEFORE_COMPLETE, held.id)
+            self._arena.advance(held, Phase.COMPLETE)
+            self._settle()
+        except ResilientJaxError as error:
+            self._arena.drop(held.id, str(error))
+        except Exception as error:  # the thread's end: it becomes an event
+            logger.exception("the exchange of %s failed", name_of(held.id))
+            self._arena.drop(held.id, f"{type(error).__name__}: {error}")
+
+    def _collect_manifests(self) -> None:
+        held = self._held
+        for host in held.missing_manifests():
+            request = ManifestRequest(id=held.id, host=host)
+
+            def fetch(host: HostName = host, request: ManifestRequest = request) -> bytes:
+                return self._tools.peers.call(held.layout.servers[host], MANIFEST, request).data
+
+            data = self._until_done(host, fetch)
+            with self._arena.changed:
+                self._check()
+                held.store_manifest(host, data)
+
+    def _encode_stripe(self) -> None:
+        offsets = range(0, self._held.shape.chunk_bytes, PIECE_BYTES)
+        with concurrent.futures.ThreadPoolExecutor(PIECES_AT_ONCE, "rj-encode") as pool:
+            for done in [pool.submit(self._encode_piece, offset) for offset in offsets]:
+                done.result()
+
+    def _encode_piece(self, offset: int) -> None:
+        held, tools = self._held, self._tools
+        self._check()
+        stripe, n, m = held.member, len(held.group.hosts), held.group.parity
+        length = min(PIECE_BYTES, held.shape.chunk_bytes - offset)
+        sources = [
+            self._pull(held.group.hosts[member], shard * held.shape.chunk_bytes + offset, length)
+            for shard, member in enumerate(data_members(stripe, n, m))
+        ]
+        rows = [bytearray(length) for _ in range(m)]
+        encode(ReedSolomon(n - m, m), tools.kernel, sources, rows)
+        for row, member in enumerate(parity_members(stripe, n, m)):
+            data = bytes(rows[row])
+            piece = ParityPiece(
+                id=held.id,
+                stripe=stripe,
+                row=row,
+                offset=offset,
+                data=data,
+                checksum=tools.checksum.name,
+                digests=tuple(map(tools.checksum.compute, cut_blocks(data))),
+            )
+            self._give(held.group.hosts[member], piece)
+        tools.reach(Place.DURING_PARITY, held.id, offset // PIECE_BYTES)
+
+    def _pull(self, host: HostName, offset: int, length: int) -> bytes | memoryview:
+        held = self._held
+        if offset >= held.layout.part_bytes[host]:
+            return _ZEROS[:length]  # a shorter part's end: nothing to send
+        address = held.layout.servers[host]
+        return self._until_done(host, lambda: self._tools.peers.read_part(address, held.id, offset, length))
+
+    def _give(self, host: HostName, piece: ParityPiece) -> None:
+        if host == self._tools.host:
+            self._arena.store_piece(piece)
+        else:
+            address = self._held.layout.servers[host]
+            self._until_done(host, lambda: self._tools.peers.call(address, PARITY, piece))
+
+    def _wait_for_parity(self) -> None:
+        with self._arena.changed:
+            self._arena.changed.wait_for(
+                lambda: self._held.has_parity() or not self._arena.is_held(self._held)
+            )
+            self._check()
+
+    def _settle(self) -> None:
+        held, tools = self._held, self._tools
+        is_root = held.layout.root == tools.host
+        reply = self._decide() if is_root else self._ask_root()
+        if reply.outcome is Outcome.DROPPED:
+            self._arena.withdraw(held, reply.reason)
+        elif reply.outcome is Outcome.COMMITTED:
+            if not is_root:
+                tools.reach(Place.BEFORE_COMMITTED, held.id)
+            self._arena.advance(held, Phase.COMMITTED)
+            try:
+                self._arena.prepare()
+            except SnapshotRefused as error:  # the next begin tries again, and says so too
+                tools.listener.happened(EventKind.SNAPSHOT_REFUSED, held.id, error=str(error))
+
+    def _decide(self) -> CompleteReply:
+        """The root's side."""
+        held, board = self._held, self._tools.board
+        with self._arena.changed:
+            board.hear_complete(held.id, self._tools.host)
+            self._arena.changed.wait_for(
+                lambda: (
+                    board.is_complete(held.id, held.layout.part_bytes)
+                    or board.outcome(held.id).outcome is not Outcome.WAITING
+                    or self._is_over()
+                )
+            )
+            if not board.is_complete(held.id, held.layout.part_bytes):
+                return board.outcome(held.id)
+        self._tools.reach(Place.BEFORE_COMMITTED, held.id)
+        with self._arena.changed:
+            return board.commit(held.id)
+
+    def _ask_root(self) -> CompleteReply:
+        """Everybody else's. After a new generation began the root may still know, but need not be waited for."""
+        held = self._held
+        address = held.layout.servers[held.layout.root]
+        request = CompleteRequest(id=held.id, host=self._tools.host)
+        limit_s = QUESTION_S * len(held.layout.part_bytes)
+        delay_s = min(FIRST_RETRY_S, limit_s)
+        while True:
+            was_over = self._is_over()
+            try:
+                reply = self._tools.peers.call(address, COMPLETE, request)
+                if reply.outcome is not Outcome.WAITING:
+                    return reply
+            except SnapshotMissing:
+                pass  # the root's worker has not opened the layout yet
+            except StaleGeneration:
+                return CompleteReply(outcome=Outcome.WAITING)
+            except ResilientJaxError as error:
+                self._note(held.layout.root, error)
+            if was_over:
+                return CompleteReply(outcome=Outcome.WAITING)
+            delay_s = self._pause(delay_s, limit_s)
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        held, layout = self._held, self._arena.layout
+        return (
+            not self._arena.is_held(held)
+            or held.phase is Phase.COMMITTED
+            or (layout is not None and layout.generation > held.id.generation)
+        )
+
+    def _until_done(self, host: HostName, call: Callable[[], AnswerT]) -> AnswerT:
+        """Repeats a call of another server.
+
+        Raises:
+            SnapshotDropped: here or there.
+            ResilientJaxError: what will not heal.
+        """
+        delay_s, tries = FIRST_RETRY_S, 0
+        while True:
+            self._check()
+            try:
+                return call()
+            except SnapshotMissing:
+                pass  # not yet
+            except (SnapshotDropped, CallerError, MessageError):
+                raise
+            except (ChecksumMismatch, InternalError) as error:
+                self._note(host, error)
+                tries += 1
+                if tries == TRIES:
+                    raise
+            except ResilientJaxError as error:  # cannot be reached, or has gone on to another generation
+                self._note(host, error)
+            delay_s = self._pause(delay_s, LAST_RETRY_S)
+
+    def _pause(self, delay_s: float, limit_s: float) -> float:
+        """Waits before the next try; gives how long to wait before the one after."""
+        with self._arena.changed:
+            self._arena.changed.wait_for(lambda: not self._arena.is_held(self._held), delay_s)
+        return min(2 * delay_s, limit_s)
+
+    def _check(self) -> None:
+        if not self._arena.is_held(self._held):
+            raise SnapshotDropped(self._held.dropped or "its slot was taken")
+
+    def _note(self, host: HostName, error: ResilientJaxError) -> None:
+        """Once for a host: it is asked again and again."""
+        if host not in self._failed:
+            self._failed.add(host)
+            self._tools.listener.happened(
+                EventKind.SNAPSHOT_PEER_FAILED,
+                self._held.id,
+                peer=host,
+                error=f"{type(error).__name__}: {error}",
+            )
+
+
+def tell_root_of_drop(id: SnapshotId, layout: Layout, reason: str, tools: Tools) -> None:
+    """Returns when the root knows, or nothing of this generation counts any more."""
+    arena, delay_s = tools.arena, FIRST_RETRY_S
+    request = DroppedRequest(id=id, host=tools.host, reason=f"{tools.host}: {reason}")
+    if layout.root == tools.host:
+        with arena.changed:
+            tools.board.hear_dropped(id, request.reason)
+            arena.changed.notify_all()
+        return
+    while arena.layout is layout:
+        try:
+            tools.peers.call(layout.servers[layout.root], DROPPED, request)
+            return
+        except StaleGeneration:
+            return
+        except ResilientJaxError as error:
+            logger.info("%s cannot be told that %s was dropped: %s", layout.root, name_of(id), error)
+        with arena.changed:
+            arena.changed.wait_for(lambda: arena.layout is not layout, delay_s)
+        delay_s = min(2 * delay_s, LAST_RETRY_S)

@@ -1,0 +1,166 @@
+"""What a host's part holds: which boxes of which leaves at which offset, and the checksum of every block.
+
+The pieces of all hosts' manifests of a snapshot together cover every leaf exactly once. On the wire and in a slot a
+manifest stands behind a header of its own (magic, version, length, CRC-32 of all but itself), so that a torn or damaged
+one is never believed. That checksum is zlib's on every machine; the one of the blocks is named inside.
+"""
+
+import struct
+import zlib
+from typing import Final
+
+import msgspec
+
+from resilient_jax.erasure import Buffer, Checksum, ChecksumName
+from resilient_jax.errors import ChecksumMismatch, MessageError
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import SnapshotId
+
+BLOCK_BYTES: Final = 256 * 2**10
+"""Copying and checksumming a block while it lies in the cache costs one pass over memory; smaller only adds numbers."""
+PIECE_ALIGNMENT: Final = 64
+"""Bytes: a cache line, and more than any dtype asks for."""
+MAGIC: Final = b"RJMF"
+VERSION: Final = 1
+"""Of the manifest's form: readers refuse another."""
+_HEADER = struct.Struct("<4sIQI")
+_CHECKED_BYTES = struct.calcsize("<4sIQ")
+"""Of the header, without the checksum."""
+
+
+class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A leaf of the state, as every host sees it.
+
+    Attributes:
+        path: in the pytree.
+        dtype: its name in numpy or ml_dtypes; int4 and its kin are stored as one int8 a number.
+        shape: of the whole leaf.
+        key_impl: of random keys, which are stored as their raw data; else None.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    key_impl: str | None = None
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a leaf and where it lies in the part, in C order.
+
+    Attributes:
+        leaf: index into the manifest's leaves.
+        start: first index in each dim.
+        stop: index after the last one in each dim.
+        offset: bytes from the start of the part, a multiple of `PIECE_ALIGNMENT`.
+    """
+
+    leaf: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    offset: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One host's part of a snapshot.
+
+    Attributes:
+        id: of the snapshot.
+        host: whose part it is.
+        leaves: all leaves of the state, the same on every host.
+        pieces: what is in this part.
+        part_bytes: length of the part.
+        checksum: the algorithm of `blocks`.
+        block_bytes: length of a block; the last one is as long as what is left of the part.
+        blocks: checksum of each block, in order.
+        extra: leaves that are no arrays, and the data cursor; opaque here.
+    """
+
+    id: SnapshotId
+    host: HostName
+    leaves: tuple[LeafInfo, ...]
+    pieces: tuple[Piece, ...]
+    part_bytes: int
+    checksum: ChecksumName
+    block_bytes: int
+    blocks: tuple[int, ...]
+    extra: bytes = b""
+
+
+def block_count(part_bytes: int, block_bytes: int) -> int:
+    """How many blocks a part has."""
+    return -(-part_bytes // block_bytes)
+
+
+def checksum_blocks(part: Buffer, checksum: Checksum, block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
+    """The checksum of each block of bytes that begin at a block; the last may be shorter."""
+    view = memoryview(part)
+    return tuple(
+        checksum.compute(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)
+    )
+
+
+def find_bad_block(manifest: Manifest, checksum: Checksum, offset: int, data: Buffer) -> int | None:
+    """The first block of a run of whole blocks that is not what it was when the snapshot was taken, if there is one.
+
+    Args:
+        manifest: of the part.
+        checksum: the manifest's algorithm.
+        offset: of `data` in the part, at the start of a block.
+        data: up to the end of a block or of the part.
+    """
+    view, size = memoryview(data), manifest.block_bytes
+    assert offset % size == 0, f"offset {offset} is not the start of a block of {size} bytes"
+    assert len(view) % size == 0 or offset + len(view) == manifest.part_bytes, "data ends inside a block"
+    assert checksum.name is manifest.checksum, f"{checksum.name} cannot verify {manifest.checksum}"
+    for start in range(0, len(view), size):
+        index = (offset + start) // size
+        if checksum.compute(view[start : start + size]) != manifest.blocks[index]:
+            return index
+    return None
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest behind its header."""
+    body = msgspec.msgpack.encode(manifest)
+    header = _HEADER.pack(MAGIC, VERSION, len(body), 0)[:_CHECKED_BYTES]
+    return header + struct.pack("<I", zlib.crc32(body, zlib.crc32(header))) + body
+
+
+def decode_manifest(data: Buffer) -> Manifest:
+    """The manifest in `data`, which holds nothing else.
+
+    Raises:
+        ChecksumMismatch: a byte is not what it was, or some are missing.
+        MessageError: whole, but of another version, or its numbers contradict each other.
+    """
+    view = memoryview(data)
+    if len(view) < _HEADER.size:
+        raise ChecksumMismatch(f"manifest of {len(view)} bytes, expected a header of {_HEADER.size} and more")
+    magic, version, length, expected = _HEADER.unpack_from(view)
+    body = view[_HEADER.size :]
+    found = zlib.crc32(body, zlib.crc32(view[:_CHECKED_BYTES]))
+    if magic != MAGIC or length != len(body) or found != expected:
+        raise ChecksumMismatch(
+            f"manifest is damaged: found magic {magic!r}, {len(body)} bytes and CRC-32 {found:08x}, expected "
+            f"{MAGIC!r}, {length} bytes and {expected:08x}"
+        )
+    if version != VERSION:
+        raise MessageError(
+            f"manifest has version {version}, this resilient_jax reads version {VERSION}; "
+            "run the same version everywhere"
+        )
+    return _checked(body)
+
+
+def _checked(body: memoryview) -> Manifest:
+    try:
+        manifest = msgspec.msgpack.decode(body, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageError(f"manifest does not decode: {error}; run the same version everywhere") from error
+    expected = block_count(manifest.part_bytes, manifest.block_bytes) if manifest.block_bytes > 0 else 0
+    if manifest.block_bytes <= 0 or manifest.part_bytes < 0 or len(manifest.blocks) != expected:
+        raise MessageError(
+            f"manifest of {manifest.host}: found {len(manifest.blocks)} block checksums, expected {expected} for "
+            f"{manifest.part_bytes} bytes in blocks of {manifest.block_bytes}"
+        )
+    return manifest

@@ -1,0 +1,183 @@
+"""Whether a host has the memory for its snapshots, found out before training starts; refused with numbers.
+
+What is needed follows from the layout alone. What is free is what the kernel says is available, or less where a control
+group (a container, a batch job) allows less: Linux `Documentation/admin-guide/cgroup-v2.rst` (memory.max,
+memory.current, memory.stat) and `cgroup-v1/memory.rst`.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from resilient_jax.errors import SnapshotRefused
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import Layout
+from resilient_jax.snapshot.manifest import BLOCK_BYTES, block_count
+from resilient_jax.snapshot.stripes import chunk_bytes
+
+SLOTS: Final = 2
+"""The newest committed snapshot stays while the next one is taken."""
+HEADER_BYTES: Final = 4096
+"""One page, written at once."""
+MANIFEST_BYTES: Final = 2**20
+"""Room for what a manifest says of leaves and pieces: some 10000 of them. Block checksums come on top."""
+DIGEST_BYTES: Final = 8
+"""A block's checksum, in a manifest at most 5 bytes, beside parity 4; some room is left."""
+UNLIMITED: Final = 2**60
+"""A limit of version 1 from here on says that there is none: the kernel gives the largest number of pages."""
+
+_CGROUPS: Final = PurePosixPath("sys/fs/cgroup")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeded:
+    """What one host's snapshots take, in bytes.
+
+    Attributes:
+        part: of one slot: this host's part of the state.
+        parity: of one slot: chunks for others.
+        records: of one slot: header, the manifests of the host's group, checksums.
+    """
+
+    part: int
+    parity: int
+    records: int
+
+    @property
+    def total(self) -> int:
+        """Of all slots."""
+        return SLOTS * (self.part + self.parity + self.records)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFree:
+    """What this process may still take, in bytes, and who says so.
+
+    Attributes:
+        available: as the kernel estimates for the machine.
+        limit: of the control group that has least left; None if none has a limit.
+        used: in that group, without page cache that is given back when needed.
+    """
+
+    available: int
+    limit: int | None = None
+    used: int = 0
+
+    @property
+    def free(self) -> int:
+        """The smaller of what the machine and what the control group has left."""
+        return self.available if self.limit is None else min(self.available, max(0, self.limit - self.used))
+
+
+def memory_needed(layout: Layout, host: HostName) -> MemoryNeeded:
+    """What the snapshots of a layout take on a host."""
+    group = layout.group_of(host)
+    parts = [layout.part_bytes[member] for member in group.hosts]
+    chunk = chunk_bytes(parts, len(group.hosts) - group.parity)
+    blocks = [block_count(part, BLOCK_BYTES) for part in parts]
+    kept_blocks = group.parity * block_count(chunk, BLOCK_BYTES)
+    return MemoryNeeded(
+        part=layout.part_bytes[host],
+        parity=group.parity * chunk,
+        records=HEADER_BYTES + len(parts) * MANIFEST_BYTES + DIGEST_BYTES * (sum(blocks) + kept_blocks),
+    )
+
+
+def check_memory(needed: MemoryNeeded, free: MemoryFree, host: HostName, *, held: int = 0) -> None:
+    """Refuses snapshots that do not fit.
+
+    Args:
+        needed: by the new layout.
+        free: now.
+        host: for the message.
+        held: bytes of earlier slots, which the new ones take over or replace.
+
+    Raises:
+        SnapshotRefused: more is needed than is free; with the numbers and what to do.
+    """
+    if needed.total <= free.free + held:
+        return
+    group = "no control group limits it"
+    if free.limit is not None:
+        group = f"its control group allows {_size(free.limit)} and uses {_size(free.used)}"
+    raise SnapshotRefused(
+        f"host {host}: snapshots need {_size(needed.total)} of memory ({SLOTS} slots with {_size(needed.part)} of "
+        f"state, {_size(needed.parity)} of parity and {_size(needed.records)} of records each), expected at most "
+        f"{_size(free.free + held)}: the machine has {_size(free.available)} available, {group}, and {_size(held)} are "
+        "held by earlier snapshots. Give the host or its container more memory, use more hosts (each then keeps less), "
+        "lower the parity or make groups larger, or switch snapshots off"
+    )
+
+
+def read_free_memory(root: Path = Path("/")) -> MemoryFree:
+    """What is free now.
+
+    Args:
+        root: where `proc` and `sys` are mounted; another one in tests.
+
+    Raises:
+        SnapshotRefused: the kernel does not say.
+    """
+    try:
+        available = _kib(root / "proc/meminfo", "MemAvailable:")
+    except (OSError, KeyError, ValueError) as error:
+        raise SnapshotRefused(
+            f"{root / 'proc/meminfo'} does not say how much memory is available ({error}); snapshots need Linux with "
+            "proc mounted"
+        ) from error
+    left = min(_find_limits(root), key=lambda found: found[0] - found[1], default=(None, 0))
+    return MemoryFree(available=available, limit=left[0], used=left[1])
+
+
+def _find_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of every control group that this process is in, of both versions."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # a kernel without control groups
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield from _walk(root / _CGROUPS, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _walk(root / _CGROUPS / "memory", path, *names)
+
+
+def _walk(
+    mounted: Path, path: str, limit_name: str, used_name: str, cache_name: str
+) -> Iterator[tuple[int, int]]:
+    """From the group up to the root: each may have a limit. Inside a container the lower ones may not be mounted."""
+    inner = PurePosixPath(path.lstrip("/"))
+    for folder in (mounted / inner, *(mounted / parent for parent in inner.parents)):
+        try:
+            limit, used = (folder / limit_name).read_text().strip(), int((folder / used_name).read_text())
+            if limit == "max" or int(limit) >= UNLIMITED:
+                continue
+        except (OSError, ValueError):
+            continue  # not mounted here, or the root group, which has no limit
+        yield int(limit), max(0, used - _cache(folder / "memory.stat", cache_name))
+
+
+def _cache(path: Path, name: str) -> int:
+    """Page cache that the group can give back; as if there were none where it does not say."""
+    try:
+        lines = (line.split() for line in path.read_text().splitlines())
+        return next((int(words[1]) for words in lines if words and words[0] == name), 0)
+    except (OSError, ValueError):
+        return 0
+
+
+def _kib(path: Path, name: str) -> int:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}[name] * 1024
+
+
+def _size(nbytes: int) -> str:
+    """In the unit in which people compare it.
+
+    >>> _size(3 * 2**29)
+    '1.50 GiB'
+    """
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

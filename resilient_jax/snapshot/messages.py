@@ -1,0 +1,297 @@
+"""What is said to and by a snapshot server: to its agent, to its host's worker, between servers.
+
+Between servers (gRPC, service `snapshot`) every call may be repeated: it asks for a level, never for a change by one.
+On the two links (socket pairs, one frame a message) descriptors travel beside the frame that names them.
+"""
+
+import enum
+
+import msgspec
+
+from resilient_jax.erasure import ChecksumName
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
+from resilient_jax.protocol.worker import Happened
+from resilient_jax.transport import Method
+
+SERVICE = "snapshot"
+
+
+# Between the agent and the server of its host.
+
+SETTINGS_VARIABLE = "RESILIENT_JAX_SNAPSHOT_SERVER"
+"""Environment variable with `ServerSettings` as JSON."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent tells its server once, at start.
+
+    Attributes:
+        address: of the host, where the server finds itself a port.
+        token: of the job.
+        tls: paths of certificate, key and authority; None for plain TCP.
+        link_fd: the server's end of a socket pair with its agent. When it closes the server ends.
+    """
+
+    host: HostName
+    address: str
+    token: str
+    tls: tuple[str, str, str] | None = None
+    link_fd: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The server listens there. Said once, first."""
+
+    endpoint: str
+
+
+class Holding(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What the host's server holds complete, whenever that changes."""
+
+    snapshots: tuple[SnapshotStatus, ...]
+
+
+class NewWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The host has a new worker; one descriptor comes with it: the server's end of a socket pair with that worker."""
+
+
+ServerWord = Serving | Holding | Happened
+"""Server to agent. The other way there is only `NewWorker`."""
+
+SERVER_WORD_DECODER: msgspec.msgpack.Decoder[ServerWord] = msgspec.msgpack.Decoder(ServerWord)
+NEW_WORKER_DECODER: msgspec.msgpack.Decoder[NewWorker] = msgspec.msgpack.Decoder(NewWorker)
+
+
+# Between the host's worker and the server. `call` numbers a worker's requests; the answer has its number.
+
+
+class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """From now on snapshots have this layout. Answer: `Slots`, with a descriptor of each.
+
+    Attributes:
+        restored: the snapshot that the generation goes on from, the same on every host.
+    """
+
+    call: int
+    layout: Layout
+    restored: SnapshotId | None = None
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Gives the worker a slot to write its part to. Answer: `PartOf`, with the slot's descriptor."""
+
+    call: int
+    id: SnapshotId
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The part is there and will not change any more. Answer: `Done`."""
+
+    call: int
+    id: SnapshotId
+    manifest: bytes
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The part will not be finished, and the worker writes to it no more. Answer: `Done`."""
+
+    call: int
+    id: SnapshotId
+
+
+class OpenHeld(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks for this host's own part. Answer: `PartOf`, with the slot's descriptor; it fails where there is none."""
+
+    call: int
+    id: SnapshotId
+
+
+class SlotSize(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that exists.
+
+    Attributes:
+        number: never given out twice by a server.
+        mapped_bytes: of its memory, for the worker to map.
+    """
+
+    number: int
+    mapped_bytes: int
+
+
+class Slots(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The slots that are ready; one descriptor each, in order."""
+
+    call: int
+    slots: tuple[SlotSize, ...]
+
+
+class PartOf(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Where a part lies: so many bytes from an offset of a slot.
+
+    Attributes:
+        manifest: encoded; empty for a part that is yet to be written.
+    """
+
+    call: int
+    slot: SlotSize
+    offset: int
+    part_bytes: int
+    manifest: bytes = b""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """There is nothing more to say."""
+
+    call: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The request failed with this error of ours, by the name of its class."""
+
+    call: int
+    error: str
+    message: str
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Unasked: a snapshot is committed, or it was dropped."""
+
+    id: SnapshotId
+    committed: bool
+    reason: str = ""
+
+
+class Retired(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Unasked: the slot is used no more; its memory is freed when the worker, too, lets go of it."""
+
+    number: int
+
+
+WorkerRequest = Open | Begin | Finish | Abandon | OpenHeld
+ServerAnswer = Slots | PartOf | Done | Failed
+ServerNotice = Settled | Retired
+
+WORKER_REQUEST_DECODER: msgspec.msgpack.Decoder[WorkerRequest] = msgspec.msgpack.Decoder(WorkerRequest)
+SERVER_MESSAGE_DECODER: msgspec.msgpack.Decoder[ServerAnswer | ServerNotice] = msgspec.msgpack.Decoder(
+    ServerAnswer | ServerNotice
+)
+
+
+# Between servers, and from a reader to servers.
+
+
+class Region(enum.StrEnum):
+    """What a read is of."""
+
+    PART = "part"
+    PARITY = "parity"
+
+
+class ManifestRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for the manifest of a member of the server's group, its own or another's."""
+
+    id: SnapshotId
+    host: HostName
+
+
+class ManifestReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The encoded manifest, with its checksum in front."""
+
+    data: bytes
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for bytes of the server's own part, or of a parity chunk that it keeps.
+
+    Attributes:
+        row: of the parity chunk.
+        offset: in the part, or in the chunk.
+        length: may go past the part's end, up to k chunks: zeros.
+    """
+
+    id: SnapshotId
+    region: Region
+    row: int = 0
+    offset: int
+    length: int
+
+
+class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The next bytes; the blocks that they are of had the right checksums.
+
+    Attributes:
+        checksum: the algorithm of `digest`.
+        digest: of `data`, for what happens to it on the way.
+    """
+
+    data: bytes
+    checksum: ChecksumName
+    digest: int
+
+
+class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """A range of a parity chunk, from the member that encodes the stripe to the one that keeps the row.
+
+    Attributes:
+        stripe: of the group.
+        row: of the stripe's parity.
+        offset: in the chunk, a multiple of `PARITY_BLOCK_BYTES`.
+        checksum: the algorithm of `digests`.
+        digests: of each block of `data`.
+    """
+
+    id: SnapshotId
+    stripe: int
+    row: int
+    offset: int
+    data: bytes
+    checksum: ChecksumName
+    digests: tuple[int, ...]
+
+
+class Ok(msgspec.Struct, frozen=True):
+    """Done, or it had been done before."""
+
+
+class Outcome(enum.StrEnum):
+    """What the root knows of a snapshot."""
+
+    WAITING = "waiting"
+    """Somebody is not complete yet."""
+    COMMITTED = "committed"
+    DROPPED = "dropped"
+
+
+class CompleteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """To the root: this host is complete. Asked again until the outcome is known."""
+
+    id: SnapshotId
+    host: HostName
+
+
+class CompleteReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the snapshot."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+class DroppedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """To the root: this host will never be complete, so nobody can be."""
+
+    id: SnapshotId
+    host: HostName
+    reason: str
+
+
+MANIFEST = Method("manifest", ManifestRequest, ManifestReply)
+READ = Method("read", ReadRequest, ReadReply, streams=True)
+PARITY = Method("parity", ParityPiece, Ok)
+COMPLETE = Method("complete", CompleteRequest, CompleteReply)
+DROPPED = Method("dropped", DroppedRequest, Ok)
+
+PARITY_BLOCK_BYTES = 256 * 2**10
+"""Of parity under one checksum; as blocks of parts."""
+PIECE_BYTES = 4 * PARITY_BLOCK_BYTES
+"""Of one message. So many are in flight that larger ones gain nothing."""

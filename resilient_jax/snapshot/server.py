@@ -1,0 +1,147 @@
+"""The snapshot server of one host: `python -m resilient_jax.snapshot.server`, started by the host's agent.
+
+It owns the memory, so the snapshots outlive the worker; it ends with its agent, and then nothing of them is left.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+
+import msgspec
+
+from resilient_jax.erasure import choose_checksum
+from resilient_jax.erasure_kernels import choose_kernel
+from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import FaultPoints
+from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.snapshot.arena import Arena
+from resilient_jax.snapshot.commit import CommitBoard
+from resilient_jax.snapshot.exchange import Exchange, Tools, tell_root_of_drop
+from resilient_jax.snapshot.held import HeldSnapshot
+from resilient_jax.snapshot.link import Link
+from resilient_jax.snapshot.messages import (
+    NEW_WORKER_DECODER,
+    SERVICE,
+    SETTINGS_VARIABLE,
+    ServerSettings,
+    Serving,
+)
+from resilient_jax.snapshot.peers import Peers
+from resilient_jax.snapshot.reporting import Reporter
+from resilient_jax.snapshot.service import SnapshotService
+from resilient_jax.snapshot.worker_line import WorkerLine
+from resilient_jax.transport import Credentials, ThreadServer
+
+THREADS = 8
+"""That answer other servers. No call waits for another, so more would only wait for the processor."""
+NICENESS = 5
+"""Encoding gives way to training where both want a processor, but is not starved: others wait for the parity."""
+
+
+class SnapshotServer:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        credentials = Credentials.of(settings.token, settings.tls)
+        self._agent = Link(settings.link_fd)
+        self._reporter = Reporter(settings.host, self._agent)
+        kernel, checksum = choose_kernel(), choose_checksum()
+        self._reporter.happened(
+            EventKind.SNAPSHOT_KERNEL,
+            kernel=kernel.kernel.description,
+            reason=kernel.reason,
+            checksum=f"{checksum.name} of {checksum.origin}",
+        )
+        self._arena = Arena(settings.host, self._reporter)
+        self._tools = Tools(
+            host=settings.host,
+            arena=self._arena,
+            board=CommitBoard(),
+            peers=Peers(credentials),
+            kernel=kernel.kernel,
+            checksum=checksum,
+            listener=self._reporter,
+            faults=FaultPoints.from_environment(settings.host),
+        )
+        self._reporter.statuses = self._arena.statuses
+        self._reporter.on_dropped = self._tell_root
+        self._grpc = ThreadServer(
+            f"{settings.address}:0",
+            credentials=credentials,
+            threads=THREADS,
+            on_event=lambda kind, detail: self._reporter.happened(kind, None, **detail),
+        )
+        self._grpc.add(SERVICE, SnapshotService(self._tools).handlers)
+        self._worker: WorkerLine | None = None
+
+    def run(self) -> None:
+        """Serves until the agent's end of the socket pair is closed."""
+        self._grpc.start()
+        self._agent.send(Serving(endpoint=self._grpc.address))
+        while messages := self._agent.receive():
+            for message in messages:
+                NEW_WORKER_DECODER.decode(message)
+                self._serve_worker(Link(self._agent.take_descriptor()))
+
+    def _serve_worker(self, link: Link) -> None:
+        if self._worker is not None:
+            self._worker.end()
+        self._reporter.serve_worker(link)
+        self._worker = WorkerLine(link, self._arena, self._reporter, self._exchange)
+        self._worker.start()
+
+    def _exchange(self, held: HeldSnapshot) -> None:
+        self._tools.peers.keep_only(held.layout.servers.values())
+        exchange = Exchange(held, self._tools)
+        threading.Thread(target=exchange.run, name=f"rj-exchange-{held.id.step}", daemon=True).start()
+
+    def _tell_root(self, id: SnapshotId, layout: Layout, reason: str) -> None:
+        threading.Thread(
+            target=tell_root_of_drop, args=(id, layout, reason, self._tools), name="rj-drop", daemon=True
+        ).start()
+
+
+def read_settings() -> ServerSettings:
+    """From the environment.
+
+    Raises:
+        ConfigError: they are missing, or not as they should be.
+    """
+    try:
+        return msgspec.json.decode(os.environ.get(SETTINGS_VARIABLE, ""), type=ServerSettings)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{SETTINGS_VARIABLE} does not hold the settings of a snapshot server ({error}); an agent starts it, "
+            "nobody else"
+        ) from error
+
+
+def give_way() -> None:
+    """Training goes first. A sandbox may forbid it: then it competes."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+
+
+def main() -> None:
+    """The process."""
+    give_way()
+    code = ExitCode.DONE
+    try:
+        SnapshotServer(read_settings()).run()
+    except ResilientJaxError as error:
+        sys.stderr.write(f"snapshot server: {error}\n")
+        code = error.exit_code
+    except Exception:  # the process boundary
+        traceback.print_exc()
+        code = ExitCode.INTERNAL
+    sys.stderr.flush()
+    os._exit(code)  # at once: threads that wait for other hosts must not keep the memory
+
+
+if __name__ == "__main__":
+    main()

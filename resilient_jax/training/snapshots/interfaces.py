@@ -1,0 +1,54 @@
+"""What this package needs of its surroundings, so that tests can stand in for them."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.snapshot.manifest import Manifest
+
+
+class PartServer(Protocol):
+    """Where this host's part goes: `snapshot.local.LocalServer`."""
+
+    def begin(self, id: SnapshotId) -> memoryview:
+        """Memory for the part, exactly as long. Raises SnapshotDropped."""
+        ...
+
+    def finish(self, id: SnapshotId, manifest: Manifest) -> None:
+        """The part is complete."""
+        ...
+
+    def abandon(self, id: SnapshotId) -> None:
+        """The part will not be completed."""
+        ...
+
+
+class PartReader(Protocol):
+    """Where the parts of all hosts are read: `snapshot.reading.SnapshotReader`."""
+
+    def manifests(self) -> Mapping[HostName, Manifest]:
+        """What is in each host's part."""
+        ...
+
+    def read_into(self, host: HostName, offset: int, target: memoryview) -> None:
+        """Fills `target` with verified bytes of that host's part."""
+        ...
+
+
+class Note(Protocol):
+    """Writes an event. Called from any thread."""
+
+    def __call__(self, kind: EventKind, **detail: str | float | bool) -> object: ...
+
+
+class Reach(Protocol):
+    """Says that a snapshot of this step is at a place where a test may hold it: `FaultPoints.reach`."""
+
+    def __call__(self, place: Place, step: int) -> None: ...
+
+
+def reach_nothing(place: Place, step: int) -> None:
+    """Nobody holds us."""

@@ -1,0 +1,247 @@
+"""This worker's side of its host's snapshots: when they are taken, of what, and how the state comes back.
+
+The first snapshot of a generation opens its *layout*: the hosts say where their snapshot servers listen (one small
+sum), cut the state into parts, and group themselves. All of it follows from the shardings and the hosts' names, so every
+host finds the same. Later snapshots of the generation only copy.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from resilient_jax.errors import CallerError
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan
+from resilient_jax.protocol.worker import SnapshotSettings
+from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.placement import form_groups
+from resilient_jax.snapshot.reading import SnapshotReader
+from resilient_jax.training.held_state import HeldState
+from resilient_jax.training.jax_runtime.handles import Device
+from resilient_jax.training.snapshots.capture import Capture
+from resilient_jax.training.snapshots.interfaces import Reach
+from resilient_jax.training.snapshots.interval import steps_between
+from resilient_jax.training.snapshots.parts import StateCut, cut_state
+from resilient_jax.transport.credentials import Credentials
+
+COPY_DEADLINE_S: Final = 5.0
+"""How long training waits for a copy before it needs the memory: longer, and the snapshot is given up."""
+COMMIT_DEADLINE_S: Final = 30.0
+"""How long a planned change waits for the last snapshot: without it the others would go back a step."""
+POLL_S: Final = 0.05
+MEASURED_STEPS: Final = 8
+"""Of a generation, with a snapshot each, before `every = "auto"` says how many there are between two."""
+ADDRESS_BYTES: Final = 192
+"""For a server's address and a failure domain's name."""
+
+
+class Line(Protocol):
+    """What is needed of the line to the agent."""
+
+    def check(self) -> None: ...
+    def wait_snapshot_server(self) -> str: ...
+    def happened(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
+
+
+class Members(Protocol):
+    """What is needed of the world."""
+
+    generation: GenerationNumber
+    hosts: tuple[HostName, ...]
+    host_index: int
+
+    def host_of(self, device: Device) -> HostName: ...
+    def agree(self, tree: Any) -> Any: ...  # noqa: ANN401 - a tree of small numpy arrays
+
+
+@dataclasses.dataclass(slots=True)
+class _Opened:
+    """The layout of one generation, and when its snapshots are due."""
+
+    layout: Layout
+    cut: StateCut
+    first_step: int
+    every: int
+    began_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Peer:
+    """What a host says of itself when a layout is opened."""
+
+    server: str
+    domain: str
+
+
+class SnapshotKeeper:
+    """Lives as long as the worker."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        host: HostName,
+        settings: SnapshotSettings,
+        failure_domain: str,
+        credentials: Credentials,
+        line: Line,
+        reach: Reach,
+    ) -> None:
+        """Asks for nothing yet.
+
+        Args:
+            descriptor: this worker's end of its socket pair with the snapshot server, which may start later.
+            host: this one.
+            settings: of the job.
+            failure_domain: what fails together with this host; empty: nothing.
+            credentials: for the servers of other hosts.
+            line: to the agent.
+            reach: here a test can hold this worker.
+        """
+        self._host = host
+        self._settings = settings
+        self._domain = failure_domain or host
+        self._credentials = credentials
+        self._line = line
+        self._reach = reach
+        self._server = LocalServer(descriptor)
+        self._capture = Capture(self._server, host, line.happened, reach=reach)
+        self._opened: _Opened | None = None
+        self._restored: SnapshotId | None = None
+        """What the present generation goes on from, if it is a snapshot."""
+        self._blocked_s = 0.0
+        """By the snapshots of this generation."""
+
+    def take(self, world: Members, held: HeldState, extra: bytes = b"") -> None:
+        """Begins a snapshot of the committed state, if one is due; every host must call it after the same steps.
+
+        Raises:
+            CallerError: it does not fit in memory; says how much there is.
+        """
+        opened = self._opened
+        if opened is None or opened.layout.generation != world.generation:
+            self.finish_copy()
+            opened = self._opened = self._open(world, held)
+        done = held.step - opened.first_step
+        if done == MEASURED_STEPS and self._settings.every == "auto":
+            opened.every = self._agree_on_interval(world, opened)
+        if done % opened.every == 0:
+            self._take(opened, held, extra)
+
+    def _take(self, opened: _Opened, held: HeldState, extra: bytes) -> None:
+        self.finish_copy()
+        started_s = time.monotonic()
+        id_ = SnapshotId(held.step, opened.layout.generation)
+        self._capture.start(id_, opened.cut, held.leaves, extra)
+        self._blocked_s += time.monotonic() - started_s
+
+    def finish_copy(self) -> None:
+        """Returns when no copy is under way: the arrays of the last snapshot may be donated.
+
+        A copy that takes too long is given up, which is an event.
+        """
+        started_s = time.monotonic()
+        if not self._capture.wait(COPY_DEADLINE_S):
+            self._capture.cancel(f"training waited {COPY_DEADLINE_S:g} s for its copy")
+        self._blocked_s += time.monotonic() - started_s
+
+    def flush(self, generation: GenerationNumber, held: HeldState | None) -> SnapshotId | None:
+        """Makes sure that the committed state is in a snapshot, before a planned change; gives its id.
+
+        None if this generation takes none, or if it could not be done in time: then the others go back to the one
+        before.
+        """
+        opened = self._opened
+        if opened is None or held is None or opened.layout.generation != generation:
+            return None
+        wanted = SnapshotId(held.step, generation)
+        end_s = time.monotonic() + COMMIT_DEADLINE_S
+        while time.monotonic() < end_s:
+            self._line.check()
+            if self._capture.is_idle and self._capture.finished != wanted:
+                self._take(
+                    opened, held, b""
+                )  # not due, or dropped because the one before was still under way
+            if self._server.wait_committed(wanted, POLL_S):
+                return wanted
+        return None
+
+    def leave(self) -> None:
+        """Lets go of all arrays: the generation is over."""
+        self._capture.cancel("its generation has ended")
+        self._capture.wait(COPY_DEADLINE_S)
+        self._opened = self._restored = None
+
+    def open_reader(self, plan: SnapshotPlan) -> SnapshotReader:
+        """What reads the state of `plan`, from this host's memory where that has it."""
+        self._restored = plan.id
+        here = any(source.host == self._host for source in plan.sources)
+        return SnapshotReader(
+            plan,
+            self._host,
+            self._server if here else None,
+            self._credentials,
+            check=self._line.check,
+            note=self._line.happened,
+        )
+
+    # A generation's layout.
+
+    def _open(self, world: Members, held: HeldState) -> _Opened:
+        settings = self._settings
+        peers = self._exchange(world, self._line.wait_snapshot_server())
+        cut = cut_state(held.leaves, world.host_of, world.hosts)
+        # Then a host that is lost takes nothing along, and parity would protect against nothing.
+        has_copies = min(cut.whole_on, default=len(world.hosts)) > settings.parity
+        groups = form_groups(
+            world.hosts,
+            0 if has_copies else settings.parity,
+            group_size=settings.group_size,
+            domain_of={host: peer.domain for host, peer in peers.items()},
+        )
+        layout = Layout(
+            generation=world.generation,
+            groups=groups,
+            part_bytes=dict(cut.part_bytes),
+            servers={host: peer.server for host, peer in peers.items()},
+            root=world.hosts[0],
+        )
+        self._server.open(layout, restored=self._restored)
+        self._line.happened(
+            EventKind.SNAPSHOT_LAYOUT,
+            bytes=cut.part_bytes[self._host],
+            groups=len(groups),
+            parity=min(group.parity for group in groups),
+            wanted=settings.parity,
+            copies=has_copies,
+        )
+        self._blocked_s = 0.0
+        every = settings.every if isinstance(settings.every, int) else 1
+        return _Opened(layout, cut, held.step, every, time.monotonic())
+
+    def _agree_on_interval(self, world: Members, opened: _Opened) -> int:
+        """Young and Daly's, from what snapshots cost the slowest host in the first steps of this generation."""
+        measured = np.zeros((len(world.hosts), 3), np.float32)
+        step_s = (time.monotonic() - opened.began_s) / MEASURED_STEPS
+        measured[world.host_index] = self._blocked_s / MEASURED_STEPS, self._capture.seconds, step_s
+        blocked_s, copy_s, step_s = map(float, world.agree(measured).max(axis=0))
+        every = steps_between(blocked_s, self._settings.failure_interval_s, step_s, copy_s=copy_s)
+        self._line.happened(
+            EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
+        )
+        return every
+
+    def _exchange(self, world: Members, server: str) -> Mapping[HostName, _Peer]:
+        text = f"{server} {self._domain}".encode()
+        if len(text) > ADDRESS_BYTES:
+            raise CallerError(
+                f"--failure-domain: found {self._domain!r}, {len(text)} bytes with this host's address, expected "
+                f"{ADDRESS_BYTES} at most. Give it a shorter name"
+            )
+        rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
+        rows[world.host_index, : len(text)] = np.frombuffer(text, np.uint8)
+        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.agree(rows)]
+        return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}

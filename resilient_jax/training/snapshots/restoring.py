@@ -1,0 +1,149 @@
+"""A state out of a snapshot, on whatever mesh comes next.
+
+Each box that a device of this host needs is read into an array of its own, never mapped: what JAX makes of the array
+may share its memory, and must not share the arena's, which the next snapshot overwrites. A host reads the boxes of its
+devices and no others, a batch of leaves at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from resilient_jax.errors import MessageError, StateError
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.snapshot.manifest import LeafInfo, Manifest
+from resilient_jax.training.held_state import LeafType, ShardingRule, match
+from resilient_jax.training.jax_runtime.handles import Device
+from resilient_jax.training.snapshots.boxes import Box, from_index, whole
+from resilient_jax.training.snapshots.gathering import Gatherer, Target
+from resilient_jax.training.snapshots.interfaces import PartReader, Reach, reach_nothing
+
+Tree = TypeVar("Tree")
+BATCH_BYTES: Final = 256 * 2**20
+"""Of leaves that are read together, so that many small ones take few reads."""
+MEMORY_ALIGNMENT: Final = 64
+"""Bytes: JAX's CPU client takes memory that lies so as it is, and copies other."""
+
+
+def restore_snapshot(
+    abstract: Tree, reader: PartReader, sharding: ShardingRule | None, *, reach: Reach = reach_nothing
+) -> tuple[int, Tree, bytes]:
+    """The snapshot's state in the tree of `abstract`, placed for the present mesh.
+
+    Args:
+        abstract: the tree with `jax.ShapeDtypeStruct` leaves, as `jax.eval_shape` gives it.
+        reader: of the parts of all hosts.
+        sharding: where each leaf goes; None: this process's first device.
+        reach: where a test may hold it.
+
+    Returns:
+        How many steps are in it, the state, and what was given to the capture as `extra`, by the first host by name.
+
+    Raises:
+        StateError: structure, shape or dtype differ; names the first leaf that does.
+        MessageError: the parts of the hosts do not belong together.
+        SnapshotLost: more is gone than parity covers.
+    """
+    manifests = reader.manifests()
+    first = _check_agree(manifests)
+    matched = match(abstract, {info.path: _type_of(info) for info in first.leaves}, sharding)
+    numbers = {info.path: number for number, info in enumerate(first.leaves)}
+    wanted = [_Wanted(numbers[path], first.leaves[numbers[path]], target) for path, target in matched.leaves]
+    gatherer = Gatherer(reader, manifests)
+    arrays: list[jax.Array] = []
+    for batch in _batches(wanted):
+        gatherer.gather([target for leaf in batch for target in leaf.allocate()])
+        arrays.extend(leaf.place() for leaf in batch)
+        reach(Place.DURING_RESTORE, first.id.step)
+        jax.block_until_ready(arrays)  # a batch in host memory at a time
+    return first.id.step, matched.build(arrays), first.extra
+
+
+def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
+    """The first host's manifest, by name: the same one on whichever host this is called."""
+    names = sorted(manifests)
+    if not names:
+        raise MessageError("the snapshot has no manifest, expected one for each host")
+    first = manifests[names[0]]
+    for name in names[1:]:
+        other = manifests[name]
+        if (other.id, other.leaves) != (first.id, first.leaves):
+            raise MessageError(
+                f"{name} has a part of snapshot {other.id} with {len(other.leaves)} leaves, {names[0]} of {first.id} "
+                f"with {len(first.leaves)}; expected parts of one state"
+            )
+    return first
+
+
+def _type_of(info: LeafInfo) -> LeafType:
+    try:
+        dtype = np.dtype(info.dtype)
+    except TypeError as error:
+        raise StateError(
+            f"the snapshot's leaf {info.path} is of dtype {info.dtype!r}, which this host's numpy and ml_dtypes do not "
+            "know; install the versions that took the snapshot"
+        ) from error
+    return LeafType(info.shape, dtype, info.key_impl)
+
+
+class _Wanted:
+    """A leaf on its way back: what this host's devices need of it, each box once."""
+
+    def __init__(self, number: int, info: LeafInfo, sharding: Sharding | None) -> None:
+        self._number = number
+        self._shape = info.shape
+        self._dtype = np.dtype(info.dtype)
+        self._sharding = sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
+        indices = self._sharding.addressable_devices_indices_map(self._shape)
+        self._boxes: dict[Device, Box] = {
+            device: whole(self._shape) if index is None else from_index(index, self._shape)
+            for device, index in indices.items()
+        }
+        self._buffers: dict[Box, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """In this host's memory."""
+        return sum(box.size for box in set(self._boxes.values())) * self._dtype.itemsize
+
+    def allocate(self) -> list[Target]:
+        """Memory for it, to be filled."""
+        self._buffers = {box: _allocate(box.shape, self._dtype) for box in set(self._boxes.values())}
+        return [Target(self._number, box, self._buffers[box]) for box in sorted(self._buffers)]
+
+    def place(self) -> jax.Array:
+        """The array. Its shards may share our buffers: nobody else has them, and XLA never writes to memory that it
+        does not own, so that devices may share one.
+        """
+        shards = [
+            jax.device_put(
+                self._buffers[box], SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
+            )
+            for device, box in self._boxes.items()
+        ]
+        self._buffers.clear()
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Memory that JAX takes as it is, where it can."""
+    size = Box((0,) * len(shape), shape).size * dtype.itemsize
+    memory = np.empty(size + MEMORY_ALIGNMENT, np.uint8)
+    skip = -memory.ctypes.data % MEMORY_ALIGNMENT
+    return memory[skip : skip + size].view(dtype).reshape(shape)
+
+
+def _batches(leaves: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    batches: list[list[_Wanted]] = []
+    room = 0
+    for leaf in leaves:
+        if not batches or leaf.nbytes > room:
+            batches.append([])
+            room = BATCH_BYTES
+        batches[-1].append(leaf)
+        room -= leaf.nbytes
+    return batches

@@ -1,0 +1,131 @@
+"""Where the bytes of a piece come from: the arrays of this host that hold it, and their way off an accelerator."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from resilient_jax.errors import StateError
+from resilient_jax.snapshot.manifest import Piece
+from resilient_jax.training.held_state import Leaf
+from resilient_jax.training.jax_runtime.handles import Device
+from resilient_jax.training.snapshots.boxes import Box, from_index, intersect, whole
+
+
+class Source(NamedTuple):
+    """An array on one device, or in host memory, that holds a box of a leaf."""
+
+    box: Box
+    data: jax.Array | np.ndarray
+
+
+class Task(NamedTuple):
+    """A piece to be copied into the part.
+
+    Attributes:
+        path: of its leaf.
+        box: of the leaf.
+        itemsize: bytes of a number.
+        offset: in the part.
+        sources: disjoint boxes that cover it, and may reach beyond it.
+    """
+
+    path: str
+    box: Box
+    itemsize: int
+    offset: int
+    sources: tuple[Source, ...]
+
+    @property
+    def stop(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + self.box.size * self.itemsize
+
+
+def plan_tasks(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> list[Task]:
+    """What there is to copy on this host.
+
+    Raises:
+        StateError: this host does not hold all of a piece, or an array was donated.
+    """
+    return [_plan(leaves[piece.leaf], piece, turn) for turn, piece in enumerate(pieces)]
+
+
+def _plan(leaf: Leaf, piece: Piece, turn: int) -> Task:
+    box = Box(piece.start, piece.stop)
+    sources = tuple(_find_sources(leaf, box, turn))
+    overlaps = [intersect(source.box, box) for source in sources]
+    covered = sum(overlap.size for overlap in overlaps if overlap is not None)
+    if covered != box.size:
+        raise StateError(
+            f"the state's leaf {leaf.path}: this host holds {covered} of the {box.size} numbers from {list(box.start)} "
+            f"to {list(box.stop)} that it should copy; the state lies elsewhere than when snapshots were laid out. Keep "
+            "each leaf's sharding from step to step"
+        )
+    return Task(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)
+
+
+def _find_sources(leaf: Leaf, box: Box, turn: int) -> list[Source]:
+    """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
+    value = leaf.value
+    if isinstance(value, np.ndarray):
+        return [Source(whole(value.shape), value)]
+    if value.is_deleted():
+        raise StateError(
+            f"the state's leaf {leaf.path} was donated before its snapshot was copied: wait for the copy first"
+        )
+    holders: dict[Box, list[jax.Array]] = {}
+    for shard in value.addressable_shards:
+        held = from_index(shard.index, value.shape)
+        if intersect(held, box) is not None:
+            holders.setdefault(held, []).append(shard.data)
+    return [Source(held, arrays[turn % len(arrays)]) for held, arrays in holders.items()]
+
+
+def is_on_accelerator(leaves: Sequence[Leaf]) -> bool:
+    """Whether any leaf lies where the CPU cannot read it in place."""
+    return any(
+        isinstance(leaf.value, jax.Array) and next(iter(leaf.value.sharding.device_set)).platform != "cpu"
+        for leaf in leaves
+    )
+
+
+def send_to_host(tasks: Sequence[Task]) -> list[Task]:
+    """The same tasks, with their bytes on the way to host memory: only those of the pieces, cut out on the devices.
+
+    Returns at once. The slices are programs on the devices' own queues: what is dispatched later comes after them.
+    """
+    sent: list[list[Source]] = [[] for _ in tasks]
+    to_cut: dict[Device, list[tuple[int, Box, Source]]] = {}
+    for number, task in enumerate(tasks):
+        for source in task.sources:
+            box = intersect(source.box, task.box)
+            if isinstance(source.data, np.ndarray) or box is None or box == source.box:
+                sent[number].append(source)
+            else:
+                to_cut.setdefault(next(iter(source.data.devices())), []).append((number, box, source))
+    for cuts in to_cut.values():
+        arrays = [source.data for _, _, source in cuts]
+        indices = tuple(_bounds(box, source.box) for _, box, source in cuts)
+        for (number, box, _), data in zip(cuts, _cut_out(arrays, indices), strict=True):
+            sent[number].append(Source(box, data))
+    for sources in sent:
+        for source in sources:
+            if isinstance(source.data, jax.Array):
+                source.data.copy_to_host_async()
+    return [task._replace(sources=tuple(sources)) for task, sources in zip(tasks, sent, strict=True)]
+
+
+def _bounds(box: Box, outer: Box) -> tuple[tuple[int, int], ...]:
+    return tuple((piece.start, piece.stop) for piece in box.within(outer))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut_out(arrays: list[jax.Array], indices: tuple[tuple[tuple[int, int], ...], ...]) -> list[jax.Array]:
+    """One program for all of a device's slices; it is compiled once for a state and a cut."""
+    return [
+        jax.lax.slice(array, [start for start, _ in index], [stop for _, stop in index])
+        for array, index in zip(arrays, indices, strict=True)
+    ]

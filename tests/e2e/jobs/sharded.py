@@ -1,0 +1,116 @@
+"""A tiny job whose state lies cut over all hosts: no host has it whole, so a lost host is restored from memory.
+
+Usage: sharded.py WORK_DIR [pace=SECONDS]. Reads the order `stop` in WORK_DIR as tiny.py does, and
+writes `steps-<host>-<pid>.jsonl`: a line a committed step, with the SHA-256 of the whole weights and optimizer state.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import resilient_jax as rj
+from resilient_jax.training.step.complete_copies import cut, gather
+from resilient_jax.training.step.placements import fully_sharded
+
+WORK = Path(sys.argv[1])
+WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
+SIZE, MICROBATCHES, ROWS = 48, 12, 8
+NEVER = 10**9
+PACE_S = float(WORDS.get("pace", 0.05))
+RATE, DECAY, TINY = 0.01, 0.9, 1e-8
+
+State = dict[str, Any]
+
+
+def stop_at() -> int:
+    try:
+        return int((WORK / "stop").read_text())
+    except (OSError, ValueError):
+        return NEVER
+
+
+def init_state() -> State:
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {name: jax.random.normal(key, (SIZE, SIZE)) for name, key in zip("ab", keys, strict=True)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return {"params": params, "mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
+
+
+def loss_of(params: Any, rows: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - jnp.roll(rows, 1, axis=1)) ** 2)
+
+
+@jax.jit
+def accumulate(total: Any, params: Any, rows: jax.Array) -> Any:
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
+
+
+@jax.jit
+def update(state: State, gradients: Any) -> State:
+    """RMSProp with momentum: each number for itself, so that it does not matter how they are cut."""
+    gradients = jax.tree.map(lambda g: g / MICROBATCHES, gradients)
+    mean = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, state["mean"], gradients)
+    square = jax.tree.map(lambda s, g: DECAY * s + (1 - DECAY) * g * g, state["square"], gradients)
+    params = jax.tree.map(lambda p, m, s: p - RATE * m / jnp.sqrt(s + TINY), state["params"], mean, square)
+    return {"params": params, "mean": mean, "square": square, "count": state["count"] + 1}
+
+
+def digest(tree: Any) -> str:
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def train(world: rj.World) -> None:
+    rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1}))
+    whole = NamedSharding(world.local_mesh("data"), P())
+    state = world.restore_or_init(init_state, sharding=rule)
+    zeros = jax.device_put(
+        (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), whole
+    )
+    restored = digest(gather(state, whole))
+    with (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a") as log:
+
+        def say(step: int, digest: str, **more: Any) -> None:
+            line = {"step": step, "digest": digest, "generation": world.generation, **more}
+            print(json.dumps(line), file=log, flush=True)
+
+        for step in world.steps(NEVER):
+            if step >= stop_at():
+                np.savez(
+                    WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(gather(state, whole)))
+                )
+                return
+            if restored:
+                say(step - 1, restored, restored=True)
+                restored = ""
+            params = gather(state["params"], whole)
+
+            def add(total: Any, microbatch: rj.Microbatch, params: Any = params) -> Any:
+                key = (microbatch.step, microbatch.index)
+                rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
+                replica = microbatch.replica
+                return accumulate(total, replica.lift(params), replica.place(rows))
+
+            _, gradients = world.sum_microbatches(MICROBATCHES, add, zeros, unit=2)
+            state = update(state, cut(gradients, rule))
+            world.commit(state)
+            world.snapshot(state)
+            shares = [s.data.nbytes for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards]
+            say(step, digest(gather(state, whole)), restored=False, bytes_here=sum(shares))
+            time.sleep(PACE_S)
+
+
+if __name__ == "__main__":
+    rj.run(train)

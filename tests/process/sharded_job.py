@@ -1,0 +1,78 @@
+"""A job of the trainer with its state sharded over all hosts. Usage: sharded_job.py WORK_DIR complete|sharded [STEPS].
+
+After every step each host appends to `shares.<host index>` what it has of the state: the bytes here, those of the whole,
+and how many complete arrays of a parameter's shape are alive in the process, whoever holds them, other than zeros.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import resilient_jax as rj
+
+WORK = Path(sys.argv[1])
+STATE = sys.argv[2]
+STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 9
+WIDTH = 96
+"""Divides by 2, 4 and 6 devices."""
+
+
+class Net(nnx.Module):
+    """With statistics over the batch, and with leaves in which only one of the dims can be cut."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(11, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 13, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.second(jnp.tanh(self.norm(self.first(x))))))
+
+
+def batch(step: int, index: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng((step, index)).normal(size=(4, 11)).astype(np.float32)
+    return {"x": x, "y": x.sum(1, keepdims=True)}
+
+
+def loss(model: Net, rows: dict):
+    return jnp.mean((model(rows["x"]) - rows["y"]) ** 2)
+
+
+def bytes_here(leaf: jax.Array) -> int:
+    """Of the different pieces that this process has."""
+    return sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
+
+
+def say_shares(report: rj.StepReport) -> None:
+    state = report.state
+    leaves = [leaf for leaf in jax.tree.leaves((state.variables, state.optimizer)) if leaf.size >= 1024]
+    here, everything = sum(map(bytes_here, leaves)), sum(leaf.nbytes for leaf in leaves)
+    alike = [array for array in jax.live_arrays() if array.shape == (WIDTH, WIDTH)]
+    complete = [array for array in alike if bytes_here(array) == array.nbytes and np.any(array)]
+    with (WORK / f"shares.{report.host_index}").open("a") as file:
+        print(report.step, here, everything, len(complete), file=file)
+    print(f"step {report.step} {report.metrics}", flush=True)
+
+
+if __name__ == "__main__":
+    result = rj.Trainer(
+        model=Net,
+        optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.02, 5, STEPS)),
+        loss=loss,
+        data=batch,
+        batch_size=24,
+        microbatch_size=4,
+        numerics=rj.Numerics(clip_norm=0.5),
+        sharing=rj.Sharing(state=STATE),
+        evaluation=rj.Evaluation(data=batch, every=4, microbatches=3),
+        early_stop=rj.EarlyStop(patience=50),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", every=5),
+        callbacks=[say_shares],
+    ).fit(STEPS)
+    print(f"step {result.step} digest {rj.digest(result.variables)}", flush=True)

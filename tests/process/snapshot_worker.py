@@ -1,0 +1,45 @@
+"""Run by tests as a worker: opens the layout in argv[1], then does what argv[2] says with the snapshot in argv[3].
+
+- `copy`: begins it, writes half of its part, says "half", and waits to be killed.
+- `take`: begins it, writes its part, finishes it, says "taken", and waits to be killed.
+- `held`: says the length and the CRC-32 of its part as the server holds it, or "nothing".
+"""
+
+import os
+import signal
+import sys
+import zlib
+
+import msgspec
+from snapshot_servers import make_manifest, make_part
+
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.snapshot.local import LocalServer
+
+
+def main() -> None:
+    layout = msgspec.json.decode(sys.argv[1], type=Layout)
+    action, id, host = sys.argv[2], msgspec.json.decode(sys.argv[3], type=SnapshotId), HostName(sys.argv[4])
+    server = LocalServer(int(os.environ[SNAPSHOT_LINK_VARIABLE]))
+    server.open(layout)
+    if action == "held":
+        held = server.open_held(id)
+        print("nothing" if held is None else f"{len(held[1])} {zlib.crc32(held[1])}", flush=True)
+        return
+    view = server.begin(id)
+    part = make_part(id, host, len(view))
+    half = len(view) // 2
+    view[:half] = part[:half]
+    if action == "copy":
+        print("half", flush=True)
+        signal.pause()
+    view[half:] = part[half:]
+    server.finish(id, make_manifest(id, host, part))
+    print("taken", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""Any bytes of a snapshot, over real sockets, whoever is lost and whatever is damaged: right, or refused in words."""
+
+import contextlib
+import random
+import threading
+import time
+from itertools import combinations
+
+import pytest
+from kept_snapshot import CREDENTIALS, Kept, keep
+
+from resilient_jax.erasure import ChecksumName
+from resilient_jax.errors import ChecksumMismatch, OperatorError, SnapshotLost, StateLost
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.snapshot import reading
+from resilient_jax.snapshot.messages import Region
+from resilient_jax.snapshot.reading import SnapshotReader
+
+A, B, C, D, E, F = (HostName(name) for name in "abcdef")
+WAIT_S = 60.0
+BLOCK = 4096
+
+
+class Arena:
+    """Gives a keeper's part as `LocalServer` does."""
+
+    def __init__(self, kept, host):
+        self.keeper = kept.keepers[host]
+
+    def open_held(self, id, /):
+        return self.keeper.manifest, memoryview(self.keeper.part).toreadonly()
+
+
+class Notes(list):
+    """Events as (kind, detail)."""
+
+    def __call__(self, kind, **detail):
+        self.append((kind, detail))
+
+    def of(self, kind):
+        return [detail for found, detail in self if found is kind]
+
+
+@contextlib.contextmanager
+def reader_of(kept: Kept, plan, host=A, *, local=False, check=lambda: None, notes=None):
+    arena = Arena(kept, host) if local else None
+    reader = SnapshotReader(
+        plan, host, arena, CREDENTIALS, check=check, note=notes if notes is not None else Notes()
+    )
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def read(reader, host, offset, length):
+    target = bytearray(b"\xaa" * length)
+    reader.read_into(host, offset, memoryview(target))
+    return bytes(target)
+
+
+@contextlib.contextmanager
+def keeping(*arguments, **options):
+    kept = keep(*arguments, **options)
+    try:
+        yield kept
+    finally:
+        kept.close()
+
+
+def unequal(n, unit):
+    """Lengths of parts: all different, one empty, none a multiple of anything."""
+    return [0 if i == 1 else unit + 3001 * i + 13 for i in range(n)]
+
+
+def total(ranges, hosts):
+    return sum(stop - start for host, start, stop in ranges if host in hosts)
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 1), (4, 2), (6, 2), (5, 1)])
+def test_whatever_up_to_m_hosts_are_lost_every_range_reads_back_equal(n, m, monkeypatch):
+    monkeypatch.setattr(reading, "UNIT_BYTES", 4 * BLOCK)  # a part has several units
+    rng = random.Random(n * 10 + m)
+    with keeping([unequal(n, 30000)], m) as kept:
+        hosts = list(kept.parts)
+        for count in range(m + 1):
+            for lost in combinations(hosts, count):
+                unaware_of = tuple(host for host in lost if rng.random() < 0.5)
+                me = next(host for host in hosts if host not in lost)
+                plan = kept.plan(*lost, unaware_of=unaware_of)
+                with reader_of(kept, plan, me, local=True) as reader:
+                    assert {h: found.host for h, found in reader.manifests().items()} == {h: h for h in hosts}
+                    ranges = [(host, 0, len(kept.parts[host])) for host in hosts]
+                    for _ in range(12):
+                        host = rng.choice(hosts)
+                        start, stop = sorted(rng.randint(0, len(kept.parts[host])) for _ in range(2))
+                        ranges.append((host, start, stop))
+                    for host, start, stop in ranges:
+                        assert read(reader, host, start, stop - start) == kept.parts[host][start:stop]
+                    assert reader.bytes_local == total(ranges, {me})
+                    assert reader.bytes_decoded == total(ranges, lost)
+                    assert reader.bytes_peer == total(ranges, set(hosts).difference(lost, {me}))
+
+
+def test_parts_of_many_units_and_blocks_of_the_real_size():
+    mib = 2**20
+    lengths = [9 * mib + 5, 7 * mib, 8 * mib + 1, 9 * mib]
+    with keeping([lengths], 1, block_bytes=2**18) as kept, reader_of(kept, kept.plan(D)) as reader:
+        for host, part in kept.parts.items():
+            assert read(reader, host, 0, len(part)) == part
+        assert read(reader, D, 4 * mib - 3, mib) == kept.parts[D][4 * mib - 3 : 5 * mib - 3]
+
+
+def test_the_checksum_that_the_manifest_names_is_used():
+    with (
+        keeping([[9000] * 3], 1, checksum=ChecksumName.CRC32) as kept,
+        reader_of(kept, kept.plan(C)) as reader,
+    ):
+        assert read(reader, C, 0, 9000) == kept.parts[C]
+
+
+def test_groups_are_apart():
+    with keeping([[5000, 6000, 7000], [8000, 9000]], 1) as kept, reader_of(kept, kept.plan(B, E)) as reader:
+        assert set(reader.manifests()) == {A, B, C, D, E}
+        for host, part in kept.parts.items():
+            assert read(reader, host, 0, len(part)) == part
+
+
+def test_only_the_blocks_that_are_needed_are_read():
+    with keeping([[40 * BLOCK] * 4], 1) as kept, reader_of(kept, kept.plan(D)) as reader:
+        assert read(reader, D, 3 * BLOCK + 5, 100) == kept.parts[D][3 * BLOCK + 5 :][:100]
+        assert kept.requested() == 3 * BLOCK  # k shards of one block
+        assert (reader.bytes_local, reader.bytes_peer, reader.bytes_decoded) == (0, 0, 100)
+        assert read(reader, D, 3 * BLOCK + 105, 200) == kept.parts[D][3 * BLOCK + 105 :][:200]
+        assert kept.requested() == 3 * BLOCK  # the same block again
+        assert read(reader, B, 2 * BLOCK - 1, 2) == kept.parts[B][2 * BLOCK - 1 :][:2]
+        assert kept.requested() == 3 * BLOCK + 2 * BLOCK
+        assert (reader.bytes_peer, reader.bytes_decoded) == (2, 300)
+
+
+def test_what_every_host_has_of_its_own_is_read_from_memory_without_a_request():
+    with keeping([[9 * BLOCK + 7] * 3], 1) as kept, reader_of(kept, kept.plan(), local=True) as reader:
+        assert read(reader, A, 0, 9 * BLOCK + 7) == kept.parts[A]
+        assert kept.requested() == 0
+        assert reader.bytes_local == 9 * BLOCK + 7
+
+
+def test_what_was_read_is_no_view_of_the_memory_it_came_from():
+    with keeping([[9 * BLOCK] * 3], 1) as kept, reader_of(kept, kept.plan(), local=True) as reader:
+        target = bytearray(9 * BLOCK)
+        reader.read_into(A, 0, memoryview(target))
+        kept.keepers[A].part[:] = bytes(9 * BLOCK)
+        assert target == kept.parts[A]
+
+
+def test_the_own_server_is_asked_where_its_memory_is_not_at_hand():
+    with keeping([[9000] * 3], 1) as kept, reader_of(kept, kept.plan()) as reader:
+        assert read(reader, A, 0, 9000) == kept.parts[A]
+        assert (reader.bytes_local, reader.bytes_peer) == (0, 9000)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_only_a_damaged_block_is_decoded_and_an_event_says_so(local):
+    notes = Notes()
+    with keeping([[20 * BLOCK] * 4], 1) as kept:
+        kept.flip(A, 7 * BLOCK + 9)
+        with reader_of(kept, kept.plan(), local=local, notes=notes) as reader:
+            assert read(reader, A, 0, 20 * BLOCK) == kept.parts[A]
+            assert (reader.bytes_decoded, reader.bytes_local + reader.bytes_peer) == (BLOCK, 19 * BLOCK)
+    assert [(note["part"], note["to"]) for note in notes.of(EventKind.SNAPSHOT_FALLBACK)] == [
+        ("a", "decoded")
+    ]
+    assert "damaged" in notes.of(EventKind.SNAPSHOT_FALLBACK)[0]["reason"]
+
+
+@pytest.mark.parametrize("offset", [0, BLOCK - 1, 13 * BLOCK + 77, 20 * BLOCK - 1])
+def test_a_bad_block_of_a_survivor_is_an_erasure(offset):
+    notes = Notes()
+    with keeping([[20 * BLOCK] * 5], 2) as kept:
+        kept.flip(B, offset)
+        with reader_of(kept, kept.plan(E), C, notes=notes) as reader:
+            for host in (E, B):
+                assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
+            assert reader.bytes_decoded == 20 * BLOCK + BLOCK
+    bad = notes.of(EventKind.SNAPSHOT_BLOCK_BAD)
+    assert {note["source"] for note in bad} == {"b"}
+    assert all(f"block {offset // BLOCK}" in note["reason"] for note in bad)
+
+
+def test_a_bad_block_of_parity_is_an_erasure():
+    notes = Notes()
+    with keeping([[20 * BLOCK] * 5], 2) as kept:
+        for host in (A, B, C, D):
+            kept.flip(host, 3, 0)
+        with reader_of(kept, kept.plan(E), C, notes=notes) as reader:
+            assert read(reader, E, 0, 20 * BLOCK) == kept.parts[E]
+    bad = notes.of(EventKind.SNAPSHOT_BLOCK_BAD)
+    assert bad
+    assert all("parity row 0" in note["reason"] for note in bad)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_bad_parity_without_a_shard_to_spare_loses_what_its_stripe_held(row):
+    with keeping([[12 * BLOCK] * 5], 2) as kept:
+        chunk = kept.chunks[E]
+        assert chunk == 4 * BLOCK
+        kept.flip(A, 3, row)
+        # Of stripe (0 - row) mod 5 nothing is left but k shards; d and e have these chunks in it.
+        stripe = -row % 5
+        in_stripe = {D: (3 - 2 - stripe) % 5, E: (4 - 2 - stripe) % 5}
+        for host, bad in in_stripe.items():
+            for number in range(3):
+                with reader_of(kept, kept.plan(D, E), C) as reader:
+                    if number != bad:
+                        start = number * chunk
+                        assert read(reader, host, start, chunk) == kept.parts[host][start : start + chunk]
+                        continue
+                    with pytest.raises(SnapshotLost, match=rf"parity row {row} from 0 to 1 is damaged"):
+                        read(reader, host, number * chunk, chunk)
+
+
+def test_more_damage_than_parity_loses_those_blocks_only_and_says_which():
+    with keeping([[12 * BLOCK] * 4], 1) as kept:
+        # D is lost: its block 0 lies in a stripe with the blocks at the chunks' begin of two others.
+        stripe_mates = [(host, chunk) for host in (A, B, C) for chunk in range(3)]
+        for host, chunk in stripe_mates:
+            kept.flip(host, chunk * kept.chunks[D])
+        with reader_of(kept, kept.plan(D)) as reader:
+            assert read(reader, D, BLOCK, 3 * BLOCK) == kept.parts[D][BLOCK : 4 * BLOCK]
+            target = bytearray(12 * BLOCK)
+            with pytest.raises(SnapshotLost) as lost:
+                reader.read_into(D, 0, memoryview(target))
+    assert isinstance(lost.value, StateLost)
+    assert isinstance(lost.value, OperatorError)
+    text = str(lost.value)
+    assert text.startswith("the snapshot of step 12 (generation 3) cannot be rebuilt: bytes ")
+    assert "that host d kept, with bytes of d/" in text
+    assert (
+        "(its group of 4 has parity 1): its stripe has 4 shards, of which 3 are needed, and 1 found" in text
+    )
+    assert "of its part is damaged" in text
+    assert "What a, b, c kept survives. Go on from a checkpoint" in text
+
+
+def test_losses_beyond_parity_are_refused_whoever_they_are():
+    with keeping([[5000] * 4], 1) as kept:
+        for lost in combinations(kept.parts, 2):
+            me = next(host for host in kept.parts if host not in lost)
+            with reader_of(kept, kept.plan(*lost), me) as reader, pytest.raises(SnapshotLost) as error:
+                read(reader, lost[0], 0, 5000)
+            assert "it is not among those that have the snapshot complete" in str(error.value)
+        with reader_of(kept, kept.plan(A, B, unaware_of=(A, B)), C) as reader:
+            assert read(reader, D, 0, 5000) == kept.parts[D]
+            with pytest.raises(SnapshotLost, match=r"nobody listens there.* What c, d kept survives"):
+                read(reader, A, 0, 5000)
+
+
+def test_without_parity_a_lost_host_is_lost_and_others_are_read():
+    with keeping([[5000] * 3], 0) as kept, reader_of(kept, kept.plan(B)) as reader:
+        assert read(reader, C, 0, 5000) == kept.parts[C]
+        assert set(reader.manifests()) == {A, B, C}
+        with pytest.raises(
+            SnapshotLost, match=r"host b kept.* \(its group of 3 has parity 0\): it is not among"
+        ):
+            read(reader, B, 0, 5000)
+
+
+def test_bad_blocks_of_two_survivors_that_do_not_overlap_are_not_one_loss():
+    # Blocks of four pages and chunks of five: blocks of different shards end at different places of a stripe.
+    block, chunk = 4 * 4096, 5 * 4096
+    with keeping([[3 * chunk] * 5], 2, block_bytes=block) as kept:
+        assert kept.chunks[A] == chunk
+        # Chunk 0 of a is in stripe 3, with chunk 1 of b and chunk 2 of c, and parity on d and e.
+        kept.flip(B, chunk + 13 * 1024)  # block 2 of b: from byte 12288 of the chunk on
+        kept.flip(C, 2 * chunk + 5)  # block 2 of c: up to byte 8192 of the chunk
+        with reader_of(kept, kept.plan(A), D) as reader:
+            assert read(reader, A, 0, block) == kept.parts[A][:block]
+            assert reader.bytes_decoded == block
+
+
+def test_a_survivor_that_serves_damaged_bytes_is_found_out():
+    notes = Notes()
+    with keeping([[20 * BLOCK] * 5], 2) as kept:
+        kept.keepers[B].believes = True
+        for block in range(20):
+            kept.flip(B, block * BLOCK + 1)
+        with reader_of(kept, kept.plan(E), C, notes=notes) as reader:
+            for host in (E, B):
+                assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
+    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_BAD)} == {"b"}
+
+
+def test_a_survivor_that_serves_damaged_bytes_and_no_parity_to_spare_gives_nothing():
+    with keeping([[20 * BLOCK] * 4], 1) as kept:
+        kept.keepers[B].believes = True
+        for block in range(20):
+            kept.flip(B, block * BLOCK + 1)
+        with (
+            reader_of(kept, kept.plan(D), C) as reader,
+            pytest.raises(SnapshotLost, match="is not what it was"),
+        ):
+            read(reader, D, 0, 20 * BLOCK)
+
+
+def test_bytes_that_change_on_the_way_are_an_erasure():
+    notes = Notes()
+    with keeping([[20 * BLOCK] * 4], 2) as kept:
+        kept.keepers[B].lies_on_the_way = True
+        with reader_of(kept, kept.plan(D), C, notes=notes) as reader:
+            for host in (D, B):
+                assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
+    assert "changed on the way" in notes.of(EventKind.SNAPSHOT_BLOCK_BAD)[0]["reason"]
+
+
+def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():
+    notes = Notes()
+    with keeping([[20 * BLOCK] * 4], 1) as kept, reader_of(kept, kept.plan(), C, notes=notes) as reader:
+        assert read(reader, B, 0, 10 * BLOCK) == kept.parts[B][: 10 * BLOCK]
+        kept.keepers[B].server.stop()
+        assert read(reader, B, 10 * BLOCK, 10 * BLOCK) == kept.parts[B][10 * BLOCK :]
+        assert (reader.bytes_peer, reader.bytes_decoded) == (10 * BLOCK, 10 * BLOCK)
+        assert read(reader, B, 0, 20 * BLOCK) == kept.parts[B]
+    assert [note["source"] for note in notes.of(EventKind.SNAPSHOT_SOURCE_FAILED)] == ["b"]
+    assert [note["part"] for note in notes.of(EventKind.SNAPSHOT_FALLBACK)] == ["b"]
+
+
+def test_who_failed_once_is_asked_again_where_nobody_else_can_help():
+    with keeping([[3 * BLOCK] * 2], 0) as kept, reader_of(kept, kept.plan(), A) as reader:
+        reader.manifests()
+        keeper = kept.keepers[B]
+        give, failed = keeper.give, []
+
+        def fail_once(request):
+            if not failed:
+                failed.append(request)
+                raise OSError("too many open files")
+            yield from give(request)
+
+        keeper.give = fail_once
+        assert read(reader, B, 0, 3 * BLOCK) == kept.parts[B]
+
+
+def test_a_damaged_manifest_is_taken_from_another_member():
+    notes = Notes()
+    with keeping([[5000] * 3], 1) as kept:
+        damaged = bytearray(kept.keepers[A].manifests[C])
+        damaged[40] ^= 1
+        kept.keepers[A].manifests[C] = bytes(damaged)
+        kept.keepers[B].manifests[B] = kept.keepers[B].manifests[A]
+        with reader_of(kept, kept.plan(C), B, notes=notes) as reader:
+            found = reader.manifests()
+        assert found == {host: kept.keepers[host].manifest for host in kept.parts}
+    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_BAD)} == {"a"}
+    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_SOURCE_FAILED)} == {"b"}
+
+
+def test_a_manifest_that_nobody_gives_is_a_loss():
+    with keeping([[5000] * 3], 1) as kept:
+        for keeper in kept.keepers.values():
+            keeper.manifests.pop(C, None)
+        with (
+            reader_of(kept, kept.plan(C)) as reader,
+            pytest.raises(
+                SnapshotLost,
+                match="what host c kept is unknown, since nobody of its group gives its manifest",
+            ),
+        ):
+            reader.manifests()
+
+
+def test_own_memory_that_cannot_be_opened_is_read_by_the_server_with_an_event():
+    class Broken:
+        def open_held(self, id, /):
+            raise ChecksumMismatch("manifest is damaged")
+
+    notes = Notes()
+    with keeping([[5000] * 3], 1) as kept:
+        reader = SnapshotReader(kept.plan(), A, Broken(), CREDENTIALS, check=lambda: None, note=notes)
+        assert read(reader, A, 0, 5000) == kept.parts[A]
+        reader.close()
+    assert notes.of(EventKind.SNAPSHOT_FALLBACK)[0]["reason"] == "manifest is damaged"
+
+
+class Enough(Exception):
+    """What the check raises."""
+
+
+def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
+    with keeping([[5000] * 3], 1) as kept:
+        hanging, release = threading.Event(), threading.Event()
+
+        def hang(request):
+            hanging.set()
+            release.wait(WAIT_S)
+            yield from ()
+
+        def check():
+            if hanging.is_set():
+                raise Enough
+
+        for keeper in kept.keepers.values():
+            keeper.give = hang
+        with reader_of(kept, kept.plan(), check=check) as reader:
+            with pytest.raises(Enough):
+                read(reader, B, 0, 5000)
+            release.set()
+
+
+def test_nothing_is_left_of_a_reader():
+    def ours():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("rj-snapshot")]
+
+    with keeping([[50000] * 4], 1) as kept:
+        with reader_of(kept, kept.plan(D), local=True) as reader:
+            assert read(reader, D, 0, 50000) == kept.parts[D]
+            assert read(reader, A, 0, 50000) == kept.parts[A]
+        deadline_s = time.monotonic() + WAIT_S
+        while ours():
+            assert time.monotonic() < deadline_s, ours()
+            time.sleep(0.02)
+        kept.keepers[A].part.append(0)  # a bytearray that somebody still has a view of cannot grow
+
+
+def test_survivors_share_the_work_of_a_decode():
+    with keeping([[60 * BLOCK] * 6], 2) as kept, reader_of(kept, kept.plan(F)) as reader:
+        assert read(reader, F, 0, 60 * BLOCK) == kept.parts[F]
+        asked = [kept.requested(host) for host in (A, B, C, D, E)]
+        assert sum(asked) == 4 * 60 * BLOCK
+        assert min(asked) > 0
+        assert {request.region for host in (A, B) for request in kept.keepers[host].requests} == set(Region)

@@ -1,0 +1,148 @@
+"""The reader against snapshot servers as they run in a job: processes, that encode their own parity, and die."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import combinations
+
+import msgspec
+import pytest
+
+from resilient_jax.erasure import choose_checksum
+from resilient_jax.errors import SnapshotLost
+from resilient_jax.events import EventKind
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan, SnapshotSource
+from resilient_jax.snapshot.link import Link
+from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, checksum_blocks
+from resilient_jax.snapshot.messages import SETTINGS_VARIABLE, NewWorker, ServerSettings, ServerWord, Serving
+from resilient_jax.snapshot.placement import form_groups
+from resilient_jax.snapshot.reading import SnapshotReader
+from resilient_jax.transport import Credentials
+
+TOKEN = "test-token"
+ID = SnapshotId(7, GenerationNumber(2))
+WAIT_S = 120.0
+HOSTS = [HostName(name) for name in "abcde"]
+LENGTHS = [3 * 2**20 + 17, 2**20, 0, 4 * 2**20 - 64, 3 * 2**20]
+
+
+class RunningHost:
+    """A server process, its agent's end of the link, and its worker's line."""
+
+    def __init__(self, host: HostName) -> None:
+        ours, theirs = socket.socketpair()
+        settings = ServerSettings(host=host, address="127.0.0.1", token=TOKEN, link_fd=theirs.fileno())
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "resilient_jax.snapshot.server"],
+            env=os.environ | {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()},
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self.link = Link(ours.detach())
+        self.endpoint = self._wait_serving()
+        mine, servers = socket.socketpair()
+        self.link.send(NewWorker(), [servers.fileno()])
+        servers.close()
+        self.local = LocalServer(mine.detach())
+
+    def _wait_serving(self) -> str:
+        while messages := self.link.receive():
+            for message in messages:
+                word = msgspec.msgpack.decode(message, type=ServerWord)
+                if isinstance(word, Serving):
+                    return word.endpoint
+        raise AssertionError("the server ended before it served")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.local.close()
+        self.link.close()
+        self.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[HostName, RunningHost]]:
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for host in HOSTS:
+            running[host] = RunningHost(host)
+            stack.callback(running[host].close)
+        yield running
+
+
+def take(hosts: dict[HostName, RunningHost], parity: int) -> tuple[SnapshotPlan, dict[HostName, bytes]]:
+    """Takes a snapshot of random parts as a job does, until it is committed everywhere."""
+    rng, checksum = random.Random(1), choose_checksum()
+    parts = {host: rng.randbytes(length) for host, length in zip(HOSTS, LENGTHS, strict=True)}
+    layout = Layout(
+        generation=ID.generation,
+        groups=form_groups(HOSTS, parity),
+        part_bytes={host: len(part) for host, part in parts.items()},
+        servers={host: running.endpoint for host, running in hosts.items()},
+        root=HOSTS[0],
+    )
+    for running in hosts.values():
+        running.local.open(layout)
+    for host, running in hosts.items():
+        with running.local.begin(ID) as view:
+            view[:] = parts[host]
+        blocks = checksum_blocks(parts[host], checksum)
+        manifest = Manifest(ID, host, (), (), len(parts[host]), checksum.name, BLOCK_BYTES, blocks)
+        running.local.finish(ID, manifest)
+    for running in hosts.values():
+        assert running.local.wait_committed(ID, WAIT_S)
+    sources = tuple(SnapshotSource(host=host, server=running.endpoint) for host, running in hosts.items())
+    return SnapshotPlan(id=ID, groups=layout.groups, sources=sources), parts
+
+
+def reader_for(plan: SnapshotPlan, host: HostName, running: RunningHost, notes: list) -> SnapshotReader:
+    return SnapshotReader(
+        plan,
+        host,
+        running.local,
+        Credentials(TOKEN),
+        check=lambda: None,
+        note=lambda kind, **detail: notes.append((kind, detail)),
+    )
+
+
+def test_what_killed_servers_kept_is_decoded_from_those_that_live_until_too_many_are_gone(hosts):
+    plan, parts = take(hosts, 2)
+    for lost in combinations(HOSTS[1:], 2):  # left out of the plan: nothing is asked of them
+        left = tuple(source for source in plan.sources if source.host not in lost)
+        reader = reader_for(
+            SnapshotPlan(id=ID, groups=plan.groups, sources=left), HOSTS[0], hosts[HOSTS[0]], []
+        )
+        with contextlib.closing(reader):
+            for host, part in parts.items():
+                target = bytearray(len(part))
+                reader.read_into(host, 0, memoryview(target))
+                assert target == part
+            assert reader.bytes_local == len(parts[HOSTS[0]])
+            assert reader.bytes_decoded == sum(len(parts[host]) for host in lost)
+    notes: list = []
+    reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], notes)
+    with contextlib.closing(reader):
+        assert set(reader.manifests()) == set(HOSTS)
+        for victim in ("b", "d"):
+            hosts[HostName(victim)].kill()
+        for host, part in parts.items():
+            target = bytearray(max(0, len(part) - 200))
+            reader.read_into(host, 100 if target else 0, memoryview(target))
+            assert target == part[100 : 100 + len(target)]
+        assert reader.bytes_decoded == len(parts[HostName("b")]) + len(parts[HostName("d")]) - 400
+    failed = {detail["source"] for kind, detail in notes if kind is EventKind.SNAPSHOT_SOURCE_FAILED}
+    assert failed == {"b", "d"}
+    hosts[HostName("e")].kill()
+    reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], [])
+    with contextlib.closing(reader), pytest.raises(SnapshotLost, match=r"step 7 .*nobody listens there"):
+        reader.read_into(HostName("d"), 0, memoryview(bytearray(10)))

@@ -1,0 +1,588 @@
+"""Snapshot servers as real processes: from a worker's part to a committed snapshot, and every death on the way."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import msgspec
+import pytest
+from snapshot_servers import (
+    CHECKSUM,
+    CREDENTIALS,
+    WAIT_S,
+    make_id,
+    make_layout,
+    make_manifest,
+    make_part,
+    running,
+    take,
+)
+
+from resilient_jax.erasure import ReedSolomon, decode, encode
+from resilient_jax.erasure_kernels import NumpyKernel, choose_kernel
+from resilient_jax.errors import (
+    ChecksumMismatch,
+    PeerUnreachable,
+    SnapshotDropped,
+    SnapshotMissing,
+    SnapshotRefused,
+    StaleGeneration,
+    TokenRefused,
+)
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import DIRECTORY_VARIABLE, FaultPointController, Place
+from resilient_jax.protocol.snapshots import SnapshotPhase
+from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.snapshot.manifest import decode_manifest
+from resilient_jax.snapshot.messages import (
+    COMPLETE,
+    MANIFEST,
+    PARITY,
+    SERVICE,
+    CompleteRequest,
+    ManifestRequest,
+    ParityPiece,
+    Region,
+)
+from resilient_jax.snapshot.slots import MEMFD_NAME
+from resilient_jax.snapshot.stripes import chunk_bytes, data_members, parity_members, stripe_of_row
+from resilient_jax.transport import Credentials, SyncChannel
+
+COMMITTED = SnapshotPhase.COMMITTED
+SIZES = (300_000, 310_001, 286_720, 1, 299_999, 262_145)
+"""Unequal: whole pages and not, whole blocks and not, nearly nothing."""
+
+
+def open_all(hosts, parity, generation=1, sizes=SIZES, **options):
+    """The layout, opened by a new worker on each host."""
+    layout = make_layout(hosts, parity, sizes[: len(hosts)], generation)
+    workers = [host.worker() for host in hosts]
+    for worker in workers:
+        worker.open(layout, **options)
+    return layout, workers
+
+
+def part_of(layout, host, id):
+    return make_part(id, host.name, layout.part_bytes[host.name])
+
+
+def take_all(layout, hosts, workers, id):
+    for host, worker in zip(hosts, workers, strict=True):
+        take(worker, id, host.name, part_of(layout, host, id))
+
+
+def commit_all(layout, hosts, workers, id):
+    take_all(layout, hosts, workers, id)
+    for host in hosts:
+        host.wait_phase(id, COMMITTED)
+    assert all(worker.wait_committed(id, WAIT_S) for worker in workers)
+
+
+def chunks_of(layout, hosts, id, parity):
+    """Every member's chunks, padded."""
+    k = len(hosts) - parity
+    length = chunk_bytes([layout.part_bytes[host.name] for host in hosts], k)
+    padded = [part_of(layout, host, id).ljust(k * length, b"\0") for host in hosts]
+    return length, [[part[j * length :][:length] for j in range(k)] for part in padded]
+
+
+def assert_rebuilds(layout, alive, hosts, id, parity, lost):
+    """The parts of the lost hosts come out of what the others hold."""
+    n, k = len(hosts), len(hosts) - parity
+    length, chunks = chunks_of(layout, hosts, id, parity)
+    kernel = choose_kernel().kernel
+    for stripe in range(n):
+        present, wanted = {}, {}
+        for shard, member in enumerate(
+            (*data_members(stripe, n, parity), *parity_members(stripe, n, parity))
+        ):
+            if member in lost:
+                if shard < k:
+                    wanted[shard] = bytearray(length)
+            elif shard < k:
+                present[shard] = alive[member].read(id, Region.PART, length, offset=shard * length)
+            else:
+                present[shard] = alive[member].read(id, Region.PARITY, length, row=shard - k)
+        decode(ReedSolomon(k, parity), kernel, present, wanted)
+        for shard, found in wanted.items():
+            assert found == chunks[data_members(stripe, n, parity)[shard]][shard]
+
+
+@contextlib.contextmanager
+def held_at(tmp_path, count):
+    """Servers that a controller can hold."""
+    folder = tmp_path / "faults"
+    controller = FaultPointController(folder)
+    with running(count, {DIRECTORY_VARIABLE: str(folder)}) as hosts:
+        try:
+            yield hosts, controller
+        finally:
+            controller.release()
+
+
+def wait_until(condition):
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def worker_process(host, layout, action, id):
+    """A worker as a process of its own."""
+    with host.connect() as theirs:
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("snapshot_worker.py")),
+                msgspec.json.encode(layout).decode(),
+                action,
+                msgspec.json.encode(id).decode(),
+                host.name,
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[1] / "support"),
+                SNAPSHOT_LINK_VARIABLE: str(theirs.fileno()),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(theirs.fileno(),),
+        )
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+# Committed.
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 1), (4, 2), (6, 2), (3, 0)])
+def test_parts_are_committed_everywhere_with_the_parity_of_their_padded_chunks(n, m):
+    with running(n) as hosts:
+        layout, workers = open_all(hosts, m)
+        for step in (1, 2, 3):
+            commit_all(layout, hosts, workers, make_id(step))
+        for step in (2, 3):
+            id = make_id(step)
+            length, chunks = chunks_of(layout, hosts, id, m)
+            for member, host in enumerate(hosts):
+                part = part_of(layout, host, id)
+                assert host.read(id, Region.PART, len(part)) == part
+                for row in range(m):
+                    stripe = stripe_of_row(member, row, n, m)
+                    data = [chunks[i][shard] for shard, i in enumerate(data_members(stripe, n, m))]
+                    expected = [bytearray(length) for _ in range(m)]
+                    encode(ReedSolomon(n - m, m), NumpyKernel(), data, expected)
+                    assert host.read(id, Region.PARITY, length, row=row) == expected[row]
+                with SyncChannel(host.endpoint, CREDENTIALS) as channel:
+                    for other in hosts:
+                        request = ManifestRequest(id=id, host=other.name)
+                        reply = channel.call(SERVICE, MANIFEST, request, timeout_s=WAIT_S)
+                        assert decode_manifest(reply.data) == make_manifest(
+                            id, other.name, part_of(layout, other, id)
+                        )
+        for host in hosts:
+            host.wait(lambda host=host: [status.id.step for status in host.holding] == [2, 3])
+            assert host.holding[0].groups == layout.groups
+            kernel = host.wait_event(EventKind.SNAPSHOT_KERNEL).detail
+            assert kernel["kernel"]
+            assert kernel["reason"]
+            assert kernel["checksum"]
+
+
+def test_parts_of_several_pieces_and_an_empty_one_are_committed():
+    sizes = (5 * 2**20 + 3, 0, 7 * 2**20)
+    with running(3) as hosts:
+        layout, workers = open_all(hosts, 1, sizes=sizes)
+        commit_all(layout, hosts, workers, make_id(1))
+        for lost in range(3):
+            assert_rebuilds(layout, hosts, hosts, make_id(1), 1, {lost})
+
+
+def test_a_server_loads_neither_jax_nor_numpy_and_runs_at_low_priority():
+    with running(1) as (host,):
+        maps = Path(f"/proc/{host.process.pid}/maps").read_text()
+        assert "numpy" not in maps
+        assert "jax" not in maps
+        assert "libisal" in maps
+        assert os.getpriority(os.PRIO_PROCESS, host.process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+# The worker.
+
+
+def test_a_worker_killed_during_the_copy_leaves_the_former_snapshot_and_the_new_one_is_dropped_everywhere():
+    with running(4) as hosts:
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        with worker_process(hosts[2], layout, "copy", make_id(2)) as child:
+            assert child.stdout.readline() == "half\n"
+            for host, worker in zip(hosts, workers, strict=True):
+                if host is not hosts[2]:
+                    take(worker, make_id(2), host.name, part_of(layout, host, make_id(2)))
+            child.kill()
+        for host in hosts:
+            dropped = host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(2))
+            assert "worker ended" in str(dropped.detail["reason"])
+            assert [status.id.step for status in host.holding] == [1]
+        assert_rebuilds(layout, hosts, hosts, make_id(1), 1, {0})
+        # No slot is left blocked: the next two go through.
+        workers[2] = hosts[2].worker()
+        workers[2].open(layout)
+        for step in (3, 4):
+            commit_all(layout, hosts, workers, make_id(step))
+
+
+def test_a_restarted_worker_reads_its_part_and_learns_what_is_committed():
+    with running(3) as hosts:
+        layout, workers = open_all(hosts, 1)
+        id = make_id(1)
+        with worker_process(hosts[0], layout, "take", id) as child:
+            assert child.stdout.readline() == "taken\n"
+            child.kill()
+        for host, worker in list(zip(hosts, workers, strict=True))[1:]:
+            take(worker, id, host.name, part_of(layout, host, id))
+        for host in hosts:
+            host.wait_phase(id, COMMITTED)
+        part = part_of(layout, hosts[0], id)
+        with worker_process(hosts[0], layout, "held", id) as child:
+            assert child.stdout.readline() == f"{len(part)} {zlib.crc32(part)}\n"
+        restarted = hosts[0].worker()
+        assert restarted.wait_committed(id, WAIT_S)
+        manifest, view = restarted.open_held(id)
+        assert manifest == make_manifest(id, hosts[0].name, part)
+        assert view == part
+        assert view.readonly
+        assert restarted.open_held(make_id(2)) is None
+
+
+def test_a_worker_that_abandons_its_part_gives_the_slot_back():
+    with running(2) as hosts:
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        view = workers[0].begin(make_id(2))
+        workers[0].abandon(make_id(2))
+        with pytest.raises(ValueError, match="released"):
+            view[:1] = b"x"  # no late write into what is another snapshot's by then
+        take(workers[1], make_id(2), hosts[1].name, part_of(layout, hosts[1], make_id(2)))
+        assert not workers[1].wait_committed(make_id(2), WAIT_S)  # at once: it was dropped
+        commit_all(layout, hosts, workers, make_id(3))
+
+
+def test_a_worker_in_place_of_another_ends_that_ones_line():
+    with running(1) as (host,):
+        _, (first,) = open_all([host], 0)
+        first.begin(make_id(1))
+        second = host.worker()
+        host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(1))
+        with pytest.raises(PeerUnreachable, match="gone"):
+            first.wait_committed(make_id(9), WAIT_S)
+        second.open(make_layout([host], 0, SIZES[:1]))
+        take(second, make_id(2), host.name, make_part(make_id(2), host.name, SIZES[0]))
+        assert second.wait_committed(make_id(2), WAIT_S)
+
+
+def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a_reason(tmp_path):
+    with held_at(tmp_path, 3) as (hosts, controller):
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        controller.hold(Place.BEFORE_PARITY, [hosts[1].name], step=2)
+        take_all(layout, hosts, workers, make_id(2))
+        with pytest.raises(SnapshotDropped, match=r"no slot is free.*step 1.*committed.*step 2"):
+            workers[1].begin(make_id(3))
+        controller.release()
+        for host in hosts:
+            host.wait_phase(make_id(2), COMMITTED)
+        for host, worker in zip(hosts, workers, strict=True):
+            if host is not hosts[1]:  # took it all the same; here there was a slot by then
+                take(worker, make_id(3), host.name, part_of(layout, host, make_id(3)))
+                assert "no slot is free" in str(
+                    host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(3)).detail["reason"]
+                )
+        commit_all(layout, hosts, workers, make_id(4))
+
+
+# Other servers die.
+
+
+@pytest.mark.parametrize(
+    "place", [Place.BEFORE_PARITY, Place.DURING_PARITY, Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED]
+)
+@pytest.mark.parametrize("victim", [0, 2], ids=["the root", "another"])
+def test_after_a_server_is_killed_the_others_still_have_the_former_snapshot(tmp_path, place, victim):
+    with held_at(tmp_path, 4) as (hosts, controller):
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        controller.hold(place, [hosts[victim].name], step=2)
+        take_all(layout, hosts, workers, make_id(2))
+        wait_until(lambda: controller.held() == {hosts[victim].name})
+        if place is Place.BEFORE_COMMITTED and victim != 0:
+            hosts[0].wait_phase(make_id(2), COMMITTED)
+        hosts[victim].kill()
+        controller.release()
+        rest = [host for host in hosts if host is not hosts[victim]]
+        for host in rest:
+            assert host.phase_of(make_id(1)) is COMMITTED
+        assert_rebuilds(layout, hosts, hosts, make_id(1), 1, {victim})
+        # The rest go on, from the newest that can be rebuilt; what cannot is gone.
+        is_whole = all(host.phase_of(make_id(2)) is not None for host in rest)
+        assert is_whole == (place is Place.BEFORE_COMMITTED)
+        restored = make_id(2) if is_whole else make_id(1)
+        next_layout, next_workers = open_all(rest, 1, generation=2, restored=restored)
+        if is_whole:
+            assert_rebuilds(layout, hosts, hosts, make_id(2), 1, {victim})
+        for host in rest:
+            host.wait_phase(restored, COMMITTED)
+            host.wait(lambda host=host: all(s.phase is COMMITTED for s in host.holding))
+            assert max(status.id for status in host.holding) == restored
+        for step in (3, 4):
+            commit_all(next_layout, rest, next_workers, make_id(step, 2))
+
+
+def test_two_servers_killed_at_once_are_covered_by_two_parity_rows():
+    with running(6) as hosts:
+        layout, workers = open_all(hosts, 2)
+        commit_all(layout, hosts, workers, make_id(1))
+        for victim in (1, 2):
+            hosts[victim].kill()
+        assert_rebuilds(layout, hosts, hosts, make_id(1), 2, {1, 2})
+
+
+def test_a_server_that_stands_still_delays_a_snapshot_and_is_named(tmp_path):
+    with running(3) as hosts:
+        layout, workers = open_all(hosts, 1)
+        hosts[1].process.send_signal(signal.SIGSTOP)
+        try:
+            for i in (0, 2):
+                take(workers[i], make_id(1), hosts[i].name, part_of(layout, hosts[i], make_id(1)))
+            event = hosts[0].wait_event(EventKind.SNAPSHOT_PEER_FAILED, make_id(1))
+            assert event.detail["peer"] == hosts[1].name
+        finally:
+            hosts[1].process.send_signal(signal.SIGCONT)
+        take(workers[1], make_id(1), hosts[1].name, part_of(layout, hosts[1], make_id(1)))
+        for host in hosts:
+            host.wait_phase(make_id(1), COMMITTED)
+
+
+# Damage.
+
+
+def slot_of(host, offset, expected):
+    """The memfd of a server in which these bytes stand at that offset, to be damaged."""
+    for path in Path(f"/proc/{host.process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if MEMFD_NAME in os.readlink(path):
+                with path.open("r+b") as file:
+                    file.seek(offset)
+                    if file.read(len(expected)) == expected:
+                        return path
+    raise AssertionError("no slot has them")
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 16]))
+
+
+def test_damaged_memory_is_never_sent():
+    with running(2) as hosts:
+        layout, workers = open_all(hosts, 1)
+        id, host = make_id(1), hosts[0]
+        commit_all(layout, hosts, workers, id)
+        part = part_of(layout, host, id)
+        path = slot_of(host, 4096, part)
+        flip(path, 4096 + 5)
+        with pytest.raises(ChecksumMismatch, match="block 0 of the part"):
+            host.read(id, Region.PART, 10)
+        assert host.read(id, Region.PART, 10, offset=len(part) - 10) == part[-10:]
+        parity_offset = 4096 + -(-len(part) // 4096) * 4096
+        flip(path, parity_offset + 7)
+        with pytest.raises(ChecksumMismatch, match="block 0 of parity row 0"):
+            host.read(id, Region.PARITY, 10, row=0)
+        flip(path, 20)
+        with pytest.raises(ChecksumMismatch, match="mark"):
+            host.read(id, Region.PART, 10, offset=len(part) - 10)
+        assert workers[0].open_held(id) is None
+        assert host.wait_event(EventKind.SNAPSHOT_DAMAGED, id)
+
+
+def test_a_part_that_is_damaged_before_its_parity_is_there_is_dropped_and_blocks_nothing(tmp_path):
+    with held_at(tmp_path, 3) as (hosts, controller):
+        layout, workers = open_all(hosts, 1)
+        controller.hold(Place.BEFORE_PARITY, [host.name for host in hosts], step=1)
+        take_all(layout, hosts, workers, make_id(1))
+        wait_until(lambda: len(controller.held()) == 3)
+        part = part_of(layout, hosts[1], make_id(1))
+        flip(slot_of(hosts[1], 4096, part), 4096 + 5)
+        controller.release()
+        for host in hosts:
+            host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(1))
+        commit_all(layout, hosts, workers, make_id(2))
+
+
+# Refused.
+
+
+def test_a_layout_that_needs_more_memory_than_there_is_is_refused_with_numbers():
+    with running(1) as (host,):
+        worker = host.worker()
+        with pytest.raises(SnapshotRefused, match=r"need [\d.]+ GiB of memory .* available"):
+            worker.open(make_layout([host], 0, [2**50]))
+        layout = make_layout([host], 0, SIZES[:1])
+        worker.open(layout)
+        commit_all(layout, [host], [worker], make_id(1))
+
+
+def test_an_older_generation_is_refused_but_its_snapshots_are_still_read():
+    with running(3) as hosts:
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        for worker in workers:
+            worker.open(make_layout(hosts, 1, SIZES[:3], generation=2), restored=make_id(1))
+        with pytest.raises(StaleGeneration):
+            workers[0].open(layout)
+        with pytest.raises(StaleGeneration):
+            workers[0].begin(make_id(2))
+        with SyncChannel(hosts[0].endpoint, CREDENTIALS) as channel:
+            complete = CompleteRequest(id=make_id(2), host=hosts[1].name)
+            with pytest.raises(StaleGeneration):
+                channel.call(SERVICE, COMPLETE, complete, timeout_s=WAIT_S)
+            piece = ParityPiece(
+                id=make_id(2), stripe=0, row=0, offset=0, data=b"", checksum=CHECKSUM.name, digests=()
+            )
+            with pytest.raises(StaleGeneration):
+                channel.call(SERVICE, PARITY, piece, timeout_s=WAIT_S)
+        part = part_of(layout, hosts[0], make_id(1))
+        assert hosts[0].read(make_id(1), Region.PART, len(part)) == part
+
+
+def test_nothing_is_read_of_a_snapshot_that_is_not_there_or_not_complete(tmp_path):
+    with held_at(tmp_path, 2) as (hosts, controller):
+        _, workers = open_all(hosts, 1)
+        view = workers[0].begin(make_id(1))
+        view[:4] = b"half"
+        for id, region in ((make_id(1), Region.PART), (make_id(1), Region.PARITY), (make_id(7), Region.PART)):
+            with pytest.raises(SnapshotMissing):
+                hosts[0].read(id, region, 4)
+
+
+def test_a_stranger_is_refused():
+    with running(1) as (host,), SyncChannel(host.endpoint, Credentials("another-token")) as channel:
+        request = ManifestRequest(id=make_id(1), host=host.name)
+        with pytest.raises(TokenRefused):
+            channel.call(SERVICE, MANIFEST, request, timeout_s=WAIT_S)
+        host.wait_event(EventKind.TOKEN_REFUSED)
+
+
+# The end.
+
+
+def test_the_memory_grows_with_the_state_and_the_worker_follows():
+    with running(2) as hosts:
+        layout, workers = open_all(hosts, 1)
+        for step in (1, 2):
+            commit_all(layout, hosts, workers, make_id(step))
+        larger = make_layout(hosts, 1, [2_000_000, 3_000_001], generation=2)
+        for worker in workers:
+            worker.open(larger, restored=make_id(2))
+        assert_rebuilds(layout, hosts, hosts, make_id(2), 1, {0})
+        for step in (3, 4, 5):
+            commit_all(larger, hosts, workers, make_id(step, 2))
+        assert_rebuilds(larger, hosts, hosts, make_id(5, 2), 1, {1})
+        assert len(memfds_of(hosts[0].process.pid)) == 2
+
+
+def memfds_of(pid):
+    """Descriptors of slots that a process has; mmap keeps one more of each."""
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if MEMFD_NAME in os.readlink(path):
+                found.add(os.stat(path).st_ino)
+    return found
+
+
+PARENT = """
+import signal, sys
+from snapshot_servers import Host, make_id, make_layout, make_part, take
+hosts = [Host(f"h{i}") for i in range(2)]
+for host in hosts:
+    host.wait(lambda host=host: host.endpoint != "")
+workers = [host.worker() for host in hosts]
+layout = make_layout(hosts, 1, [300_000, 5])
+for worker in workers:
+    worker.open(layout)
+# One host finishes, the other never does: its server asks again and again when the parent dies.
+take(workers[0], make_id(1), hosts[0].name, make_part(make_id(1), hosts[0].name, 300_000))
+print(*(host.process.pid for host in hosts), flush=True)
+signal.pause()
+"""
+
+
+def test_no_process_and_no_memory_is_left_when_the_agent_is_killed():
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        servers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(servers) == 2
+        assert [len(memfds_of(pid)) for pid in servers] == [2, 2]
+        pidfds = [os.pidfd_open(pid) for pid in servers]
+        parent.kill()
+    for pidfd in pidfds:
+        with os.fdopen(pidfd, "rb"):
+            wait_until(lambda pidfd=pidfd: has_ended(pidfd))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() and memfds_of(pid) for pid in servers))
+
+
+def has_ended(pidfd):
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def test_a_worker_is_told_when_its_server_is_gone():
+    with running(1) as (host,):
+        _, (worker,) = open_all([host], 0)
+        failures = []
+
+        def wait():
+            try:
+                worker.wait_committed(make_id(1), WAIT_S)
+            except PeerUnreachable as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        host.kill()
+        waiting.join(WAIT_S)
+        assert "gone" in str(failures[0])
+        with pytest.raises(PeerUnreachable):
+            worker.begin(make_id(1))
+
+
+def test_a_server_without_settings_says_so():
+    result = subprocess.run(
+        [sys.executable, "-m", "resilient_jax.snapshot.server"],
+        env={k: v for k, v in os.environ.items() if not k.startswith("RESILIENT_JAX")},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "RESILIENT_JAX_SNAPSHOT_SERVER" in result.stderr
+    assert "Traceback" not in result.stderr

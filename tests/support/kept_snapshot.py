@@ -1,0 +1,212 @@
+"""A snapshot that hosts of one process keep: random parts, parity made with the erasure code, a real server each."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from resilient_jax.erasure import Checksum, ChecksumName, ReedSolomon, choose_checksum, encode
+from resilient_jax.erasure_kernels import choose_kernel
+from resilient_jax.errors import ChecksumMismatch, PeerError
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPlan, SnapshotSource
+from resilient_jax.snapshot.manifest import (
+    LeafInfo,
+    Manifest,
+    Piece,
+    checksum_blocks,
+    encode_manifest,
+    find_bad_block,
+)
+from resilient_jax.snapshot.messages import (
+    MANIFEST,
+    PARITY_BLOCK_BYTES,
+    READ,
+    SERVICE,
+    ManifestReply,
+    ManifestRequest,
+    ReadReply,
+    ReadRequest,
+    Region,
+)
+from resilient_jax.snapshot.stripes import chunk_bytes, data_members, parity_members
+from resilient_jax.transport import Credentials, ThreadServer
+
+CREDENTIALS = Credentials("test-token")
+ID = SnapshotId(12, GenerationNumber(3))
+PIECE = 3 * 4096
+"""Small, and no divisor of anything: an answer has several pieces."""
+
+
+@dataclass
+class Keeper:
+    """One host's memory and server.
+
+    Attributes:
+        part: may be damaged by a test.
+        parity: by row; so may these.
+        believes: serves damaged blocks as if they were right.
+        lies_on_the_way: sends other bytes than it says.
+        requests: every read so far.
+    """
+
+    host: HostName
+    part: bytearray
+    manifest: Manifest
+    manifests: dict[HostName, bytes] = field(default_factory=dict)
+    parity: dict[int, bytearray] = field(default_factory=dict)
+    parity_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    believes: bool = False
+    lies_on_the_way: bool = False
+    requests: list[ReadRequest] = field(default_factory=list)
+    server: ThreadServer = field(default_factory=lambda: ThreadServer(credentials=CREDENTIALS))
+
+    def start(self) -> None:
+        # A test may put another `give` in the place of this one.
+        self.server.add(SERVICE, {MANIFEST: self.give_manifest, READ: lambda request: self.give(request)})
+        self.server.start()
+
+    def give_manifest(self, request: ManifestRequest) -> ManifestReply:
+        if request.id != ID or request.host not in self.manifests:
+            raise PeerError(f"{self.host} has no manifest of {request.host} in {request.id}")
+        return ManifestReply(data=self.manifests[request.host])
+
+    def give(self, request: ReadRequest) -> Iterator[ReadReply]:
+        self.requests.append(request)
+        if request.id != ID:
+            raise PeerError(f"{self.host} does not have {request.id}")
+        checksum = choose_checksum(self.manifest.checksum)
+        memory = self.part if request.region is Region.PART else self.parity[request.row]
+        if not self.believes:
+            self.verify(request, checksum)
+        data = bytes(memory[request.offset : request.offset + request.length]).ljust(request.length, b"\0")
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            digest = checksum.compute(piece) ^ self.lies_on_the_way
+            yield ReadReply(data=piece, checksum=checksum.name, digest=digest)
+
+    def verify(self, request: ReadRequest, checksum: Checksum) -> None:
+        stop = request.offset + request.length
+        if request.region is Region.PARITY:
+            blocks = checksum_blocks(self.parity[request.row], checksum, PARITY_BLOCK_BYTES)
+            first, last = request.offset // PARITY_BLOCK_BYTES, -(-stop // PARITY_BLOCK_BYTES)
+            if blocks[first:last] != self.parity_blocks[request.row][first:last]:
+                raise ChecksumMismatch(
+                    f"{self.host}: parity row {request.row} from {first} to {last} is damaged"
+                )
+            return
+        size = self.manifest.block_bytes
+        first = request.offset // size * size
+        data = self.part[first : min(-(-stop // size) * size, len(self.part))]
+        bad = find_bad_block(self.manifest, checksum, first, data)
+        if bad is not None:
+            raise ChecksumMismatch(f"{self.host}: block {bad} of its part is damaged")
+
+
+@dataclass
+class Kept:
+    """A snapshot in the memory of its hosts.
+
+    Attributes:
+        parts: as they were when it was taken.
+        keepers: by host.
+    """
+
+    groups: tuple[Group, ...]
+    parts: dict[HostName, bytes]
+    keepers: dict[HostName, Keeper]
+    chunks: dict[HostName, int]
+
+    def plan(self, *lost: HostName, unaware_of: tuple[HostName, ...] = ()) -> SnapshotPlan:
+        """With everybody but the lost as a source, and those whose loss nobody noticed, at an address that refuses."""
+        sources = [
+            SnapshotSource(
+                host=host, server="127.0.0.1:1" if host in unaware_of else self.keepers[host].server.address
+            )
+            for host in self.parts
+            if host not in lost or host in unaware_of
+        ]
+        return SnapshotPlan(id=ID, groups=self.groups, sources=tuple(sources))
+
+    def flip(self, host: HostName, byte: int, row: int | None = None) -> None:
+        """Flips a bit of a byte of a host's part, or of a parity chunk it keeps."""
+        keeper = self.keepers[host]
+        (keeper.part if row is None else keeper.parity[row])[byte] ^= 0x10
+
+    def requested(self, *hosts: HostName) -> int:
+        """Bytes that were asked of hosts so far; of all, if none is named."""
+        return sum(
+            request.length for host in hosts or self.keepers for request in self.keepers[host].requests
+        )
+
+    def close(self) -> None:
+        for keeper in self.keepers.values():
+            keeper.server.stop()
+
+
+def keep(
+    group_part_bytes: list[list[int]],
+    parity: int,
+    *,
+    block_bytes: int = 4096,
+    checksum: ChecksumName | None = None,
+    seed: int = 0,
+) -> Kept:
+    """Takes a snapshot of random bytes: hosts a, b, c .. with parts of these lengths, in groups.
+
+    Each part holds two leaves, `<host>/first` in its first half and `<host>/second` after that.
+    """
+    rng = random.Random(seed)
+    names = iter("abcdefghijklmnopqrstuvwxyz")
+    chosen = choose_checksum(checksum)
+    kept = Kept((), {}, {}, {})
+    for lengths in group_part_bytes:
+        group = Group(hosts=tuple(HostName(next(names)) for _ in lengths), parity=parity)
+        kept.groups += (group,)
+        for host, length in zip(group.hosts, lengths, strict=True):
+            part = rng.randbytes(length)
+            kept.parts[host] = part
+            kept.keepers[host] = Keeper(
+                host, bytearray(part), _manifest(host, part, group, chosen, block_bytes)
+            )
+        _make_parity(kept, group, chosen)
+        for host in group.hosts:
+            keeper = kept.keepers[host]
+            keeper.manifests = {m: encode_manifest(kept.keepers[m].manifest) for m in group.hosts}
+            keeper.start()
+    return kept
+
+
+def _manifest(host: HostName, part: bytes, group: Group, checksum: Checksum, block_bytes: int) -> Manifest:
+    leaves = [LeafInfo(f"{m}/{name}", "uint8", (1,)) for m in group.hosts for name in ("first", "second")]
+    number = 2 * group.hosts.index(host)
+    half = len(part) // 2 // 64 * 64
+    return Manifest(
+        id=ID,
+        host=host,
+        leaves=tuple(leaves),
+        pieces=(Piece(number, (0,), (1,), 0), Piece(number + 1, (0,), (1,), half)),
+        part_bytes=len(part),
+        checksum=checksum.name,
+        block_bytes=block_bytes,
+        blocks=checksum_blocks(part, checksum, block_bytes),
+    )
+
+
+def _make_parity(kept: Kept, group: Group, checksum: Checksum) -> None:
+    n, m = len(group.hosts), group.parity
+    chunk = chunk_bytes([len(kept.parts[host]) for host in group.hosts], n - m)
+    kept.chunks |= dict.fromkeys(group.hosts, chunk)
+    if not m:
+        return
+    code, kernel = ReedSolomon(n - m, m), choose_kernel().kernel
+    for stripe in range(n):
+        data = [
+            kept.parts[group.hosts[member]][number * chunk : (number + 1) * chunk].ljust(chunk, b"\0")
+            for number, member in enumerate(data_members(stripe, n, m))
+        ]
+        parity = [bytearray(chunk) for _ in range(m)]
+        encode(code, kernel, data, parity)
+        for row, member in enumerate(parity_members(stripe, n, m)):
+            keeper = kept.keepers[group.hosts[member]]
+            keeper.parity[row] = parity[row]
+            keeper.parity_blocks[row] = checksum_blocks(parity[row], checksum, PARITY_BLOCK_BYTES)

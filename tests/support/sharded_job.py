@@ -1,0 +1,111 @@
+"""A real job of `tests/e2e/jobs/sharded.py`, and what must be true of it: no host has its state whole."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tiny_job import CONFIG, RECOVERY_S, TinyJob
+
+from resilient_jax.protocol.snapshots import SnapshotPhase
+from resilient_jax.world.local_job import LocalJob
+
+SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "sharded.py"
+
+
+class ShardedJob(TinyJob):
+    """Snapshots every step, parity for `parity` lost hosts."""
+
+    def __init__(self, work: Path, hosts: int, parity: int, words: Sequence[str] = ()) -> None:
+        config = f"{CONFIG}\nsnapshot_parity = {parity}\n"
+        super().__init__(work, hosts, config)
+        self.job = LocalJob(
+            [str(SCRIPT), str(work), *words],
+            hosts=hosts,
+            run_directory=work / "run",
+            options=["--config", str(work / "job.toml"), "--devices-per-host", "2"],
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def promised_step(self) -> int:
+        """Of the newest snapshot that some server says to be committed on all hosts; 0 before the first."""
+        report = self.job.report()
+        hosts = report.hosts if report is not None else ()
+        committed = [s.id.step for h in hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED]
+        return max(committed, default=0)
+
+    def wait_protected(self, hosts: int, after_generation: int = 0) -> int:
+        """Waits until so many hosts train and have a committed snapshot of this generation; gives its step."""
+        report = self.job.wait_report(
+            f"{hosts} hosts with a snapshot of a generation after {after_generation}",
+            lambda now: (
+                now.generation is not None
+                and len(now.generation.members) == hosts
+                and any(
+                    s.phase is SnapshotPhase.COMMITTED and s.id.generation > after_generation
+                    for h in now.hosts
+                    for s in h.snapshots
+                )
+            ),
+            RECOVERY_S,
+        )
+        return max(s.id.step for h in report.hosts for s in h.snapshots)
+
+    def restored(self) -> list[dict]:
+        """What every process wrote right after it had restored the state of a snapshot or begun, oldest first."""
+        rows = [row for rows in self.logs().values() for row in rows if row["restored"]]
+        return sorted(rows, key=lambda row: (row["generation"], row["step"]))
+
+    def check_steps(self) -> None:
+        """After every step, in every generation, the bits of an undisturbed run; in a generation no step twice."""
+        by_step: dict[int, set[str]] = {}
+        for process, rows in self.logs().items():
+            for number in {row["generation"] for row in rows}:
+                steps = [row["step"] for row in rows if row["generation"] == number and not row["restored"]]
+                assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, (
+                    process,
+                    steps,
+                )
+            for row in rows:
+                by_step.setdefault(row["step"], set()).add(row["digest"])
+        total = max(by_step) + 1
+        assert sorted(set(by_step) - {-1}) == list(range(total)), "a step is missing"
+        expected = {row["step"]: row["digest"] for row in self._undisturbed(total)}
+        for step, digests in by_step.items():
+            assert digests == {expected[step]}, f"step {step}: other bits"
+        shares = [row["bytes_here"] for rows in self.logs().values() for row in rows if "bytes_here" in row]
+        whole = next(row["bytes_here"] for row in self._undisturbed(total) if "bytes_here" in row) / 2
+        assert min(shares) < whole, "some host had less than everything"
+
+    def _undisturbed(self, total: int) -> list[dict]:
+        """The lines of the same job on one host that nobody touched."""
+        alone = self.work / "undisturbed"
+        if not alone.exists():
+            alone.mkdir()
+            (alone / "stop").write_text(str(total))
+            done = subprocess.run(
+                [sys.executable, str(SCRIPT), str(alone), "pace=0"],
+                timeout=200,
+                capture_output=True,
+                text=True,
+                env={
+                    **os.environ,
+                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                    "JAX_PLATFORMS": "cpu",
+                },
+            )
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        (log,) = alone.glob("steps-*.jsonl")
+        self._check_final(alone)
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    def _check_final(self, alone: Path) -> None:
+        (expected_path,) = alone.glob("final-*.npz")
+        with np.load(expected_path) as expected:
+            for path in self.work.glob("final-*.npz"):
+                with np.load(path) as found:
+                    for name in expected:
+                        np.testing.assert_array_equal(found[name], expected[name])

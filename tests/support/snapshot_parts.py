@@ -1,0 +1,198 @@
+"""Stand-ins for the snapshot server and the reader, states on random meshes, and how two states are compared."""
+
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.errors import SnapshotDropped
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.training.held_state import hold
+from resilient_jax.training.snapshots.capture import Capture
+from resilient_jax.training.snapshots.parts import cut_state
+
+DEADLINE_S = 60.0
+AXES = ("x", "y", "z")
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "int32", "complex64", "uint8")
+MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2), (1, 8), (8, 1), (4,), (2, 2), (2,), (1,))
+
+
+class Arena:
+    """In place of the snapshot server: every host's part and manifest in this process."""
+
+    def __init__(self, part_bytes, *, refuse=None):
+        self.parts = {host: bytearray(b"\xa5" * size) for host, size in part_bytes.items()}
+        self.done = {}
+        self.abandoned = []
+        self.refuse = refuse
+        self.reads = self.bytes_read = 0
+
+    def of(self, host):
+        return HostArena(self, host)
+
+    # As a reader of all parts.
+
+    def manifests(self):
+        return dict(self.done)
+
+    def read_into(self, host, offset, target):
+        assert not target.readonly
+        assert target.format == "B"
+        data = self.parts[host][offset : offset + len(target)]
+        assert len(data) == len(target), "read past the part's end"
+        target[:] = data
+        self.reads += 1
+        self.bytes_read += len(target)
+
+    def overwrite(self):
+        for part in self.parts.values():
+            part[:] = b"\x5a" * len(part)
+
+
+class HostArena:
+    """As the snapshot server of one host."""
+
+    def __init__(self, arena, host):
+        self.arena, self.host = arena, host
+
+    def begin(self, id):
+        if self.arena.refuse is not None:
+            raise SnapshotDropped(self.arena.refuse)
+        return memoryview(self.arena.parts[self.host])
+
+    def finish(self, id, manifest):
+        self.arena.done[self.host] = manifest
+
+    def abandon(self, id):
+        self.arena.abandoned.append((self.host, id))
+
+
+class Notes:
+    """The events that were written."""
+
+    def __init__(self):
+        self.events = []
+        self.changed = threading.Condition()
+
+    def __call__(self, kind, **detail):
+        with self.changed:
+            self.events.append((kind, detail))
+            self.changed.notify_all()
+
+    def kinds(self):
+        return [kind for kind, _ in self.events]
+
+    def wait_for(self, kind, count=1):
+        """The details of that many events of a kind, when they are there."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.kinds().count(kind) >= count, DEADLINE_S), self.events
+            return [detail for found, detail in self.events if found is kind]
+
+
+def host_names(count):
+    return [HostName(f"host-{index}") for index in range(count)]
+
+
+def hosts_of_eight(count):
+    """Who owns which of the eight devices, if they belonged to that many hosts."""
+    hosts = host_names(count)
+    return hosts, lambda device: hosts[device.id * count // 8]
+
+
+def snapshot_id(step=3, generation=1):
+    return SnapshotId(step, GenerationNumber(generation))
+
+
+def take(state, hosts, host_of, *, extra=b"", threads=1, step=3):
+    """A complete snapshot of a state, by captures of all hosts."""
+    leaves = hold(step, state).leaves
+    state_cut = cut_state(leaves, host_of, hosts)
+    arena, notes = Arena(state_cut.part_bytes), Notes()
+    captures = [Capture(arena.of(host), host, notes, threads=threads) for host in hosts]
+    for capture in captures:
+        capture.start(snapshot_id(step), state_cut, leaves, extra)
+    with notes.changed:  # a part is complete a moment after its arrays are read
+        assert notes.changed.wait_for(lambda: len(notes.events) == len(hosts), DEADLINE_S)
+    assert sorted(arena.done) == sorted(hosts), notes.events
+    for capture in captures:
+        assert capture.close(DEADLINE_S)
+    return arena, state_cut
+
+
+def put(array, sharding):
+    """An array of any dtype with that sharding, each shard in its own memory."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
+
+
+def values(shape, dtype, seed):
+    """Numbers of a dtype that tell elements apart as well as it can."""
+    raw = np.random.default_rng(seed).integers(0, 2**31, shape)
+    if dtype == "complex64":
+        return (raw + 1j * (raw % 1000)).astype(np.complex64)
+    if dtype in ("int4", "bool"):
+        return (raw % 16 - 8 if dtype == "int4" else raw % 2).astype(jnp.dtype(dtype))
+    if dtype.startswith("float8"):
+        return (raw % 120).astype(np.uint8).view(jnp.dtype(dtype))
+    return raw.astype(jnp.dtype(dtype))
+
+
+@st.composite
+def shardings(draw, shape):
+    """Of an array of that shape: a random mesh of some of the devices, and a spec that divides it."""
+    sizes = draw(st.sampled_from(MESHES))
+    count = int(np.prod(sizes))
+    order = draw(st.permutations(range(8)))[:count]
+    devices = np.array(jax.devices(), dtype=object)[np.array(order)].reshape(sizes)
+    mesh = Mesh(devices, AXES[: len(sizes)])
+    free = list(mesh.axis_names)
+    spec = []
+    for length in shape:
+        choices = [()] + [
+            axes
+            for some in range(1, len(free) + 1)
+            for axes in itertools.permutations(free, some)
+            if length % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
+        ]
+        axes = draw(st.sampled_from(choices))
+        free = [axis for axis in free if axis not in axes]
+        spec.append(axes or None)
+    return NamedSharding(mesh, P(*spec))
+
+
+shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 16, 24]), max_size=3).map(tuple)
+
+
+@st.composite
+def states(draw, *, max_leaves=4):
+    """Leaves of random shapes, dtypes and shardings; some in host memory."""
+    state = {}
+    for number in range(draw(st.integers(0, max_leaves))):
+        shape = draw(shapes)
+        array = values(shape, draw(st.sampled_from(DTYPES)), number)
+        on_host = draw(st.integers(0, 5)) == 0
+        state[f"leaf{number}"] = array if on_host else put(array, draw(shardings(shape)))
+    return state
+
+
+def plain(leaf):
+    """The bytes of a leaf, and what they are."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return str(leaf.dtype), *plain(jax.random.key_data(leaf))
+    array = np.asarray(leaf)
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert plain(a) == plain(b)
+
+
+def abstract_of(state):
+    return jax.eval_shape(lambda: state)

@@ -1,0 +1,201 @@
+"""Real snapshot servers as processes, the agent's side of their links, and workers' parts to fill them with."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from resilient_jax.erasure import Checksum, choose_checksum
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, checksum_blocks
+from resilient_jax.snapshot.messages import (
+    READ,
+    SERVER_WORD_DECODER,
+    SERVICE,
+    SETTINGS_VARIABLE,
+    Happened,
+    Holding,
+    NewWorker,
+    ReadRequest,
+    Region,
+    ServerSettings,
+    Serving,
+)
+from resilient_jax.transport import Credentials, SyncChannel
+
+CREDENTIALS = Credentials("test-token")
+WAIT_S = 90.0
+CHECKSUM: Checksum = choose_checksum()
+
+
+class Host:
+    """One host's server process, and the agent that a test plays.
+
+    Attributes:
+        endpoint: where the server listens.
+        holding: what it said last that it holds.
+        events: all so far.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        self.name = HostName(name)
+        self.endpoint = ""
+        self.holding: tuple[SnapshotStatus, ...] = ()
+        self.events: list[Event] = []
+        self.changed = threading.Condition()
+        self._link, theirs = socket.socketpair()
+        settings = ServerSettings(
+            host=self.name, address="127.0.0.1", token=CREDENTIALS.token, link_fd=theirs.fileno()
+        )
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "resilient_jax.snapshot.server"],
+                env={
+                    **os.environ,
+                    **(environment or {}),
+                    SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
+                },
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._workers: list[LocalServer] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def connect(self) -> socket.socket:
+        """A new worker's end of a socket pair with the server."""
+        self.wait(lambda: self.endpoint != "")
+        ours, theirs = socket.socketpair()
+        with ours:
+            socket.send_fds(self._link, [frame(msgspec.msgpack.encode(NewWorker()))], [ours.fileno()])
+        return theirs
+
+    def worker(self) -> LocalServer:
+        """A new worker, which the test plays."""
+        local = LocalServer(self.connect().detach())
+        self._workers.append(local)
+        return local
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until something the server said made it true."""
+        with self.changed:
+            assert self.changed.wait_for(condition, WAIT_S), f"{self.name}: {self.holding} {self.events}"
+
+    def wait_phase(self, id: SnapshotId, phase: SnapshotPhase) -> None:
+        self.wait(lambda: self.phase_of(id) is phase)
+
+    def wait_event(self, kind: EventKind, id: SnapshotId | None = None) -> Event:
+        def found() -> list[Event]:
+            steps = (None,) if id is None else (id.step,)
+            return [e for e in self.events if e.kind is kind and (id is None or e.step in steps)]
+
+        self.wait(lambda: bool(found()))
+        return found()[0]
+
+    def phase_of(self, id: SnapshotId) -> SnapshotPhase | None:
+        return next((status.phase for status in self.holding if status.id == id), None)
+
+    def read(self, id: SnapshotId, region: Region, length: int, *, row: int = 0, offset: int = 0) -> bytes:
+        """Bytes as another host gets them."""
+        with SyncChannel(self.endpoint, CREDENTIALS) as channel:
+            request = ReadRequest(id=id, region=region, row=row, offset=offset, length=length)
+            return b"".join(reply.data for reply in channel.stream(SERVICE, READ, request, timeout_s=WAIT_S))
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def end(self) -> int:
+        """As when the agent ends: gives the server's exit code."""
+        for worker in self._workers:
+            worker.close()
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        try:
+            return self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self._listener.join(WAIT_S)
+            self._link.close()
+
+    def _listen(self) -> None:
+        deframer = Deframer()
+        with contextlib.suppress(OSError):
+            while data := self._link.recv(65536):
+                for message in deframer.feed(data):
+                    self._hear(SERVER_WORD_DECODER.decode(message))
+
+    def _hear(self, word: Serving | Holding | Happened) -> None:
+        with self.changed:
+            match word:
+                case Serving():
+                    self.endpoint = word.endpoint
+                case Holding():
+                    self.holding = word.snapshots
+                case Happened():
+                    self.events.append(word.event)
+            self.changed.notify_all()
+
+
+@contextlib.contextmanager
+def running(count: int, environment: Mapping[str, str] | None = None) -> Iterator[list[Host]]:
+    """Servers of hosts h0, h1, ...; afterwards each has ended, by itself unless the test killed it."""
+    hosts = [Host(f"h{i}", environment) for i in range(count)]
+    try:
+        for host in hosts:
+            host.wait(lambda host=host: host.endpoint != "")
+        yield hosts
+    finally:
+        killed = [host.process.poll() is not None for host in hosts]
+        codes = [host.end() for host in hosts]
+    assert [code for code, was in zip(codes, killed, strict=True) if not was and code != 0] == []
+
+
+def make_layout(hosts: Sequence[Host], parity: int, part_bytes: Sequence[int], generation: int = 1) -> Layout:
+    """One group of all; the first host is the root."""
+    return Layout(
+        generation=GenerationNumber(generation),
+        groups=(Group(hosts=tuple(host.name for host in hosts), parity=parity),),
+        part_bytes={host.name: size for host, size in zip(hosts, part_bytes, strict=True)},
+        servers={host.name: host.endpoint for host in hosts},
+        root=hosts[0].name,
+    )
+
+
+def make_id(step: int, generation: int = 1) -> SnapshotId:
+    return SnapshotId(step, GenerationNumber(generation))
+
+
+def make_part(id: SnapshotId, host: HostName, length: int) -> bytes:
+    """The same for the same arguments, in whatever process."""
+    return random.Random(f"{id} {host}").randbytes(length)
+
+
+def make_manifest(id: SnapshotId, host: HostName, part: bytes | memoryview) -> Manifest:
+    return Manifest(
+        id=id,
+        host=host,
+        leaves=(),
+        pieces=(),
+        part_bytes=len(part),
+        checksum=CHECKSUM.name,
+        block_bytes=BLOCK_BYTES,
+        blocks=checksum_blocks(part, CHECKSUM),
+    )
+
+
+def take(worker: LocalServer, id: SnapshotId, host: HostName, part: bytes) -> None:
+    """What a worker does for one snapshot."""
+    worker.begin(id)[:] = part
+    worker.finish(id, make_manifest(id, host, part))

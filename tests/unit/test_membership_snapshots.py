@@ -1,0 +1,173 @@
+"""How the membership machine goes on from snapshots, where no host holds the whole state."""
+
+import msgspec
+from membership_job import Job, stop_at_boundary, training
+
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.records import Change, OutcomeKind, Phase, SnapshotServerStatus, WorkerState
+from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.world.membership import AfterStateLoss, HostGone
+
+
+def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> SnapshotStatus:
+    return SnapshotStatus(
+        id=SnapshotId(step, GenerationNumber(generation)),
+        phase=SnapshotPhase.COMPLETE,
+        groups=(Group(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
+        nbytes=1,
+        wall_s=0.0,
+    )
+
+
+def server(host: str) -> SnapshotServerStatus:
+    return SnapshotServerStatus(endpoint=f"{host}:1", pid=1)
+
+
+def keep(job: Job, hosts: str, *snapshots: SnapshotStatus) -> None:
+    for host in hosts:
+        job.change(host, snapshot_server=server(host), snapshots=snapshots)
+
+
+def sharded(names: str, *, step: int = 5, parity: int = 1, **rules) -> Job:
+    """A job in which nobody holds the whole state, with a snapshot of its newest step on all hosts."""
+    job = training(*names, step=step, **rules)
+    for name in names:
+        job.report(name, holds_state=False)
+    keep(job, names, snapshot(step, names, parity=parity))
+    return job
+
+
+def test_a_lost_host_leads_back_to_the_newest_snapshot_in_the_same_world():
+    job = sharded("abcd")
+    job.give(HostGone(HostName("b")))
+    job.acknowledge("a", "c", "d", step=6)
+    new = job.generation
+    assert (new.phase, new.change, new.world) == (Phase.FORM, Change.SHRINK, 1)
+    assert new.snapshot is not None
+    assert (new.snapshot.id.step, new.step) == (5, 5), "step 6 is nowhere whole"
+    assert [source.host for source in new.snapshot.sources] == ["a", "c", "d"]
+    assert (new.sources, new.behind) == ((), ())
+
+
+def test_a_killed_worker_leaves_its_hosts_snapshot_of_use():
+    job = sharded("abcd")
+    job.worker("b", exit_code=-9)
+    job.worker("c", exit_code=-9)
+    job.acknowledge("a", "d", step=5)
+    assert job.generation.snapshot is not None
+    assert [source.host for source in job.generation.snapshot.sources] == ["a", "b", "c", "d"]
+
+
+def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
+    job = sharded("abcd", regroup_s=5.0)
+    job.give(HostGone(HostName("b")))
+    job.give(HostGone(HostName("c")))
+    job.acknowledge("a", "d", step=6)
+    assert job.phase is Phase.QUIESCE, "they may come back"
+    job.wait(6.0)
+    outcome = job.generation.outcome
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.STATE_LOST
+    assert "the snapshot of step 5 (generation 1)" in outcome.message
+    assert "b, c are; a, d survive" in outcome.message
+
+
+def test_a_snapshot_before_the_job_began_again_is_void():
+    job = sharded("abcd", regroup_s=5.0, after_state_loss=AfterStateLoss.RESTART)
+    held = job.status("b")
+    for lost in "bc":
+        job.give(HostGone(HostName(lost)))
+    job.acknowledge("a", "d", step=6)
+    job.wait(6.0)
+    job.serve()
+    assert job.phase is Phase.FORM
+    assert (job.generation.step, job.generation.snapshot) == (0, None)
+    assert job.generation.began == job.generation.number
+    job.form()
+    for name in "ad":
+        job.report(name, steady=True, holds_state=False, step=1)
+    for name in "bc":  # back with what they had
+        job.change(name, snapshot_server=held.snapshot_server, snapshots=held.snapshots)
+    keep(job, "ad", snapshot(1, "ad", generation=job.generation.number), *held.snapshots)
+    job.worker("a", exit_code=-9)
+    job.acknowledge("d", step=2)
+    job.serve("d")
+    assert job.generation.snapshot is not None
+    assert job.generation.snapshot.id.step == 1
+
+
+def test_a_whole_state_that_is_newer_wins_over_a_snapshot():
+    job = training("a", "b", "c")
+    keep(job, "abc", snapshot(3, "abc"))
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", step=5)
+    assert job.generation.snapshot is None
+    assert [s.host for s in job.generation.sources] == ["a", "c"]
+
+
+def test_when_all_workers_die_their_hosts_snapshots_are_there():
+    job = training("a", "b", "c", regroup_s=5.0)
+    keep(job, "abc", snapshot(4, "abc", parity=0))
+    for name in "abc":
+        job.worker(name, exit_code=-9)
+    for name in "abc":
+        job.restart(name)
+    job.serve()
+    assert job.phase is Phase.FORM
+    assert job.generation.snapshot is not None
+    assert (job.generation.step, job.generation.snapshot.id.step) == (4, 4)
+    assert job.generation.progress >= 5
+
+
+def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
+    job = sharded("abc")
+    job.change("a", draining=True)
+    last = snapshot(7, "abc", generation=job.generation.number)
+    for name in job.members:
+        job.report(name, generation=job.generation.number, limit=7)
+    for name in job.members:
+        job.report(name, state=WorkerState.IDLE, step=7, limit=7, formed=False, snapshot=last.id)
+    assert job.phase is Phase.BOUNDARY, "their servers have not reported it yet"
+    keep(job, "ab", last)
+    assert job.phase is Phase.BOUNDARY
+    keep(job, "c", last)
+    job.serve("b")
+    assert job.phase is Phase.FORM
+    assert (job.generation.step, job.members) == (7, ["b", "c"])
+
+
+def test_a_planned_change_without_snapshots_waits_for_nothing():
+    job = training("a", "b")
+    job.change("a", draining=True)
+    stop_at_boundary(job, 6)
+    job.serve("b")
+    assert job.phase is Phase.FORM
+
+
+def test_a_hung_worker_is_left_out_in_time_though_nobody_holds_the_whole_state():
+    job = sharded("abcd")
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", step=5)
+    job.wait(5.5)
+    assert job.members == ["a", "c"], "the snapshot is safe without d"
+
+
+def test_the_records_survive_the_store():
+    job = sharded("abcd")
+    job.give(HostGone(HostName("b")))
+    job.acknowledge("a", "c", "d", step=6)
+    data = msgspec.msgpack.encode(job.generation)
+    assert msgspec.msgpack.decode(data, type=type(job.generation)) == job.generation
+
+
+def test_a_job_that_breaks_before_its_first_snapshot_begins_again():
+    job = Job("a", "b", "c")
+    job.serve()
+    job.form()
+    for name in "abc":
+        job.report(name, steady=True, holds_state=False, step=1)
+        job.change(name, snapshot_server=server(name))
+    job.give(HostGone(HostName("b")))
+    job.acknowledge("a", "c", step=1)
+    assert (job.phase, job.generation.step, job.generation.snapshot) == (Phase.FORM, 0, None)
+    assert job.generation.began == job.generation.number

@@ -1,0 +1,333 @@
+"""A part is copied while training goes on; it is whole or not there, and no array is given back too early."""
+
+import threading
+from types import SimpleNamespace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from snapshot_parts import (
+    DEADLINE_S,
+    DTYPES,
+    Arena,
+    Notes,
+    host_names,
+    hosts_of_eight,
+    put,
+    snapshot_id,
+    states,
+    take,
+    values,
+)
+
+from resilient_jax.erasure import choose_checksum
+from resilient_jax.errors import StateError
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.snapshot.manifest import BLOCK_BYTES, checksum_blocks
+from resilient_jax.training.held_state import Leaf, hold
+from resilient_jax.training.snapshots.boxes import Box, whole
+from resilient_jax.training.snapshots.capture import Capture
+from resilient_jax.training.snapshots.parts import cut_state
+from resilient_jax.training.snapshots.sources import plan_tasks, send_to_host
+
+(HOST,) = host_names(1)
+
+
+class Held:
+    """Holds a capture at a place until it is told to go on."""
+
+    def __init__(self, place):
+        self.place = place
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, place, step):
+        if place is self.place:
+            self.reached.set()
+            assert self.go_on.wait(DEADLINE_S)
+
+
+class Taking:
+    """A capture of one host's state, with all that it touches."""
+
+    def __init__(self, state, *, reach=None, **options):
+        self.leaves = hold(1, state).leaves
+        self.cut = cut_state(self.leaves, lambda device: HOST, [HOST])
+        self.arena = Arena(self.cut.part_bytes)
+        self.notes = Notes()
+        reach = {} if reach is None else {"reach": reach}
+        self.capture = Capture(self.arena.of(HOST), HOST, self.notes, **reach, **options)
+
+    def start(self, step=1):
+        self.capture.start(snapshot_id(step), self.cut, self.leaves)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        assert self.capture.close(DEADLINE_S)
+
+
+def check_parts(state, arena, cut, hosts):
+    leaves = hold(1, state).leaves
+    for host in hosts:
+        manifest = arena.done[host]
+        assert manifest.blocks == checksum_blocks(arena.parts[host], choose_checksum())
+        for piece in manifest.pieces:
+            value = leaves[piece.leaf].value
+            box = Box(piece.start, piece.stop)
+            expected = np.asarray(value)[(*box.within(whole(value.shape)), ...)].tobytes()
+            assert arena.parts[host][piece.offset : piece.offset + len(expected)] == expected
+        assert (manifest.leaves, manifest.pieces) == (cut.leaves, cut.pieces[host])
+
+
+@settings(max_examples=40)
+@given(states(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3]))
+def test_the_parts_hold_the_numbers_of_their_pieces_and_the_checksums_of_their_blocks(state, count, threads):
+    hosts, host_of = hosts_of_eight(count)
+    arena, cut = take(state, hosts, host_of, threads=threads)
+    check_parts(state, arena, cut, hosts)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_parts_of_many_blocks_are_copied_in_order_whatever_their_pieces(threads):
+    hosts, host_of = hosts_of_eight(2)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    state = {
+        "long": put(values((3, 1000, 513), "bfloat16", 1), NamedSharding(mesh, P(None, None))),
+        "columns": put(values((999, 1024), "float32", 2), NamedSharding(mesh, P(None, "y"))),
+        "spread": put(values((512, 1024), "float32", 3), NamedSharding(mesh, P("y", "x"))),
+        "host": values((700_001,), "int4", 4),
+        "small": put(values((3,), "bool", 5), NamedSharding(mesh, P())),
+    }
+    arena, cut = take(state, hosts, host_of, threads=threads)
+    assert all(len(part) > 5 * BLOCK_BYTES for part in arena.parts.values())
+    check_parts(state, arena, cut, hosts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_piece_may_span_several_devices_of_its_host(dtype):
+    local = Mesh(np.array(jax.devices()), ("x",))
+    state = {"w": put(values((16, 5), dtype, 0), NamedSharding(local, P("x")))}
+    hosts = host_names(3)  # each is taken to have a copy like this one
+    arena, cut = take(state, hosts, lambda device: hosts[0])
+    check_parts(state, arena, cut, hosts)
+
+
+def test_a_start_returns_before_anything_is_copied():
+    held = Held(Place.BEFORE_COPY)
+    with Taking({"w": jnp.ones(1000)}, reach=held) as taking:
+        taking.start()
+        assert held.reached.wait(DEADLINE_S)
+        assert not taking.capture.wait(0)
+        assert set(taking.arena.parts[HOST]) == {0xA5}
+        held.go_on.set()
+        assert taking.capture.wait(DEADLINE_S)
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+        assert detail["step"] == 1
+        assert detail["bytes"] == 4032  # 4000 in lines of 64
+        assert detail["seconds"] >= 0
+
+
+def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    start = values((8, 1000), "float32", 1)
+    array = put(start, NamedSharding(mesh, P("x")))
+    scale = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    array = scale(array) * 0 + start  # in memory of XLA's own, as after any step
+    where = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+    held = Held(Place.AFTER_COPY)
+    with Taking({"w": array}, reach=held) as taking:
+        taking.start()
+        assert held.reached.wait(DEADLINE_S)
+        assert taking.capture.wait(DEADLINE_S), "the arrays are read, even though the part is not complete"
+        taking.leaves = ()
+        after = scale(array)
+        assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == where
+        held.go_on.set()
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+        part = np.frombuffer(bytes(taking.arena.parts[HOST]), np.float32)
+        assert np.array_equal(np.sort(part[part != 0]), np.sort(start[start != 0].reshape(-1)))
+
+
+@pytest.mark.parametrize("place", [Place.BEFORE_COPY, Place.DURING_COPY, Place.AFTER_COPY])
+def test_a_cancelled_capture_is_never_complete(place):
+    held = Held(place)
+    state = {"a": jnp.ones(100), "b": jnp.ones(100), "c": jnp.ones(BLOCK_BYTES)}
+    with Taking(state, reach=held) as taking:
+        taking.start()
+        assert held.reached.wait(DEADLINE_S)
+        taking.capture.cancel("the generation has ended")
+        held.go_on.set()
+        assert taking.capture.wait(DEADLINE_S)
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert detail == {"step": 1, "reason": "cancelled: the generation has ended"}
+    assert taking.arena.done == {}
+    assert taking.arena.abandoned == [(HOST, snapshot_id(1))]
+
+
+def test_a_cancel_that_comes_too_late_changes_nothing():
+    with Taking({"w": jnp.ones(10)}) as taking:
+        taking.start()
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+        taking.capture.cancel("too late")
+        assert taking.capture.wait(0)
+    assert list(taking.arena.done) == [HOST]
+    assert taking.notes.kinds() == [EventKind.SNAPSHOT_COPIED]
+
+
+def test_the_next_snapshot_is_taken_after_one_that_was_cancelled():
+    held = Held(Place.DURING_COPY)
+    with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
+        taking.start(1)
+        assert held.reached.wait(DEADLINE_S)
+        taking.capture.cancel("once")
+        held.go_on.set()
+        taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        taking.start(2)
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+    assert taking.arena.done[HOST].id == snapshot_id(2)
+
+
+def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
+    held = Held(Place.DURING_COPY)
+    with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
+        taking.start(1)
+        assert held.reached.wait(DEADLINE_S)
+        taking.start(2)
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert detail["step"] == 2
+        assert detail["reason"].startswith("that of step 1 is still being copied")
+        assert not taking.capture.wait(0), "the one that is under way still reads its arrays"
+        held.go_on.set()
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+    assert taking.arena.done[HOST].id == snapshot_id(1)
+    assert taking.arena.abandoned == [(HOST, snapshot_id(2))], "other hosts must not wait for a part of it"
+    assert (taking.capture.is_idle, taking.capture.finished) == (True, snapshot_id(1))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_start_while_one_is_past_its_copy_or_cancelled_waits_its_turn(cancelled):
+    held = Held(Place.DURING_COPY if cancelled else Place.AFTER_COPY)
+    with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
+        taking.start(1)
+        assert held.reached.wait(DEADLINE_S)
+        if cancelled:
+            taking.capture.cancel("it takes too long")
+        taking.start(2)
+        assert not taking.capture.wait(0), "the second one is not read yet"
+        assert not taking.capture.is_idle
+        held.go_on.set()
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED, 1 if cancelled else 2)
+    assert taking.capture.finished == snapshot_id(2)
+    assert taking.arena.abandoned == ([(HOST, snapshot_id(1))] if cancelled else [])
+
+
+def test_what_the_server_refuses_is_dropped_with_its_reason():
+    with Taking({"w": jnp.ones(10)}) as taking:
+        taking.arena.refuse = "both slots are in use"
+        taking.start()
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert detail == {"step": 1, "reason": "both slots are in use"}
+        assert taking.arena.abandoned == []
+        taking.arena.refuse = None
+        taking.start(2)
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+
+
+def test_a_state_that_was_donated_too_early_is_dropped_by_its_leafs_name():
+    held = Held(Place.BEFORE_COPY)
+    with Taking({"w": jnp.ones(10)}, reach=held) as taking:
+        taking.start()
+        assert held.reached.wait(DEADLINE_S)
+        cast(jax.Array, taking.leaves[0].value).delete()
+        held.go_on.set()
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert "leaf ['w'] was donated before its snapshot was copied" in detail["reason"]
+    assert taking.arena.done == {}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_goes_on(threads):
+    failures = ["the disk of the arena burns"]
+
+    def fail_once(place, step):
+        if place is Place.DURING_COPY and failures:
+            raise OSError(failures.pop())
+
+    state = {"a": jnp.ones(BLOCK_BYTES), "b": jnp.ones(BLOCK_BYTES)}
+    with Taking(state, reach=fail_once, threads=threads) as taking:
+        taking.start(1)
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert detail["reason"] == "OSError: the disk of the arena burns"
+        taking.start(2)
+        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+    assert taking.arena.abandoned == [(HOST, snapshot_id(1))]
+
+
+def test_a_part_of_another_size_is_refused():
+    with Taking({"w": jnp.ones(100)}) as taking:
+        taking.arena.parts[HOST] = bytearray(64)
+        taking.start()
+        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert detail["reason"] == "InternalError: the server gave 64 bytes for a part of 448"
+
+
+def test_a_state_of_another_structure_is_refused_to_the_callers_face():
+    with Taking({"w": jnp.ones(100)}) as taking:
+        with pytest.raises(StateError, match="changed its structure between snapshots"):
+            taking.capture.start(snapshot_id(1), taking.cut, hold(1, {"w": jnp.ones(101)}).leaves)
+        assert taking.capture.wait(0)
+
+
+def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
+    hosts, host_of = hosts_of_eight(2)
+    spread = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    here = put(values((8,), "int32", 0), spread)
+    cut = cut_state(hold(1, {"w": here}).leaves, host_of, hosts)
+    of_first_host = [shard for shard in here.addressable_shards if host_of(shard.device) == hosts[0]]
+    elsewhere = SimpleNamespace(
+        shape=(8,), dtype=here.dtype, is_deleted=lambda: False, addressable_shards=of_first_host
+    )  # what the second host has in hand once its shards have moved to the first
+    with pytest.raises(
+        StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"
+    ):
+        plan_tasks([Leaf(path="['w']", value=cast(jax.Array, elsewhere))], cut.pieces[hosts[1]])
+
+
+def test_closing_cancels_what_is_under_way():
+    held = Held(Place.DURING_COPY)
+    taking = Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held)
+    taking.start()
+    assert held.reached.wait(DEADLINE_S)
+    assert not taking.capture.close(0), "its thread is still held"
+    held.go_on.set()
+    assert taking.capture.close(DEADLINE_S)
+    assert taking.notes.kinds() == [EventKind.SNAPSHOT_DROPPED]
+    assert taking.arena.done == {}
+
+
+@settings(max_examples=10)
+@given(states(), st.sampled_from([1, 2, 4]))
+def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
+    hosts, host_of = hosts_of_eight(count)
+    leaves = hold(1, state).leaves
+    cut = cut_state(leaves, host_of, hosts)
+    for host in hosts:
+        tasks = plan_tasks(leaves, cut.pieces[host])
+        for task, sent in zip(tasks, send_to_host(tasks), strict=True):
+            assert (sent.box, sent.offset) == (task.box, task.offset)
+            on_devices = [source for source in sent.sources if isinstance(source.data, jax.Array)]
+            assert sum(source.data.size for source in on_devices) in (0, task.box.size)
+            leaf = next(leaf for leaf in leaves if leaf.path == task.path)
+            for box, data in sent.sources:
+                expected = np.asarray(leaf.value)[(*box.within(whole(leaf.value.shape)), ...)]
+                assert np.asarray(data).tobytes() == expected.tobytes()

@@ -1,0 +1,162 @@
+"""How much memory snapshots take and how much there is; refused before training, with numbers."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.errors import SnapshotRefused
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.snapshots import Layout
+from resilient_jax.snapshot.memory import (
+    MANIFEST_BYTES,
+    MemoryFree,
+    MemoryNeeded,
+    check_memory,
+    memory_needed,
+    read_free_memory,
+)
+from resilient_jax.snapshot.placement import form_groups
+
+GIB = 2**30
+A = HostName("a")
+
+
+def layout(part_bytes, parity, size=8):
+    names = [HostName(f"h{index}") for index in range(len(part_bytes))]
+    return Layout(
+        generation=GenerationNumber(1),
+        groups=form_groups(names, parity, group_size=size),
+        part_bytes=dict(zip(names, part_bytes, strict=True)),
+        servers=dict.fromkeys(names, ""),
+        root=names[0],
+    )
+
+
+def test_eight_hosts_with_parity_two_take_a_third_more_in_two_slots_and_little_else():
+    needed = memory_needed(layout([6 * GIB] * 8, 2), HostName("h3"))
+    assert (needed.part, needed.parity) == (6 * GIB, 2 * GIB)
+    assert needed.total == 2 * (8 * GIB + needed.records)
+    assert needed.records < 10 * MANIFEST_BYTES
+
+
+@given(st.lists(st.integers(0, 2**36), min_size=1, max_size=12), st.integers(0, 4))
+def test_every_host_keeps_its_part_and_parity_for_the_longest_of_its_group(parts, parity):
+    plan = layout(parts, parity)
+    for host, nbytes in plan.part_bytes.items():
+        group = plan.group_of(host)
+        k = len(group.hosts) - group.parity
+        needed = memory_needed(plan, host)
+        longest = max(plan.part_bytes[member] for member in group.hosts)
+        assert needed.part == nbytes
+        assert group.parity * longest <= needed.parity * k < group.parity * (longest + k * 4096) + 1
+        assert needed.total >= 2 * (needed.part + needed.parity)
+
+
+def needed_total(nbytes):
+    return MemoryNeeded(part=nbytes // 2, parity=0, records=0)
+
+
+def test_what_fits_exactly_is_allowed_and_a_byte_less_is_refused():
+    check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB), A)
+    with pytest.raises(SnapshotRefused):
+        check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB - 1), A)
+    check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB, limit=9 * GIB, used=GIB), A)
+    with pytest.raises(SnapshotRefused):
+        check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB, limit=9 * GIB, used=GIB + 1), A)
+    check_memory(needed_total(8 * GIB), MemoryFree(available=3 * GIB), A, held=5 * GIB)
+
+
+def test_the_refusal_has_the_numbers_and_says_what_to_do():
+    needed = MemoryNeeded(part=6 * GIB, parity=2 * GIB, records=2**20)
+    with pytest.raises(SnapshotRefused) as refused:
+        check_memory(needed, MemoryFree(available=64 * GIB, limit=16 * GIB, used=4 * GIB), A, held=2**30)
+    assert str(refused.value) == (
+        "host a: snapshots need 16.00 GiB of memory (2 slots with 6.00 GiB of state, 2.00 GiB of parity and 1.0 MiB of "
+        "records each), expected at most 13.00 GiB: the machine has 64.00 GiB available, its control group allows "
+        "16.00 GiB and uses 4.00 GiB, and 1.00 GiB are held by earlier snapshots. Give the host or its container more "
+        "memory, use more hosts (each then keeps less), lower the parity or make groups larger, or switch snapshots off"
+    )
+    with pytest.raises(SnapshotRefused, match="no control group limits it"):
+        check_memory(needed, MemoryFree(available=GIB), A)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       100 kB\nMemAvailable:   8388608 kB\nHugePages_Total:       0\n"
+
+
+def test_the_group_of_version_two_with_least_left_counts_and_its_page_cache_does_not(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/pod/worker\n",
+            "sys/fs/cgroup/pod/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{3 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/pod/worker/memory.max": "max\n",
+            "sys/fs/cgroup/pod/worker/memory.current": "5\n",
+        },
+    )
+    found = read_free_memory(root)
+    assert found == MemoryFree(available=8 * GIB, limit=4 * GIB, used=2 * GIB)
+    assert found.free == 2 * GIB
+
+
+def test_a_container_that_sees_only_its_own_group_of_version_two(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{GIB}",
+            "sys/fs/cgroup/memory.current": f"{2 * GIB}",
+        },
+    )
+    assert read_free_memory(root).free == 0
+
+
+def test_version_one_whose_path_is_not_mounted_here(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {2 * GIB}\n",
+        },
+    )
+    assert read_free_memory(root) == MemoryFree(available=8 * GIB, limit=4 * GIB, used=GIB)
+
+
+def test_version_one_without_a_limit(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "77\n",
+        },
+    )
+    assert read_free_memory(root) == MemoryFree(available=8 * GIB)
+
+
+def test_a_machine_that_does_not_say_is_refused(tmp_path):
+    with pytest.raises(SnapshotRefused, match="does not say how much memory is available"):
+        read_free_memory(tmp_path)
+    write(tmp_path, {"proc/meminfo": "MemTotal: 7 kB\n"})
+    with pytest.raises(SnapshotRefused, match="MemAvailable"):
+        read_free_memory(tmp_path)
+
+
+def test_this_machine_says():
+    assert 0 < read_free_memory().free < 2**50

@@ -1,0 +1,128 @@
+"""Groups of hosts, for any number of them: equal, larger than their parity, failure domains spread."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.errors import SnapshotRefused
+from resilient_jax.ids import HostName
+from resilient_jax.snapshot.placement import MAX_GROUP, describe_compromises, form_groups
+
+sizes = st.integers(5, 12)
+
+
+def hosts(count):
+    return [HostName(f"h{index}") for index in range(count)]
+
+
+@pytest.mark.parametrize("parity", range(5))
+@pytest.mark.parametrize("count", range(1, 41))
+@given(size=sizes)
+def test_every_host_is_in_one_group_of_about_the_size_asked_for(count, parity, size):
+    groups = form_groups(hosts(count), parity, group_size=size)
+    assert sorted(host for group in groups for host in group.hosts) == sorted(hosts(count))
+    lengths = [len(group.hosts) for group in groups]
+    assert max(lengths) - min(lengths) <= 1
+    assert {group.parity for group in groups} == {min(parity, count - 1)}
+    assert min(lengths) > groups[0].parity
+    # Half a group more than asked for at most, or else there would be one more group.
+    assert max(lengths) <= max(-(-3 * size // 2), 2 * groups[0].parity + 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), sizes, st.data())
+def test_no_failure_domain_has_more_hosts_in_a_group_than_parity_where_any_grouping_can_do_that(
+    count, parity, size, data
+):
+    racks = data.draw(st.integers(1, 12))
+    rack_of = {
+        host: f"rack{data.draw(st.integers(0, racks - 1))}"
+        for host in hosts(count)
+        if data.draw(st.integers(0, 9))  # one in ten is not in the topology
+    }
+    groups = form_groups(hosts(count), parity, group_size=size, domain_of=rack_of)
+    lengths = [len(group.hosts) for group in groups]
+    assert sum(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+    kept = groups[0].parity
+    assert min(lengths) > kept
+    # Every group has more than m hosts, so there are at most count // (m + 1), each with m of a domain at most.
+    largest = Counter(rack_of.values())
+    possible = {rack for rack, members in largest.items() if members <= kept * (count // (kept + 1))}
+    exposed = {
+        rack
+        for group in groups
+        for rack, members in Counter(rack_of[host] for host in group.hosts if host in rack_of).items()
+        if members > kept > 0
+    }
+    assert exposed.isdisjoint(possible)
+    said = " ".join(describe_compromises(groups, parity, rack_of))
+    assert {rack for rack in largest if f"failure domain {rack} " in said} == exposed
+    assert ("was asked for" in said) == (kept < parity)
+
+
+def test_two_racks_of_four_with_parity_two_make_groups_of_two_from_each():
+    rack_of = {host: f"rack{index // 4}" for index, host in enumerate(hosts(8))}
+    groups = form_groups(hosts(8), 2, domain_of=rack_of)
+    assert [sorted(rack_of[host] for host in group.hosts) for group in groups] == [
+        ["rack0", "rack0", "rack1", "rack1"]
+    ] * 2
+    assert describe_compromises(groups, 2, rack_of) == ()
+
+
+def test_what_could_not_be_had_is_said():
+    groups = form_groups(hosts(3), 4)
+    assert [(group.hosts, group.parity) for group in groups] == [(("h0", "h1", "h2"), 2)]
+    rack_of = dict.fromkeys(hosts(3), "r")
+    assert describe_compromises(groups, 4, rack_of) == (
+        "parity is 2, 4 was asked for: there are 3 hosts, and 4 parity needs 5",
+        "losing failure domain r loses snapshots: it has 3 hosts of a group of 3 (h0, h1, h2), whose parity covers 2",
+    )
+
+
+def test_groups_follow_from_the_arguments_alone():
+    rack_of = {host: f"rack{index % 3}" for index, host in enumerate(hosts(11))}
+    shuffled = dict(reversed(rack_of.items()))
+    assert form_groups(hosts(11), 2, domain_of=rack_of) == form_groups(hosts(11), 2, domain_of=shuffled)
+
+
+def test_a_group_keeps_the_order_of_the_hosts():
+    assert [group.hosts for group in form_groups(hosts(5), 1, group_size=2)] == [
+        ("h0", "h2", "h4"),
+        ("h1", "h3"),
+    ]
+
+
+def test_no_hosts_make_no_groups_and_one_is_alone():
+    assert form_groups([], 2) == ()
+    assert [(group.hosts, group.parity) for group in form_groups(hosts(1), 2)] == [(("h0",), 0)]
+
+
+def test_groups_stay_within_the_code():
+    groups = form_groups(hosts(300), 4, group_size=MAX_GROUP)
+    assert [len(group.hosts) for group in groups] == [150, 150]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((8, 8, 8), "group size: found 8 with parity 8, expected from 9 to 255 hosts"),
+        ((8, 1, 256), "group size: found 256 with parity 1, expected from 2 to 255 hosts"),
+        ((8, -1, 8), r"parity: found -1, expected 0 \(no protection\) or more"),
+        ((300, 200, 255), "300 hosts with parity 200: found no groups .* lower the parity to 149"),
+    ],
+)
+def test_numbers_that_fit_no_group_are_refused_with_those_that_do(arguments, words):
+    count, parity, size = arguments
+    with pytest.raises(SnapshotRefused, match=words):
+        form_groups(hosts(count), parity, group_size=size)
+
+
+def test_the_parity_that_a_refusal_names_fits():
+    assert [len(group.hosts) for group in form_groups(hosts(300), 149, group_size=255)] == [150, 150]
+
+
+def test_a_host_that_is_named_twice_is_refused():
+    with pytest.raises(SnapshotRefused, match="hosts h1 are named twice"):
+        form_groups([*hosts(3), HostName("h1")], 1)

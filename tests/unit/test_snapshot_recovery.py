@@ -1,0 +1,115 @@
+"""The newest snapshot that can be rebuilt is chosen; where there is none, the user reads why."""
+
+import random
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.snapshot.placement import form_groups
+from resilient_jax.snapshot.recovery import choose_snapshot, explain_loss
+
+
+def hosts(count):
+    return [HostName(f"h{index}") for index in range(count)]
+
+
+def snapshot(step, generation=1):
+    return SnapshotId(step, GenerationNumber(generation))
+
+
+def status(snapshot_id, groups, phase=SnapshotPhase.COMMITTED):
+    return SnapshotStatus(id=snapshot_id, phase=phase, groups=tuple(groups), nbytes=1, wall_s=0.0)
+
+
+def reports(held):
+    """Statuses from what each host holds: (step, groups) or full statuses."""
+    return {host: (f"{host}:1", tuple(statuses)) for host, statuses in held.items()}
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 0), (3, 0), (4, 1), (5, 2), (6, 3)])
+def test_recoverable_if_and_only_if_no_group_lost_more_than_its_parity(n, m):
+    group = Group(hosts=tuple(hosts(n)), parity=m)
+    for count in range(n):
+        for lost in combinations(group.hosts, count):
+            left = {host: [status(snapshot(4), [group])] for host in group.hosts if host not in lost}
+            plan = choose_snapshot(reports(left))
+            assert (plan is not None) == (count <= m)
+            if plan is not None:
+                assert (plan.id, plan.groups) == (snapshot(4), (group,))
+                assert [(source.host, source.server) for source in plan.sources] == [
+                    (h, f"{h}:1") for h in left
+                ]
+
+
+@given(st.integers(1, 20), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_the_newest_is_chosen_for_which_every_group_has_enough(count, parity, rng: random.Random):
+    ids = sorted({snapshot(rng.randrange(5), rng.randrange(3)) for _ in range(3)}, reverse=True)
+    groups = {each: form_groups(rng.sample(hosts(count), count), parity, group_size=5) for each in ids}
+    holders = {each: set(rng.sample(hosts(count), rng.randint(0, count))) for each in ids}
+    held = {
+        host: [
+            status(each, groups[each], rng.choice(list(SnapshotPhase)))
+            for each in ids
+            if host in holders[each]
+        ]
+        for host in hosts(count)
+    }
+    expected = next(
+        (
+            each
+            for each in ids
+            if all(len(holders[each].intersection(g.hosts)) >= len(g.hosts) - g.parity for g in groups[each])
+        ),
+        None,
+    )
+    plan = choose_snapshot(reports(held))
+    assert (plan and plan.id) == expected
+    if plan is not None:
+        assert {source.host for source in plan.sources} == holders[plan.id]
+    else:
+        assert "can be rebuilt. " in explain_loss(reports(held)) or "no complete" in explain_loss(
+            reports(held)
+        )
+
+
+def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():
+    one, other = Group(hosts=tuple(hosts(3)), parity=1), Group(hosts=tuple(reversed(hosts(3))), parity=1)
+    held = {
+        host: [status(snapshot(1), [one if host != "h2" else other])] for host in hosts(3) if host != "h0"
+    }
+    assert choose_snapshot(reports(held)) is None
+
+
+def test_a_host_that_is_in_no_group_counts_for_nothing():
+    group = Group(hosts=tuple(hosts(2)), parity=0)
+    held = {host: [status(snapshot(1), [group])] for host in [HostName("h0"), HostName("x")]}
+    assert choose_snapshot(reports(held)) is None
+
+
+def test_the_words_say_what_is_lost_what_survives_and_from_which_step():
+    groups = [Group(hosts=tuple(hosts(3)), parity=1), Group(hosts=(HostName("x"), HostName("y")), parity=1)]
+    older = [Group(hosts=(HostName("x"), HostName("y"), HostName("z")), parity=0)]
+    held = {
+        HostName("h0"): [status(snapshot(12, 3), groups)],
+        HostName("x"): [status(snapshot(12, 3), groups), status(snapshot(8, 2), older)],
+        HostName("y"): [status(snapshot(8, 2), older), status(snapshot(4, 2), older)],
+    }
+    assert choose_snapshot(reports(held)) is None
+    assert explain_loss(reports(held)) == (
+        "no snapshot in host memory can be rebuilt. "
+        "the snapshot of step 12 (generation 3): of a group of 3 hosts 1 may be lost, and h1, h2 are; h0 survives; "
+        "1 of its 2 groups can be rebuilt. "
+        "the snapshot of step 8 (generation 2): of a group of 3 hosts none may be lost, and z is; x, y survive. "
+        "1 older one is incomplete as well"
+    )
+
+
+def test_the_words_for_hosts_without_a_snapshot_and_for_no_hosts():
+    assert explain_loss({}) == (
+        "there is no complete snapshot in host memory: no host answers; training can go on from a checkpoint only"
+    )
+    assert "none of the 2 hosts that answer has one" in explain_loss(reports({host: [] for host in hosts(2)}))

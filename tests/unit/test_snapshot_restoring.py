@@ -1,0 +1,268 @@
+"""A state comes back bit for bit, on whatever mesh, and owes nothing to the memory that it was read from."""
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from snapshot_parts import (
+    DTYPES,
+    abstract_of,
+    assert_same,
+    hosts_of_eight,
+    plain,
+    put,
+    shapes,
+    shardings,
+    states,
+    take,
+    values,
+)
+
+from resilient_jax.errors import MessageError, StateError
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.snapshot.manifest import Manifest
+from resilient_jax.training.held_state import hold, to_host
+from resilient_jax.training.held_state import restore as restore_held
+from resilient_jax.training.snapshots import gathering, restoring
+from resilient_jax.training.snapshots.boxes import whole
+from resilient_jax.training.snapshots.gathering import Gatherer, Target
+from resilient_jax.training.snapshots.restoring import restore_snapshot
+
+host_counts = st.sampled_from([1, 2, 4, 8])
+
+
+def take_by(count, state, **options):
+    hosts, host_of = hosts_of_eight(count)
+    return take(state, hosts, host_of, **options)[0]
+
+
+@settings(max_examples=60)
+@given(st.data(), host_counts)
+def test_a_state_comes_back_bit_for_bit_on_another_random_mesh(data, count):
+    state = data.draw(states())
+    arena = take_by(count, state)
+    targets = {f"['{name}']": data.draw(shardings(leaf.shape)) for name, leaf in state.items()}
+    step, restored, _ = restore_snapshot(abstract_of(state), arena, lambda path, leaf: targets[path])
+    assert step == 3
+    arena.overwrite()
+    assert_same(restored, state)
+    for name, leaf in restored.items():
+        assert leaf.sharding == targets[f"['{name}']"]
+
+
+def all_dtypes():
+    state = {
+        dtype: put(values((8, 6), dtype, 1), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        for dtype in DTYPES
+    }
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    keys = jax.random.split(jax.random.key(5), 8)
+    return state | {
+        "float8_e5m2": jnp.arange(7.0).astype(jnp.float8_e5m2),
+        "scalar": jnp.float32(2.5),
+        "count": 7,
+        "rate": 0.5,
+        "flag": True,
+        "numpy": np.arange(5, dtype=np.float32),
+        "numpy_scalar": np.float16(1.5),
+        "empty": jnp.zeros((0, 3)),
+        "key": jax.random.key(7),
+        "keys": jax.device_put(keys, NamedSharding(mesh, P("x"))),
+        "rbg": jax.random.key(9, impl="rbg"),
+        "nested": ({"a": jnp.int32(2)}, [jnp.uint8(3), None]),
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_every_kind_of_leaf_comes_back(count):
+    state = all_dtypes()
+    arena = take_by(count, state)
+    _, restored, _ = restore_snapshot(abstract_of(state), arena, None)
+    arena.overwrite()
+    expected = restore_held(abstract_of(state), to_host(hold(3, state)), None)
+    assert_same(restored, expected)
+    assert restored["count"] == 7
+    assert restored["rate"] == 0.5
+    assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(restored))
+
+
+def test_random_keys_come_back_with_their_sharding_and_draw_the_same():
+    sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), P("x"))
+    keys = jax.random.split(jax.random.key(5), 8)
+    arena = take_by(4, {"keys": jax.device_put(keys, NamedSharding(sharding.mesh, P(("x", "y"))))})
+    _, restored, _ = restore_snapshot(jax.eval_shape(lambda: {"keys": keys}), arena, sharding)
+    assert restored["keys"].sharding == sharding
+    draw = jax.vmap(lambda key: jax.random.normal(key, (3,)))
+    assert np.array_equal(draw(restored["keys"]), draw(keys))
+
+
+def test_restored_arrays_do_not_change_when_the_next_snapshot_is_written():
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    state = {"w": put(values((64, 1000), "float32", 1), sharding), "b": jnp.ones(100_000)}
+    arena = take_by(4, state)
+    _, restored, _ = restore_snapshot(
+        abstract_of(state), arena, lambda p, leaf: NamedSharding(sharding.mesh, P())
+    )
+    before = [plain(leaf) for leaf in jax.tree.leaves(restored)]
+    arena.overwrite()
+    assert [plain(leaf) for leaf in jax.tree.leaves(restored)] == before
+    views = [np.frombuffer(part, np.uint8) for part in arena.parts.values()]
+    for leaf in jax.tree.leaves(restored):
+        for shard in leaf.addressable_shards:
+            assert not any(np.shares_memory(np.asarray(shard.data), view) for view in views)
+
+
+def test_donating_a_restored_array_changes_no_other():
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
+    state = {"w": put(values((100, 64), "float32", 1), everywhere)}
+    arena = take_by(2, state)
+    _, restored, _ = restore_snapshot(abstract_of(state), arena, everywhere)
+    shards = [shard.data for shard in restored["w"].addressable_shards]
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    ends = [jax.block_until_ready(overwrite(shards[device])) for device in (0, 3)]
+    assert all((np.asarray(end) == -1).all() for end in ends)
+    for device in (1, 2, 4, 5, 6, 7):
+        assert plain(shards[device]) == plain(state["w"])
+
+
+def test_a_box_that_several_devices_need_is_read_once():
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
+    state = {"w": put(values((100, 64), "float32", 1), everywhere)}
+    arena = take_by(4, state)
+    restore_snapshot(abstract_of(state), arena, everywhere)
+    assert arena.bytes_read == 100 * 64 * 4
+
+
+def test_only_what_this_hosts_devices_need_is_read():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    state = {"w": put(values((64, 2**16), "float32", 1), NamedSharding(mesh, P("x")))}
+    arena = take_by(8, state)
+    box = whole((64, 2**16)).part(0, 16, 32)
+    data = np.empty(box.shape, np.float32)
+    Gatherer(arena, arena.manifests()).gather([Target(0, box, data)])
+    assert np.array_equal(data, np.asarray(state["w"])[16:32])
+    assert (arena.bytes_read, arena.reads) == (data.nbytes, 1)
+
+
+def test_columns_of_long_rows_are_read_without_what_lies_between():
+    state = {"w": put(values((8, 2**18), "float32", 1), jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+    arena = take_by(1, state)
+    box = whole((8, 2**18)).part(1, 1000, 2000)
+    data = np.empty(box.shape, np.float32)
+    Gatherer(arena, arena.manifests()).gather([Target(0, box, data)])
+    assert np.array_equal(data, np.asarray(state["w"])[:, 1000:2000])
+    assert (arena.bytes_read, arena.reads) == (data.nbytes, 8)
+
+
+def test_many_small_leaves_take_few_reads():
+    state = {f"leaf{i}": jnp.full((10,), i, jnp.float32) for i in range(200)}
+    arena = take_by(4, state)
+    _, restored, _ = restore_snapshot(abstract_of(state), arena, None)
+    assert_same(restored, state)
+    assert arena.reads == 4, "one for each host"
+
+
+@settings(max_examples=40)
+@given(st.data(), host_counts, st.sampled_from([1, 16, 100]), st.sampled_from([0, 8, 100]))
+def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
+    shape = data.draw(shapes)
+    state = {
+        "w": put(values(shape, "bfloat16", 1), data.draw(shardings(shape))),
+        "v": values(shape, "int32", 2),
+    }
+    arena = take_by(count, state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "READ_BYTES", read_bytes)
+        patch.setattr(gathering, "GAP_BYTES", gap_bytes)
+        patch.setattr(restoring, "BATCH_BYTES", read_bytes)
+        target = data.draw(shardings(shape))
+        _, restored, _ = restore_snapshot(abstract_of(state), arena, target)
+    assert_same(restored, state)
+
+
+def test_what_went_with_the_snapshot_comes_back_with_it():
+    arena = take_by(2, {"w": jnp.ones(4)}, extra=b"cursor 17", step=12)
+    places = []
+    step, _, extra = restore_snapshot(
+        jax.eval_shape(lambda: {"w": jnp.ones(4)}),
+        arena,
+        None,
+        reach=lambda place, step: places.append((place, step)),
+    )
+    assert (step, extra) == (12, b"cursor 17")
+    assert places == [(Place.DURING_RESTORE, 12)]
+
+
+def test_a_state_without_leaves_comes_back():
+    assert restore_snapshot({}, take_by(2, {}), None) == (3, {}, b"")
+
+
+@pytest.mark.parametrize(
+    ("init", "words"),
+    [
+        (
+            lambda: {"x": jnp.ones(3)},
+            r"leaf \['x'\] is float32\[2\] where the init function makes float32\[3\]",
+        ),
+        (lambda: {"x": jnp.ones(2, "bfloat16")}, r"float32\[2\] where the init function makes bfloat16\[2\]"),
+        (lambda: {"x": jnp.ones(2), "new": 1.0}, r"missing \[\"\['new'\]\"\], not expected nothing"),
+        (lambda: {"x": jax.random.key(1)}, r"float32\[2\] where the init function makes key<fry>\[\]"),
+    ],
+)
+def test_a_snapshot_that_does_not_fit_the_init_function_is_refused_as_a_held_state_is(init, words):
+    state = {"x": jnp.ones(2)}
+    arena = take_by(2, state)
+    with pytest.raises(StateError, match=words) as from_snapshot:
+        restore_snapshot(jax.eval_shape(init), arena, None)
+    with pytest.raises(StateError) as from_held:
+        restore_held(jax.eval_shape(init), hold(3, state), None)
+    assert str(from_snapshot.value) == str(from_held.value)
+
+
+def test_a_key_is_not_restored_as_numbers_nor_as_a_key_of_another_kind():
+    arena = take_by(1, {"x": jax.random.key(1)})
+    with pytest.raises(StateError, match=r"is key<fry>\[\] where the init function makes uint32\[2\]"):
+        restore_snapshot(jax.eval_shape(lambda: {"x": jnp.zeros(2, "uint32")}), arena, None)
+    with pytest.raises(StateError, match=r"is key<fry>\[\] where the init function makes key<rbg>\[\]"):
+        restore_snapshot(jax.eval_shape(lambda: {"x": jax.random.key(1, impl="rbg")}), arena, None)
+
+
+def change(arena, host, **fields):
+    arena.done[host] = msgspec.structs.replace(arena.done[host], **fields)
+
+
+def test_parts_of_different_snapshots_are_not_mixed():
+    arena = take_by(2, {"w": jnp.ones(4)})
+    hosts, _ = hosts_of_eight(2)
+    change(arena, hosts[1], id=msgspec.structs.replace(arena.done[hosts[1]].id, step=2))
+    with pytest.raises(
+        MessageError, match=r"host-1 has a part of snapshot .*step=2.*expected parts of one state"
+    ):
+        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)
+
+
+@pytest.mark.parametrize(("pieces", "found"), [(lambda pieces: (), 2), (lambda pieces: pieces * 2, 6)])
+def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
+    arena = take_by(2, {"w": jnp.ones(4)})
+    hosts, _ = hosts_of_eight(2)
+    manifest: Manifest = arena.done[hosts[1]]
+    change(arena, hosts[1], pieces=pieces(manifest.pieces))
+    with pytest.raises(
+        MessageError, match=rf"hold {found} of the 4 numbers of leaf \['w'\] from \[0\] to \[4\]"
+    ):
+        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)
+
+
+def test_a_dtype_that_this_host_does_not_know_is_refused():
+    arena = take_by(1, {"w": jnp.ones(4)})
+    (host,) = arena.done
+    leaves = (msgspec.structs.replace(arena.done[host].leaves[0], dtype="posit16"),)
+    change(arena, host, leaves=leaves)
+    with pytest.raises(StateError, match=r"leaf \['w'\] is of dtype 'posit16'"):
+        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)
