@@ -137,6 +137,14 @@ class SnapshotLost(StateLost):
     """More of a snapshot is gone than its parity covers; the message says what is lost and what survives."""
 
 
+class CheckpointFailed(OperatorError):
+    """A checkpoint could not be written to storage; those before it are still there."""
+
+
+class CheckpointUnreadable(OperatorError):
+    """A checkpoint on storage is incomplete, damaged or none; the message says how."""
+
+
 class SnapshotDropped(OperatorError):
     """This snapshot is not taken: the one before it is not yet safe. Training goes on; the next one may be."""
 

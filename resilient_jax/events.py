@@ -42,6 +42,7 @@ class EventKind(enum.StrEnum):
     SNAPSHOT_SERVER_STARTED = "snapshot.server_started"
     SNAPSHOT_SERVER_EXITED = "snapshot.server_exited"
     SNAPSHOT_LAYOUT = "snapshot.layout"
+    SNAPSHOT_WEAKER = "snapshot.weaker"
     SNAPSHOT_INTERVAL = "snapshot.interval"
     SNAPSHOT_RESTORED = "snapshot.restored"
     # Snapshots: reading
@@ -59,6 +60,12 @@ class EventKind(enum.StrEnum):
     SNAPSHOT_COMMITTED = "snapshot.committed"
     SNAPSHOT_PEER_FAILED = "snapshot.peer_failed"
     SNAPSHOT_DAMAGED = "snapshot.damaged"
+    # Checkpoints
+    CHECKPOINT_SAVED = "checkpoint.saved"
+    CHECKPOINT_SKIPPED = "checkpoint.skipped"
+    CHECKPOINT_FAILED = "checkpoint.failed"
+    CHECKPOINT_REFUSED = "checkpoint.refused"
+    CHECKPOINT_RESTORED = "checkpoint.restored"
     # the worker's way through a change
     COLLECTIVE_FAILED = "collective.failed"
     COLLECTIVES_ABORTED = "collectives.aborted"

@@ -81,9 +81,9 @@ class FaultPoints:
     def reach(self, place: Place, step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
         """Waits here for as long as an order says so."""
         order = _read_order(self._directory)
-        if order is None or order.place is not place or order.step != step or self._host not in order.hosts:
+        if order is None or order.place is not place or self._host not in order.hosts:
             return
-        if order.index not in (ANY_INDEX, index):
+        if order.step not in (ANY_STEP, step) or order.index not in (ANY_INDEX, index):
             return
         (self._directory / f"at-{self._host}").touch()
         end_s = time.monotonic() + HOLD_LIMIT_S

@@ -131,8 +131,12 @@ class Exchange:
     def _encode_stripe(self) -> None:
         offsets = range(0, self._held.shape.chunk_bytes, PIECE_BYTES)
         with concurrent.futures.ThreadPoolExecutor(PIECES_AT_ONCE, "rj-encode") as pool:
-            for done in [pool.submit(self._encode_piece, offset) for offset in offsets]:
-                done.result()
+            try:
+                for done in [pool.submit(self._encode_piece, offset) for offset in offsets]:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # the other pieces are for nothing
+                raise
 
     def _encode_piece(self, offset: int) -> None:
         held, tools = self._held, self._tools

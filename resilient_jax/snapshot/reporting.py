@@ -1,9 +1,7 @@
 """Tells agent and worker what happens, in order, from a thread of its own: no lock is held while a socket is full."""
 
 import contextlib
-import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +11,6 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
 from resilient_jax.snapshot.link import Link
 from resilient_jax.snapshot.messages import Happened, Holding, ServerNotice
-
-LOST_AGENT_EXIT_CODE = 71
-"""As of a worker whose agent is gone."""
 
 
 class Reporter:
@@ -71,6 +66,6 @@ class Reporter:
             send = self._waiting.get()
             try:
                 send()
-            except OSError:  # nobody decides for this process any more
-                sys.stderr.write(f"[{self._host}] the agent is gone; the snapshot server ends\n")
-                os._exit(LOST_AGENT_EXIT_CODE)
+            except OSError:  # nobody decides for this process any more: the main thread ends it
+                self._agent.shut_down()
+                return

@@ -58,8 +58,8 @@ class WorkerLine:
 
     def end(self) -> None:
         """The worker is gone, whoever else may still have the other end."""
-        self._link.shut_down()
         self._arena.abandon_all(self, "its worker was replaced before it was finished")
+        self._link.shut_down()
 
     def _serve(self) -> None:
         try:

@@ -111,12 +111,11 @@ def break_and_recover(
     for part, host in victims:
         tiny.signal(part, host, number)
     tiny.job.release()
-    tiny.job.wait_report(
+    tiny.wait_report(
         f"a new generation and steps after {number.name} to {victims} {place}",
         lambda now: (
             generation_of(now).number > before and max((h.step for h in now.hosts), default=0) > step + 4
         ),
-        RECOVERY_S,
     )
     tiny.wake_all()
     tiny.wait_training(HOSTS, after_generation=before)

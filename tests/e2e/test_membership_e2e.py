@@ -90,14 +90,13 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(tmp_
         # Another order for the same place: they go on into the broken collective, and are held again in the
         # same step of the generation that follows, before its first collective.
         tiny.job.hold(Place.BEFORE_SUM, survivors[::-1], step)
-        tiny.job.wait_report(
+        tiny.wait_report(
             "a smaller generation",
             lambda now: (
                 now.generation is not None
                 and now.generation.phase is Phase.ACTIVE
                 and len(now.generation.members) == 3
             ),
-            RECOVERY_S,
         )
         tiny.job.wait_held(survivors, RECOVERY_S)
         tiny.signal(Part.SERVICE, "leader", signal.SIGKILL)

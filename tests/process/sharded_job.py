@@ -1,7 +1,7 @@
-"""A job of the trainer with its state sharded over all hosts. Usage: sharded_job.py WORK_DIR complete|sharded [STEPS].
+"""A job of the trainer whose state is complete on every host or sharded. Usage: sharded_job.py WORK_DIR complete|sharded.
 
-After every step each host appends to `shares.<host index>` what it has of the state: the bytes here, those of the whole,
-and how many complete arrays of a parameter's shape are alive in the process, whoever holds them, other than zeros.
+After every step each host appends to `shares.<host index>` what it has of the state: the bytes here, those of the
+whole, and how many complete arrays of a parameter's shape live in the process, whoever holds them, other than zeros.
 """
 
 import sys
@@ -17,7 +17,7 @@ import resilient_jax as rj
 
 WORK = Path(sys.argv[1])
 STATE = sys.argv[2]
-STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 9
+STEPS = 9
 WIDTH = 96
 """Divides by 2, 4 and 6 devices."""
 
@@ -57,7 +57,7 @@ def say_shares(report: rj.StepReport) -> None:
     complete = [array for array in alike if bytes_here(array) == array.nbytes and np.any(array)]
     with (WORK / f"shares.{report.host_index}").open("a") as file:
         print(report.step, here, everything, len(complete), file=file)
-    print(f"step {report.step} {report.metrics}", flush=True)
+    print(f"step {report.step} {sorted(report.metrics.items())}", flush=True)
 
 
 if __name__ == "__main__":

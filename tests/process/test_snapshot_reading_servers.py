@@ -115,7 +115,7 @@ def reader_for(plan: SnapshotPlan, host: HostName, running: RunningHost, notes: 
     )
 
 
-def test_what_killed_servers_kept_is_decoded_from_those_that_live_until_too_many_are_gone(hosts):
+def test_whatever_two_hosts_are_left_out_their_parts_are_decoded_from_the_parity_that_servers_made(hosts):
     plan, parts = take(hosts, 2)
     for lost in combinations(HOSTS[1:], 2):  # left out of the plan: nothing is asked of them
         left = tuple(source for source in plan.sources if source.host not in lost)
@@ -129,6 +129,10 @@ def test_what_killed_servers_kept_is_decoded_from_those_that_live_until_too_many
                 assert target == part
             assert reader.bytes_local == len(parts[HOSTS[0]])
             assert reader.bytes_decoded == sum(len(parts[host]) for host in lost)
+
+
+def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many_are_gone(hosts):
+    plan, parts = take(hosts, 2)
     notes: list = []
     reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], notes)
     with contextlib.closing(reader):

@@ -11,7 +11,6 @@ import numpy as np
 from tiny_job import CONFIG, RECOVERY_S, TinyJob
 
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.world.local_job import LocalJob
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "sharded.py"
 
@@ -21,14 +20,7 @@ class ShardedJob(TinyJob):
 
     def __init__(self, work: Path, hosts: int, parity: int, words: Sequence[str] = ()) -> None:
         config = f"{CONFIG}\nsnapshot_parity = {parity}\n"
-        super().__init__(work, hosts, config)
-        self.job = LocalJob(
-            [str(SCRIPT), str(work), *words],
-            hosts=hosts,
-            run_directory=work / "run",
-            options=["--config", str(work / "job.toml"), "--devices-per-host", "2"],
-            environment={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        super().__init__(work, hosts, config, words=words, script=SCRIPT)
 
     def promised_step(self) -> int:
         """Of the newest snapshot that some server says to be committed on all hosts; 0 before the first."""

@@ -60,16 +60,20 @@ class HostArena:
 
     def __init__(self, arena, host):
         self.arena, self.host = arena, host
+        self.writing = {}
 
     def begin(self, id):
         if self.arena.refuse is not None:
             raise SnapshotDropped(self.arena.refuse)
-        return memoryview(self.arena.parts[self.host])
+        self.writing[id] = memoryview(self.arena.parts[self.host])
+        return self.writing[id]
 
     def finish(self, id, manifest):
+        self.writing.pop(id).release()  # BufferError if an array is still on it: it could not be unmapped
         self.arena.done[self.host] = manifest
 
     def abandon(self, id):
+        self.writing.pop(id).release()
         self.arena.abandoned.append((self.host, id))
 
 

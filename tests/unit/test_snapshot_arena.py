@@ -290,6 +290,15 @@ def test_a_snapshot_whose_mark_is_damaged_is_not_given_and_not_reported(arena, h
     assert EventKind.SNAPSHOT_DAMAGED in heard.events
 
 
+def test_a_mark_that_is_whole_but_of_something_else_vouches_for_nothing(arena):
+    arena.open(make_layout())
+    held = take(arena, make_id(1))
+    held.slot.write_mark(Mark(id=make_id(2), phase=Phase.COMMITTED, shape=held.shape))
+    with pytest.raises(ChecksumMismatch, match="overwritten"):
+        arena.find(make_id(1), Phase.PART)
+    assert arena.statuses() == ()
+
+
 def test_a_damaged_block_of_a_part_is_named_and_the_others_are_given(arena):
     arena.open(make_layout(part_bytes=3 * BLOCK_BYTES))
     held = take(arena, make_id(1), part_bytes=3 * BLOCK_BYTES)

@@ -1,6 +1,9 @@
 """A part is copied while training goes on; it is whole or not there, and no array is given back too early."""
 
+import contextlib
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import cast
 
@@ -33,10 +36,12 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.snapshot.manifest import BLOCK_BYTES, checksum_blocks
 from resilient_jax.training.held_state import Leaf, hold
+from resilient_jax.training.snapshots import capture, filling
 from resilient_jax.training.snapshots.boxes import Box, whole
 from resilient_jax.training.snapshots.capture import Capture
+from resilient_jax.training.snapshots.filling import COPY_BYTES, fill
 from resilient_jax.training.snapshots.parts import cut_state
-from resilient_jax.training.snapshots.sources import plan_tasks, send_to_host
+from resilient_jax.training.snapshots.sources import Source, Task, plan_tasks, send_to_host
 
 (HOST,) = host_names(1)
 
@@ -80,7 +85,7 @@ def check_parts(state, arena, cut, hosts):
     leaves = hold(1, state).leaves
     for host in hosts:
         manifest = arena.done[host]
-        assert manifest.blocks == checksum_blocks(arena.parts[host], choose_checksum())
+        assert manifest.blocks == checksum_blocks(arena.parts[host], choose_checksum(), manifest.block_bytes)
         for piece in manifest.pieces:
             value = leaves[piece.leaf].value
             box = Box(piece.start, piece.stop)
@@ -90,10 +95,22 @@ def check_parts(state, arena, cut, hosts):
 
 
 @settings(max_examples=40)
-@given(states(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3]))
-def test_the_parts_hold_the_numbers_of_their_pieces_and_the_checksums_of_their_blocks(state, count, threads):
+@given(
+    states(),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([BLOCK_BYTES, 96]),
+    st.sampled_from([COPY_BYTES, 40]),
+)
+def test_the_parts_hold_the_numbers_of_their_pieces_and_the_checksums_of_their_blocks(
+    state, count, threads, block_bytes, copy_bytes
+):
     hosts, host_of = hosts_of_eight(count)
-    arena, cut = take(state, hosts, host_of, threads=threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "BLOCK_BYTES", block_bytes)
+        patch.setattr(capture, "BLOCK_BYTES", block_bytes)
+        patch.setattr(filling, "COPY_BYTES", copy_bytes)
+        arena, cut = take(state, hosts, host_of, threads=threads)
     check_parts(state, arena, cut, hosts)
 
 
@@ -161,7 +178,7 @@ def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
 @pytest.mark.parametrize("place", [Place.BEFORE_COPY, Place.DURING_COPY, Place.AFTER_COPY])
 def test_a_cancelled_capture_is_never_complete(place):
     held = Held(place)
-    state = {"a": jnp.ones(100), "b": jnp.ones(100), "c": jnp.ones(BLOCK_BYTES)}
+    state = {"a": jnp.ones(100)}
     with Taking(state, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
@@ -331,3 +348,23 @@ def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
             for box, data in sent.sources:
                 expected = np.asarray(leaf.value)[(*box.within(whole(leaf.value.shape)), ...)]
                 assert np.asarray(data).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
+    array = np.ones(2 * COPY_BYTES, np.uint8)
+    seen = weakref.ref(array)
+    halves = [Box((0,), (COPY_BYTES,)), Box((COPY_BYTES,), (2 * COPY_BYTES,))]
+    tasks = [Task("w", half, 1, half.start[0], (Source(whole(array.shape), array),)) for half in halves]
+    del array
+
+    def stop():
+        raise OSError("stop")
+
+    gc.disable()  # else it might come by and hide a cycle
+    try:
+        with contextlib.suppress(OSError):
+            fill(memoryview(bytearray(2 * COPY_BYTES)), tasks, choose_checksum(), stop, threads)
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -252,7 +252,9 @@ class Capture:
                     self._reach(Place.DURING_COPY, order.id.step)
                 _check(order)
 
-            return fill(part.cast("B"), tasks, self._checksum, go_on, self._threads)
+            blocks = fill(part.cast("B"), tasks, self._checksum, go_on, self._threads)
+            go_on()  # the place in between is reached in a copy of one step, too
+            return blocks
         finally:
             order.let_go()
             with self._changed:

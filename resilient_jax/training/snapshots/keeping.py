@@ -18,7 +18,7 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan
 from resilient_jax.protocol.worker import SnapshotSettings
 from resilient_jax.snapshot.local import LocalServer
-from resilient_jax.snapshot.placement import form_groups
+from resilient_jax.snapshot.placement import describe_compromises, form_groups
 from resilient_jax.snapshot.reading import SnapshotReader
 from resilient_jax.training.held_state import HeldState
 from resilient_jax.training.jax_runtime.handles import Device
@@ -196,12 +196,11 @@ class SnapshotKeeper:
         cut = cut_state(held.leaves, world.host_of, world.hosts)
         # Then a host that is lost takes nothing along, and parity would protect against nothing.
         has_copies = min(cut.whole_on, default=len(world.hosts)) > settings.parity
-        groups = form_groups(
-            world.hosts,
-            0 if has_copies else settings.parity,
-            group_size=settings.group_size,
-            domain_of={host: peer.domain for host, peer in peers.items()},
-        )
+        parity = 0 if has_copies else settings.parity
+        domains = {host: peer.domain for host, peer in peers.items()}
+        groups = form_groups(world.hosts, parity, group_size=settings.group_size, domain_of=domains)
+        for weakness in describe_compromises(groups, parity, domains):
+            self._line.happened(EventKind.SNAPSHOT_WEAKER, why=weakness)
         layout = Layout(
             generation=world.generation,
             groups=groups,
@@ -215,7 +214,6 @@ class SnapshotKeeper:
             bytes=cut.part_bytes[self._host],
             groups=len(groups),
             parity=min(group.parity for group in groups),
-            wanted=settings.parity,
             copies=has_copies,
         )
         self._blocked_s = 0.0

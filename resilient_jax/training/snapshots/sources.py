@@ -61,7 +61,7 @@ def _plan(leaf: Leaf, piece: Piece, turn: int) -> Task:
     if covered != box.size:
         raise StateError(
             f"the state's leaf {leaf.path}: this host holds {covered} of the {box.size} numbers from {list(box.start)} "
-            f"to {list(box.stop)} that it should copy; the state lies elsewhere than when snapshots were laid out. Keep "
+            f"to {list(box.stop)} that it should copy; it lies elsewhere than when snapshots were laid out. Keep "
             "each leaf's sharding from step to step"
         )
     return Task(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)

@@ -10,27 +10,34 @@ from resilient_jax.errors import CallerError
 class Checkpoints:
     """When to save the training state, in Orbax's format.
 
-    One host saves, while the others wait for it in the next step. A job in which nothing is committed yet goes on from
-    the newest complete checkpoint; after that, failures never touch the storage.
+    One host copies the state to its memory, and a process beside it writes the copy while training goes on. If that is
+    not done when the next one is due, this one is skipped, which is an event; the last is waited for. A job in which
+    nothing is committed yet goes on from the newest checkpoint that every host can read, saved by this or by Orbax alone
+    (`StandardCheckpointer`, `CheckpointManager`). Each that cannot be read is an event; if none can, that is an error.
 
     Attributes:
         directory: the same files on every host (a network or cluster file system), unless there is only one.
         every: steps between two; the last step is saved, too.
         keep: how many of the newest to keep.
+        timeout_s: for the writing or reading of one; then it has failed. A failed save is an event, and an error at the
+            end of training if it was the last.
 
     Raises:
-        CallerError: a number is below 1.
+        CallerError: a number is below 1, or the time is not above 0.
     """
 
     directory: str | Path
     every: int = 100
     keep: int = 2
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
             raise CallerError(
                 f"checkpoints: found every={self.every}, keep={self.keep}, expected numbers of at least 1"
             )
+        if not self.timeout_s > 0:
+            raise CallerError(f"checkpoints: found timeout_s={self.timeout_s}, expected a number above 0")
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save when `step` steps are committed, of `last`."""

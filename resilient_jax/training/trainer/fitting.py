@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from resilient_jax.training.data.prefetch import Prefetcher
-from resilient_jax.training.trainer import storage
 from resilient_jax.training.trainer.adding import abstract_of, make_adder
-from resilient_jax.training.trainer.checks import agree_on_checkpoint, check_devices, check_replicas
+from resilient_jax.training.trainer.checks import check_devices, check_replicas
 from resilient_jax.training.trainer.evaluator import Evaluator
 from resilient_jax.training.trainer.judging import judge
 from resilient_jax.training.trainer.keeping import Keeping, keep_state
@@ -27,6 +26,7 @@ from resilient_jax.training.trainer.programs import Programs, zeros_like
 from resilient_jax.training.trainer.progress import ProgressBar
 from resilient_jax.training.trainer.reports import JsonLog, StepReport
 from resilient_jax.training.trainer.result import FitResult, to_host_memory
+from resilient_jax.training.trainer.saving import Saving
 from resilient_jax.training.trainer.state import Measures, Patience, Total, TrainingState
 from resilient_jax.training.world import World
 
@@ -43,6 +43,7 @@ class Fitting:
         self._data: Prefetcher | None = None
         self._programs: Programs | None = None
         self._evaluator: Evaluator | None = None
+        self._saving = Saving(order.checkpoints, order.steps) if order.checkpoints is not None else None
         self._metrics: dict[str, float] = {}
         self._stop: tuple[int, str] | None = None
         """After which step this host was told to stop, and why."""
@@ -50,7 +51,7 @@ class Fitting:
 
     def close(self) -> None:
         """Ends the threads and closes the files."""
-        for closable in (self._data, self._evaluator, self._log, self._bar):
+        for closable in (self._data, self._evaluator, self._saving, self._log, self._bar):
             if closable is not None:
                 closable.close()
 
@@ -70,6 +71,8 @@ class Fitting:
                 state = self._step(keeping, programs, state, step, zeros)
                 if self._stop is not None:
                     break
+        if self._saving is not None:
+            self._saving.finish(keeping, state)
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
@@ -112,15 +115,12 @@ class Fitting:
         if not world.is_fresh:
             return programs.init()
         check_replicas(world, self._order)
-        checkpoints = self._order.checkpoints
-        if checkpoints is None:
+        found = self._saving.restore(world, programs.abstract_state) if self._saving is not None else None
+        if found is None:
             return programs.init()
-        store = storage.OrbaxStore(checkpoints.directory, checkpoints.keep)
-        step = agree_on_checkpoint(world, store.find_newest(), checkpoints)
-        if step is None:
-            return programs.init()
+        step, state = found
         world.resume_at(step)
-        return store.load(step, programs.abstract_state)
+        return state
 
     def _is_stopped(self, world: World, step: int) -> bool:
         """Whether some host was told to stop here already: by a callback, which may not be called again."""
@@ -160,7 +160,8 @@ class Fitting:
         del sums  # complete, or pieces of it: nothing of a step is to be held with the next state
         world.commit(state, **{**self._metrics, **metrics})
         keeping.protect(state)
-        self._save(keeping, state, step + 1)
+        if self._saving is not None:
+            self._saving.save(keeping, state, step + 1)
         self._report(world, state, metrics, started_s, is_evaluation=False)
         return state
 
@@ -187,15 +188,6 @@ class Fitting:
         measures, found = programs.measure(total)
         sums, measures = keeping.cut(((total.gradients, total.statistics), measures))
         return sums, measures, {name: float(value) for name, value in jax.device_get(found).items()}
-
-    def _save(self, keeping: Keeping, state: TrainingState, step: int) -> None:
-        """Saves a checkpoint if it is time: one host does, of a state that all of them gather for it."""
-        checkpoints = self._order.checkpoints
-        if checkpoints is None or not checkpoints.is_due(step, self._order.steps):
-            return
-        whole = keeping.gather(state)
-        if keeping.world.host_index == 0:
-            storage.OrbaxStore(checkpoints.directory, checkpoints.keep).save(step, whole)
 
     def _report(
         self,

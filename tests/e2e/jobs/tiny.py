@@ -40,7 +40,12 @@ UNIT = int(WORDS.get("unit", 2))
 SIZE, MICROBATCHES, ROWS = 24, 14, 8
 NEVER = 10**9
 PACE_S = float(WORDS.get("pace", 0.02))
-"""Leaves processor time to workers that come back: all hosts of the test share two cores."""
+BRISK_STEPS = 10
+REST_S = 0.1
+"""After so many steps of a generation that lacks hosts (of the number in TINY_JOB_HOSTS) each takes so much longer: it
+leaves processor time to the workers that come back. All hosts of a test share two cores, and steps that nobody waits
+for would take most of it."""
+ALL_HOSTS = int(os.environ.get("TINY_JOB_HOSTS", 0))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
 traces = 0
 
@@ -135,7 +140,7 @@ def train(world: rj.World) -> None:
     state = world.restore_or_init(init_state, sharding=whole)
     zeros = jax.device_put((jnp.zeros(()), jax.tree.map(jnp.zeros_like, state[0])), whole)
     with open_log("steps", world.host) as steps, open_log("microbatches", world.host) as log:
-        for step in world.steps(NEVER):
+        for count, step in enumerate(world.steps(NEVER)):
             if step >= step_in("stop"):
                 np.savez(WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(state)))
                 return
@@ -171,7 +176,7 @@ def train(world: rj.World) -> None:
                 "owners": [world.computed_by(index) for index in range(MICROBATCHES)],
             }
             print(json.dumps(line), file=steps, flush=True)
-            time.sleep(PACE_S)
+            time.sleep(REST_S if count > BRISK_STEPS and len(world.hosts) < ALL_HOSTS else PACE_S)
 
 
 if __name__ == "__main__":

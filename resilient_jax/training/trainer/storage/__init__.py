@@ -1,4 +1,4 @@
-"""Checkpoints on storage. Orbax is loaded when one is first opened: half a second that a restarted worker spares."""
+"""Checkpoints on storage, in Orbax's format, written and read by a process of its own, which needs little of this."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

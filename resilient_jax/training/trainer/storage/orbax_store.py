@@ -1,77 +1,206 @@
-"""Checkpoints in Orbax's format, each written by one process alone.
+"""Checkpoints in Orbax's format. This process copies the state; a process of its own does the rest.
 
-Orbax expects all processes of JAX's world to save together, dead ones too. So here every process that saves or reads is
-told that it is the only active one; Orbax then waits for nobody. Four things remain, seen in orbax-checkpoint 0.12.8:
-
-- `NumpyHandler` writes nothing on processes other than 0, without a word (`if process_index() == 0`). So arrays are
-  given as `jax.Array`.
-- `ArrayHandler` refuses an array that lies on one process alone while there are others, dead or alive. So each array is
-  labelled as replicated over this process's first device and one of another process. No program ever runs on that
-  label; of a replicated array the saver writes its own copy.
-- The threads of one save signal each other through JAX's coordination service, by a client that Orbax keeps for ever:
-  a save would wait for a service that is dead, or of a world that was left. So they get the client that Orbax has for
-  a single process.
-- A cache of shardings keeps the devices of a world that was left, and all memory on them. So it is cleared.
-
-`_apart` does the last two; it is the one place here that reaches into Orbax.
+Rules: at most one save is in flight; what becomes of it is an event, seen by the next call of any method that takes
+`note`. The copy lies in memory of ours, so the arrays may be donated and their devices left while it is written. A save
+outlives generations, but not this process: a writer without its worker is killed, and leaves nothing that counts.
 """
 
-import contextlib
-import shutil
-from collections.abc import Iterator
+import dataclasses
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
-from orbax.checkpoint._src.futures import signaling_client
-from orbax.checkpoint._src.serialization import replica_slices
+from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
+from resilient_jax.events import EventKind
+from resilient_jax.training.trainer.storage.copying import HostCopy
+from resilient_jax.training.trainer.storage.folders import Listing, find_tree, look_into
+from resilient_jax.training.trainer.storage.leaves import Tree
+from resilient_jax.training.trainer.storage.line import StorageLine
+from resilient_jax.training.trainer.storage.matching import match
+from resilient_jax.training.trainer.storage.messages import Answer, Failed, Load, Loaded, Save, Saved
 
-from resilient_jax.errors import StateError
-from resilient_jax.training.trainer.state import is_key
+logger = logging.getLogger(__name__)
 
-Tree = Any
-"""A pytree of arrays."""
-METADATA = "_METADATA"
-"""Orbax's description of the tree, one of the last files of a checkpoint."""
-REMEDY = "Train with the recipe that saved it, or use another directory"
-TEMPORARY_MARK = ".orbax-checkpoint-tmp"
-"""In the names of Orbax's checkpoints that were never finished."""
+Note = Callable[..., object]
+"""Takes an `EventKind` and details."""
+TIMEOUT_S: Final = 1800.0
+POLL_S: Final = 0.1
+CLOSE_S: Final = 60.0
+"""What a save in flight gets when training has failed."""
+
+
+def note_nothing(kind: EventKind, **detail: object) -> None:
+    """For whoever keeps no events."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: int
+    started_s: float
 
 
 class OrbaxStore:
-    """The checkpoints in one directory, each in a folder named by its step."""
+    """The checkpoints in one directory, each in a folder named by its step.
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    Args:
+        directory: of the checkpoints; made by the first save.
+        keep: how many of the newest to keep.
+        timeout_s: for one save or load; then it has failed.
+    """
+
+    def __init__(self, directory: str | Path, keep: int, timeout_s: float = TIMEOUT_S) -> None:
         self._directory = Path(directory).absolute()
         self._keep = keep
+        self._timeout_s = timeout_s
+        self._line: StorageLine | None = None
+        self._copy = HostCopy()
+        self._in_flight: _InFlight | None = None
+        self._failure: str | None = None
+        """Of the last save."""
+        self._distrusted: set[int] = set()
+
+    # Looking.
+
+    def look(self) -> Listing:
+        """What is in the directory, by names alone."""
+        return look_into(self._directory)
 
     def find_newest(self) -> int | None:
-        """The step of the newest complete checkpoint; None: there is none."""
-        return max(self._find_complete(), default=None)
+        """The step of the newest checkpoint, by names alone; None: there is none."""
+        return max((step for step in self.look().steps if self.has(step)), default=None)
 
-    def save(self, step: int, state: Tree) -> None:
-        """Writes a checkpoint, then drops old ones and what dead savers have left. Returns when it is on storage.
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of this step was finished; that it can be read is another question."""
+        return find_tree(self.path(step)) is not None
+
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self._directory / str(step)
+
+    # Saving.
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight, as far as was seen."""
+        return self._in_flight is not None
+
+    def start_saving(self, step: int, state: Tree, note: Note = note_nothing) -> bool:
+        """Copies the state into memory of ours, and has it written. Returns when it is copied.
+
+        Gives False, and an event, if the save before is still in flight: then this one is skipped.
 
         Args:
-            step: how many steps are in the state. If it is saved already, nothing is done.
-            state: arrays that are whole on this process's first device.
+            step: how many steps are in the state. If a whole checkpoint of it is on storage, that one stays.
+            state: arrays that are whole on one of this process's devices.
+            note: takes events.
         """
-        if step in self._find_complete():
+        self.report(note)
+        if self._in_flight is not None:
+            since_s = time.monotonic() - self._in_flight.started_s
+            logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._in_flight.step)
+            note(EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s)
+            return False
+        self._in_flight = _InFlight(step, time.monotonic())
+        leaves, descriptor = self._copy.take(state)
+        order = Save(
+            directory=str(self._directory),
+            step=step,
+            keep=self._keep,
+            distrusted=tuple(self._distrusted),
+            leaves=leaves,
+        )
+        try:
+            self._connect().send(order, descriptor)
+        except CheckpointFailed as error:
+            self._end_save(Failed(reason=str(error)), note)
+        return True
+
+    def report(self, note: Note = note_nothing) -> None:
+        """Notes what has become of the save in flight, if that is known. Waits for nothing."""
+        self._wait_save(note, timeout_s=0.0)
+
+    def wait(self, note: Note = note_nothing, check: Callable[[], None] | None = None) -> None:
+        """Returns when no save is in flight.
+
+        Args:
+            note: takes events.
+            check: called while it waits; may raise, to wait no longer.
+        """
+        while self._in_flight is not None:
+            self._wait_save(note, POLL_S)
+            if check is not None:
+                check()
+
+    def finish(self, note: Note = note_nothing) -> None:
+        """Returns when no save is in flight, and the last one is on storage.
+
+        Raises:
+            CheckpointFailed: the last save failed; says why.
+        """
+        self.wait(note)
+        if self._failure is not None:
+            newest = self.find_newest()
+            there = (
+                "there is none on storage" if newest is None else f"the newest on storage is of step {newest}"
+            )
+            raise CheckpointFailed(
+                f"checkpoints in {self._directory}: the last save failed ({self._failure}); {there}. Make the storage "
+                "work again and start the job anew: it goes on from there"
+            )
+
+    def save(self, step: int, state: Tree) -> None:
+        """Saves, and returns when it is on storage.
+
+        Raises:
+            CheckpointFailed: it is not; says why.
+        """
+        self.wait()
+        self.start_saving(step, state)
+        self.finish()
+
+    def close(self) -> None:
+        """Ends the process, which may finish its save, and frees the memory."""
+        deadline_s = time.monotonic() + CLOSE_S
+        try:
+            self.wait(check=lambda: _check_deadline(deadline_s))
+        except CheckpointFailed as error:
+            logger.warning("checkpoints in %s: %s", self._directory, error)
+        self._drop_line()
+        self._copy.free()
+
+    def _wait_save(self, note: Note, timeout_s: float) -> None:
+        if self._in_flight is None:
             return
-        sharding = _label()
-        labelled = jax.tree.map(lambda leaf: _relabel(leaf, sharding), state)
-        with _apart(), _checkpointer() as checkpointer:
-            checkpointer.save(self._path(step), args=ocp.args.PyTreeSave(labelled), force=True)
-        for old in sorted(self._find_complete())[: -self._keep]:
-            # Renamed first: half of a checkpoint must not look like one.
-            self._path(old).rename(self._path(old).with_name(f"{old}{TEMPORARY_MARK}-old"))
-        for unfinished in self._directory.glob(f"*{TEMPORARY_MARK}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        answer = self._receive(timeout_s, self._in_flight.started_s)
+        if answer is not None:
+            self._end_save(answer[0], note)
+
+    def _end_save(self, answer: Answer, note: Note) -> None:
+        assert self._in_flight is not None
+        step, self._in_flight = self._in_flight.step, None
+        path = str(self.path(step))
+        if isinstance(answer, Saved):
+            self._failure = None
+            self._distrusted.discard(step)
+            note(
+                EventKind.CHECKPOINT_SAVED,
+                step=step,
+                path=path,
+                bytes=answer.nbytes,
+                seconds=answer.seconds,
+                existed=answer.existed,
+            )
+        else:
+            reason = answer.reason if isinstance(answer, Failed) else "an answer to another order"
+            self._failure = f"step {step}: {reason}"
+            logger.warning("the checkpoint %s could not be written: %s", path, reason)
+            note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
+
+    # Loading.
 
     def load(self, step: int, abstract: Tree) -> Tree:
         """The state of a checkpoint, in host memory.
@@ -81,97 +210,58 @@ class OrbaxStore:
             abstract: the state's shapes.
 
         Raises:
-            StateError: it holds another state; names a leaf.
+            CheckpointUnreadable: it is incomplete or damaged; says how. It is not counted among those to keep.
+            StateError: it is whole, but holds another state; names a leaf.
         """
-        wanted = jax.tree.map(_raw, abstract)
-        arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-        with _apart(), _checkpointer() as checkpointer:
-            try:
-                found = checkpointer.restore(
-                    self._path(step), args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments)
-                )
-            except (KeyError, ValueError) as error:
-                raise StateError(
-                    f"the checkpoint {self._path(step)}: found a state that does not fit this model and optimizer "
-                    f"({str(error).splitlines()[0][:300]}). {REMEDY}"
-                ) from error
-        self._check(step, wanted, found)
-        return jax.tree.map(_from_raw, abstract, found)
+        self.wait()
+        started_s = time.monotonic()
+        answer: tuple[Answer, int | None] | None = None
+        try:
+            self._connect().send(Load(folder=str(self.path(step))))
+        except CheckpointFailed as error:
+            answer = Failed(reason=str(error)), None
+        while answer is None:
+            answer = self._receive(POLL_S, started_s)
+        loaded, descriptor = answer
+        if not isinstance(loaded, Loaded) or descriptor is None:
+            self._distrusted.add(step)
+            reason = loaded.reason if isinstance(loaded, Failed) else "an answer to another order"
+            raise CheckpointUnreadable(f"the checkpoint {self.path(step)}: {reason}")
+        try:
+            memory = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        if not loaded.verified:
+            logger.warning(
+                "the checkpoint %s has no digests: damaged numbers would not be seen", self.path(step)
+            )
+        return match(loaded.leaves, memory, abstract, self.path(step))
 
-    def _check(self, step: int, wanted: Tree, found: Tree) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(wanted)
-        for (path, expected), leaf in zip(leaves, jax.tree.leaves(found), strict=True):
-            if (leaf.shape, leaf.dtype) != (expected.shape, expected.dtype):
-                raise StateError(
-                    f"the checkpoint {self._path(step)}: found {leaf.dtype}{list(leaf.shape)} at "
-                    f"{jax.tree_util.keystr(path)}, expected {expected.dtype}{list(expected.shape)} as in this "
-                    f"model and optimizer. {REMEDY}"
-                )
+    # The process.
 
-    def _find_complete(self) -> list[int]:
-        if not self._directory.is_dir():
-            return []
-        return [
-            int(folder.name)
-            for folder in self._directory.iterdir()
-            if folder.name.isdecimal()
-            and ocp.utils.is_checkpoint_finalized(folder)
-            and (folder / METADATA).is_file()
-        ]
+    def _connect(self) -> StorageLine:
+        if self._line is None:
+            self._line = StorageLine()
+        return self._line
 
-    def _path(self, step: int) -> Path:
-        return self._directory / str(step)
+    def _drop_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.end()
 
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """While this lasts, Orbax needs no coordination service; afterwards it holds no device."""
-    signals = signaling_client.ThreadSafeKeyValueSignalingClient()
-    usual = signaling_client.get_signaling_client
-    signaling_client.get_signaling_client = lambda: signals
-    try:
-        yield
-    finally:
-        signaling_client.get_signaling_client = usual
-        replica_slices._sharding_num_replicas.cache_clear()
+    def _receive(self, timeout_s: float, started_s: float) -> tuple[Answer, int | None] | None:
+        """The answer to the order in flight; that the process died, or took too long, is one, too."""
+        try:
+            answer = self._connect().poll(timeout_s)
+        except CheckpointFailed as error:
+            self._drop_line()
+            return Failed(reason=str(error)), None
+        if answer is None and time.monotonic() - started_s > self._timeout_s:
+            self._drop_line()
+            return Failed(reason=f"it took more than {self._timeout_s:g} s, and was given up"), None
+        return answer
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """One that believes to be alone."""
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
-    )
-    arrays = ocp.type_handlers.ArrayHandler(
-        primary_host=me, replica_id=0, use_replica_parallel=False, enable_write_sharding_file=False
-    )
-    handlers = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-    )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, type_handler_registry=handlers)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
-def _label() -> Sharding:
-    """Where Orbax shall believe that arrays lie; this process's device comes first, so its copy is the one written."""
-    mine = jax.local_devices()[0]
-    others = [device for device in jax.devices() if device.process_index != jax.process_index()]
-    return NamedSharding(Mesh(np.array([mine, *others[:1]]), ("process",)), P())
-
-
-def _relabel(leaf: jax.Array, sharding: Sharding) -> jax.Array:
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    (copy,) = (shard.data for shard in leaf.addressable_shards if shard.device == jax.local_devices()[0])
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [copy])
-
-
-def _raw(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-
-
-def _from_raw(abstract: jax.ShapeDtypeStruct, found: np.ndarray) -> Any:  # noqa: ANN401 - any array
-    if not is_key(abstract):
-        return found
-    return jax.random.wrap_key_data(
-        jnp.asarray(found), impl=str(jax.random.key_impl(jnp.empty((), abstract.dtype)))
-    )
+def _check_deadline(deadline_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise CheckpointFailed(f"a save was not done within {CLOSE_S:g} s after training had ended")

@@ -1,0 +1,56 @@
+"""What lies in a directory of checkpoints, by the names of its entries."""
+
+import dataclasses
+from pathlib import Path
+from typing import Final
+
+METADATA: Final = "_METADATA"
+"""Orbax's description of the tree, one of the last files of a checkpoint."""
+TEMPORARY_MARK: Final = ".orbax-checkpoint-tmp"
+"""In the names of checkpoints that were never finished, Orbax's and ours."""
+MANAGED_ITEM: Final = "default"
+"""Where Orbax's `CheckpointManager` puts the tree, inside of the folder of a step."""
+SHOWN: Final = 5
+"""How many foreign names are told of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """The entries of a directory.
+
+    Attributes:
+        steps: that have a folder, newest first; whether it can be read is another question.
+        unfinished: names of folders that a save has left, or is filling.
+        foreign: names that have nothing to do with steps, but look as if somebody's checkpoints were here: folders,
+            and files of Orbax. Other files, as a log, and hidden ones may be there.
+    """
+
+    steps: tuple[int, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    def older_than(self, step: int | None) -> int | None:
+        """The newest step below `step`; of all, if that is None. None: there is none."""
+        return max((s for s in self.steps if step is None or s < step), default=None)
+
+
+def look_into(directory: Path) -> Listing:
+    """The entries of a directory; none if it does not exist."""
+    if not directory.is_dir():
+        return Listing()
+    steps: list[int] = []
+    unfinished: list[str] = []
+    foreign: list[str] = []
+    for entry in sorted(directory.iterdir()):
+        if TEMPORARY_MARK in entry.name:
+            unfinished.append(entry.name)
+        elif entry.name.isdecimal() and entry.is_dir():
+            steps.append(int(entry.name))
+        elif entry.name == METADATA or (entry.is_dir() and not entry.name.startswith(".")):
+            foreign.append(entry.name)
+    return Listing(tuple(sorted(steps, reverse=True)), tuple(unfinished), tuple(foreign))
+
+
+def find_tree(folder: Path) -> Path | None:
+    """Where the tree of a checkpoint is, written by a `Checkpointer` or a `CheckpointManager`; None: there is none."""
+    return next((place for place in (folder, folder / MANAGED_ITEM) if (place / METADATA).is_file()), None)

@@ -1,0 +1,126 @@
+"""Complete copies of trees that are cut over devices, and the way back: no bit changes.
+
+That pieces come from other hosts is tested with real ones, in tests/process/test_trainer_sharded.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.training.step import complete_copies
+from resilient_jax.training.step.complete_copies import cut, find_pieces, gather
+from resilient_jax.training.step.placements import Placement, fully_sharded
+
+MESHES = {
+    "hosts and devices": {"host": 4, "local": 2},
+    "one axis": {"all": 8},
+    "three": {"a": 2, "b": 2, "c": 2},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget(eight_devices):  # noqa: F811 - that fixture
+    yield
+    complete_copies.forget_programs()
+
+
+@pytest.fixture(params=MESHES)
+def mesh(request):
+    axes = MESHES[request.param]
+    return Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+
+
+def here():
+    return NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P())
+
+
+def make_tree():
+    draw = np.random.default_rng(0).normal
+    tree = {
+        "rows": draw(size=(64, 48)).astype(np.float32),
+        "columns": draw(size=(31, 48)).astype(np.float32),
+        "narrow": draw(size=(64, 3, 16)).astype(jnp.bfloat16),
+        "one axis": draw(size=(6, 999)).astype(np.float32),
+        "uncut": draw(size=(33, 33)).astype(np.float32),
+        "count": np.int32(3),
+    }
+    return {name: jax.device_put(leaf, here()) for name, leaf in tree.items()}
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, expected)
+
+
+def test_what_is_cut_lies_as_the_placement_says_and_has_the_same_numbers(mesh):
+    tree, place = make_tree(), fully_sharded(mesh)
+    found = cut(tree, place)
+    assert_same(found, tree)
+    assert {name: leaf.sharding for name, leaf in found.items()} == {
+        name: place(name, leaf) for name, leaf in tree.items()
+    }
+    assert not found["rows"].is_fully_replicated
+
+
+def test_gathering_gives_back_what_was_cut(mesh):
+    tree = make_tree()
+    found = gather(cut(tree, fully_sharded(mesh)), here())
+    assert_same(found, tree)
+    assert {leaf.sharding for leaf in found.values()} == {here()}
+
+
+def test_random_keys_go_to_and_fro(mesh):
+    key = jax.device_put(jax.random.key(3), here())
+    found = gather(cut({"key": key}, fully_sharded(mesh)), here())["key"]
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
+
+
+def test_the_second_time_nothing_is_compiled(mesh, caplog):
+    tree, place = make_tree(), fully_sharded(mesh)
+    gather(cut(tree, place), here())
+    with jax.log_compiles():
+        gather(cut(tree, place), here())
+    assert "Compiling" not in caplog.text
+
+
+class ByHand(Placement):
+    """Any spec, also of several dims at once."""
+
+    __slots__ = ()
+
+    def spec(self, leaf):
+        return P("b", None, ("c", "a"))
+
+
+def test_a_leaf_that_is_cut_in_several_dims_in_any_order_is_put_together():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
+    tree = {"x": jax.device_put(np.arange(4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8), here())}
+    found = cut(tree, ByHand(mesh))
+    assert_same(found, tree)
+    assert_same(gather(found, here()), tree)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(list(MESHES)))
+def test_pieces_of_any_devices_that_have_all_of_a_leaf_join_to_it(data, name):
+    """The devices of one host, or of all of them, in any order: rows as they come from an all-gather."""
+    axes = MESHES[name]
+    mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+    cuts = data.draw(st.permutations([*axes, None, None]))[:3]
+    leaf = np.arange(8 * 16 * 8, dtype=np.float32).reshape(8, 16, 8)
+    sharding = NamedSharding(mesh, P(*cuts))
+    devices = data.draw(st.permutations(jax.devices()))[: data.draw(st.integers(1, 8))]
+    pieces = find_pieces(sharding, leaf.shape, devices)
+    index = sharding.devices_indices_map(leaf.shape)
+    covered = np.zeros(leaf.shape, bool)
+    for device in devices:
+        covered[index[device]] = True
+    assert (pieces is not None) == covered.all()
+    if pieces is not None:
+        rows = np.stack([leaf[index[device]].reshape(-1) for device in devices])
+        np.testing.assert_array_equal(pieces.join(jnp.asarray(rows)), leaf)

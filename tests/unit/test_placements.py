@@ -1,0 +1,100 @@
+"""Where a sharded state's leaves lie: cut as far as they can be, the same on every host."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.training.step.placements import SMALLEST, Complete, fully_sharded
+
+shapes = st.lists(st.sampled_from([1, 2, 3, 5, 7, 12, 64, 96, 160, 192]), max_size=4).map(tuple)
+sizes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)
+
+
+def mesh_of(*sizes):
+    return AbstractMesh(tuple(sizes), ("host", "local", "third")[: len(sizes)])
+
+
+def leaf_of(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def cuts_of(spec):
+    """(dim, axes) of each dim that is cut."""
+    return [
+        (dim, (entry,) if isinstance(entry, str) else tuple(entry))
+        for dim, entry in enumerate(spec)
+        if entry is not None
+    ]
+
+
+def possible_cuts(mesh, shape):
+    """All ways to cut one dim: the number of pieces."""
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            pieces = math.prod(mesh.shape[axis] for axis in chosen)
+            if any(size % pieces == 0 for size in shape):
+                yield pieces
+
+
+@given(sizes, shapes)
+def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(sizes, shape):
+    mesh = mesh_of(*sizes)
+    cuts = cuts_of(fully_sharded(mesh).spec(leaf_of(*shape)))
+    best = max(possible_cuts(mesh, shape), default=1) if math.prod(shape) >= SMALLEST else 1
+    assert len(cuts) <= 1
+    pieces = [math.prod(mesh.shape[axis] for axis in axes) for _, axes in cuts]
+    assert math.prod(pieces) == best
+    assert all(shape[dim] % count == 0 for (dim, _), count in zip(cuts, pieces, strict=True))
+
+
+@given(sizes, shapes)
+def test_it_is_the_largest_dim_that_divides_so(sizes, shape):
+    mesh = mesh_of(*sizes)
+    for dim, axes in cuts_of(fully_sharded(mesh).spec(leaf_of(*shape))):
+        pieces = math.prod(mesh.shape[axis] for axis in axes)
+        assert shape[dim] == max(size for size in shape if size % pieces == 0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local", "shape", "expected"),
+    [
+        (3, 2, (160, 192), P(None, ("host", "local"))),
+        (3, 2, (160, 160), P("local")),
+        (2, 2, (6, 999), P("host")),
+        (4, 1, (256, 192), P("host")),
+        (1, 1, (256, 192), P()),
+        (5, 7, (64, 64), P()),
+    ],
+)
+def test_hosts_come_before_the_devices_of_a_host(hosts, local, shape, expected):
+    assert fully_sharded(mesh_of(hosts, local)).spec(leaf_of(*shape)) == expected
+
+
+def test_gradients_and_moments_lie_where_their_parameter_lies_whatever_their_type():
+    place = fully_sharded(mesh_of(4, 2))
+    types = (jnp.bfloat16, jnp.float32, jnp.int8)
+    assert len({place.spec(leaf_of(64, 16, dtype=dtype)) for dtype in types}) == 1
+
+
+def test_small_leaves_and_random_keys_stay_whole():
+    place = fully_sharded(mesh_of(4, 2))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4096))
+    assert place.spec(leaf_of()) == place.spec(leaf_of(SMALLEST - 8)) == place.spec(keys) == P()
+    assert place.spec(leaf_of(SMALLEST)) != P()
+
+
+def test_placements_are_equal_if_they_place_alike():
+    """As static arguments of a program: the second call with an equal one traces nothing."""
+    one, same, other = (fully_sharded(mesh_of(hosts, 2)) for hosts in (4, 4, 3))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert one != Complete(mesh_of(4, 2))

@@ -1,0 +1,102 @@
+"""The trainer with a sharded state, on the eight devices of one host."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+
+import resilient_jax as rj
+from resilient_jax.errors import CallerError
+from resilient_jax.training.step import reduction
+
+WIDTH = 48
+
+
+@pytest.fixture(autouse=True)
+def forget(eight_devices):  # noqa: F811 - that fixture
+    yield
+    reduction.forget_programs()
+
+
+def make_params(key):
+    draw = np.random.default_rng(0).normal
+    return {
+        name: jnp.asarray(draw(size=shape) * 0.1, jnp.float32)
+        for name, shape in (("in", (3, WIDTH)), ("middle", (WIDTH, WIDTH)), ("out", (WIDTH, 1)))
+    }
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(jnp.tanh(batch["x"] @ params["in"]) @ params["middle"])
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
+def batch(step, index):
+    x = np.random.default_rng((step, index)).normal(size=(8, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1, keepdims=True)}
+
+
+def make_trainer(state, optimizer=None, **changes):
+    defaults = {
+        "model": make_params,
+        "optimizer": optimizer or optax.adamw(0.01),
+        "loss": loss,
+        "data": batch,
+        "batch_size": 24,
+        "microbatch_size": 8,
+        "numerics": rj.Numerics(clip_norm=0.1),
+        "sharing": rj.Sharing(state=state),
+    }
+    return rj.Trainer(**{**defaults, **changes})
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(0.01),
+    "noise, which keeps a key": optax.chain(optax.add_noise(0.01, 0.5, 0), optax.sgd(0.01, momentum=0.9)),
+    "lion": optax.lion(0.001),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_sharded_state_ends_with_the_bits_of_a_complete_one(optimizer, caplog):
+    complete, sharded = (make_trainer(state, optimizer).fit(4) for state in ("complete", "sharded"))
+    assert sharded.sha256 == complete.sha256
+    assert sharded.metrics == complete.metrics
+    assert "looks across devices" not in caplog.text
+
+
+def test_an_optimizer_that_looks_across_a_leaf_is_right_within_rounding_and_is_told_of(caplog):
+    complete, sharded = (make_trainer(state, optax.lamb(0.01)).fit(4) for state in ("complete", "sharded"))
+    for name, expected in complete.params.items():
+        # Another order of adding in norms of some thousand numbers: a few roundings of float32.
+        np.testing.assert_allclose(sharded.params[name], expected, rtol=1e-4, atol=1e-6)
+    assert "looks across devices (all-reduce)" in caplog.text
+
+
+def test_the_steps_after_the_first_compile_nothing(caplog):
+    compiled = []
+
+    def count(report):
+        compiled.append(caplog.text.count("Compiling jit(update)") + caplog.text.count("Compiling update"))
+
+    with caplog.at_level("DEBUG", "jax._src.interpreters.pxla"):
+        make_trainer("sharded", callbacks=[count]).fit(4)
+    assert compiled[0] == compiled[-1]
+
+
+@pytest.mark.parametrize(("first", "second"), [("complete", "sharded"), ("sharded", "complete")])
+def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(first, second, tmp_path):
+    kept = rj.Checkpoints(directory=tmp_path, every=2)
+    make_trainer(first, checkpoints=kept).fit(2)
+    steps = []
+    resumed = make_trainer(
+        second, checkpoints=kept, callbacks=[lambda report: steps.append(report.step)]
+    ).fit(4)
+    assert steps == [3, 4]
+    assert resumed.sha256 == make_trainer("complete").fit(4).sha256
+
+
+def test_another_word_for_how_the_state_is_kept_is_refused():
+    with pytest.raises(CallerError, match="found state='replicated', expected one of complete, sharded"):
+        rj.Sharing(state="replicated")
