@@ -39,7 +39,7 @@ def make_trainer(settings: Settings, text: Bytes) -> rj.Trainer:
         seed=settings.seed,
         numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
         # The model is small: each device takes microbatches of its own, and has nothing to say to the others.
-        sharing=rj.Sharing(replicas=rj.ReplicaShape(per_host="devices")),
+        sharing=rj.Sharing(replicas=rj.ReplicaShape(per_host="devices"), state=settings.state.sharing),
     )
 
 

@@ -1,6 +1,6 @@
-"""The settings of the example, with the range of each; `configs/lm_tiny.toml` holds good ones."""
+"""The settings of the example, with the range of each; `configs/` holds good ones."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,13 @@ class OptimizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The gradient's largest global norm."""
 
 
+class StateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How parameters and optimizer state are kept between steps."""
+
+    sharing: Literal["complete", "sharded"] = "complete"
+    """On every host, or cut over all of them; see `rj.Sharing`."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the example can be told."""
 
@@ -49,3 +56,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     text: TextSettings
     model: ModelSettings
     optimizer: OptimizerSettings
+    state: StateSettings = StateSettings()

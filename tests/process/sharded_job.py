@@ -1,4 +1,4 @@
-"""A job of the trainer whose state is complete on every host or sharded. Usage: sharded_job.py WORK_DIR complete|sharded.
+"""A job of the trainer, its state complete on every host or sharded. Usage: sharded_job.py WORK_DIR complete|sharded.
 
 After every step each host appends to `shares.<host index>` what it has of the state: the bytes here, those of the
 whole, and how many complete arrays of a parameter's shape live in the process, whoever holds them, other than zeros.

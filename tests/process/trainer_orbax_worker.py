@@ -1,19 +1,28 @@
-"""Process `index` of a world of two. Process 1 saves and reads a checkpoint, while process 0 is stopped for good."""
+"""What one process does with a store of checkpoints. Usage: trainer_orbax_worker.py ROLE DIRECTORY [INDEX PORT].
 
+member: is process INDEX of a world of two. Process 1 saves and reads a checkpoint, while process 0 is stopped for good.
+leave: leaves its world while a save is in flight.
+save: saves for ever, step after step.
+"""
+
+import gc
 import os
 import signal
 import sys
+import weakref
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.training.trainer.storage import OrbaxStore
 
 
-def main(index: int, port: int, directory: str) -> None:
+def member(directory: str, index: int, port: int) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     assert jax.process_count() == 2
     if index == 0:
@@ -35,9 +44,44 @@ def main(index: int, port: int, directory: str) -> None:
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
         assert one.dtype == other.dtype
         assert bool(jnp.all(jax.device_get(one) == jax.device_get(other)))
+    store.close()
     print("saved", sorted(os.listdir(directory)), flush=True)
     os._exit(0)  # leaving the world would wait for process 0
 
 
+def leave(directory: str) -> None:
+    numbers = np.arange(1000, dtype=np.float32)
+    state = {"a": jax.device_put(numbers)}
+    store = OrbaxStore(directory, keep=1)
+    store.save(1, state)
+    assert store.process is not None
+    os.kill(store.process, signal.SIGSTOP)
+    store.start_saving(2, state)
+    backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
+    del state
+    jax.extend.backend.clear_backends()
+    gc.collect()
+    assert backends
+    assert all(backend() is None for backend in backends)
+    store.report()
+    assert store.is_saving
+    os.kill(store.process, signal.SIGCONT)
+    store.finish()
+    found = store.load(2, {"a": jax.ShapeDtypeStruct((1000,), np.float32)})
+    assert np.array_equal(found["a"], numbers)
+    store.close()
+
+
+def save(directory: str) -> None:
+    state = {"a": jnp.asarray(np.random.default_rng(0).random(2_000_000, np.float32))}
+    store = OrbaxStore(directory, keep=2)
+    step = max(store.look().steps, default=0)
+    while True:
+        step += 1
+        store.start_saving(step, state)
+        print(store.process, flush=True)
+        store.finish()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    {"member": member, "leave": leave, "save": save}[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))

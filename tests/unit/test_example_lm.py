@@ -15,13 +15,16 @@ from byte_lm.model import ByteLM
 from byte_lm.settings import ModelSettings, Settings
 from byte_lm.text import draw_microbatch, read_standard_library
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from resilient_jax.config import decode, load, override
 from resilient_jax.errors import ConfigError
+from resilient_jax.training.step.placements import fully_sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = load(ROOT / "configs" / "lm_tiny.toml", Settings)
+FSDP = load(ROOT / "configs" / "lm_tiny_fsdp.toml", Settings)
 SMALL = msgspec.structs.replace(
     TINY, microbatches=7, model=ModelSettings(width=32, layers=2, heads=2, context=16)
 )
@@ -86,9 +89,26 @@ def test_the_last_byte_of_the_text_can_be_a_target():
     assert draw_microbatch(shortest, (0, 0, 0), sequences=1, context=8).tolist() == [list(range(9))]
 
 
-def test_the_network_has_between_one_and_three_million_parameters():
-    params = nnx.state(nnx.eval_shape(lambda: ByteLM(TINY.model, nnx.Rngs(0))), nnx.Param)
-    assert 1_000_000 <= sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) <= 3_000_000
+def parameters_of(settings):
+    return jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: ByteLM(settings.model, nnx.Rngs(0))), nnx.Param))
+
+
+@pytest.mark.parametrize("settings", [TINY, FSDP], ids=["complete", "fsdp"])
+def test_the_network_has_between_one_and_three_million_parameters(settings):
+    assert 1_000_000 <= sum(math.prod(leaf.shape) for leaf in parameters_of(settings)) <= 3_000_000
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6])
+def test_the_sharded_network_is_cut_over_all_devices_whoever_is_left(hosts):
+    """But for leaves of less than a thousand numbers."""
+    assert FSDP.state.sharing == "sharded"
+    place = fully_sharded(AbstractMesh((hosts, 2), ("host", "local")))
+    sizes = {
+        math.prod(leaf.shape): math.prod(place("", leaf).shard_shape(leaf.shape))
+        for leaf in parameters_of(FSDP)
+    }
+    assert all(size in (whole, whole // (2 * hosts)) for whole, size in sizes.items())
+    assert all(size < whole for whole, size in sizes.items() if whole > 1000)
 
 
 def test_the_first_loss_is_that_of_a_guess_among_256(text):
@@ -115,6 +135,10 @@ REFUSALS = {
     "steps": (
         {"steps": 0},
         "flags: key 'steps': found 0 (int), expected an integer >= 1 and <= 10_000_000. Change the value.",
+    ),
+    "state": (
+        {"state": {"sharing": "shared"}},
+        "flags: key 'state.sharing': found 'shared' (str), expected one of 'complete', 'sharded'. Change the value.",
     ),
     "seed": (
         {"seed": -1},

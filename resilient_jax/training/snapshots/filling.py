@@ -74,7 +74,7 @@ class _Stretch:
         self._blocks = blocks
         self._checksum = checksum
         self._go_on = go_on
-        self._next_block = start // BLOCK_BYTES
+        self._next_block = -(-start // BLOCK_BYTES)
 
     def __call__(self) -> None:
         self._tasks.reverse()

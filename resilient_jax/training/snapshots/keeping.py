@@ -1,8 +1,8 @@
 """This worker's side of its host's snapshots: when they are taken, of what, and how the state comes back.
 
 The first snapshot of a generation opens its *layout*: the hosts say where their snapshot servers listen (one small
-sum), cut the state into parts, and group themselves. All of it follows from the shardings and the hosts' names, so every
-host finds the same. Later snapshots of the generation only copy.
+sum), cut the state into parts, and group themselves. All of it follows from the shardings and the names of the hosts, so
+every host finds the same. Later snapshots of the generation only copy.
 """
 
 import dataclasses

@@ -1,6 +1,5 @@
 """The checkpoints of one `fit`: what is loaded at its beginning, saved beside its steps, and waited for at its end."""
 
-import jax
 import numpy as np
 
 from resilient_jax.training.trainer.checkpoints import Checkpoints

@@ -84,6 +84,11 @@ class OrbaxStore:
     # Saving.
 
     @property
+    def process(self) -> int | None:
+        """The id of the storage process; None: it was not needed yet, or has ended."""
+        return self._line.pid if self._line is not None else None
+
+    @property
     def is_saving(self) -> bool:
         """Whether a save is in flight, as far as was seen."""
         return self._in_flight is not None
