@@ -113,11 +113,21 @@ class LocalServer:
         Raises:
             PeerUnreachable: the server is gone.
         """
+        self.wait_settled(id, timeout_s)
+        with self._changed:
+            return self._settled.get(id, False)
+
+    def wait_settled(self, id: SnapshotId, timeout_s: float) -> bool:
+        """Whether it is committed on all hosts, or dropped, before the time is over.
+
+        Raises:
+            PeerUnreachable: the server is gone.
+        """
         with self._changed:
             self._changed.wait_for(lambda: id in self._settled or self._is_closed, timeout_s)
             if id not in self._settled and self._is_closed:
                 raise PeerUnreachable("the snapshot server of this host is gone", refused=True)
-            return self._settled.get(id, False)
+            return id in self._settled
 
     def open_held(self, id: SnapshotId) -> tuple[Manifest, memoryview] | None:
         """This host's own part, to read; None if it is not complete here.

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import jax
 
@@ -26,6 +27,10 @@ from resilient_jax.training.snapshots.filling import fill
 from resilient_jax.training.snapshots.interfaces import Note, PartServer, Reach, reach_nothing
 from resilient_jax.training.snapshots.parts import StateCut, check_fits
 from resilient_jax.training.snapshots.sources import Task, is_on_accelerator, plan_tasks, send_to_host
+
+SLOT_DEADLINE_S: Final = 2.0
+"""How long a snapshot waits for the one before: longer, and parity does not keep up with training."""
+CHECK_INTERVAL_S: Final = 0.02
 
 
 class _Phase(enum.Enum):
@@ -211,6 +216,7 @@ class Capture:
 
     def _take(self, order: _Order) -> None:
         try:
+            self._wait_for_slot(order)
             part = self._server.begin(order.id)
         except (
             Exception
@@ -233,6 +239,18 @@ class Capture:
             bytes=order.state_cut.part_bytes[self._host],
             seconds=self.seconds,
         )
+
+    def _wait_for_slot(self, order: _Order) -> None:
+        """The snapshot before may still exchange its parity: the slot that this one takes is free after that."""
+        before, end_s = self.finished, time.monotonic() + SLOT_DEADLINE_S
+        while (
+            before is not None
+            and before.generation == order.id.generation
+            and order.cancelled is None
+            and time.monotonic() < end_s
+            and not self._server.wait_settled(before, CHECK_INTERVAL_S)
+        ):
+            pass
 
     def _copy(self, order: _Order, part: memoryview) -> tuple[int, ...]:
         """Lets go of all arrays before it returns or raises."""

@@ -17,6 +17,10 @@ class PartServer(Protocol):
         """Memory for the part, exactly as long. Raises SnapshotDropped."""
         ...
 
+    def wait_settled(self, id: SnapshotId, timeout_s: float) -> bool:
+        """Whether it is committed or dropped on all hosts by then."""
+        ...
+
     def finish(self, id: SnapshotId, manifest: Manifest) -> None:
         """The part is complete."""
         ...

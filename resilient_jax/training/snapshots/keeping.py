@@ -1,8 +1,8 @@
 """This worker's side of its host's snapshots: when they are taken, of what, and how the state comes back.
 
 The first snapshot of a generation opens its *layout*: the hosts say where their snapshot servers listen (one small
-sum), cut the state into parts, and group themselves. All of it follows from the shardings and the names of the hosts, so
-every host finds the same. Later snapshots of the generation only copy.
+sum), cut the state into parts, and group themselves. All of it follows from shardings and names, so every host finds
+the same. Later snapshots of the generation only copy.
 """
 
 import dataclasses
@@ -67,6 +67,7 @@ class _Opened:
     first_step: int
     every: int
     began_s: float
+    newest: SnapshotId | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ class SnapshotKeeper:
     def _take(self, opened: _Opened, held: HeldState, extra: bytes) -> None:
         self.finish_copy()
         started_s = time.monotonic()
-        id_ = SnapshotId(held.step, opened.layout.generation)
-        self._capture.start(id_, opened.cut, held.leaves, extra)
+        opened.newest = SnapshotId(held.step, opened.layout.generation)
+        self._capture.start(opened.newest, opened.cut, held.leaves, extra)
         self._blocked_s += time.monotonic() - started_s
 
     def finish_copy(self) -> None:
@@ -158,15 +159,13 @@ class SnapshotKeeper:
         if opened is None or held is None or opened.layout.generation != generation:
             return None
         wanted = SnapshotId(held.step, generation)
+        if opened.newest != wanted:
+            self._take(opened, held, b"")  # it was not due
         end_s = time.monotonic() + COMMIT_DEADLINE_S
         while time.monotonic() < end_s:
             self._line.check()
-            if self._capture.is_idle and self._capture.finished != wanted:
-                self._take(
-                    opened, held, b""
-                )  # not due, or dropped because the one before was still under way
-            if self._server.wait_committed(wanted, POLL_S):
-                return wanted
+            if self._server.wait_settled(wanted, POLL_S):
+                return wanted if self._server.wait_committed(wanted, 0) else None
         return None
 
     def leave(self) -> None:

@@ -59,7 +59,7 @@ def _try_load(store: OrbaxStore, step: int, abstract: Tree) -> tuple[Tree | None
     try:
         return store.load(step, abstract), None
     except CheckpointUnreadable as error:
-        return None, str(error)
+        return None, str(error).removeprefix(f"the checkpoint {store.path(step)}: ")
 
 
 def _check_nothing_is_there(listing: Listing, refused: dict[int, str], checkpoints: Checkpoints) -> None:

@@ -83,7 +83,7 @@ class Trainer:
             microbatch_size: examples that one replica computes at a time; a multiple of its devices.
             seed: of the first weights, the shuffle and all keys.
             numerics: precision, clipping, rematerialisation, and what to do about numbers that are not finite.
-            sharing: how microbatches are shared out over hosts and added up.
+            sharing: how microbatches are shared out over hosts and added up, and how the state is kept between steps.
             reading: how the data is read.
             evaluation: on other data, now and then.
             early_stop: when the evaluation gets no better.
@@ -127,7 +127,8 @@ class Trainer:
     def fit(self, steps: int) -> FitResult:
         """Trains until `steps` steps are committed, counted from the beginning, also of an earlier job's checkpoint.
 
-        Under an agent it returns when the job is done; without one it trains on this machine alone.
+        Under an agent it returns when the job is done; without one it trains on this machine alone. A worker that was
+        started again, and was ready only when the others had finished, ends here.
 
         Raises:
             CallerError: what the model, loss or data give is not as expected.
@@ -155,7 +156,9 @@ class Trainer:
             run(fitting.train)
         finally:
             fitting.close()
-        assert fitting.result is not None, "run returns when train has"
+        if fitting.result is None:
+            # This worker came (back) when the others had finished: it has no weights, and nothing is left to do.
+            raise SystemExit(0)
         return fitting.result
 
 

@@ -31,8 +31,12 @@ def read(folder: Path) -> tuple[list[tuple[tuple[Key, ...], Any]], bool]:
     try:
         with contextlib.closing(ocp.PyTreeCheckpointer()) as checkpointer:
             metadata: Any = checkpointer.metadata(place).item_metadata
+            if metadata is None:
+                raise CheckpointUnreadable(f"its {METADATA} does not describe a tree")
             arguments = jax.tree.map(_as_numpy, metadata.tree)
             tree = checkpointer.restore(place, restore_args=arguments)
+    except CheckpointUnreadable:
+        raise
     except Exception as error:  # whatever Orbax and its readers say to bytes that are not theirs
         raise CheckpointUnreadable(
             f"Orbax cannot read it: {type(error).__name__}: {_shorten(error)}"
