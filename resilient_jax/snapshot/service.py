@@ -71,6 +71,9 @@ class SnapshotService:
                 data = (
                     held.read_part(start, length) if is_part else held.read_parity(request.row, start, length)
                 )
+            except ValueError:  # the slot's memory was given back just now
+                self._check_held(held)
+                raise
             except ChecksumMismatch as error:
                 self._check_held(held)  # else it is no damage: the slot was taken meanwhile
                 self._tools.listener.happened(EventKind.SNAPSHOT_DAMAGED, request.id, error=str(error))

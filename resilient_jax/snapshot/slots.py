@@ -10,6 +10,7 @@ frees it when the last process that has it is gone. It is sealed against shrinki
 killed by a bus error.
 """
 
+import contextlib
 import enum
 import fcntl
 import mmap
@@ -128,15 +129,15 @@ class Slot:
             os.fchmod(self.descriptor, 0o600)  # who may open it through /proc
             os.ftruncate(self.descriptor, mapped_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            mapped = mmap.mmap(self.descriptor, mapped_bytes, flags=mmap.MAP_SHARED)
-            _prefault(mapped)
+            self._mapped = mmap.mmap(self.descriptor, mapped_bytes, flags=mmap.MAP_SHARED)
+            _prefault(self._mapped)
         except OSError as error:
             os.close(self.descriptor)
             raise SnapshotRefused(
                 f"the kernel refused {mapped_bytes} bytes of memory for a snapshot: {error}. Give the host or its "
                 "container more memory, use more hosts, or switch snapshots off"
             ) from error
-        self.memory = memoryview(mapped)
+        self.memory = memoryview(self._mapped)
 
     def write_mark(self, mark: Mark) -> None:
         """From now on the slot holds that. Write first what the mark vouches for."""
@@ -181,10 +182,13 @@ class Slot:
         )
 
     def close(self) -> None:
-        """Lets go of the memory, which is freed when the last view of it is gone, here and in the worker.
+        """Lets go of the memory, whoever still knows this object; freed when the worker, too, lets go of it.
 
-        Views are not released: a peer may just be reading, and finds out afterwards that it read too late.
+        A peer may just be reading: then with its view. Afterwards `memory` raises ValueError.
         """
+        self.memory.release()
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
         os.close(self.descriptor)
 
 

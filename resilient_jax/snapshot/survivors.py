@@ -23,7 +23,7 @@ MANIFEST_DEADLINE_S = 30.0
 READ_DEADLINE_S = 60.0
 """For a few MiB from a server that others read from at the same time."""
 
-Note = Callable[..., None]
+Note = Callable[..., object]
 """`note(kind, **detail)` makes an event."""
 
 

@@ -1,11 +1,13 @@
 """The arena: what may be written where, what a slot's mark vouches for, what is dropped."""
 
+import contextlib
 import fcntl
 import itertools
 import mmap
 import os
 import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +37,7 @@ from resilient_jax.snapshot.messages import (
     Settled,
 )
 from resilient_jax.snapshot.slot_choice import choose_slot
-from resilient_jax.snapshot.slots import Mark, Phase, Slot, SlotShape
+from resilient_jax.snapshot.slots import MEMFD_NAME, Mark, Phase, Slot, SlotShape
 
 HOST, PEER = HostName("a"), HostName("b")
 CHECKSUM = choose_checksum()
@@ -446,6 +448,16 @@ def test_a_snapshot_that_is_complete_here_is_not_dropped(arena):
 # Layouts.
 
 
+def memfds():
+    """The memory of slots that this process has, by inode."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if MEMFD_NAME in os.readlink(path):
+                found.add(os.stat(path).st_ino)
+    return found
+
+
 def test_slots_grow_with_a_layout_without_losing_what_is_committed(arena, heard):
     arena.open(make_layout(part_bytes=1000))
     take(arena, make_id(1), part_bytes=1000)
@@ -458,6 +470,9 @@ def test_slots_grow_with_a_layout_without_losing_what_is_committed(arena, heard)
     assert [status.id.step for status in arena.statuses()] == [2, 3]
     arena.prepare()  # as after every commit: now the old one is not needed any more
     assert [status.id.step for status in arena.statuses()] == [3]
+    with pytest.raises(ValueError, match="released"):  # freed, although somebody still knows the snapshot
+        old.read_part(0, 1000)
+    assert len(memfds()) == 2
     assert [notice for notice in heard.notices if isinstance(notice, Retired)] == [
         Retired(number=0),
         Retired(number=1),

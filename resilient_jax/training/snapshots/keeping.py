@@ -52,8 +52,9 @@ class Members(Protocol):
 
     generation: GenerationNumber
     hosts: tuple[HostName, ...]
-    host_index: int
 
+    @property
+    def host_index(self) -> int: ...
     def host_of(self, device: Device) -> HostName: ...
     def agree(self, tree: Any) -> Any: ...  # noqa: ANN401 - a tree of small numpy arrays
 

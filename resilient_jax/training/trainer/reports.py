@@ -22,9 +22,9 @@ class StepReport:
         host_index: 0 is the one that prints and saves.
         generation: number of the membership.
         is_evaluation: whether an evaluation was made, rather than a step.
-        state: the training state, as it is kept: whole on this host's devices, or, if sharded, on a mesh over all hosts,
-            of which this one has pieces. Read it, but keep nothing of it: the devices go away when the membership
-            changes, and whoever holds arrays on them holds their memory.
+        state: the training state, as it is kept: whole on this host's devices, or, if sharded, on a mesh over all
+            hosts, of which this one has pieces. Read it, but keep nothing of it: the devices go away when the
+            membership changes, and whoever holds arrays on them holds their memory.
     """
 
     step: int
