@@ -103,9 +103,13 @@ def _leaf(path: str, value: object) -> Leaf:
                 f"the state's leaf {path} was deleted: the array was donated to a program after it was handed "
                 "over. Commit the state that the program returned"
             )
+        key_impl = None
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return Leaf(path=path, value=jax.random.key_data(value), key_impl=str(jax.random.key_impl(value)))
-        return Leaf(path=path, value=value)
+            value, key_impl = jax.random.key_data(value), str(jax.random.key_impl(value))
+        # JAX lists an array's parts when first asked for them, and of two threads that ask at once one may see half of
+        # the list (jax 0.10.2). From here on others may ask: the thread that copies a snapshot.
+        _ = value.addressable_shards
+        return Leaf(path=path, value=value, key_impl=key_impl)
     array = np.asarray(value)
     if array.dtype == object or array.dtype.kind in "USO":
         raise StateError(

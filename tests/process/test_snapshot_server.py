@@ -583,9 +583,12 @@ def test_no_process_and_no_memory_is_left_when_the_agent_is_killed():
         assert [len(memfds_of(pid)) for pid in servers] == [2, 2]
         pidfds = [os.pidfd_open(pid) for pid in servers]
         parent.kill()
-    for pidfd in pidfds:
-        with os.fdopen(pidfd, "rb"):
-            wait_until(lambda pidfd=pidfd: has_ended(pidfd))
+    try:
+        wait_until(lambda: all(map(has_ended, pidfds)))
+    finally:
+        for pidfd in pidfds:
+            with os.fdopen(pidfd, "rb"), contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() and memfds_of(pid) for pid in servers))
 
 

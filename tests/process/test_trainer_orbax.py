@@ -143,12 +143,16 @@ def test_a_process_other_than_the_first_saves_and_reads_while_the_first_is_stopp
     port, directory = free_port(), tmp_path / "checkpoints"
     with contextlib.ExitStack() as stack:
         stopped_one, saver = (start_worker(stack, "member", directory, index, port) for index in (0, 1))
-        assert stopped_one.stdout is not None
-        assert stopped_one.stdout.readline().strip() == str(stopped_one.pid)
+        for one in (stopped_one, saver):
+            assert one.stdout is not None
+            assert one.stdout.readline() == "connected\n"
+        assert stopped_one.stdin is not None
+        stopped_one.stdin.write("stop\n")
+        stopped_one.stdin.flush()
         os.waitpid(stopped_one.pid, os.WUNTRACED)
         out, err = saver.communicate("go\n", timeout=DEADLINE_S)
         assert saver.returncode == 0, err
-        assert out == "connected\nsaved ['5', '7']\n"
+        assert out == "saved ['5', '7']\n"
 
 
 def test_a_world_can_be_left_while_a_save_is_in_flight_and_nothing_keeps_its_devices(tmp_path):

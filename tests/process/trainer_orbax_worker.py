@@ -25,11 +25,10 @@ from resilient_jax.training.trainer.storage import OrbaxStore
 def member(directory: str, index: int, port: int) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     assert jax.process_count() == 2
-    if index == 0:
-        print(os.getpid(), flush=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
     print("connected", flush=True)
-    sys.stdin.readline()
+    sys.stdin.readline()  # not before both are: process 0 serves the other's connecting
+    if index == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
     here = NamedSharding(Mesh(np.array(jax.local_devices()), ("data",)), P())
     state = {
         "wide": jax.device_put(np.arange(6, dtype=np.float32).reshape(2, 3), here),

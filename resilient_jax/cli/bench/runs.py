@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -105,16 +105,16 @@ def run_bare(command: Sequence[str], work: Path) -> None:
     )
 
 
-def run_alone(command: Sequence[str], work: Path) -> None:
+def run_alone(command: Sequence[str], work: Path, environment: Mapping[str, str] | None = None) -> None:
     """The script on one host, without an agent.
 
     Raises:
         InternalError: it failed.
     """
-    _run_processes(command, work, [{}])
+    _run_processes(command, work, [environment or {}])
 
 
-def _run_processes(command: Sequence[str], work: Path, environments: Sequence[dict[str, str]]) -> None:
+def _run_processes(command: Sequence[str], work: Path, environments: Sequence[Mapping[str, str]]) -> None:
     work.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as owned:
         processes: list[subprocess.Popen[bytes]] = []

@@ -5,6 +5,7 @@ takes local trees up to its own mesh for a microbatch (`lift`) and gives its res
 are the same this moves nothing.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,10 @@ from resilient_jax.training.step.assignment import ReplicaShape, Seat
 Tree = TypeVar("Tree")
 DATA = "data"
 """The one axis of a replica's mesh: a microbatch's examples are cut over it."""
+_looking = threading.Lock()
+"""Held while an array is taken apart. JAX makes the list of an array's parts when it is first asked for, and of two
+threads that ask at once (the replicas of a host, for the same parameters) one may see half of it, or each part twice.
+Seen in jax 0.10.2."""
 
 
 class Replica:
@@ -92,10 +97,15 @@ class Replica:
         )
 
 
+def _shards_by_device(leaf: jax.Array) -> dict[Device, jax.Array]:
+    with _looking:
+        return {shard.device: shard.data for shard in leaf.addressable_shards}
+
+
 def _on_each(leaf: Any, devices: Sequence[Device]) -> list[jax.Array]:  # noqa: ANN401 - any array
     """A copy on each device; those that are there already are taken."""
     if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
-        there = {shard.device: shard.data for shard in leaf.addressable_shards}
+        there = _shards_by_device(leaf)
         return [there[d] if d in there else jax.device_put(leaf, d) for d in devices]
     return [jax.device_put(leaf, device) for device in devices]
 

@@ -1,0 +1,265 @@
+"""The figures of `bench snapshot`, from what was timed; and what is to be timed. Pure.
+
+A GB is 10^9 bytes of state, a MB 10^6. Every time is of one whole state, on however many hosts it lies.
+"""
+
+import enum
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+MB = 1_000_000
+GB = 1_000 * MB
+LOCAL, PEER, PARITY = "local arena", "peer", "parity"
+TMPFS, DISK = "tmpfs", "disk"
+HOSTS_OF_MEMORY = 8
+"""The group whose memory is compared with the formula."""
+
+
+class Task(enum.StrEnum):
+    """What is timed."""
+
+    COPY = "copy"  # of the same bytes into touched memory
+    BLOCKING = "blocking"  # how long `Capture.start` takes
+    CAPTURE = "capture"  # from its start until all arrays are read
+    COMMIT = "commit"  # from its start until every host knows that all are complete
+    RESTORE = "restore"
+    ORBAX_BLOCKING = "orbax blocking"
+    ORBAX_SAVE = "orbax save"
+    ORBAX_RESTORE = "orbax restore"
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What to time.
+
+    Attributes:
+        state_bytes: about the size of the state.
+        rounds: so often is each thing timed.
+        limit_s: what has not begun by then is skipped.
+        disk: a folder on a disk.
+        tmpfs: a folder in memory.
+    """
+
+    state_bytes: int
+    rounds: int
+    limit_s: float
+    disk: str
+    tmpfs: str
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of one thing.
+
+    Attributes:
+        variant: of the task: threads, hosts and parity, or where the bytes come from or go to.
+        times_s: of each round.
+    """
+
+    task: Task
+    variant: str
+    times_s: list[float]
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What the servers of a group hold.
+
+    Attributes:
+        part_bytes: of all hosts together.
+        held_bytes: that the kernel gave to all slots of all of them.
+    """
+
+    hosts: int
+    parity: int
+    part_bytes: int
+    held_bytes: int
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was timed with a state of one size.
+
+    Attributes:
+        state_bytes: of the state.
+        skipped: what was not measured, and why.
+        versions: of what was timed, by its name.
+    """
+
+    state_bytes: int
+    processor: str
+    timed: list[Timed]
+    memory: list[Memory]
+    skipped: dict[str, str]
+    versions: dict[str, str]
+
+
+class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+    """The median, and the span in which nine of ten rounds lie."""
+
+    median: float
+    low: float
+    high: float
+
+
+Sizes = dict[str, dict[Task, dict[str, Seconds]]]
+"""By MB of state, task and variant."""
+
+
+class MemoryFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of memory for a byte of state: measured, and (1 + m / k) x 2."""
+
+    measured: float
+    formula: float
+
+
+class SnapshotFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine-readable line. What has no size in its name is of `state_mb`; None: skipped.
+
+    Attributes:
+        capture_gbps: one host, one thread: from `Capture.start` until the arrays may be donated.
+        copy_limit_gbps: `np.copyto` of the same bytes into memory that was touched before, one thread.
+        capture_of_copy: the one over the other, within a round, the median; by threads.
+        blocking_ms_per_gb: of `Capture.start`, on one host that has all of the state.
+        commit_s: by hosts and parity.
+        parity_restore_s: the whole state onto the devices of seven survivors of eight hosts, by one of them: an eighth
+            from its own memory, six from its peers, and the lost host's decoded.
+        orbax_restore_s: by plain Orbax from tmpfs, the same state onto the same devices.
+        parity_of_orbax: time of the one over that of the other, within a round, the median.
+        memory_per_byte: by m, in a group of eight.
+        spread: 5 % and 95 % of the rounds.
+        n: rounds.
+        seconds: everything that was timed.
+    """
+
+    capture_gbps: float | None
+    copy_limit_gbps: float | None
+    capture_of_copy: dict[str, float]
+    blocking_ms_per_gb: float | None
+    commit_s: dict[str, float]
+    parity_restore_s: float | None
+    orbax_restore_s: float | None
+    parity_of_orbax: float | None
+    memory_per_byte: dict[str, MemoryFigure]
+    spread: dict[str, tuple[float, float]]
+    n: int
+    state_mb: int
+    seconds: Sizes
+    skipped: dict[str, str]
+    versions: dict[str, str]
+    machine: str
+
+
+def threads_name(count: int) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"
+
+
+def group_name(hosts: int, parity: int) -> str:
+    return f"{hosts} hosts, m = {parity}"
+
+
+def memory_formula(hosts: int, parity: int) -> float:
+    """Bytes for a byte of state: two slots of a part and m chunks, each a k-th of it.
+
+    >>> memory_formula(8, 4)
+    4.0
+    """
+    return (1 + parity / (hosts - parity)) * 2
+
+
+def seconds_of(times_s: Sequence[float]) -> Seconds:
+    """Of one round or more.
+
+    >>> seconds_of([2.0])
+    Seconds(median=2.0, low=2.0, high=2.0)
+    """
+    doubled = [*times_s, *times_s]  # so that a single round has a span, too
+    low, *_, high = statistics.quantiles(doubled, n=20, method="inclusive")
+    return Seconds(median=rounded(statistics.median(times_s)), low=rounded(low), high=rounded(high))
+
+
+def make_figures(rounds: int, found: Sequence[Times], machine: str) -> SnapshotFigures:
+    """All figures of the line, from one `Times` for each size."""
+    # The largest state with which the main comparison was made.
+    main = max(found, key=lambda times: (_ratio(times, *_OVER_ORBAX) is not None, times.state_bytes))
+    gb = main.state_bytes / GB
+    one = threads_name(1)
+    spread: dict[str, tuple[float, float]] = {}
+
+    def figure(
+        name: str, task: Task, variant: str, scale: float = 1.0, *, inverse: bool = False
+    ) -> float | None:
+        times_s = _times(main, task, variant)
+        if times_s is None:
+            return None
+        values = seconds_of([scale / t if inverse else scale * t for t in times_s])
+        spread[name] = (values.low, values.high)
+        return values.median
+
+    return SnapshotFigures(
+        capture_gbps=figure("capture_gbps", Task.CAPTURE, one, gb, inverse=True),
+        copy_limit_gbps=figure("copy_limit_gbps", Task.COPY, one, gb, inverse=True),
+        capture_of_copy={
+            timed.variant: ratio
+            for timed in main.timed
+            if timed.task is Task.CAPTURE
+            and (ratio := _ratio(main, (Task.COPY, timed.variant), (Task.CAPTURE, timed.variant)))
+        },
+        blocking_ms_per_gb=figure("blocking_ms_per_gb", Task.BLOCKING, one, 1000 / gb),
+        commit_s={
+            timed.variant: seconds_of(timed.times_s).median
+            for timed in main.timed
+            if timed.task is Task.COMMIT
+        },
+        parity_restore_s=figure("parity_restore_s", Task.RESTORE, PARITY),
+        orbax_restore_s=figure("orbax_restore_s", Task.ORBAX_RESTORE, TMPFS),
+        parity_of_orbax=_ratio(main, *_OVER_ORBAX),
+        memory_per_byte=_memory(main),
+        spread=spread,
+        n=rounds,
+        state_mb=round(main.state_bytes / MB),
+        seconds={str(round(times.state_bytes / MB)): _seconds(times) for times in found},
+        skipped={
+            f"{round(times.state_bytes / MB)} MB, {what}": why
+            for times in found
+            for what, why in times.skipped.items()
+        },
+        versions=main.versions,
+        machine=f"{machine}, {main.processor}; all hosts share it",
+    )
+
+
+_OVER_ORBAX = ((Task.RESTORE, PARITY), (Task.ORBAX_RESTORE, TMPFS))
+
+
+def _times(times: Times, task: Task, variant: str) -> list[float] | None:
+    return next((t.times_s for t in times.timed if (t.task, t.variant) == (task, variant)), None)
+
+
+def _ratio(times: Times, over: tuple[Task, str], under: tuple[Task, str]) -> float | None:
+    """The time of one thing over that of another in the same round, the median."""
+    upper, lower = _times(times, *over), _times(times, *under)
+    if upper is None or lower is None:
+        return None
+    return rounded(statistics.median(a / b for a, b in zip(upper, lower, strict=True)))
+
+
+def _memory(times: Times) -> dict[str, MemoryFigure]:
+    return {
+        str(memory.parity): MemoryFigure(
+            measured=rounded(memory.held_bytes / memory.part_bytes),
+            formula=rounded(memory_formula(memory.hosts, memory.parity)),
+        )
+        for memory in times.memory
+        if memory.hosts == HOSTS_OF_MEMORY
+    }
+
+
+def _seconds(times: Times) -> dict[Task, dict[str, Seconds]]:
+    found: dict[Task, dict[str, Seconds]] = {}
+    for timed in times.timed:
+        found.setdefault(timed.task, {})[timed.variant] = seconds_of(timed.times_s)
+    return found
+
+
+def rounded(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,191 @@
+"""States and jobs for `snapshot_speed.py`: one process plays the workers of all hosts; the servers are real ones.
+
+This process has eight devices. Each host's snapshot server is a process of its own, as in a job.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from snapshot_servers import CREDENTIALS, Host, make_id, make_layout, running
+
+from resilient_jax.cli.bench.snapshot_figures import Memory
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.snapshots import Layout, SnapshotPlan, SnapshotSource
+from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.reading import SnapshotReader
+from resilient_jax.snapshot.slots import MEMFD_NAME
+from resilient_jax.training.held_state import Leaf, hold
+from resilient_jax.training.snapshots.capture import Capture
+from resilient_jax.training.snapshots.parts import StateCut, cut_state
+from resilient_jax.training.snapshots.restoring import restore_snapshot
+
+DEVICES = 8
+COLUMNS = 1024
+LARGE_ROWS, SMALL_ROWS = 2016, 56
+"""Of a leaf: 8 MB, as the matrices of a model of a GB; eight and seven devices share them equally."""
+ITEM_BYTES = 4
+WAIT_S = 300.0
+SECTOR_BYTES = 512
+"""What `st_blocks` counts."""
+
+
+# The state.
+
+
+class State:
+    """Leaves of random numbers on eight devices. Every leaf can be made again, to compare with what comes back."""
+
+    def __init__(self, nbytes: int) -> None:
+        rows = LARGE_ROWS if nbytes >= LARGE_ROWS * COLUMNS * ITEM_BYTES else SMALL_ROWS
+        self.shape = (rows, COLUMNS)
+        self.count = max(1, round(nbytes / (rows * COLUMNS * ITEM_BYTES)))
+        self._random = np.random.default_rng(0).integers(0, 2**32, self.shape, np.uint32)
+        self.tree = {f"leaf{number:03}": self._put(number) for number in range(self.count)}
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.shape[0] * COLUMNS * ITEM_BYTES
+
+    def leaves(self) -> Sequence[Leaf]:
+        return hold(0, self.tree).leaves
+
+    def abstract(self, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(self.shape, np.uint32, sharding=sharding) for name in self.tree}
+
+    def check(self, restored: Mapping[str, jax.Array]) -> None:
+        """Every bit."""
+        for number, name in enumerate(self.tree):
+            assert np.array_equal(np.asarray(restored[name]), self._values(number)), name
+
+    def _values(self, number: int) -> np.ndarray:
+        return self._random ^ np.uint32(number)
+
+    def _put(self, number: int) -> jax.Array:
+        values = self._values(number)
+        # Each shard in memory of its own, as a computation would have made it.
+        return jax.make_array_from_callback(
+            self.shape, on_devices(DEVICES), lambda index: values[index].copy()
+        )
+
+
+def on_devices(count: int) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()[:count]), ("x",)), P("x"))
+
+
+# Hosts.
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Hosts with servers, and the workers of all of them."""
+
+    hosts: list[Host]
+    state_cut: StateCut
+    layout: Layout
+    leaves: Sequence[Leaf]
+    lines: list[LocalServer]
+    captures: dict[int, list[Capture]]
+    dropped: list[str]
+    step: int = 0
+
+    def take(self, threads: int = 1) -> tuple[float, float, float]:
+        """One snapshot: seconds that its starts took, until all arrays are read, and until it is committed."""
+        captures = self.captures[threads]
+        self.step += 1
+        id = make_id(self.step)
+        began_s = time.perf_counter()
+        for capture in captures:
+            capture.start(id, self.state_cut, self.leaves)
+        started_s = time.perf_counter()
+        assert all(capture.wait(WAIT_S) for capture in captures)
+        copied_s = time.perf_counter()
+        for host, line in zip(self.hosts, self.lines, strict=True):
+            assert line.wait_committed(id, WAIT_S), (self.dropped, host.holding, host.events)
+        return started_s - began_s, copied_s - began_s, time.perf_counter() - began_s
+
+    def restore(self, state: "State", devices: int, *, local: bool, lost: Sequence[Host] = ()) -> float:
+        """Seconds in which the first host's worker has the newest snapshot on that many devices, and it is right.
+
+        Args:
+            local: whether it may read its own server's memory; else it asks that server like any other.
+            lost: hosts whose servers are gone, as everybody knows.
+        """
+        sources = [SnapshotSource(host=h.name, server=h.endpoint) for h in self.hosts if h not in lost]
+        plan = SnapshotPlan(id=make_id(self.step), groups=self.layout.groups, sources=tuple(sources))
+        abstract, sharding = state.abstract(), on_devices(devices)
+        began_s = time.perf_counter()
+        reader = SnapshotReader(
+            plan,
+            self.hosts[0].name,
+            self.lines[0] if local else None,
+            CREDENTIALS,
+            check=lambda: None,
+            note=lambda *_, **__: None,
+        )
+        with contextlib.closing(reader):
+            _, restored, _ = restore_snapshot(abstract, reader, lambda *_: sharding)
+            jax.block_until_ready(restored)
+            took_s = time.perf_counter() - began_s
+        state.check(restored)
+        return took_s
+
+    def memory(self, parity: int) -> Memory:
+        return Memory(
+            hosts=len(self.hosts),
+            parity=parity,
+            part_bytes=sum(self.layout.part_bytes.values()),
+            held_bytes=sum(held_bytes(host.process.pid) for host in self.hosts),
+        )
+
+
+def held_bytes(pid: int) -> int:
+    """Memory that the kernel gave to a process's slots, with the manifests in them."""
+    found: dict[int, int] = {}  # several descriptors may be of the same memory
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if MEMFD_NAME in os.readlink(descriptor):
+                status = descriptor.stat()
+                found[status.st_ino] = status.st_blocks * SECTOR_BYTES
+    return sum(found.values())
+
+
+@contextlib.contextmanager
+def job_of(count: int, parity: int, leaves: Sequence[Leaf], threads: Sequence[int] = (1,)) -> Iterator[Job]:
+    """Hosts in one group, with captures of so many threads each."""
+    with running(count) as hosts, contextlib.ExitStack() as owned:
+        names = [host.name for host in hosts]
+        state_cut = cut_state(leaves, lambda device: names[device.id * count // DEVICES], names)
+        layout = make_layout(hosts, parity, [state_cut.part_bytes[name] for name in names])
+        lines = [host.worker() for host in hosts]
+        for line in lines:
+            line.open(layout)
+        dropped: list[str] = []
+
+        def note(kind: EventKind, **detail: object) -> None:
+            if kind is EventKind.SNAPSHOT_DROPPED:
+                dropped.append(str(detail))
+
+        captures = {
+            each: [Capture(line, name, note, threads=each) for line, name in zip(lines, names, strict=True)]
+            for each in threads
+        }
+        for some in captures.values():
+            for capture in some:
+                owned.callback(capture.close, WAIT_S)
+        yield Job(
+            hosts=hosts,
+            state_cut=state_cut,
+            layout=layout,
+            leaves=leaves,
+            lines=lines,
+            captures=captures,
+            dropped=dropped,
+        )

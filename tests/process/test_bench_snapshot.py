@@ -1,0 +1,38 @@
+"""`resilient-jax bench snapshot` runs with real servers, and its last line is what a machine can read."""
+
+import json
+import subprocess
+
+import pytest
+from agents import COMMAND
+
+LIMIT_S = 280.0
+
+
+@pytest.mark.timeout(300)
+def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
+    done = subprocess.run(
+        [*COMMAND, *"bench snapshot --json --sizes 1 --rounds 1".split()],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)  # and nothing else
+    keys = "capture_gbps copy_limit_gbps blocking_ms_per_gb parity_restore_s orbax_restore_s".split()
+    for key in keys:
+        low, high = figures["spread"][key]
+        assert 0 < low <= figures[key] <= high
+    assert (figures["n"], figures["skipped"]) == (1, {})
+    assert figures["commit_s"].keys() == {f"{n} hosts, m = {m}" for n in (4, 8) for m in (1, 2)} | {
+        "8 hosts, m = 4"
+    }
+    (seconds,) = figures["seconds"].values()
+    assert seconds["restore"].keys() == {"local arena", "peer", "parity"}
+    assert seconds["orbax save"].keys() == seconds["orbax blocking"].keys() == {"tmpfs", "disk"}
+    for m in ("1", "2", "4"):
+        memory = figures["memory_per_byte"][m]
+        # Of so small a state pages and manifests are a part that shows.
+        assert memory["formula"] < memory["measured"] < 2 * memory["formula"]
