@@ -17,6 +17,7 @@ from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import FaultPoints
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.snapshot.allocation import keep_freed_memory
 from resilient_jax.snapshot.arena import Arena
 from resilient_jax.snapshot.commit import CommitBoard
 from resilient_jax.snapshot.exchange import Exchange, Tools, tell_root_of_drop
@@ -130,6 +131,7 @@ def give_way() -> None:
 def main() -> None:
     """The process."""
     give_way()
+    keep_freed_memory()
     code = ExitCode.DONE
     try:
         SnapshotServer(read_settings()).run()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +61,7 @@ class State:
     def abstract(self, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(self.shape, np.uint32, sharding=sharding) for name in self.tree}
 
-    def check(self, restored: Mapping[str, jax.Array]) -> None:
+    def check(self, restored: Mapping[str, Any]) -> None:  # arrays, in the tree of what stood for them
         """Every bit."""
         for number, name in enumerate(self.tree):
             assert np.array_equal(np.asarray(restored[name]), self._values(number)), name

@@ -60,6 +60,18 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "type.toml: key 'restart_limit': found 'many' (str), expected an integer >= 0 and <= 1_000_000",
         ),
         (
+            ["--hosts", "3", "--config", "parity.toml", IDLE],
+            "parity.toml: snapshot_parity: found 3 for a job of 3 hosts, expected fewer than the hosts",
+        ),
+        (
+            ["--hosts", "9", "--config", "group.toml", IDLE],
+            "group.toml: snapshot_parity: found 4 with snapshot_group_size 4, expected fewer than the hosts of a group",
+        ),
+        (
+            ["--config", "every.toml", IDLE],
+            "every.toml: key 'snapshot_every': found 0 (int), expected an integer >= 1 and <= 1_000_000 or one of 'auto'",
+        ),
+        (
             ["--run-dir", "broken.py/run", IDLE],
             "cannot write into the run folder broken.py/run: Not a directory; expected a folder that this user",
         ),
@@ -70,6 +82,9 @@ def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
     (work / "broken.py").write_text(BROKEN)
     (work / "unknown.toml").write_text("lease_ttl = 3\n")
     (work / "type.toml").write_text('restart_limit = "many"\n')
+    (work / "parity.toml").write_text("snapshot_parity = 3\n")
+    (work / "group.toml").write_text("snapshot_parity = 4\nsnapshot_group_size = 4\n")
+    (work / "every.toml").write_text("snapshot_every = 0\n")
     code, output = run_command(["launch", *arguments])
     assert code == 2, output
     assert output.startswith(f"resilient-jax: {words}"), output

@@ -12,7 +12,7 @@ LIMIT_S = 280.0
 @pytest.mark.timeout(300)
 def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
     done = subprocess.run(
-        [*COMMAND, *"bench snapshot --json --sizes 1 --rounds 1".split()],
+        [*COMMAND, *["bench", "snapshot", "--json", "--sizes", "1", "--rounds", "1"]],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -21,7 +21,7 @@ def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)  # and nothing else
-    keys = "capture_gbps copy_limit_gbps blocking_ms_per_gb parity_restore_s orbax_restore_s".split()
+    keys = ["capture_gbps", "copy_limit_gbps", "blocking_ms_per_gb", "parity_restore_s", "orbax_restore_s"]
     for key in keys:
         low, high = figures["spread"][key]
         assert 0 < low <= figures[key] <= high

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.world.inspection import Part
 from resilient_jax.world.local_job import LocalJob
 
 JOB = Path(__file__).with_name("sharded_job.py")
@@ -40,18 +43,21 @@ def complete(tmp_path_factory):
     return said_in(done.stdout)
 
 
+def launch(work, hosts, options=()):
+    return LocalJob(
+        [str(JOB), str(work), "sharded"],
+        hosts=hosts,
+        run_directory=work / "run",
+        options=["--devices-per-host", "2", *options],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_a_sharded_state_has_the_bits_of_a_complete_one_and_each_host_has_its_share(
     hosts, complete, tmp_path
 ):
-    job = LocalJob(
-        [str(JOB), str(tmp_path), "sharded"],
-        hosts=hosts,
-        run_directory=tmp_path / "run",
-        options=["--devices-per-host", "2"],
-        environment={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    with job:
+    with launch(tmp_path, hosts) as job:
         assert job.wait(DEADLINE_S) == 0, job.tail()
         found = said_in(job.output())
     assert len(complete) == REPORTS + 1
@@ -62,3 +68,17 @@ def test_a_sharded_state_has_the_bits_of_a_complete_one_and_each_host_has_its_sh
         for _, here, whole, complete_arrays in shares:
             assert int(here) * hosts == int(whole)
             assert int(complete_arrays) == 0
+
+
+@pytest.mark.parametrize("place", [Place.BEFORE_SUM, Place.BEFORE_COMMIT])
+def test_a_lost_host_comes_back_from_the_memory_of_the_others_and_nothing_differs(place, complete, tmp_path):
+    (tmp_path / "job.toml").write_text("lease_ttl_s = 2.0\n")
+    with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
+        job.hold(place, ["host-1"], 5)
+        job.wait_held(["host-1"], DEADLINE_S)
+        job.kill(Part.HOST, "host-1")
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.tail()
+        found = said_in(job.output())
+    assert found == complete
+    assert any(int(e.detail["decoded"]) for e in job.events() if e.kind is EventKind.SNAPSHOT_RESTORED)

@@ -105,16 +105,26 @@ def run_bare(command: Sequence[str], work: Path) -> None:
     )
 
 
-def run_alone(command: Sequence[str], work: Path, environment: Mapping[str, str] | None = None) -> None:
+def run_alone(
+    command: Sequence[str],
+    work: Path,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = RUN_LIMIT_S,
+) -> None:
     """The script on one host, without an agent.
 
     Raises:
         InternalError: it failed.
     """
-    _run_processes(command, work, [environment or {}])
+    _run_processes(command, work, [environment or {}], limit_s)
 
 
-def _run_processes(command: Sequence[str], work: Path, environments: Sequence[Mapping[str, str]]) -> None:
+def _run_processes(
+    command: Sequence[str],
+    work: Path,
+    environments: Sequence[Mapping[str, str]],
+    limit_s: float = RUN_LIMIT_S,
+) -> None:
     work.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as owned:
         processes: list[subprocess.Popen[bytes]] = []
@@ -130,7 +140,7 @@ def _run_processes(command: Sequence[str], work: Path, environments: Sequence[Ma
             owned.callback(process.wait)
             owned.callback(process.kill)
             processes.append(process)
-        codes = [process.wait(RUN_LIMIT_S) for process in processes]
+        codes = [process.wait(limit_s) for process in processes]
     if any(codes):
         said = "\n".join(output.read_text(errors="replace")[-ERROR_CHARACTERS:] for output in outputs)
         raise InternalError(f"{' '.join(command)}: found exit codes {codes}, expected zeros:\n{said}")

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from resilient_jax.cli.bench.printing import describe_machine, open_console, print_line
-from resilient_jax.cli.bench.runs import run_alone
+from resilient_jax.cli.bench.runs import RUN_LIMIT_S, run_alone
 from resilient_jax.cli.bench.snapshot_figures import (
     MB,
     SnapshotFigures,
@@ -105,7 +105,8 @@ def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -
         wanted = Wanted(state_bytes=state_bytes, rounds=rounds, limit_s=limit_s, disk=folder, tmpfs=tmpfs)
         asked, times = Path(folder) / "wanted.json", Path(folder) / "times.json"
         asked.write_bytes(msgspec.json.encode(wanted))
-        run_alone([str(script), str(asked), str(times)], Path(folder), environment)
+        # What has begun in time may go on for as long as any other run of a benchmark.
+        run_alone([str(script), str(asked), str(times)], Path(folder), environment, limit_s + RUN_LIMIT_S)
         return msgspec.json.decode(times.read_bytes(), type=Times)
 
 

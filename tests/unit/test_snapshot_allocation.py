@@ -1,0 +1,29 @@
+"""Memory of messages is used again: the kernel is not asked for new pages every time."""
+
+import subprocess
+import sys
+
+MESSAGES = """
+import resource
+from resilient_jax.snapshot.allocation import keep_freed_memory
+{first}
+def use():
+    [b"x" * 4 * 2**20 for _ in range(8)]
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = 10 * 8 * 4 * 2**20 // 4096
+
+
+def faults(first: str) -> int:
+    """Of ten times eight messages of 4 MiB, in a process of its own: the setting is the process's."""
+    command = [sys.executable, "-c", MESSAGES.format(first=first)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+def test_messages_take_no_new_pages_once_freed_memory_is_kept() -> None:
+    assert faults("pass") > PAGES / 4
+    assert faults("assert keep_freed_memory()") < PAGES / 100
