@@ -16,7 +16,6 @@ from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLo
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPlan
-from resilient_jax.snapshot.allocation import keep_freed_memory
 from resilient_jax.snapshot.manifest import Manifest
 from resilient_jax.snapshot.own_part import OwnPart
 from resilient_jax.snapshot.part_reader import Origin, PartReader
@@ -68,7 +67,6 @@ class SnapshotReader:
             check: called several times a second while the caller waits; raises what should end the reading.
             note: `note(kind, **detail)` makes an event; called from several threads, one at a time.
         """
-        keep_freed_memory()
         self._plan = plan
         self._check = check
         self._survivors = Survivors(plan, credentials, note)
