@@ -69,7 +69,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["--config", "every.toml", IDLE],
-            "every.toml: key 'snapshot_every': found 0 (int), expected an integer >= 1 and <= 1_000_000 or one of 'auto'",
+            "every.toml: key 'snapshot_every': found 0 (int), expected an integer >= 1 and <= 1_000_000 or one of",
         ),
         (
             ["--run-dir", "broken.py/run", IDLE],
