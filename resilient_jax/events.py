@@ -44,6 +44,7 @@ class EventKind(enum.StrEnum):
     SNAPSHOT_LAYOUT = "snapshot.layout"
     SNAPSHOT_WEAKER = "snapshot.weaker"
     SNAPSHOT_INTERVAL = "snapshot.interval"
+    SNAPSHOT_UNREADABLE = "snapshot.unreadable"
     SNAPSHOT_RESTORED = "snapshot.restored"
     # Snapshots: reading
     SNAPSHOT_FALLBACK = "snapshot.fallback"

@@ -97,7 +97,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         boundary: in a planned change, the first step that is not run before the change.
         sources: members that hold the state of `step`.
         behind: members that must fetch that state from a source first.
-        snapshot: where the state of `step` is instead, if no member holds it whole; then there are no sources.
+        snapshot: where the state of `step` is instead, if no member holds it whole; then there are no sources. None
+            again once all members have gone on from it.
+        unreadable: snapshots that turned out to be damaged beyond their parity.
         dropped: workers that were left out before they had answered.
         progress: the newest committed step the leader ever saw, from when a whole state was known to be somewhere.
         began: in which generation the job began with its initial state; snapshots of earlier ones are void.
@@ -116,6 +118,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Source, ...] = ()
     behind: tuple[HostName, ...] = ()
     snapshot: SnapshotPlan | None = None
+    unreadable: tuple[SnapshotId, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     progress: int = 0
     began: GenerationNumber = GenerationNumber(0)
@@ -147,6 +150,8 @@ class FailureKind(enum.StrEnum):
 
     COLLECTIVE = "collective"
     """A collective or the forming of a world failed: somebody else's death, or the network."""
+    SNAPSHOT = "snapshot"
+    """The snapshot that the generation goes on from is damaged beyond its parity."""
     USER = "user"
     """The user's function raised although nothing was aborted."""
 

@@ -372,6 +372,7 @@ class Arena:
             free, _ = choose_slot([berth.held for berth in self._berths], layout.generation)
             if free is not None and self._is_small(self._berths[free], layout):
                 self._berths[free].held = None
+                self._listener.holding_changed()
         try:
             self.prepare()
         except SnapshotRefused as error:

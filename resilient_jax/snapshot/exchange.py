@@ -178,11 +178,37 @@ class Exchange:
             self._until_done(host, lambda: self._tools.peers.call(address, PARITY, piece))
 
     def _wait_for_parity(self) -> None:
-        with self._arena.changed:
-            self._arena.changed.wait_for(
-                lambda: self._held.has_parity() or not self._arena.is_held(self._held)
-            )
-            self._check()
+        """Until the encoders of other stripes have given their rows.
+
+        Raises:
+            SnapshotDropped: here, or by a host whose row will never come: only the root hears of that.
+        """
+        while True:
+            with self._arena.changed:
+                has_parity = self._arena.changed.wait_for(
+                    lambda: self._held.has_parity() or not self._arena.is_held(self._held), LAST_RETRY_S
+                )
+                self._check()
+            if has_parity:
+                return
+            reply = self._ask_outcome()
+            if reply.outcome is Outcome.DROPPED:
+                raise SnapshotDropped(reply.reason)
+
+    def _ask_outcome(self) -> CompleteReply:
+        """What the root knows; WAITING if it cannot be asked now."""
+        held = self._held
+        if held.layout.root == self._tools.host:
+            with self._arena.changed:
+                return self._tools.board.outcome(held.id)
+        request = CompleteRequest(id=held.id, host=self._tools.host, is_complete=False)
+        try:
+            return self._tools.peers.call(held.layout.servers[held.layout.root], COMPLETE, request)
+        except (SnapshotMissing, StaleGeneration):
+            pass  # the root's worker has not opened the layout yet, or a newer one
+        except ResilientJaxError as error:
+            self._note(held.layout.root, error)
+        return CompleteReply(outcome=Outcome.WAITING)
 
     def _settle(self) -> None:
         held, tools = self._held, self._tools
@@ -236,6 +262,7 @@ class Exchange:
                 return CompleteReply(outcome=Outcome.WAITING)
             except ResilientJaxError as error:
                 self._note(held.layout.root, error)
+                limit_s = LAST_RETRY_S
             if was_over:
                 return CompleteReply(outcome=Outcome.WAITING)
             delay_s = self._pause(delay_s, limit_s)

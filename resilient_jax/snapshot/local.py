@@ -5,6 +5,8 @@ import itertools
 import mmap
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from resilient_jax.errors import InternalError, PeerUnreachable, SnapshotMissing
@@ -33,6 +35,7 @@ from resilient_jax.transport.failures import ERROR_CLASSES
 ANSWER_DEADLINE_S: Final = 60.0
 OPEN_DEADLINE_S: Final = 600.0
 """Memory is touched for the first time: a second for a GB."""
+CHECK_INTERVAL_S: Final = 0.1
 REMEMBERED: Final = 64
 """Snapshots whose end is kept for those who ask after it."""
 
@@ -58,13 +61,20 @@ class LocalServer:
         self._is_closed = False
         threading.Thread(target=self._listen, name="rj-snapshot-line", daemon=True).start()
 
-    def open(self, layout: Layout, *, restored: SnapshotId | None = None) -> None:
+    def open(
+        self,
+        layout: Layout,
+        *,
+        restored: SnapshotId | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Has memory ready for snapshots of this layout; before the first step of its generation.
 
         Args:
             layout: the same on every host.
             restored: the snapshot that the generation goes on from, the same on every host. It counts as committed
                 from now on, and newer ones of older generations are dropped. None if none is known.
+            check: called several times a second meanwhile; what it raises ends the wait.
 
         Raises:
             SnapshotRefused: there is too little memory; says how much is needed and free.
@@ -73,7 +83,7 @@ class LocalServer:
         """
         call = next(self._calls)
         request = Open(call=call, layout=layout, restored=restored)
-        answer, descriptors = self._ask(request, Slots, OPEN_DEADLINE_S)
+        answer, descriptors = self._ask(request, Slots, OPEN_DEADLINE_S, check)
         for slot, descriptor in zip(answer.slots, descriptors, strict=True):
             self._map(slot, descriptor)
 
@@ -85,7 +95,12 @@ class LocalServer:
             StaleGeneration: a newer generation has a layout already.
             PeerUnreachable: the server is gone, or does not answer.
         """
-        answer, (descriptor,) = self._ask(Begin(call=next(self._calls), id=id), PartOf)
+        try:
+            answer, (descriptor,) = self._ask(Begin(call=next(self._calls), id=id), PartOf)
+        except PeerUnreachable:
+            with contextlib.suppress(OSError):  # a slot that it may give later must not wait for us
+                self._link.send(Abandon(call=next(self._calls), id=id))
+            raise
         mapped = self._map(answer.slot, descriptor)
         view = memoryview(mapped)[answer.offset :][: answer.part_bytes]
         with self._changed:
@@ -159,17 +174,20 @@ class LocalServer:
     # Asking.
 
     def _ask(
-        self, request: WorkerRequest, expected: type[AnswerT], timeout_s: float = ANSWER_DEADLINE_S
+        self,
+        request: WorkerRequest,
+        expected: type[AnswerT],
+        timeout_s: float = ANSWER_DEADLINE_S,
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[AnswerT, list[int]]:
+        end_s = time.monotonic() + timeout_s
         with self._changed:
             self._answers[request.call] = None
         try:
             with contextlib.suppress(OSError):  # gone: which the listener notices, too
                 self._link.send(request)
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._answers[request.call] is not None or self._is_closed, timeout_s
-                )
+            while not self._wait_answer(request.call) and time.monotonic() < end_s:
+                check()
         finally:
             with self._changed:
                 answered = self._answers.pop(request.call)
@@ -183,6 +201,13 @@ class LocalServer:
         if not isinstance(answer, expected):
             raise InternalError(f"the snapshot server answered {name} with {answer}, expected {expected}")
         return answer, descriptors
+
+    def _wait_answer(self, call: int) -> bool:
+        """Whether there is one soon, or will be none."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._answers[call] is not None or self._is_closed, CHECK_INTERVAL_S
+            )
 
     def _map(self, slot: SlotSize, descriptor: int) -> mmap.mmap:
         """The slot's memory, mapped once and whole, so that copying into it never waits for the kernel."""

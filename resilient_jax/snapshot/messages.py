@@ -264,10 +264,11 @@ class Outcome(enum.StrEnum):
 
 
 class CompleteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """To the root: this host is complete. Asked again until the outcome is known."""
+    """To the root: this host is complete, or only asks. Said again until the outcome is known."""
 
     id: SnapshotId
     host: HostName
+    is_complete: bool = True
 
 
 class CompleteReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,8 +92,9 @@ class SnapshotService:
         with self._arena.changed:
             if board.outcome(request.id).outcome is Outcome.WAITING:
                 self._check_root(request.id)
-                board.hear_complete(request.id, request.host)
-                self._arena.changed.notify_all()
+                if request.is_complete:
+                    board.hear_complete(request.id, request.host)
+                    self._arena.changed.notify_all()
             return board.outcome(request.id)
 
     def _drop(self, request: DroppedRequest) -> Ok:

@@ -126,11 +126,11 @@ class AgentLink:
                     return form
                 self._lock.wait()
 
-    def formed(self, world: WorldId, step: int) -> None:
-        """The world is built and the state of `step` is there."""
+    def formed(self, world: WorldId, step: int, *, holds_state: bool) -> None:
+        """The world is built, and it is known where the state of `step` is: here, whole, if `holds_state`."""
         with self._lock:
             self._next_step = step
-        self._change(formed=True, world=world, step=step, holds_state=self._report.holds_state)
+        self._change(formed=True, world=world, step=step, holds_state=holds_state)
 
     def begin_step(self, step: int) -> None:
         """Returns when `step` may start.

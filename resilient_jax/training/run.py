@@ -180,7 +180,10 @@ class _Worker:
             if self._link.interrupted:
                 return False, None
             text = "".join(traceback.format_exception(error))
-            if is_collective_failure(error) or isinstance(error, PeerError | SnapshotLost):
+            if isinstance(error, SnapshotLost):
+                self._note(EventKind.SNAPSHOT_UNREADABLE, error=_first_line(error))
+                return False, Failure(kind=FailureKind.SNAPSHOT, text=text)
+            if is_collective_failure(error) or isinstance(error, PeerError):
                 self._note(EventKind.COLLECTIVE_FAILED, error=_first_line(error))
                 return False, Failure(kind=FailureKind.COLLECTIVE, text=text)
             self._note(EventKind.USER_ERROR, error=_first_line(error))
@@ -195,6 +198,9 @@ class _Worker:
             return self._snapshots.flush(order.generation.number, self._holder.state)
         except GenerationEnded:
             return None  # an unplanned change came in between
+        except PeerError as error:  # the server is gone; the agent notices
+            self._note(EventKind.SNAPSHOT_DROPPED, step=self._holder.step, reason=_first_line(error))
+            return None
 
     def _interrupt(self) -> None:
         """For the guard thread: breaks the main thread out of forming or of a collective.
@@ -234,7 +240,7 @@ class _Worker:
             hosts=len(generation.members),
             seconds=time.monotonic() - started_s,
         )
-        self._link.formed(generation.world, self._holder.step)
+        self._link.formed(generation.world, self._holder.step, holds_state=self._holder.holds_state)
         member = generation.member(order.host)
         assert member is not None, "the agent sends a form only to members"
         return World(

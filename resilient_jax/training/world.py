@@ -368,6 +368,10 @@ class World:
         """The sum over hosts of small numpy arrays, as numpy arrays: for comparing what the hosts have found."""
         return jax.tree.map(np.asarray, self._get_sums().sum_hosts(tree))
 
+    def check(self) -> None:
+        """Ends the train function here if its generation has ended; for whoever waits long, to call now and then."""
+        self._link.check()
+
     def note(self, kind: EventKind, **detail: str | float | bool) -> None:
         """Writes an event to this host's log."""
         self._link.happened(kind, **detail)

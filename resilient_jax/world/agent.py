@@ -141,7 +141,10 @@ class Agent:
         self._say(f"{self._settings.host}: got a notice to leave; leaving at the next step boundary")
         asyncio.get_running_loop().call_later(DRAIN_DEADLINE_S, self._leave)
         self._touch()
-        if self._generation is None or self._generation.member(self._settings.host) is None:
+        generation = self._generation
+        if generation is None or (
+            generation.member(self._settings.host) is None and generation.snapshot is None
+        ):
             self._leave()
 
     def _leave(self) -> None:
@@ -366,8 +369,10 @@ class Agent:
     async def _obey_from_outside(self, generation: Generation) -> None:
         """This host's worker is not a member: it must not train, and may ask to join."""
         if self._leaving is not _Leaving.NO and generation.phase in (Phase.FORM, Phase.ACTIVE):
-            if generation.snapshot is None or generation.phase is Phase.ACTIVE:
-                self._leave()  # not before the others have read what only this host's memory may have
+            if (
+                generation.snapshot is None
+            ):  # else the others still read what only this host's memory may have
+                self._leave()
             return
         worker = self._supervisor.worker
         if worker is None or worker.child.exit_code is not None:

@@ -18,7 +18,7 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotPlan
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan
 from resilient_jax.protocol.worker import RESTART_EXIT_CODE
 from resilient_jax.snapshot.recovery import Statuses, choose_snapshot, explain_loss
 
@@ -150,6 +150,8 @@ class Disruption:
     reason: str
     failed_host: HostName | None = None
     failure: str = ""
+    unreadable: SnapshotId | None = None
+    """A snapshot that is not to be tried again."""
 
 
 def find_disruption(state: MembershipState) -> Disruption | None:
@@ -162,8 +164,15 @@ def find_disruption(state: MembershipState) -> Disruption | None:
         failure = worker.report.failure
         # In FORM, a joiner may still carry the failure of a generation it was in long ago.
         is_old = generation.phase is Phase.FORM and worker.report.generation < generation.number
-        if failure is not None and failure.kind is FailureKind.COLLECTIVE and not is_old:
+        if failure is not None and not is_old and failure.kind is FailureKind.COLLECTIVE:
             return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
+        if failure is not None and not is_old and failure.kind is FailureKind.SNAPSHOT:
+            return Disruption(
+                f"{member.host} could not read the snapshot",
+                member.host,
+                failure.text,
+                unreadable=generation.snapshot.id if generation.snapshot is not None else None,
+            )
         if _stopped_early(generation, worker):
             return Disruption(f"{member.host} stopped training (its link to the store was lost)")
     cliques_pending = generation.phase is Phase.FORM or (
@@ -222,11 +231,11 @@ def explain_snapshots(state: MembershipState) -> str:
 
 
 def _snapshots_of(state: MembershipState) -> Statuses:
-    began = state.generation.began
+    began, unreadable = state.generation.began, state.generation.unreadable
     return {
         host: (
             status.snapshot_server.endpoint,
-            tuple(s for s in status.snapshots if s.id.generation >= began),
+            tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable),
         )
         for host, status in state.hosts.items()
         if status.snapshot_server is not None

@@ -198,6 +198,7 @@ def _quiesce(
         number=GenerationNumber(generation.number + 1),
         phase=Phase.QUIESCE,
         members=members,
+        unreadable=generation.unreadable + ((why.unreadable,) if why.unreadable is not None else ()),
         boundary=None,
         dropped=dropped_without(state, members),
         progress=safe_progress(state),
@@ -267,6 +268,9 @@ def _while_active(state: MembershipState) -> Generation | None:
         return _finish(generation, Outcome(kind=OutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not are_all_steady(state):
         return None
+    if generation.snapshot is not None:
+        # All have read it and gone on from it: hosts that wait with leaving because of it may go.
+        return msgspec.structs.replace(generation, snapshot=None)
     if generation.progress == 0 and (progress := safe_progress(state)) > 0:
         # On record before it can be lost: if all hosts die at once, the next leader must not begin again.
         return msgspec.structs.replace(generation, progress=progress)

@@ -455,18 +455,20 @@ def test_damaged_memory_is_never_sent():
         assert host.wait_event(EventKind.SNAPSHOT_DAMAGED, id)
 
 
-def test_a_part_that_is_damaged_before_its_parity_is_there_is_dropped_and_blocks_nothing(tmp_path):
-    with held_at(tmp_path, 3) as (hosts, controller):
-        layout, workers = open_all(hosts, 1)
+@pytest.mark.parametrize(("n", "m"), [(3, 1), (4, 2)])
+def test_a_part_that_is_damaged_before_its_parity_is_there_is_dropped_and_blocks_nothing(n, m, tmp_path):
+    with held_at(tmp_path, n) as (hosts, controller):
+        layout, workers = open_all(hosts, m)
         controller.hold(Place.BEFORE_PARITY, [host.name for host in hosts], step=1)
         take_all(layout, hosts, workers, make_id(1))
-        wait_until(lambda: len(controller.held()) == 3)
+        wait_until(lambda: len(controller.held()) == n)
         part = part_of(layout, hosts[1], make_id(1))
         flip(slot_of(hosts[1], 4096, part), 4096 + 5)
         controller.release()
         for host in hosts:
             host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(1))
-        commit_all(layout, hosts, workers, make_id(2))
+        for step in (2, 3, 4):
+            commit_all(layout, hosts, workers, make_id(step))
 
 
 # Refused.

@@ -4,7 +4,15 @@ import msgspec
 from membership_job import Job, stop_at_boundary, training
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import Change, OutcomeKind, Phase, SnapshotServerStatus, WorkerState
+from resilient_jax.protocol.records import (
+    Change,
+    Failure,
+    FailureKind,
+    OutcomeKind,
+    Phase,
+    SnapshotServerStatus,
+    WorkerState,
+)
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.world.membership import AfterStateLoss, HostGone
 
@@ -171,3 +179,34 @@ def test_a_job_that_breaks_before_its_first_snapshot_begins_again():
     job.acknowledge("a", "c", step=1)
     assert (job.phase, job.generation.step, job.generation.snapshot) == (Phase.FORM, 0, None)
     assert job.generation.began == job.generation.number
+
+
+def test_a_snapshot_that_is_damaged_beyond_its_parity_is_not_tried_again():
+    job = sharded("abcd")
+    keep(job, "abcd", snapshot(5, "abcd"), snapshot(4, "abcd"))
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", "c", "d", step=6)
+    job.form()
+    for name in "acd":
+        job.report(name, holds_state=False)
+    failure = Failure(kind=FailureKind.SNAPSHOT, text="block 3 of the part of b")
+    job.report("c", failure=failure)
+    assert job.phase is Phase.QUIESCE
+    assert job.generation.reason == "c could not read the snapshot"
+    job.acknowledge("a", "c", "d", step=5)
+    job.serve()
+    assert job.generation.snapshot is not None
+    assert job.generation.snapshot.id.step == 4
+    assert [id.step for id in job.generation.unreadable] == [5]
+
+
+def test_when_all_have_gone_on_from_a_snapshot_the_generation_says_so():
+    job = sharded("abcd")
+    job.give(HostGone(HostName("b")))
+    job.acknowledge("a", "c", "d", step=6)
+    job.form()
+    assert job.phase is Phase.ACTIVE
+    assert job.generation.snapshot is not None, "some may still read it"
+    for name in "acd":
+        job.report(name, steady=True, holds_state=False, step=6)
+    assert (job.phase, job.generation.snapshot) == (Phase.ACTIVE, None)

@@ -217,12 +217,15 @@ class Capture:
     def _take(self, order: _Order) -> None:
         try:
             self._wait_for_slot(order)
+            _check(order)
             part = self._server.begin(order.id)
         except (
             Exception
-        ) as error:  # here and below, the boundary of the thread: training goes on without this snapshot
-            self._drop(order.id, _say(error))
+        ) as error:  # here and below, the boundary of the thread: training goes on without this one
             order.let_go()
+            self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
+            if order.cancelled is not None:
+                self._decline(order.id)
             return
         try:
             blocks = self._copy(order, part)

@@ -30,8 +30,9 @@ from resilient_jax.transport.credentials import Credentials
 
 COPY_DEADLINE_S: Final = 5.0
 """How long training waits for a copy before it needs the memory: longer, and the snapshot is given up."""
-COMMIT_DEADLINE_S: Final = 30.0
-"""How long a planned change waits for the last snapshot: without it the others would go back a step."""
+COMMIT_DEADLINE_S: Final = 15.0
+"""How long a planned change waits for the last snapshot: without it the others would go back a step. Shorter than what
+schedulers give a host that is to leave."""
 POLL_S: Final = 0.05
 MEASURED_STEPS: Final = 8
 """Of a generation, with a snapshot each, before `every = "auto"` says how many there are between two."""
@@ -66,7 +67,8 @@ class _Opened:
     layout: Layout
     cut: StateCut
     first_step: int
-    every: int
+    every: int | None
+    """None: to be measured."""
     began_s: float
     newest: SnapshotId | None = None
 
@@ -127,10 +129,9 @@ class SnapshotKeeper:
         if opened is None or opened.layout.generation != world.generation:
             self.finish_copy()
             opened = self._opened = self._open(world, held)
-        done = held.step - opened.first_step
-        if done == MEASURED_STEPS and self._settings.every == "auto":
+        if opened.every is None and held.step >= opened.first_step + MEASURED_STEPS:
             opened.every = self._agree_on_interval(world, opened)
-        if done % opened.every == 0:
+        if opened.newest is None or held.step >= opened.newest.step + (opened.every or 1):
             self._take(opened, held, extra)
 
     def _take(self, opened: _Opened, held: HeldState, extra: bytes) -> None:
@@ -146,8 +147,12 @@ class SnapshotKeeper:
         A copy that takes too long is given up, which is an event.
         """
         started_s = time.monotonic()
-        if not self._capture.wait(COPY_DEADLINE_S):
-            self._capture.cancel(f"training waited {COPY_DEADLINE_S:g} s for its copy")
+        while not self._capture.wait(POLL_S):
+            self._line.check()
+            if time.monotonic() - started_s > COPY_DEADLINE_S:
+                self._capture.cancel(f"training waited {COPY_DEADLINE_S:g} s for its copy")
+                self._capture.wait(COPY_DEADLINE_S)
+                break
         self._blocked_s += time.monotonic() - started_s
 
     def flush(self, generation: GenerationNumber, held: HeldState | None) -> SnapshotId | None:
@@ -167,6 +172,10 @@ class SnapshotKeeper:
             self._line.check()
             if self._server.wait_settled(wanted, POLL_S):
                 return wanted if self._server.wait_committed(wanted, 0) else None
+        reason = (
+            f"not committed on all hosts within {COMMIT_DEADLINE_S:g} s: the others go back to the one before"
+        )
+        self._line.happened(EventKind.SNAPSHOT_DROPPED, step=held.step, reason=reason)
         return None
 
     def leave(self) -> None:
@@ -208,7 +217,7 @@ class SnapshotKeeper:
             servers={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
-        self._server.open(layout, restored=self._restored)
+        self._server.open(layout, restored=self._restored, check=self._line.check)
         self._line.happened(
             EventKind.SNAPSHOT_LAYOUT,
             bytes=cut.part_bytes[self._host],
@@ -217,7 +226,7 @@ class SnapshotKeeper:
             copies=has_copies,
         )
         self._blocked_s = 0.0
-        every = settings.every if isinstance(settings.every, int) else 1
+        every = settings.every if isinstance(settings.every, int) else None
         return _Opened(layout, cut, held.step, every, time.monotonic())
 
     def _agree_on_interval(self, world: Members, opened: _Opened) -> int:

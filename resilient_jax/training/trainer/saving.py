@@ -35,7 +35,7 @@ class Saving:
         whole = keeping.gather(state)
         if world.host_index == 0:
             if step == self._steps:  # nothing comes after it that might be saved instead
-                self._store.wait(world.note)
+                self._store.wait(world.note, world.check)
             self._store.start_saving(step, whole, world.note)
 
     def finish(self, keeping: Keeping, state: TrainingState) -> None:
@@ -49,14 +49,14 @@ class Saving:
         world, step = keeping.world, int(state.step)
         saves = world.host_index == 0
         if saves:
-            self._store.finish(world.note)
+            self._store.finish(world.note, world.check)
         is_missing = (
             saves and step > 0 and self._checkpoints.is_due(step, self._steps) and not self._store.has(step)
         )
         if int(world.agree(np.array([is_missing], np.int32))[0]):
             self.save(keeping, state, step)
             if saves:
-                self._store.finish(world.note)
+                self._store.finish(world.note, world.check)
             world.agree(np.zeros(1, np.int32))
 
     def close(self) -> None:

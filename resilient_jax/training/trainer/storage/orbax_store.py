@@ -140,13 +140,13 @@ class OrbaxStore:
             if check is not None:
                 check()
 
-    def finish(self, note: Note = note_nothing) -> None:
-        """Returns when no save is in flight, and the last one is on storage.
+    def finish(self, note: Note = note_nothing, check: Callable[[], None] | None = None) -> None:
+        """Returns when no save is in flight, and the last one is on storage; arguments as those of `wait`.
 
         Raises:
             CheckpointFailed: the last save failed; says why.
         """
-        self.wait(note)
+        self.wait(note, check)
         if self._failure is not None:
             newest = self.find_newest()
             there = (
