@@ -360,6 +360,10 @@ def test_a_server_that_is_gone_refuses_at_once_and_is_found_when_it_is_back():
             started_s = time.monotonic()
             with pytest.raises(PeerUnreachable) as gone:
                 await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
+            if not gone.value.refused:  # it met the end of the old connection, which had not been noticed
+                assert "GOAWAY received" in str(gone.value)
+                with pytest.raises(PeerUnreachable) as gone:
+                    await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
             assert gone.value.refused
             assert time.monotonic() - started_s < 2.0
             assert str(gone.value) == (
