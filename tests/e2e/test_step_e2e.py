@@ -66,8 +66,8 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
             # A first death in the reduction; then, in the same step of the next generation, the others.
             first = next(host for host in members(report) if host not in victims and host != report.leader)
             hold(tiny, Place.BEFORE_SUM, [first], step)
+            tiny.signal(Part.WORKER, first, signal.SIGKILL)  # while it is held: the next order lets it go
             tiny.job.hold(Place.AFTER_SUM, victims, step)
-            tiny.signal(Part.WORKER, first, signal.SIGKILL)
             tiny.job.wait_held(victims, RECOVERY_S)
         case _:
             raise AssertionError(place)
