@@ -149,25 +149,32 @@ class Arena:
             self.changed.notify_all()
             return berth.held
 
-    def finish(self, id: SnapshotId, manifest: bytes, writer: object) -> HeldSnapshot:
-        """The part is there: the writer writes no more.
+    def finish(self, id: SnapshotId, writer: object) -> HeldSnapshot:
+        """The writer writes no more, and all is written: `seal` it.
 
         Raises:
             SnapshotDropped: it is not wanted any more.
             SnapshotMissing: this writer did not begin it.
-            ChecksumMismatch: the manifest came damaged.
-            CallerError: it is not the manifest of this part.
         """
         with self.changed:
             held = self._written_by(id, writer)
             if held.dropped:
                 self._release(held)
                 raise SnapshotDropped(f"{name_of(id)}: {held.dropped}")
-            held.store_manifest(self.host, manifest)
             held.writer = None
+            return held
+
+    def seal(self, held: HeldSnapshot, manifest: bytes) -> None:
+        """The part is checksummed: others may have it.
+
+        Raises:
+            SnapshotDropped: it was dropped meanwhile.
+        """
+        with self.changed:
+            self._check_held(held)
+            held.store_manifest(self.host, manifest)
             held.advance(Phase.PART)
             self.changed.notify_all()
-            return held
 
     def abandon(self, id: SnapshotId, writer: object, reason: str) -> None:
         """The writer writes no more, and the part is not there."""
@@ -218,8 +225,7 @@ class Arena:
         held = self.find(piece.id, Phase.WRITING)
         held.check_piece(piece)
         with self.changed:
-            if not self.is_held(held):
-                raise SnapshotDropped(f"{name_of(piece.id)}: {held.dropped or 'its slot was taken'}")
+            self._check_held(held)
             if held.phase < Phase.COMPLETE:
                 held.store_piece(piece)
                 self.changed.notify_all()
@@ -236,8 +242,7 @@ class Arena:
             SnapshotDropped: it was dropped meanwhile.
         """
         with self.changed:
-            if not self.is_held(held):
-                raise SnapshotDropped(f"{name_of(held.id)}: {held.dropped or 'its slot was taken'}")
+            self._check_held(held)
             held.advance(phase, time.time() if phase is Phase.COMPLETE else 0.0)
             kind = EventKind.SNAPSHOT_COMMITTED if phase is Phase.COMMITTED else EventKind.SNAPSHOT_COMPLETE
             self._listener.happened(kind, held.id, nbytes=held.nbytes)
@@ -411,6 +416,10 @@ class Arena:
 
     def _all_held(self) -> list[HeldSnapshot]:
         return [berth.held for berth in self._berths if berth.held is not None]
+
+    def _check_held(self, held: HeldSnapshot) -> None:
+        if not self.is_held(held):
+            raise SnapshotDropped(f"{name_of(held.id)}: {held.dropped or 'its slot was taken'}")
 
     def _release(self, held: HeldSnapshot) -> None:
         for berth in self._berths:

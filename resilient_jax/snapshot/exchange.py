@@ -1,10 +1,11 @@
 """How a host's part becomes complete and committed: a thread for each snapshot, off the training path.
 
-1. Get the manifests of all members of the group: each then has its part complete.
-2. Encode one stripe: that whose parity row 0 this host keeps. Piece by piece: pull the data shards from their hosts,
+1. Checksum the part, block by block. Only then it is there for anybody: until then its worker alone knew what it is.
+2. Get the manifests of all members of the group: each then has its part complete.
+3. Encode one stripe: that whose parity row 0 this host keeps. Piece by piece: pull the data shards from their hosts,
    multiply, keep row 0, push the other rows to the members that keep them.
-3. Wait for the rows that others encode for this host. Then it is *complete*: the mark says so, and the root hears it.
-4. Ask the root until all hosts are complete: *committed*.
+4. Wait for the rows that others encode for this host. Then it is *complete*: the mark says so, and the root hears it.
+5. Ask the root until all hosts are complete: *committed*.
 Every call is repeated until it is answered; what it asks for may be done twice. Whoever fails for good drops the
 snapshot and tells the root, so that everybody gives it up: a slot is never blocked by a snapshot that cannot commit.
 """
@@ -34,6 +35,7 @@ from resilient_jax.protocol.snapshots import Layout, SnapshotId
 from resilient_jax.snapshot.arena import Arena, Listener
 from resilient_jax.snapshot.commit import CommitBoard
 from resilient_jax.snapshot.held import HeldSnapshot, cut_blocks
+from resilient_jax.snapshot.manifest import PartContents, encode_manifest
 from resilient_jax.snapshot.messages import (
     COMPLETE,
     DROPPED,
@@ -91,8 +93,9 @@ class Tools:
 class Exchange:
     """One snapshot's way, from the part that is there to its end."""
 
-    def __init__(self, held: HeldSnapshot, tools: Tools) -> None:
+    def __init__(self, held: HeldSnapshot, contents: PartContents, tools: Tools) -> None:
         self._held = held
+        self._contents = contents
         self._tools = tools
         self._arena = tools.arena
         self._failed: set[HostName] = set()
@@ -101,6 +104,7 @@ class Exchange:
         """Returns when the snapshot is committed or given up."""
         held, tools = self._held, self._tools
         try:
+            self._seal_part()
             tools.reach(Place.BEFORE_PARITY, held.id)
             self._collect_manifests()
             if held.group.parity:
@@ -114,6 +118,15 @@ class Exchange:
         except Exception as error:  # the thread's end: it becomes an event
             logger.exception("the exchange of %s failed", name_of(held.id))
             self._arena.drop(held.id, f"{type(error).__name__}: {error}")
+
+    def _seal_part(self) -> None:
+        held = self._held
+        try:
+            manifest = held.describe_part(self._contents, self._tools.checksum, self._check)
+        except ValueError:  # the slot's memory was given back just now
+            self._check()
+            raise
+        self._arena.seal(held, encode_manifest(manifest))
 
     def _collect_manifests(self) -> None:
         held = self._held
@@ -163,12 +176,16 @@ class Exchange:
             self._give(held.group.hosts[member], piece)
         tools.reach(Place.DURING_PARITY, held.id, offset // PIECE_BYTES)
 
-    def _pull(self, host: HostName, offset: int, length: int) -> bytes | memoryview:
+    def _pull(self, host: HostName, offset: int, length: int) -> bytearray | memoryview:
+        """Behind the end of a shorter part all is zero."""
         held = self._held
-        if offset >= held.layout.part_bytes[host]:
-            return _ZEROS[:length]  # a shorter part's end: nothing to send
-        address = held.layout.servers[host]
-        return self._until_done(host, lambda: self._tools.peers.read_part(address, held.id, offset, length))
+        inside = min(length, held.layout.part_bytes[host] - offset)
+        if inside <= 0:
+            return _ZEROS[:length]
+        data = bytearray(length)
+        out, address = memoryview(data)[:inside], held.layout.servers[host]
+        self._until_done(host, lambda: self._tools.peers.read_part(address, held.id, offset, out))
+        return data
 
     def _give(self, host: HostName, piece: ParityPiece) -> None:
         if host == self._tools.host:

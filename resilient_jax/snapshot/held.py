@@ -8,13 +8,20 @@ import functools
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 from resilient_jax.erasure import Buffer, Checksum, ChecksumName, choose_checksum
 from resilient_jax.errors import CallerError, ChecksumMismatch, SnapshotMissing
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId
-from resilient_jax.snapshot.manifest import Manifest, decode_manifest
+from resilient_jax.snapshot.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    PartContents,
+    checksum_blocks,
+    decode_manifest,
+)
 from resilient_jax.snapshot.messages import PARITY_BLOCK_BYTES, PIECE_BYTES, ParityPiece
 from resilient_jax.snapshot.slots import DIGEST_BYTES, Mark, Phase, Slot, SlotShape
 from resilient_jax.snapshot.stripes import chunk_bytes, stripe_of_row
@@ -133,19 +140,38 @@ class HeldSnapshot:
     def part(self) -> memoryview:
         return self.slot.memory[self.shape.part_offset :][: self.shape.part_bytes]
 
-    def read_part(self, offset: int, length: int) -> bytes:
-        """Bytes of the part; zeros after its end, as far as chunks go.
+    def describe_part(
+        self, contents: PartContents, checksum: Checksum, go_on: Callable[[], None]
+    ) -> Manifest:
+        """The manifest of the part as it lies there. Takes no lock.
+
+        Args:
+            contents: what the worker says of it.
+            checksum: of the blocks.
+            go_on: called between blocks; what it raises ends it.
+        """
+        part = self.part
+        return Manifest(
+            id=self.id,
+            host=self.host,
+            contents=contents,
+            part_bytes=len(part),
+            checksum=checksum.name,
+            block_bytes=BLOCK_BYTES,
+            blocks=checksum_blocks(part, checksum, go_on=go_on),
+        )
+
+    def view_part(self, offset: int, length: int) -> memoryview:
+        """Bytes of the part, as they lie.
 
         Raises:
             ChecksumMismatch: a block is not what the worker wrote.
         """
         manifest = self.own
         assert manifest is not None, "the part is there"
-        _check_range(offset, length, self.shape.chunk_bytes * (len(self.group.hosts) - self.group.parity))
         part, size = self.part, manifest.block_bytes
-        end = min(offset + length, len(part))
-        if offset >= end:
-            return bytes(length)
+        end = offset + length
+        _check_range(offset, length, len(part))
         checksum = checksum_named(ChecksumName(manifest.checksum))
         for index in range(offset // size, -(-end // size)):
             self._verify(
@@ -154,7 +180,7 @@ class HeldSnapshot:
                 manifest.blocks[index],
                 f"block {index} of the part",
             )
-        return bytes(part[offset:end]) + bytes(offset + length - end)
+        return part[offset:end]
 
     # Parity.
 
@@ -206,8 +232,8 @@ class HeldSnapshot:
         pieces = -(-self.shape.chunk_bytes // PIECE_BYTES)
         return all(len(row) == pieces for row in self._pieces)
 
-    def read_parity(self, row: int, offset: int, length: int) -> bytes:
-        """Bytes of a parity chunk.
+    def view_parity(self, row: int, offset: int, length: int) -> memoryview:
+        """Bytes of a parity chunk, as they lie.
 
         Raises:
             ChecksumMismatch: a block is not what was stored.
@@ -220,7 +246,7 @@ class HeldSnapshot:
             (expected,) = _DIGEST.unpack_from(self.slot.memory, at)
             block = chunk[index * PARITY_BLOCK_BYTES : (index + 1) * PARITY_BLOCK_BYTES]
             self._verify(checksum, block, expected, f"block {index} of parity row {row}")
-        return bytes(chunk[offset : offset + length])
+        return chunk[offset : offset + length]
 
     def _mark(self) -> Mark:
         return Mark(

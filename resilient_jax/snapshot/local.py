@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from resilient_jax.errors import InternalError, PeerUnreachable, SnapshotMissing
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
 from resilient_jax.snapshot.link import Link
-from resilient_jax.snapshot.manifest import Manifest, decode_manifest, encode_manifest
+from resilient_jax.snapshot.manifest import Manifest, PartContents, decode_manifest
 from resilient_jax.snapshot.messages import (
     SERVER_MESSAGE_DECODER,
     Abandon,
@@ -107,15 +107,15 @@ class LocalServer:
             self._writing[id] = view
         return view
 
-    def finish(self, id: SnapshotId, manifest: Manifest) -> None:
-        """The part is written: from now on this host's snapshot outlives the worker. Its parity is made next.
+    def finish(self, id: SnapshotId, contents: PartContents) -> None:
+        """The part is written: from now on this host's snapshot outlives the worker. Checksums and parity come next.
 
         Raises:
             SnapshotDropped: another host, or the next generation, has given it up meanwhile.
             PeerUnreachable: the server is gone, or does not answer.
         """
         self._end_writing(id)
-        self._ask(Finish(call=next(self._calls), id=id, manifest=encode_manifest(manifest)), Done)
+        self._ask(Finish(call=next(self._calls), id=id, contents=contents), Done)
 
     def abandon(self, id: SnapshotId) -> None:
         """The part will not be finished; on other hosts the snapshot is dropped, too."""

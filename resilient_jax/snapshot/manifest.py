@@ -7,6 +7,7 @@ one is never believed. That checksum is zlib's on every machine; the one of the 
 
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -17,11 +18,11 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotId
 
 BLOCK_BYTES: Final = 256 * 2**10
-"""Copying and checksumming a block while it lies in the cache costs one pass over memory; smaller only adds numbers."""
+"""Smaller only adds numbers."""
 PIECE_ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype asks for."""
 MAGIC: Final = b"RJMF"
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the manifest's form: readers refuse another."""
 _HEADER = struct.Struct("<4sIQI")
 _CHECKED_BYTES = struct.calcsize("<4sIQ")
@@ -60,30 +61,40 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
+class PartContents(msgspec.Struct, frozen=True):
+    """What the worker says of the part that it wrote.
+
+    Attributes:
+        leaves: all leaves of the state, the same on every host.
+        pieces: what is in this part.
+        extra: leaves that are no arrays; opaque here.
+    """
+
+    leaves: tuple[LeafInfo, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    extra: bytes = b""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """One host's part of a snapshot.
 
     Attributes:
         id: of the snapshot.
         host: whose part it is.
-        leaves: all leaves of the state, the same on every host.
-        pieces: what is in this part.
+        contents: what the worker said of it.
         part_bytes: length of the part.
         checksum: the algorithm of `blocks`.
         block_bytes: length of a block; the last one is as long as what is left of the part.
         blocks: checksum of each block, in order.
-        extra: leaves that are no arrays, and the data cursor; opaque here.
     """
 
     id: SnapshotId
     host: HostName
-    leaves: tuple[LeafInfo, ...]
-    pieces: tuple[Piece, ...]
+    contents: PartContents
     part_bytes: int
     checksum: ChecksumName
     block_bytes: int
     blocks: tuple[int, ...]
-    extra: bytes = b""
 
 
 def block_count(part_bytes: int, block_bytes: int) -> int:
@@ -91,12 +102,22 @@ def block_count(part_bytes: int, block_bytes: int) -> int:
     return -(-part_bytes // block_bytes)
 
 
-def checksum_blocks(part: Buffer, checksum: Checksum, block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
-    """The checksum of each block of bytes that begin at a block; the last may be shorter."""
-    view = memoryview(part)
-    return tuple(
-        checksum.compute(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)
-    )
+def checksum_blocks(
+    part: Buffer,
+    checksum: Checksum,
+    block_bytes: int = BLOCK_BYTES,
+    *,
+    go_on: Callable[[], None] = lambda: None,
+) -> tuple[int, ...]:
+    """The checksum of each block of bytes that begin at a block; the last may be shorter.
+
+    `go_on` is called before each; what it raises ends the work.
+    """
+    view, digests = memoryview(part), []
+    for start in range(0, len(view), block_bytes):
+        go_on()
+        digests.append(checksum.compute(view[start : start + block_bytes]))
+    return tuple(digests)
 
 
 def find_bad_block(manifest: Manifest, checksum: Checksum, offset: int, data: Buffer) -> int | None:

@@ -12,6 +12,7 @@ from resilient_jax.erasure import ChecksumName
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
 from resilient_jax.protocol.worker import Happened
+from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.transport import Method
 
 SERVICE = "snapshot"
@@ -90,7 +91,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     call: int
     id: SnapshotId
-    manifest: bytes
+    contents: PartContents
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -201,13 +202,23 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
+class BulkRequest(msgspec.Struct, frozen=True):
+    """Asks where to read."""
+
+
+class BulkReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the server's `BulkServer` is: a port of the same host, and what admits there."""
+
+    port: int
+    ticket: bytes
+
+
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for bytes of the server's own part, or of a parity chunk that it keeps.
+    """To the bulk server: asks for bytes of the host's own part, or of a parity chunk that it keeps.
 
     Attributes:
         row: of the parity chunk.
         offset: in the part, or in the chunk.
-        length: may go past the part's end, up to k chunks: zeros.
     """
 
     id: SnapshotId
@@ -215,19 +226,6 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     row: int = 0
     offset: int
     length: int
-
-
-class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The next bytes; the blocks that they are of had the right checksums.
-
-    Attributes:
-        checksum: the algorithm of `digest`.
-        digest: of `data`, for what happens to it on the way.
-    """
-
-    data: bytes
-    checksum: ChecksumName
-    digest: int
 
 
 class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,7 +285,7 @@ class DroppedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MANIFEST = Method("manifest", ManifestRequest, ManifestReply)
-READ = Method("read", ReadRequest, ReadReply, streams=True)
+BULK = Method("bulk", BulkRequest, BulkReply)
 PARITY = Method("parity", ParityPiece, Ok)
 COMPLETE = Method("complete", CompleteRequest, CompleteReply)
 DROPPED = Method("dropped", DroppedRequest, Ok)

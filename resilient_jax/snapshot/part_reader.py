@@ -187,10 +187,10 @@ class PartReader:
     def _describe_loss(self, start: int, stop: int, reasons: list[str]) -> str:
         """What is lost, with the leaves that have bytes there, and why."""
         manifest = self.manifest
-        pieces = sorted(manifest.pieces, key=lambda piece: piece.offset)
+        pieces = sorted(manifest.contents.pieces, key=lambda piece: piece.offset)
         ends = [piece.offset for piece in pieces[1:]] + [manifest.part_bytes]
         paths = [
-            manifest.leaves[piece.leaf].path
+            manifest.contents.leaves[piece.leaf].path
             for piece, end in zip(pieces, ends, strict=False)
             if piece.offset < stop and end > start
         ]

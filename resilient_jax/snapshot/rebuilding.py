@@ -168,14 +168,15 @@ class GroupReader:
 
     def _fetch(self, shard: Shard, within: int, length: int) -> Buffer:
         offset = shard.offset + within
+        data = bytearray(length)
+        inside = memoryview(data)
+        if shard.region is Region.PART:  # behind its end all is zero
+            inside = inside[: self._manifests[shard.host].part_bytes - offset]
         if self._own is not None and self._is_own(shard):
-            inside = min(length, self._manifests[shard.host].part_bytes - offset)
-            data = bytearray(length)
-            self._own.copy_into(offset, memoryview(data)[:inside])
-            return data
-        return self._survivors.read(
-            shard.host, self._survivors.request(shard.region, shard.row, offset, length)
-        )
+            self._own.copy_into(offset, inside)
+        else:
+            self._survivors.read_into(shard.host, offset, inside, region=shard.region, row=shard.row)
+        return data
 
     def _shards(self, stripe: int) -> Iterator[Shard]:
         n, m = self._code.n, self._code.m

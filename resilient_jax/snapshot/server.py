@@ -23,6 +23,7 @@ from resilient_jax.snapshot.commit import CommitBoard
 from resilient_jax.snapshot.exchange import Exchange, Tools, tell_root_of_drop
 from resilient_jax.snapshot.held import HeldSnapshot
 from resilient_jax.snapshot.link import Link
+from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import (
     NEW_WORKER_DECODER,
     SERVICE,
@@ -75,11 +76,13 @@ class SnapshotServer:
             threads=THREADS,
             on_event=lambda kind, detail: self._reporter.happened(kind, None, **detail),
         )
-        self._grpc.add(SERVICE, SnapshotService(self._tools).handlers)
+        self._service = SnapshotService(self._tools, settings.address, credentials)
+        self._grpc.add(SERVICE, self._service.handlers)
         self._worker: WorkerLine | None = None
 
     def run(self) -> None:
         """Serves until the agent's end of the socket pair is closed."""
+        self._service.bulk.start()
         self._grpc.start()
         self._agent.send(Serving(endpoint=self._grpc.address))
         while messages := self._agent.receive():
@@ -94,9 +97,9 @@ class SnapshotServer:
         self._worker = WorkerLine(link, self._arena, self._reporter, self._exchange)
         self._worker.start()
 
-    def _exchange(self, held: HeldSnapshot) -> None:
+    def _exchange(self, held: HeldSnapshot, contents: PartContents) -> None:
         self._tools.peers.keep_only(held.layout.servers.values())
-        exchange = Exchange(held, self._tools)
+        exchange = Exchange(held, contents, self._tools)
         threading.Thread(target=exchange.run, name=f"rj-exchange-{held.id.step}", daemon=True).start()
 
     def _tell_root(self, id: SnapshotId, layout: Layout, reason: str) -> None:

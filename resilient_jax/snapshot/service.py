@@ -1,7 +1,4 @@
-"""What other servers, and readers, may ask of a server: the handlers of its gRPC service."""
-
-from collections.abc import Iterator
-from typing import Final
+"""What other servers, and readers, may ask of a server: the handlers of its gRPC service, and bulk reads."""
 
 from resilient_jax.errors import (
     CallerError,
@@ -13,11 +10,13 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.exchange import Tools
 from resilient_jax.snapshot.messages import (
+    BULK,
     COMPLETE,
     DROPPED,
     MANIFEST,
     PARITY,
-    READ,
+    BulkReply,
+    BulkRequest,
     CompleteReply,
     CompleteRequest,
     DroppedRequest,
@@ -26,31 +25,34 @@ from resilient_jax.snapshot.messages import (
     Ok,
     Outcome,
     ParityPiece,
-    ReadReply,
     ReadRequest,
     Region,
 )
 from resilient_jax.snapshot.slot_choice import name_of
 from resilient_jax.snapshot.slots import Phase
+from resilient_jax.transport import BulkServer, Credentials
 from resilient_jax.transport.method import AnyMethod
-from resilient_jax.transport.thread_server import StreamHandler, UnaryHandler
-
-REPLY_BYTES: Final = 4 * 2**20
-"""Of one message of a read."""
+from resilient_jax.transport.thread_server import UnaryHandler
 
 
 class SnapshotService:
-    """Answers from what the arena holds; waits for nothing, so callers ask again."""
+    """Answers from what the arena holds; waits for nothing, so callers ask again.
 
-    def __init__(self, tools: Tools) -> None:
+    Attributes:
+        bulk: serves the reads; to be started by whoever starts the gRPC server.
+    """
+
+    def __init__(self, tools: Tools, host: str, credentials: Credentials) -> None:
+        """Listens to nothing yet; `host` is an address of this machine."""
         self._tools = tools
         self._arena = tools.arena
+        self.bulk = BulkServer(host, credentials, ReadRequest, self.read, tools.checksum)
 
     @property
-    def handlers(self) -> dict[AnyMethod, UnaryHandler | StreamHandler]:
+    def handlers(self) -> dict[AnyMethod, UnaryHandler]:
         return {
             MANIFEST: self._manifest,
-            READ: self._read,
+            BULK: self._find_bulk,
             PARITY: self._parity,
             COMPLETE: self._complete,
             DROPPED: self._drop,
@@ -61,26 +63,31 @@ class SnapshotService:
             held = self._arena.find(request.id, Phase.PART)
             return ManifestReply(data=held.manifest_of(request.host))
 
-    def _read(self, request: ReadRequest) -> Iterator[ReadReply]:
+    def read(self, request: ReadRequest) -> memoryview:
+        """Bytes in their slot, whose blocks have the right checksums.
+
+        Raises:
+            SnapshotMissing: they are not here, or not any more.
+            SnapshotDropped: they never will be.
+            ChecksumMismatch: a block is damaged.
+            CallerError: there are no such bytes.
+        """
         is_part = request.region is Region.PART
         held = self._arena.find(request.id, Phase.PART if is_part else Phase.COMPLETE)
-        end = request.offset + request.length
-        for start in range(request.offset, end, REPLY_BYTES):
-            length = min(REPLY_BYTES, end - start)
-            try:
-                data = (
-                    held.read_part(start, length) if is_part else held.read_parity(request.row, start, length)
-                )
-            except ValueError:  # the slot's memory was given back just now
-                self._check_held(held)
-                raise
-            except ChecksumMismatch as error:
-                self._check_held(held)  # else it is no damage: the slot was taken meanwhile
-                self._tools.listener.happened(EventKind.SNAPSHOT_DAMAGED, request.id, error=str(error))
-                raise
+        try:
+            if is_part:
+                return held.view_part(request.offset, request.length)
+            return held.view_parity(request.row, request.offset, request.length)
+        except ValueError:  # the slot's memory was given back just now
             self._check_held(held)
-            checksum = self._tools.checksum
-            yield ReadReply(data=data, checksum=checksum.name, digest=checksum.compute(data))
+            raise
+        except ChecksumMismatch as error:
+            self._check_held(held)  # else it is no damage: the slot was taken meanwhile
+            self._tools.listener.happened(EventKind.SNAPSHOT_DAMAGED, request.id, error=str(error))
+            raise
+
+    def _find_bulk(self, _: BulkRequest) -> BulkReply:
+        return BulkReply(port=self.bulk.port, ticket=self.bulk.ticket)
 
     def _parity(self, piece: ParityPiece) -> Ok:
         self._refuse_stale(piece.id)

@@ -1,23 +1,16 @@
 """The hosts that have a snapshot complete, as a reader sees them: what they give, and which of them failed."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from resilient_jax.erasure import Buffer, choose_checksum
 from resilient_jax.errors import ChecksumMismatch, MessageError, ResilientJaxError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.snapshot.manifest import Manifest, decode_manifest
-from resilient_jax.snapshot.messages import (
-    MANIFEST,
-    READ,
-    SERVICE,
-    ManifestRequest,
-    ReadRequest,
-    Region,
-)
-from resilient_jax.transport import Credentials, SyncChannel
+from resilient_jax.snapshot.messages import MANIFEST, ManifestRequest, ReadRequest, Region
+from resilient_jax.snapshot.peer import Peer
+from resilient_jax.transport import Credentials
 
 MANIFEST_DEADLINE_S = 30.0
 READ_DEADLINE_S = 60.0
@@ -40,7 +33,7 @@ class Survivors:
         self._note = note
         self._lock = threading.Lock()
         """Guards what follows, and the order of events."""
-        self._channels: dict[HostName, SyncChannel] = {}
+        self._peers: dict[HostName, Peer] = {}
         self._failures: dict[HostName, str] = {}
         self._noted: set[tuple[str, ...]] = set()
         self._closed = False
@@ -64,7 +57,7 @@ class Survivors:
         """
         request = ManifestRequest(id=self._id, host=host)
         try:
-            reply = self._channel(survivor).call(SERVICE, MANIFEST, request, timeout_s=MANIFEST_DEADLINE_S)
+            reply = self._peer(survivor).call(MANIFEST, request, timeout_s=MANIFEST_DEADLINE_S)
             manifest = decode_manifest(reply.data)
             if (manifest.id, manifest.host) != (self._id, host):
                 raise MessageError(
@@ -75,27 +68,21 @@ class Survivors:
             raise
         return manifest
 
-    def read_into(self, survivor: HostName, offset: int, out: memoryview) -> None:
-        """Bytes of the survivor's own part.
+    def read_into(
+        self, survivor: HostName, offset: int, out: memoryview, *, region: Region = Region.PART, row: int = 0
+    ) -> None:
+        """Bytes of the survivor's own part, or of a parity chunk that it keeps.
 
         Raises:
             ChecksumMismatch: some of them are damaged, there or on the way; an event says so.
             ResilientJaxError: the survivor does not give them; an event says so.
         """
-        request = ReadRequest(id=self._id, region=Region.PART, offset=offset, length=len(out))
-        filled = 0
-        for data in self._pieces(survivor, request):
-            out[filled : filled + len(data)] = data
-            filled += len(data)
-
-    def read(self, survivor: HostName, request: ReadRequest) -> Buffer:
-        """Bytes of a part or of a parity chunk; raises as `read_into`."""
-        pieces = list(self._pieces(survivor, request))
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def request(self, region: Region, row: int, offset: int, length: int) -> ReadRequest:
-        """What to `read`, of this snapshot."""
-        return ReadRequest(id=self._id, region=region, row=row, offset=offset, length=length)
+        request = ReadRequest(id=self._id, region=region, row=row, offset=offset, length=len(out))
+        try:
+            self._peer(survivor).read_into(request, out, timeout_s=READ_DEADLINE_S)
+        except ResilientJaxError as error:
+            self._failed(survivor, error, f"{region} {row} from {offset}")
+            raise
 
     def note(self, kind: EventKind, **detail: str) -> None:
         """Makes an event, once for the same words."""
@@ -109,40 +96,17 @@ class Survivors:
         """Ends every call; what comes after fails."""
         with self._lock:
             self._closed = True
-            channels = list(self._channels.values())
-        for channel in channels:
-            channel.close()
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
 
-    def _pieces(self, survivor: HostName, request: ReadRequest) -> Iterator[bytes]:
-        """The answer to a request, all of it, each piece verified against its digest."""
-        left = request.length
-        channel = self._channel(survivor)
-        replies = channel.stream(SERVICE, READ, request, timeout_s=READ_DEADLINE_S)
-        try:
-            for reply in replies:
-                if choose_checksum(reply.checksum).compute(reply.data) != reply.digest:
-                    raise ChecksumMismatch(f"{survivor}: bytes were changed on the way from it")
-                left -= len(reply.data)
-                if left < 0:
-                    break
-                yield reply.data
-            if left:
-                raise MessageError(
-                    f"{survivor} gave {request.length - left} bytes, expected {request.length}"
-                )
-        except ResilientJaxError as error:
-            self._failed(survivor, error, f"{request.region} {request.row} from {request.offset}")
-            raise
-        finally:
-            replies.close()
-
-    def _channel(self, survivor: HostName) -> SyncChannel:
+    def _peer(self, survivor: HostName) -> Peer:
         with self._lock:
-            if survivor not in self._channels:
-                self._channels[survivor] = SyncChannel(self._servers[survivor], self._credentials)
+            if survivor not in self._peers:
+                self._peers[survivor] = Peer(self._servers[survivor], self._credentials)
                 if self._closed:
-                    self._channels[survivor].close()
-            return self._channels[survivor]
+                    self._peers[survivor].close()
+            return self._peers[survivor]
 
     def _failed(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
         if isinstance(error, ChecksumMismatch):

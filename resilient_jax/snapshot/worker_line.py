@@ -17,7 +17,7 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.snapshot.arena import Arena, Listener
 from resilient_jax.snapshot.held import HeldSnapshot
 from resilient_jax.snapshot.link import Link
-from resilient_jax.snapshot.manifest import decode_manifest
+from resilient_jax.snapshot.manifest import PartContents, decode_manifest
 from resilient_jax.snapshot.messages import (
     WORKER_REQUEST_DECODER,
     Abandon,
@@ -44,7 +44,11 @@ class WorkerLine:
     """Serves one worker, until its process ends or `end` is called."""
 
     def __init__(
-        self, link: Link, arena: Arena, listener: Listener, on_finished: Callable[[HeldSnapshot], None]
+        self,
+        link: Link,
+        arena: Arena,
+        listener: Listener,
+        on_finished: Callable[[HeldSnapshot, PartContents], None],
     ) -> None:
         """`on_finished` starts the exchange of a snapshot whose part is there; it must return at once."""
         self._link = link
@@ -100,7 +104,7 @@ class WorkerLine:
                 held = arena.begin(request.id, self)
                 return self._part_of(request.call, held)
             case Finish():
-                self._on_finished(arena.finish(request.id, request.manifest, self))
+                self._on_finished(arena.finish(request.id, self), request.contents)
             case Abandon():
                 arena.abandon(request.id, self, "its worker gave it up")
             case OpenHeld():

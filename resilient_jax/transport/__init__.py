@@ -4,6 +4,8 @@ See README.md in this folder.
 """
 
 from resilient_jax.transport import _environment as _environment
+from resilient_jax.transport.bulk_channel import BulkChannel
+from resilient_jax.transport.bulk_server import BulkServer
 from resilient_jax.transport.channel import Channel
 from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.method import Method
@@ -11,4 +13,14 @@ from resilient_jax.transport.server import Server
 from resilient_jax.transport.sync_channel import SyncChannel
 from resilient_jax.transport.thread_server import ThreadServer
 
-__all__ = ["Channel", "Credentials", "Method", "Server", "SyncChannel", "ThreadServer", "TlsFiles"]
+__all__ = [
+    "BulkChannel",
+    "BulkServer",
+    "Channel",
+    "Credentials",
+    "Method",
+    "Server",
+    "SyncChannel",
+    "ThreadServer",
+    "TlsFiles",
+]

@@ -89,6 +89,12 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     )
 
 
+def check_pem(tls: TlsFiles) -> None:
+    """Raises ConfigError if a file is missing or unreadable; the message names it."""
+    for path, role in ((tls.key, "key"), (tls.certificate, "certificate"), (tls.authority, "authority")):
+        _read(path, role)
+
+
 def _read(path: Path, role: str) -> bytes:
     try:
         content = Path(path).read_bytes()

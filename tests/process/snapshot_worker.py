@@ -11,12 +11,13 @@ import sys
 import zlib
 
 import msgspec
-from snapshot_servers import make_manifest, make_part
+from snapshot_servers import make_part
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
 from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
 from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.manifest import PartContents
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
         print("half", flush=True)
         signal.pause()
     view[half:] = part[half:]
-    server.finish(id, make_manifest(id, host, part))
+    server.finish(id, PartContents())
     print("taken", flush=True)
     signal.pause()
 

@@ -317,7 +317,7 @@ def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():
     notes = Notes()
     with keeping([[20 * BLOCK] * 4], 1) as kept, reader_of(kept, kept.plan(), C, notes=notes) as reader:
         assert read(reader, B, 0, 10 * BLOCK) == kept.parts[B][: 10 * BLOCK]
-        kept.keepers[B].server.stop()
+        kept.keepers[B].stop()
         assert read(reader, B, 10 * BLOCK, 10 * BLOCK) == kept.parts[B][10 * BLOCK :]
         assert (reader.bytes_peer, reader.bytes_decoded) == (10 * BLOCK, 10 * BLOCK)
         assert read(reader, B, 0, 20 * BLOCK) == kept.parts[B]
@@ -335,7 +335,7 @@ def test_who_failed_once_is_asked_again_where_nobody_else_can_help():
             if not failed:
                 failed.append(request)
                 raise OSError("too many open files")
-            yield from give(request)
+            return give(request)
 
         keeper.give = fail_once
         assert read(reader, B, 0, 3 * BLOCK) == kept.parts[B]
@@ -393,7 +393,7 @@ def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
         def hang(request):
             hanging.set()
             release.wait(WAIT_S)
-            yield from ()
+            return memoryview(b"")
 
         def check():
             if hanging.is_set():

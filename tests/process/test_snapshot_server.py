@@ -108,7 +108,10 @@ def assert_rebuilds(layout, alive, hosts, id, parity, lost):
                 if shard < k:
                     wanted[shard] = bytearray(length)
             elif shard < k:
-                present[shard] = alive[member].read(id, Region.PART, length, offset=shard * length)
+                offset = shard * length
+                inside = max(0, min(length, layout.part_bytes[hosts[member].name] - offset))
+                found = alive[member].read(id, Region.PART, inside, offset=offset) if inside else b""
+                present[shard] = found.ljust(length, b"\0")
             else:
                 present[shard] = alive[member].read(id, Region.PARITY, length, row=shard - k)
         decode(ReedSolomon(k, parity), kernel, present, wanted)

@@ -1,10 +1,10 @@
 """A snapshot that hosts of one process keep: random parts, parity made with the erasure code, a real server each."""
 
+import dataclasses
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from resilient_jax.erasure import Checksum, ChecksumName, ReedSolomon, choose_checksum, encode
+from resilient_jax.erasure import Buffer, Checksum, ChecksumName, ReedSolomon, choose_checksum, encode
 from resilient_jax.erasure_kernels import choose_kernel
 from resilient_jax.errors import ChecksumMismatch, PeerError
 from resilient_jax.ids import GenerationNumber, HostName
@@ -12,29 +12,28 @@ from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPlan, Sn
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
     Manifest,
+    PartContents,
     Piece,
     checksum_blocks,
     encode_manifest,
     find_bad_block,
 )
 from resilient_jax.snapshot.messages import (
+    BULK,
     MANIFEST,
     PARITY_BLOCK_BYTES,
-    READ,
     SERVICE,
+    BulkReply,
     ManifestReply,
     ManifestRequest,
-    ReadReply,
     ReadRequest,
     Region,
 )
 from resilient_jax.snapshot.stripes import chunk_bytes, data_members, parity_members
-from resilient_jax.transport import Credentials, ThreadServer
+from resilient_jax.transport import BulkServer, Credentials, ThreadServer
 
 CREDENTIALS = Credentials("test-token")
 ID = SnapshotId(12, GenerationNumber(3))
-PIECE = 3 * 4096
-"""Small, and no divisor of anything: an answer has several pieces."""
 
 
 @dataclass
@@ -59,18 +58,42 @@ class Keeper:
     lies_on_the_way: bool = False
     requests: list[ReadRequest] = field(default_factory=list)
     server: ThreadServer = field(default_factory=lambda: ThreadServer(credentials=CREDENTIALS))
+    bulk: BulkServer[ReadRequest] = field(init=False)
 
     def start(self) -> None:
+        checksum = choose_checksum(self.manifest.checksum)
+
+        def digest(data: Buffer) -> int:
+            return checksum.compute(data) ^ self.lies_on_the_way
+
         # A test may put another `give` in the place of this one.
-        self.server.add(SERVICE, {MANIFEST: self.give_manifest, READ: lambda request: self.give(request)})
+        self.bulk = BulkServer(
+            "127.0.0.1",
+            CREDENTIALS,
+            ReadRequest,
+            lambda request: self.give(request),
+            dataclasses.replace(checksum, compute=digest),
+        )
+        self.bulk.start()
+        self.server.add(
+            SERVICE,
+            {
+                MANIFEST: self.give_manifest,
+                BULK: lambda _: BulkReply(port=self.bulk.port, ticket=self.bulk.ticket),
+            },
+        )
         self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.bulk.stop()
 
     def give_manifest(self, request: ManifestRequest) -> ManifestReply:
         if request.id != ID or request.host not in self.manifests:
             raise PeerError(f"{self.host} has no manifest of {request.host} in {request.id}")
         return ManifestReply(data=self.manifests[request.host])
 
-    def give(self, request: ReadRequest) -> Iterator[ReadReply]:
+    def give(self, request: ReadRequest) -> memoryview:
         self.requests.append(request)
         if request.id != ID:
             raise PeerError(f"{self.host} does not have {request.id}")
@@ -78,11 +101,7 @@ class Keeper:
         memory = self.part if request.region is Region.PART else self.parity[request.row]
         if not self.believes:
             self.verify(request, checksum)
-        data = bytes(memory[request.offset : request.offset + request.length]).ljust(request.length, b"\0")
-        for start in range(0, len(data), PIECE):
-            piece = data[start : start + PIECE]
-            digest = checksum.compute(piece) ^ self.lies_on_the_way
-            yield ReadReply(data=piece, checksum=checksum.name, digest=digest)
+        return memoryview(bytes(memory[request.offset : request.offset + request.length]))
 
     def verify(self, request: ReadRequest, checksum: Checksum) -> None:
         stop = request.offset + request.length
@@ -140,7 +159,7 @@ class Kept:
 
     def close(self) -> None:
         for keeper in self.keepers.values():
-            keeper.server.stop()
+            keeper.stop()
 
 
 def keep(
@@ -183,8 +202,9 @@ def _manifest(host: HostName, part: bytes, group: Group, checksum: Checksum, blo
     return Manifest(
         id=ID,
         host=host,
-        leaves=tuple(leaves),
-        pieces=(Piece(number, (0,), (1,), 0), Piece(number + 1, (0,), (1,), half)),
+        contents=PartContents(
+            tuple(leaves), (Piece(number, (0,), (1,), 0), Piece(number + 1, (0,), (1,), half))
+        ),
         part_bytes=len(part),
         checksum=checksum.name,
         block_bytes=block_bytes,

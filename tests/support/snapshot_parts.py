@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import SnapshotDropped
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, checksum_blocks
 from resilient_jax.training.held_state import hold
 from resilient_jax.training.snapshots.capture import Capture
 from resilient_jax.training.snapshots.parts import cut_state
 
+CHECKSUM = choose_checksum()
 DEADLINE_S = 60.0
 AXES = ("x", "y", "z")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "int32", "complex64", "uint8")
@@ -71,9 +74,18 @@ class HostArena:
     def wait_settled(self, id, timeout_s):
         return True
 
-    def finish(self, id, manifest):
+    def finish(self, id, contents):
         self.writing.pop(id).release()  # BufferError if an array is still on it: it could not be unmapped
-        self.arena.done[self.host] = manifest
+        part = self.arena.parts[self.host]
+        self.arena.done[self.host] = Manifest(
+            id=id,
+            host=self.host,
+            contents=contents,
+            part_bytes=len(part),
+            checksum=CHECKSUM.name,
+            block_bytes=BLOCK_BYTES,
+            blocks=checksum_blocks(part, CHECKSUM),
+        )
 
     def abandon(self, id):
         self.writing.pop(id).release()

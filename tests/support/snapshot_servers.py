@@ -17,11 +17,9 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.snapshot.local import LocalServer
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, checksum_blocks
+from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, PartContents, checksum_blocks
 from resilient_jax.snapshot.messages import (
-    READ,
     SERVER_WORD_DECODER,
-    SERVICE,
     SETTINGS_VARIABLE,
     Happened,
     Holding,
@@ -31,7 +29,8 @@ from resilient_jax.snapshot.messages import (
     ServerSettings,
     Serving,
 )
-from resilient_jax.transport import Credentials, SyncChannel
+from resilient_jax.snapshot.peer import Peer
+from resilient_jax.transport import Credentials
 
 CREDENTIALS = Credentials("test-token")
 WAIT_S = 90.0
@@ -107,9 +106,11 @@ class Host:
 
     def read(self, id: SnapshotId, region: Region, length: int, *, row: int = 0, offset: int = 0) -> bytes:
         """Bytes as another host gets them."""
-        with SyncChannel(self.endpoint, CREDENTIALS) as channel:
-            request = ReadRequest(id=id, region=region, row=row, offset=offset, length=length)
-            return b"".join(reply.data for reply in channel.stream(SERVICE, READ, request, timeout_s=WAIT_S))
+        request = ReadRequest(id=id, region=region, row=row, offset=offset, length=length)
+        out = bytearray(length)
+        with contextlib.closing(Peer(self.endpoint, CREDENTIALS)) as peer:
+            peer.read_into(request, memoryview(out), timeout_s=WAIT_S)
+        return bytes(out)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -186,8 +187,7 @@ def make_manifest(id: SnapshotId, host: HostName, part: bytes | memoryview) -> M
     return Manifest(
         id=id,
         host=host,
-        leaves=(),
-        pieces=(),
+        contents=PartContents(),
         part_bytes=len(part),
         checksum=CHECKSUM.name,
         block_bytes=BLOCK_BYTES,
@@ -198,4 +198,4 @@ def make_manifest(id: SnapshotId, host: HostName, part: bytes | memoryview) -> M
 def take(worker: LocalServer, id: SnapshotId, host: HostName, part: bytes) -> None:
     """What a worker does for one snapshot."""
     worker.begin(id)[:] = part
-    worker.finish(id, make_manifest(id, host, part))
+    worker.finish(id, PartContents())

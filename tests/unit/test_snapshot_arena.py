@@ -26,7 +26,13 @@ from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, Snapshot
 from resilient_jax.snapshot import memory
 from resilient_jax.snapshot.arena import Arena
 from resilient_jax.snapshot.commit import CommitBoard
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, checksum_blocks, encode_manifest
+from resilient_jax.snapshot.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    PartContents,
+    checksum_blocks,
+    encode_manifest,
+)
 from resilient_jax.snapshot.messages import (
     PARITY_BLOCK_BYTES,
     PIECE_BYTES,
@@ -63,8 +69,7 @@ def make_manifest(id, part=b"", host=HOST):
         Manifest(
             id=id,
             host=host,
-            leaves=(),
-            pieces=(),
+            contents=PartContents(),
             part_bytes=len(part),
             checksum=CHECKSUM.name,
             block_bytes=BLOCK_BYTES,
@@ -130,7 +135,7 @@ def take(arena, id, phase=Phase.COMMITTED, part_bytes=300_000):
     part = bytes([id.step]) * part_bytes
     held.part[:] = part
     if phase >= Phase.PART:
-        arena.finish(id, make_manifest(id, part), WRITER)
+        arena.seal(arena.finish(id, WRITER), make_manifest(id, part))
     for reached in (Phase.COMPLETE, Phase.COMMITTED):
         if phase >= reached:
             arena.advance(held, reached)
@@ -249,7 +254,7 @@ def test_the_newest_committed_snapshot_keeps_its_slot_while_others_come_and_go(a
         kept = [status.id.step for status in arena.statuses()]
         assert kept == before[-1:]
         held.part[:] = bytes([step]) * len(held.part)
-        arena.finish(held.id, make_manifest(held.id, bytes(held.part)), WRITER)
+        arena.finish(held.id, WRITER)
         arena.advance(held, Phase.COMPLETE)
         arena.advance(held, Phase.COMMITTED)
     assert [(s.id.step, s.phase) for s in arena.statuses()] == [
@@ -305,20 +310,19 @@ def test_a_damaged_block_of_a_part_is_named_and_the_others_are_given(arena):
     arena.open(make_layout(part_bytes=3 * BLOCK_BYTES))
     held = take(arena, make_id(1), part_bytes=3 * BLOCK_BYTES)
     held.part[BLOCK_BYTES + 5] ^= 1
-    assert held.read_part(0, BLOCK_BYTES) == bytes([1]) * BLOCK_BYTES
-    assert held.read_part(2 * BLOCK_BYTES, 10) == bytes([1]) * 10
+    assert held.view_part(0, BLOCK_BYTES) == bytes([1]) * BLOCK_BYTES
+    assert held.view_part(2 * BLOCK_BYTES, 10) == bytes([1]) * 10
     for offset, length in ((BLOCK_BYTES, 1), (BLOCK_BYTES - 1, 2), (2 * BLOCK_BYTES - 1, 1)):
         with pytest.raises(ChecksumMismatch, match="block 1 of the part"):
-            held.read_part(offset, length)
+            held.view_part(offset, length)
 
 
-def test_after_a_parts_end_there_are_zeros_up_to_the_chunks_end(arena):
+def test_nothing_is_read_behind_a_parts_end(arena):
     arena.open(make_layout(part_bytes=100, peer_bytes=9000))
     held = take(arena, make_id(1), part_bytes=100)
-    assert held.read_part(90, 50) == bytes([1]) * 10 + bytes(40)
-    assert held.read_part(4096, 8192) == bytes(8192)
-    with pytest.raises(CallerError, match="12289"):
-        held.read_part(1, 12288)
+    assert held.view_part(90, 10) == bytes([1]) * 10
+    with pytest.raises(CallerError, match="bytes 90 to 101, expected none outside 0 to 100"):
+        held.view_part(90, 11)
 
 
 def test_parity_comes_back_and_a_damaged_block_or_digest_is_found(arena):
@@ -331,14 +335,14 @@ def test_parity_comes_back_and_a_damaged_block_or_digest_is_found(arena):
         arena.store_piece(make_piece(id, chunk, offset))
     arena.store_piece(make_piece(id, chunk))
     assert held.has_parity()
-    assert held.read_parity(0, 0, len(chunk)) == chunk
+    assert held.view_parity(0, 0, len(chunk)) == chunk
     held.parity(0)[PARITY_BLOCK_BYTES] ^= 128
     with pytest.raises(ChecksumMismatch, match="block 1 of parity row 0"):
-        held.read_parity(0, 0, len(chunk))
+        held.view_parity(0, 0, len(chunk))
     held.parity(0)[PARITY_BLOCK_BYTES] ^= 128
     held.slot.memory[held.shape.digests_offset] ^= 1
     with pytest.raises(ChecksumMismatch, match="block 0 of parity row 0"):
-        held.read_parity(0, 7, 1)
+        held.view_parity(0, 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -375,16 +379,40 @@ def test_parity_that_was_damaged_on_the_way_is_refused_and_nothing_is_kept(arena
     assert not held.has_parity()
 
 
-def test_a_manifest_of_another_part_or_a_damaged_one_finishes_nothing(arena):
+def test_a_manifest_of_another_part_or_a_damaged_one_is_not_kept(arena):
     arena.open(make_layout())
-    id, part = make_id(1), bytes(300_000)
-    held = arena.begin(id, WRITER)
-    for manifest in (make_manifest(make_id(2), part), make_manifest(id, part, PEER), make_manifest(id, b"")):
+    id, part = make_id(1), bytes(10)
+    held = take(arena, id, Phase.PART)
+    for manifest in (
+        make_manifest(make_id(2), part, PEER),
+        make_manifest(id, part),
+        make_manifest(id, b"", PEER),
+    ):
         with pytest.raises(CallerError, match="manifest: found"):
-            arena.finish(id, manifest, WRITER)
+            held.store_manifest(PEER, manifest)
     with pytest.raises(ChecksumMismatch):
-        arena.finish(id, make_manifest(id, part)[:-1] + b"?", WRITER)
+        held.store_manifest(PEER, make_manifest(id, part, PEER)[:-1] + b"?")
+    assert held.missing_manifests() == [PEER]
+
+
+def test_a_part_is_nobodys_until_it_is_checksummed(arena):
+    arena.open(make_layout())
+    held = take(arena, make_id(1), Phase.WRITING)
+    arena.finish(held.id, WRITER)
     assert held.slot.read_mark().phase is Phase.WRITING
+    with pytest.raises(SnapshotMissing, match="expected part"):
+        arena.find(held.id, Phase.PART)
+    arena.seal(held, make_manifest(held.id, bytes(held.part)))
+    assert arena.find(held.id, Phase.PART) is held
+
+
+def test_a_part_that_was_dropped_while_it_was_checksummed_is_not_sealed(arena):
+    arena.open(make_layout())
+    held = take(arena, make_id(1), Phase.WRITING)
+    arena.finish(held.id, WRITER)
+    arena.drop(held.id, "another host gave it up")
+    with pytest.raises(SnapshotDropped, match="another host"):
+        arena.seal(held, make_manifest(held.id, bytes(300_000)))
 
 
 def test_manifests_of_members_come_back_whole(arena):
@@ -423,7 +451,7 @@ def test_a_slot_is_not_given_to_the_next_snapshot_while_a_worker_may_write_to_it
     with pytest.raises(SnapshotDropped, match="no slot is free"):
         arena.begin(make_id(3), WRITER)
     with pytest.raises(SnapshotDropped, match="another host"):
-        arena.finish(make_id(2), make_manifest(make_id(2), bytes(held.part)), WRITER)
+        arena.finish(make_id(2), WRITER)
     assert arena.begin(make_id(4), WRITER).slot is held.slot
 
 
@@ -431,11 +459,11 @@ def test_only_who_began_a_snapshot_can_finish_it(arena):
     arena.open(make_layout())
     take(arena, make_id(1), Phase.WRITING)
     with pytest.raises(SnapshotMissing, match="not begun by this worker"):
-        arena.finish(make_id(1), make_manifest(make_id(1), bytes(300_000)), object())
+        arena.finish(make_id(1), object())
     arena.abandon_all(object(), "somebody else is dead")
-    arena.finish(make_id(1), make_manifest(make_id(1), bytes(300_000)), WRITER)
+    arena.finish(make_id(1), WRITER)
     with pytest.raises(SnapshotMissing):
-        arena.finish(make_id(1), make_manifest(make_id(1), bytes(300_000)), WRITER)
+        arena.finish(make_id(1), WRITER)
 
 
 def test_a_snapshot_that_is_complete_here_is_not_dropped(arena):
@@ -464,14 +492,14 @@ def test_slots_grow_with_a_layout_without_losing_what_is_committed(arena, heard)
     old = take(arena, make_id(2), part_bytes=1000)
     arena.open(make_layout(part_bytes=500_000, generation=2))
     assert [status.id.step for status in arena.statuses()] == [2]
-    assert old.read_part(0, 1000) == bytes([2]) * 1000
+    assert old.view_part(0, 1000) == bytes([2]) * 1000
     new = take(arena, make_id(3, 2), part_bytes=500_000)
-    assert new.read_part(0, 500_000) == bytes([3]) * 500_000
+    assert new.view_part(0, 500_000) == bytes([3]) * 500_000
     assert [status.id.step for status in arena.statuses()] == [2, 3]
     arena.prepare()  # as after every commit: now the old one is not needed any more
     assert [status.id.step for status in arena.statuses()] == [3]
     with pytest.raises(ValueError, match="released"):  # freed, although somebody still knows the snapshot
-        old.read_part(0, 1000)
+        old.view_part(0, 1000)
     assert len(memfds()) == 2
     assert [notice for notice in heard.notices if isinstance(notice, Retired)] == [
         Retired(number=0),
@@ -486,7 +514,7 @@ def test_larger_slots_than_needed_are_used_as_they_are(arena, heard):
     arena.open(make_layout(part_bytes=1000, generation=2))
     for step in (2, 3, 4):
         held = take(arena, make_id(step, 2), part_bytes=1000)
-        assert held.read_part(0, 1000) == bytes([step]) * 1000
+        assert held.view_part(0, 1000) == bytes([step]) * 1000
     assert not any(isinstance(notice, Retired) for notice in heard.notices)
 
 

@@ -13,6 +13,7 @@ from resilient_jax.snapshot import manifest as manifest_module
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
     Manifest,
+    PartContents,
     Piece,
     block_count,
     checksum_blocks,
@@ -39,13 +40,15 @@ def manifests(draw):
     return Manifest(
         id=SnapshotId(draw(st.integers(0, 2**62)), GenerationNumber(draw(st.integers(0, 2**31)))),
         host=HostName(draw(st.text(max_size=8))),
-        leaves=tuple(draw(st.lists(leaves, max_size=3))),
-        pieces=tuple(draw(st.lists(pieces, max_size=3))),
+        contents=PartContents(
+            tuple(draw(st.lists(leaves, max_size=3))),
+            tuple(draw(st.lists(pieces, max_size=3))),
+            draw(st.binary(max_size=20)),
+        ),
         part_bytes=part_bytes,
         checksum=draw(st.sampled_from(list(ChecksumName))),
         block_bytes=block_bytes,
         blocks=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count))),
-        extra=draw(st.binary(max_size=20)),
     )
 
 
@@ -80,8 +83,7 @@ def example_manifest(**changes):
     values = {
         "id": SnapshotId(3, GenerationNumber(1)),
         "host": HostName("a"),
-        "leaves": (),
-        "pieces": (),
+        "contents": PartContents(),
         "part_bytes": 1000,
         "checksum": ChecksumName.CRC32,
         "block_bytes": 512,
@@ -91,10 +93,10 @@ def example_manifest(**changes):
 
 
 def test_another_version_is_named(monkeypatch):
-    monkeypatch.setattr(manifest_module, "VERSION", 2)
+    monkeypatch.setattr(manifest_module, "VERSION", manifest_module.VERSION + 1)
     newer = encode_manifest(example_manifest())
     monkeypatch.undo()
-    with pytest.raises(MessageError, match=r"has version 2, this resilient_jax reads version 1"):
+    with pytest.raises(MessageError, match=r"has version 3, this resilient_jax reads version 2"):
         decode_manifest(newer)
 
 

@@ -252,7 +252,8 @@ def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
     arena = take_by(2, {"w": jnp.ones(4)})
     hosts, _ = hosts_of_eight(2)
     manifest: Manifest = arena.done[hosts[1]]
-    change(arena, hosts[1], pieces=pieces(manifest.pieces))
+    contents = msgspec.structs.replace(manifest.contents, pieces=pieces(manifest.contents.pieces))
+    change(arena, hosts[1], contents=contents)
     with pytest.raises(
         MessageError, match=rf"hold {found} of the 4 numbers of leaf \['w'\] from \[0\] to \[4\]"
     ):
@@ -262,7 +263,8 @@ def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
 def test_a_dtype_that_this_host_does_not_know_is_refused():
     arena = take_by(1, {"w": jnp.ones(4)})
     (host,) = arena.done
-    leaves = (msgspec.structs.replace(arena.done[host].leaves[0], dtype="posit16"),)
-    change(arena, host, leaves=leaves)
+    contents = arena.done[host].contents
+    leaves = (msgspec.structs.replace(contents.leaves[0], dtype="posit16"),)
+    change(arena, host, contents=msgspec.structs.replace(contents, leaves=leaves))
     with pytest.raises(StateError, match=r"leaf \['w'\] is of dtype 'posit16'"):
         restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)

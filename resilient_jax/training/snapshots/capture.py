@@ -15,13 +15,12 @@ from typing import Final
 
 import jax
 
-from resilient_jax.erasure import Checksum, choose_checksum
 from resilient_jax.errors import InternalError, ResilientJaxError, SnapshotDropped, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest
+from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.training.held_state import Leaf
 from resilient_jax.training.snapshots.filling import fill
 from resilient_jax.training.snapshots.interfaces import Note, PartServer, Reach, reach_nothing
@@ -86,7 +85,6 @@ class Capture:
         note: Note,
         reach: Reach = reach_nothing,
         *,
-        checksum: Checksum | None = None,
         threads: int = 1,
     ) -> None:
         """Starts its thread, which has nothing to do yet.
@@ -96,7 +94,6 @@ class Capture:
             host: this one.
             note: writes events.
             reach: where a test may hold it.
-            checksum: of the blocks; the fastest unless given.
             threads: that copy.
         """
         self.finished: SnapshotId | None = None
@@ -105,7 +102,6 @@ class Capture:
         self._host = host
         self._note = note
         self._reach = reach
-        self._checksum = checksum if checksum is not None else choose_checksum()
         self._threads = threads
         self._changed = threading.Condition()  # guards what follows, and phases of the orders
         self._orders: list[_Order] = []
@@ -125,7 +121,7 @@ class Capture:
             id: of the snapshot.
             state_cut: who copies what.
             leaves: of the state, computed.
-            extra: goes into the manifest: the data cursor, leaves that are no arrays.
+            extra: goes into the manifest: leaves that are no arrays.
 
         Raises:
             StateError: the state is not the one that was cut.
@@ -228,9 +224,9 @@ class Capture:
                 self._decline(order.id)
             return
         try:
-            blocks = self._copy(order, part)
+            self._copy(order, part)
             del part  # may be unmapped from now on
-            self._finish(order, blocks)
+            self._finish(order)
         except Exception as error:
             self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
             self._abandon(order.id)
@@ -255,7 +251,7 @@ class Capture:
         ):
             pass
 
-    def _copy(self, order: _Order, part: memoryview) -> tuple[int, ...]:
+    def _copy(self, order: _Order, part: memoryview) -> None:
         """Lets go of all arrays before it returns or raises."""
         try:
             expected = order.state_cut.part_bytes[self._host]
@@ -273,33 +269,21 @@ class Capture:
                     self._reach(Place.DURING_COPY, order.id.step)
                 _check(order)
 
-            blocks = fill(part.cast("B"), tasks, self._checksum, go_on, self._threads)
+            fill(part.cast("B"), tasks, go_on, self._threads)
             go_on()  # the place in between is reached in a copy of one step, too
-            return blocks
         finally:
             order.let_go()
             with self._changed:
                 order.phase = _Phase.COPIED
                 self._changed.notify_all()
 
-    def _finish(self, order: _Order, blocks: tuple[int, ...]) -> None:
+    def _finish(self, order: _Order) -> None:
         self._reach(Place.AFTER_COPY, order.id.step)
         with self._changed:
             _check(order)
             order.phase = _Phase.FINISHING  # from here on `cancel` comes too late
-        state_cut = order.state_cut
-        manifest = Manifest(
-            id=order.id,
-            host=self._host,
-            leaves=state_cut.leaves,
-            pieces=state_cut.pieces[self._host],
-            part_bytes=state_cut.part_bytes[self._host],
-            checksum=self._checksum.name,
-            block_bytes=BLOCK_BYTES,
-            blocks=blocks,
-            extra=order.extra,
-        )
-        self._server.finish(order.id, manifest)
+        contents = PartContents(order.state_cut.leaves, order.state_cut.pieces[self._host], order.extra)
+        self._server.finish(order.id, contents)
 
     def _abandon(self, id: SnapshotId) -> None:
         try:

@@ -44,10 +44,10 @@ class Gatherer:
 
     def __init__(self, reader: PartReader, manifests: Mapping[HostName, Manifest]) -> None:
         self._reader = reader
-        self._leaves = next(iter(manifests.values())).leaves
+        self._leaves = next(iter(manifests.values())).contents.leaves
         self._pieces: list[list[tuple[HostName, Piece]]] = [[] for _ in self._leaves]
         for host, manifest in sorted(manifests.items()):
-            for piece in manifest.pieces:
+            for piece in manifest.contents.pieces:
                 self._pieces[piece.leaf].append((host, piece))
 
     def gather(self, targets: Sequence[Target]) -> None:

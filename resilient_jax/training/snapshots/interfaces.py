@@ -7,7 +7,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import Manifest
+from resilient_jax.snapshot.manifest import Manifest, PartContents
 
 
 class PartServer(Protocol):
@@ -21,8 +21,8 @@ class PartServer(Protocol):
         """Whether it is committed or dropped on all hosts by then."""
         ...
 
-    def finish(self, id: SnapshotId, manifest: Manifest) -> None:
-        """The part is complete."""
+    def finish(self, id: SnapshotId, contents: PartContents) -> None:
+        """The part is written."""
         ...
 
     def abandon(self, id: SnapshotId) -> None:

@@ -50,9 +50,12 @@ def restore_snapshot(
     """
     manifests = reader.manifests()
     first = _check_agree(manifests)
-    matched = match(abstract, {info.path: _type_of(info) for info in first.leaves}, sharding)
-    numbers = {info.path: number for number, info in enumerate(first.leaves)}
-    wanted = [_Wanted(numbers[path], first.leaves[numbers[path]], target) for path, target in matched.leaves]
+    matched = match(abstract, {info.path: _type_of(info) for info in first.contents.leaves}, sharding)
+    numbers = {info.path: number for number, info in enumerate(first.contents.leaves)}
+    wanted = [
+        _Wanted(numbers[path], first.contents.leaves[numbers[path]], target)
+        for path, target in matched.leaves
+    ]
     gatherer = Gatherer(reader, manifests)
     arrays: list[jax.Array] = []
     for batch in _batches(wanted):
@@ -60,7 +63,7 @@ def restore_snapshot(
         arrays.extend(leaf.place() for leaf in batch)
         reach(Place.DURING_RESTORE, first.id.step)
         jax.block_until_ready(arrays)  # a batch in host memory at a time
-    return first.id.step, matched.build(arrays), first.extra
+    return first.id.step, matched.build(arrays), first.contents.extra
 
 
 def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
@@ -71,10 +74,10 @@ def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
     first = manifests[names[0]]
     for name in names[1:]:
         other = manifests[name]
-        if (other.id, other.leaves) != (first.id, first.leaves):
+        if (other.id, other.contents.leaves) != (first.id, first.contents.leaves):
             raise MessageError(
-                f"{name} has a part of snapshot {other.id} with {len(other.leaves)} leaves, {names[0]} of {first.id} "
-                f"with {len(first.leaves)}; expected parts of one state"
+                f"{name} has a part of snapshot {other.id} with {len(other.contents.leaves)} leaves, {names[0]} of "
+                f"{first.id} with {len(first.contents.leaves)}; expected parts of one state"
             )
     return first
 

@@ -1,0 +1,171 @@
+"""Serves bulk reads out of memory; see `bulk_wire` for the rules."""
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from resilient_jax.erasure import Checksum
+from resilient_jax.errors import ResilientJaxError
+from resilient_jax.transport.bulk_wire import (
+    TICKET_BYTES,
+    Body,
+    Refused,
+    prepare,
+    receive_frame,
+    receive_into,
+    send,
+    send_frame,
+    server_context,
+)
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.failures import failure_of
+from resilient_jax.transport.method import decode
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+
+logger = logging.getLogger(__name__)
+
+ADMISSION_S: Final = 10.0
+"""To say the ticket, TLS included."""
+IDLE_S: Final = 600.0
+"""Between two requests; then the client has forgotten us, or its machine is gone."""
+SEND_S: Final = 60.0
+"""For the answer to one request. The client has a deadline of its own."""
+MAX_CONNECTIONS: Final = 512
+"""Each is a thread. A group's members have a few each."""
+
+
+class BulkServer(Generic[RequestT]):
+    """Answers each connection from a thread of its own; the memory is sent as it lies.
+
+    Attributes:
+        port: where it listens, once started.
+        ticket: admits; for those that the gate let in.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        credentials: Credentials,
+        request: type[RequestT],
+        serve: Callable[[RequestT], memoryview],
+        checksum: Checksum,
+    ) -> None:
+        """Listens to nothing yet.
+
+        Args:
+            host: an address of this machine.
+            credentials: of the job; their certificates are used, the ticket stands for the token.
+            request: what clients send.
+            serve: the bytes that a request asks for, or raises; called from many threads. They may change while they
+                are sent: then the client finds that they do not match their digest.
+            checksum: of what is sent.
+        """
+        self.port = 0
+        self.ticket = secrets.token_bytes(TICKET_BYTES)
+        self._host = host
+        self._request = request
+        self._serve = serve
+        self._checksum = checksum
+        self._tls = server_context(credentials.tls) if credentials.tls is not None else None
+        self._lock = threading.Lock()  # guards what follows
+        self._listening: socket.socket | None = None
+        self._connections: set[socket.socket] = set()
+
+    def start(self) -> None:
+        """Takes a free port and serves."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.bind((self._host.strip("[]"), 0))
+        listening.listen(MAX_CONNECTIONS)
+        self.port = listening.getsockname()[1]
+        self._listening = listening
+        threading.Thread(target=self._accept, args=(listening,), name="rj-bulk-accept", daemon=True).start()
+
+    def stop(self) -> None:
+        """Closes the port and every connection."""
+        with self._lock:
+            listening, self._listening = self._listening, None
+            connections = list(self._connections)
+        if listening is not None:
+            _shut_down(listening)
+            listening.close()
+        for connection in connections:
+            _shut_down(connection)
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # stopped
+                return
+            with self._lock:
+                is_welcome = self._listening is not None and len(self._connections) < MAX_CONNECTIONS
+                if is_welcome:
+                    self._connections.add(connection)
+            if is_welcome:
+                threading.Thread(target=self._attend, args=(connection,), name="rj-bulk", daemon=True).start()
+            else:
+                connection.close()
+
+    def _attend(self, accepted: socket.socket) -> None:
+        """One connection, until either side ends it."""
+        connection = accepted
+        try:
+            # Broken connections, strangers and clients that are gone: nothing to be done for them.
+            with contextlib.suppress(OSError, EOFError, ResilientJaxError):
+                connection = self._admit(accepted)
+                while True:
+                    request = receive_frame(connection, time.monotonic() + IDLE_S)
+                    self._answer(connection, decode(request, self._request, "bulk request"))
+        finally:
+            with self._lock:
+                self._connections.discard(accepted)
+            connection.close()
+            accepted.close()
+
+    def _admit(self, accepted: socket.socket) -> socket.socket:
+        end_s = time.monotonic() + ADMISSION_S
+        prepare(accepted)
+        connection = accepted
+        if self._tls is not None:
+            accepted.settimeout(ADMISSION_S)
+            connection = self._tls.wrap_socket(accepted, server_side=True)
+            with self._lock:  # `accepted` has no socket any more
+                self._connections.discard(accepted)
+                self._connections.add(connection)
+        ticket = bytearray(TICKET_BYTES)
+        receive_into(connection, memoryview(ticket), end_s)
+        if not hmac.compare_digest(ticket, self.ticket):
+            raise ConnectionRefusedError("wrong ticket")
+        return connection
+
+    def _answer(self, connection: socket.socket, request: RequestT) -> None:
+        try:
+            data = self._serve(request)
+            head = Body(length=len(data), checksum=self._checksum.name, digest=self._checksum.compute(data))
+        except Exception as error:  # the process boundary: it goes to the client
+            if not isinstance(error, ResilientJaxError):
+                logger.exception("a bulk read failed")
+            failure = failure_of(error, "bulk read")
+            refused = Refused(error=failure.trailing_metadata[0][1], message=failure.details)
+            send_frame(connection, refused, time.monotonic() + SEND_S)
+            return
+        end_s = time.monotonic() + SEND_S
+        send_frame(connection, head, end_s)
+        send(connection, data, end_s)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Wakes whoever waits on it."""
+    with contextlib.suppress(OSError, ssl.SSLError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,164 @@
+"""Bulk reads on the wire: a socket of their own, so that bytes go from memory to memory and nowhere else.
+
+gRPC copies every message several times; at gigabytes that is most of the time. Rules of a connection:
+1. The client sends the ticket that it got through gRPC, so nobody is here whom the gate did not let in.
+2. The client sends a request, the server a head, and, unless the head says why not, as many bytes as it announces.
+   Then the next request. Requests and heads are msgpack frames; the bytes are raw, under the head's digest.
+3. Whoever finds anything else, or waits longer than its deadline, closes the connection.
+"""
+
+import socket
+import ssl
+import struct
+import time
+from typing import Final
+
+import msgspec
+
+from resilient_jax.erasure import ChecksumName
+from resilient_jax.errors import MessageError
+from resilient_jax.protocol.framing import HEADER, frame
+from resilient_jax.transport.credentials import TlsFiles, check_pem
+
+TICKET_BYTES: Final = 16
+HEAD_LIMIT_BYTES: Final = 65_536
+"""A longer request or head is not one of ours."""
+_TIMEVAL: Final = struct.Struct("ll")
+
+
+class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """So many bytes follow.
+
+    Attributes:
+        checksum: the algorithm of `digest`.
+        digest: of the bytes, for what happens to them on the way.
+    """
+
+    length: int
+    checksum: ChecksumName
+    digest: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """None follow, because of an error of ours by the name of its class."""
+
+    error: str
+    message: str
+
+
+HEAD_DECODER: Final[msgspec.msgpack.Decoder[Body | Refused]] = msgspec.msgpack.Decoder(Body | Refused)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class LateError(OSError):
+    """The other side took longer than the deadline."""
+
+
+def prepare(connection: socket.socket) -> None:
+    """Sets what both ends want of a connected socket."""
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def send_frame(connection: socket.socket, message: msgspec.Struct, end_s: float) -> None:
+    """Sends a request or a head."""
+    send(connection, frame(_ENCODER.encode(message)), end_s)
+
+
+def send(connection: socket.socket, data: bytes | memoryview, end_s: float) -> None:
+    """Sends all of it.
+
+    Raises:
+        LateError: not before `end_s`, of the monotonic clock.
+        OSError: the connection is broken.
+    """
+    _set_deadline(connection, socket.SO_SNDTIMEO, end_s)
+    try:
+        connection.sendall(data)
+    except (BlockingIOError, TimeoutError) as error:
+        raise LateError("nobody takes what is sent") from error
+
+
+def receive_frame(connection: socket.socket, end_s: float) -> bytes:
+    """A request or a head, still encoded.
+
+    Raises:
+        MessageError: it is too long to be one.
+        LateError, OSError, EOFError: as `receive_into`.
+    """
+    header = bytearray(HEADER.size)
+    receive_into(connection, memoryview(header), end_s)
+    (length,) = HEADER.unpack(header)
+    if length > HEAD_LIMIT_BYTES:
+        raise MessageError(f"bulk frame of {length} bytes, expected {HEAD_LIMIT_BYTES} at most")
+    message = bytearray(length)
+    receive_into(connection, memoryview(message), end_s)
+    return bytes(message)
+
+
+def receive_into(connection: socket.socket, out: memoryview, end_s: float) -> None:
+    """Fills `out`.
+
+    Raises:
+        LateError: not before `end_s`, of the monotonic clock.
+        EOFError: the other side closed before.
+        OSError: the connection is broken.
+    """
+    filled = 0
+    while filled < len(out):
+        _set_deadline(connection, socket.SO_RCVTIMEO, end_s)
+        try:
+            got = connection.recv_into(out[filled:], 0, *_wait_all(connection))
+        except (BlockingIOError, TimeoutError):
+            continue  # the deadline says whether to go on
+        if not got:
+            raise EOFError("the other side closed the connection")
+        filled += got
+
+
+def server_context(tls: TlsFiles) -> ssl.SSLContext:
+    """For a server that refuses clients without a certificate.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _load(context, tls)
+    return context
+
+
+def client_context(tls: TlsFiles) -> ssl.SSLContext:
+    """For a client that checks the server's certificate and name.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, tls)
+    return context
+
+
+def _load(context: ssl.SSLContext, tls: TlsFiles) -> None:
+    check_pem(tls)
+    context.load_cert_chain(tls.certificate, tls.key)
+    context.load_verify_locations(tls.authority)
+
+
+def _wait_all(connection: socket.socket) -> tuple[int, ...]:
+    """One call of the kernel for all the bytes, where they come as they are."""
+    return () if isinstance(connection, ssl.SSLSocket) else (socket.MSG_WAITALL,)
+
+
+def _set_deadline(connection: socket.socket, option: int, end_s: float) -> None:
+    """By the kernel's own timer: Python's would make the socket one that never waits, and wait beside it. TLS in
+    Python knows only the latter.
+    """
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise LateError("the deadline has passed")
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(left_s)
+        return
+    microseconds = max(1, int(left_s * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
