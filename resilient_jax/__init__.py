@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_jax.errors import NonFiniteError as NonFiniteError
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
+    from resilient_jax.topology.loading import load_topology as load_topology
+    from resilient_jax.topology.topology import Topology as Topology
     from resilient_jax.training.data.microbatches import microbatch_data as microbatch_data
     from resilient_jax.training.data.packing import PackedDocuments as PackedDocuments
     from resilient_jax.training.data.prefetch import Prefetcher as Prefetcher
@@ -42,9 +44,11 @@ _HOME = {
     "ResilientJaxError": "resilient_jax.errors",
     "Sharing": "resilient_jax.training.trainer.order",
     "StepReport": "resilient_jax.training.trainer.reports",
+    "Topology": "resilient_jax.topology.topology",
     "Trainer": "resilient_jax.training.trainer.trainer",
     "World": "resilient_jax.training.world",
     "digest": "resilient_jax.training.trainer.digest",
+    "load_topology": "resilient_jax.topology.loading",
     "microbatch_data": "resilient_jax.training.data.microbatches",
     "run": "resilient_jax.training.run",
 }
@@ -64,9 +68,11 @@ __all__ = [
     "ResilientJaxError",
     "Sharing",
     "StepReport",
+    "Topology",
     "Trainer",
     "World",
     "digest",
+    "load_topology",
     "microbatch_data",
     "run",
 ]

@@ -1,0 +1,74 @@
+"""One kind of device: how fast it computes, how much it remembers."""
+
+import dataclasses
+import enum
+import math
+
+from resilient_jax.topology.errors import TopologyError
+
+
+class NumberFormat(enum.StrEnum):
+    """What is multiplied; sums are usually kept in fp32. `tf32` is fp32 arrays, multiplied in fewer bits."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most floating point operations (a multiply-add is two) per second, dense, in one format."""
+
+    number_format: NumberFormat
+    flops_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """What one device can do, by its data sheet or as measured.
+
+    Attributes:
+        name: such as "NVIDIA H100 SXM 80GB".
+        peaks: one per number format, dense (no sparsity).
+        memory_bytes: of the device.
+        memory_bandwidth_bytes_per_s: between the device and its memory, reads and writes together.
+        source: where the figures come from.
+    """
+
+    name: str
+    peaks: tuple[Peak, ...]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    source: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = {
+            **{f"peak in {peak.number_format}": peak.flops_per_s for peak in self.peaks},
+            "memory_bytes": self.memory_bytes,
+            "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
+        }
+        for name, number in numbers.items():
+            if not 0 < number < math.inf:
+                raise TopologyError(
+                    f"accelerator {self.name!r}: {name}: found {number}, expected a number > 0",
+                    key="accelerators",
+                )
+
+    def peak_flops_per_s(self, number_format: NumberFormat | str) -> float:
+        """The peak in one number format.
+
+        Raises:
+            TopologyError: none is known for it; no other format's is taken instead.
+        """
+        known = {peak.number_format: peak.flops_per_s for peak in self.peaks}
+        if number_format in known:
+            return known[NumberFormat(number_format)]
+        raise TopologyError(
+            f"accelerator {self.name!r}: found no peak for {str(number_format)!r}, expected one of "
+            f"{', '.join(known)}. Choose one of these, or add peak_flops_per_s.{number_format} to the topology file",
+            key="accelerators",
+        )

@@ -1,0 +1,95 @@
+"""TOML text to a `TopologyFile`, or one `ConfigError` in the words of `config`: key, found, expected, what to do.
+
+`config` stands on the same layer and cannot be imported; this is the part of it that these few tables need.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+
+import msgspec
+
+from resilient_jax.errors import ConfigError
+from resilient_jax.topology.file_format import TABLES, TopologyFile
+
+_REASON = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+_PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_WORDS = {
+    "`str | array`": "a string or an array of strings",
+    "`float | null`": "a number",
+    "`int | null`": "an integer",
+    "`float`": "a number",
+    "`int`": "an integer",
+    "`str`": "a string",
+    "`array`": "an array",
+    "`object`": "a table",
+}
+"""msgspec's names of types, in TOML's words."""
+
+
+def decode(text: str, *, source: str) -> TopologyFile:
+    """The tables of a topology file, each value of its type and in its range.
+
+    Args:
+        text: TOML.
+        source: what messages call it, usually the file's name.
+
+    Raises:
+        ConfigError: it is not TOML, or a table does not fit.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{source}: found text that is not TOML ({error}), expected TOML 1.0. Correct it at that place."
+        ) from error
+    try:
+        return msgspec.convert(values, TopologyFile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_describe(str(error), values)}") from error
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """Says which of the known names may have been meant."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else "Correct the name, or remove it."
+
+
+def _describe(message: str, values: object) -> str:
+    match = _REASON.fullmatch(message)
+    assert match is not None  # its last part is optional, and its first takes everything
+    reason, path = match["reason"], match["path"] or ""
+    if unknown := _UNKNOWN.fullmatch(reason):
+        known = TABLES[re.sub(r"\[\d+\]", "", path)].__struct_fields__
+        return (
+            f"key '{_join(path, unknown['key'])}': found an unknown key, expected one of {', '.join(known)}. "
+            f"{suggest(unknown['key'], known)}"
+        )
+    if missing := _MISSING.fullmatch(reason):
+        return (
+            f"key '{_join(path, missing['key'])}': found nothing, expected this key. Add it; meshes/README.md says "
+            "what it means."
+        )
+    expected = reason.partition(", got ")[0].replace("Expected ", "")
+    for name, words in _WORDS.items():
+        expected = expected.replace(name, words)
+    if path.endswith("[...]"):  # a key of a dict, which msgspec does not name
+        path, expected = path.removesuffix("[...]"), f"{expected} for each of its keys"
+    return f"key '{path}': found {_look_up(path, values)}, expected {expected}. Change the value."
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _look_up(path: str, values: object) -> str:
+    """The value at a path of msgspec's, as text with its type."""
+    for name, index in _PART.findall(path):
+        if isinstance(values, list):
+            values = values[int(index)]
+        elif isinstance(values, dict):
+            values = values[name]
+    return f"{values!r} ({type(values).__name__})"

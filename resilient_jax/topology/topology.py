@@ -1,0 +1,217 @@
+"""The value that says what a cluster is: hosts, devices, links, failure domains; and how it changes."""
+
+import dataclasses
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+
+from resilient_jax.ids import HostName
+from resilient_jax.topology.accelerator import Accelerator
+from resilient_jax.topology.domains import (
+    DomainHosts,
+    FailureDomain,
+    check_domains,
+    domains_of_host,
+    group_by_domain,
+)
+from resilient_jax.topology.errors import TopologyError, UnknownHost
+from resilient_jax.topology.hosts import Host, HostClass, classify, sort_hosts
+from resilient_jax.topology.links import HOST_LEVEL, LinkLevel
+
+_NEAREST = 3
+"""How many names an error suggests."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Topology:
+    """Which hosts there are, what their devices can do, and over which links they talk.
+
+    A value: changes give new ones, and share the hosts that did not change. Equal hosts in any order are the
+    same topology. Making one takes time in proportion to its hosts, everything below but `domains` and
+    `domain_of` takes none.
+
+    Attributes:
+        name: such as "h100_32x8".
+        levels: of links, from inside a host outward; the last one connects all hosts.
+        hosts: sorted by domain and name, see `sort_hosts`. Their devices in this order are the devices' order.
+        description: in words.
+        classes: hosts that compute alike, counted.
+
+    Example:
+        >>> from resilient_jax.topology import *
+        >>> chip = Accelerator(
+        ...     name="chip",
+        ...     peaks=(Peak(number_format=NumberFormat.BF16, flops_per_s=1e14),),
+        ...     memory_bytes=16 * 10**9,
+        ...     memory_bandwidth_bytes_per_s=1e12,
+        ... )
+        >>> inside = LinkLevel(name="host", bandwidth_bytes_per_s=1e11, port=Port.DEVICE, latency_s=1e-6)
+        >>> network = LinkLevel(name="cluster", bandwidth_bytes_per_s=1e10, port=Port.HOST, latency_s=1e-5)
+        >>> hosts = tuple(Host(name=HostName(f"host-{i}"), accelerator=chip, devices=4) for i in range(8))
+        >>> full = Topology(name="small", levels=(inside, network), hosts=hosts)
+        >>> full.without("host-3").slowed("host-5", 0.6)
+        Topology('small': 7 hosts, 28 devices)
+        >>> full.without("host-3").with_hosts([full.host("host-3")]) == full
+        True
+    """
+
+    name: str
+    levels: tuple[LinkLevel, ...]
+    hosts: tuple[Host, ...]
+    description: str = dataclasses.field(default="", compare=False)
+    classes: tuple[HostClass, ...] = dataclasses.field(init=False, compare=False)
+    _places: dict[HostName, int] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        hosts = sort_hosts(self.hosts)
+        places = {host.name: place for place, host in enumerate(hosts)}
+        self._check(hosts, places)
+        object.__setattr__(self, "hosts", hosts)
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "classes", classify(hosts))
+
+    def __repr__(self) -> str:
+        hosts, devices = len(self.hosts), self.device_count
+        return (
+            f"Topology({self.name!r}: {hosts} host{'s'[: hosts != 1]}, {devices} device{'s'[: devices != 1]})"
+        )
+
+    @property
+    def device_count(self) -> int:
+        """Of all hosts together."""
+        return sum(kind.device_count for kind in self.classes)
+
+    @property
+    def accelerators(self) -> tuple[Accelerator, ...]:
+        """Each kind once, in the order of the hosts."""
+        return tuple(dict.fromkeys(kind.accelerator for kind in self.classes))
+
+    @property
+    def failure_levels(self) -> tuple[str, ...]:
+        """Names of the levels whose domains are lost as one, from "host" outward; not the outermost, it is all."""
+        return (HOST_LEVEL, *(level.name for level in self.levels[1:-1]))
+
+    def host(self, name: str) -> Host:
+        """The host of that name.
+
+        Raises:
+            UnknownHost: there is none.
+        """
+        return self.hosts[self._place(name)]
+
+    def level_between(self, first: str, second: str) -> LinkLevel:
+        """The level over which two hosts talk: the innermost that has both. A host talks to itself inside.
+
+        Raises:
+            UnknownHost: there is no such host.
+        """
+        one, other = self.host(first), self.host(second)
+        if one.name == other.name:
+            return self.levels[0]
+        for level, mine, its in zip(self.levels[1:], one.domains, other.domains, strict=False):
+            if mine == its:
+                return level
+        return self.levels[-1]
+
+    def failure_domains(self, host: str) -> tuple[FailureDomain, ...]:
+        """What takes this host along when it fails: the host itself, then its rack, ... outward.
+
+        Raises:
+            UnknownHost: there is no such host.
+        """
+        return domains_of_host(self.host(host), self.failure_levels)
+
+    def domains(self, level: str) -> tuple[DomainHosts, ...]:
+        """The failure domains of one level with their hosts; those without a host are gone.
+
+        Raises:
+            TopologyError: the level is none of `failure_levels`.
+        """
+        if level not in self.failure_levels:
+            raise TopologyError(
+                f"topology {self.name!r}: found no failure domains {level!r}, expected one of "
+                f"{', '.join(self.failure_levels)}",
+                key="links",
+            )
+        return group_by_domain(self.hosts, level, self.failure_levels.index(level))
+
+    def domain_of(self, level: str) -> dict[HostName, str]:
+        """For each host the name of its failure domain of one level.
+
+        Raises:
+            TopologyError: the level is none of `failure_levels`.
+        """
+        return {host: group.domain.name for group in self.domains(level) for host in group.hosts}
+
+    def without(self, *names: str) -> "Topology":
+        """This topology after these hosts were lost.
+
+        Raises:
+            UnknownHost: there is no such host; also if it was lost before.
+            TopologyError: no host would be left.
+        """
+        lost = {self._place(name) for name in names}
+        kept = tuple(host for place, host in enumerate(self.hosts) if place not in lost)
+        return dataclasses.replace(self, hosts=kept) if lost else self
+
+    def slowed(self, name: str, speed: float) -> "Topology":
+        """This topology with one host computing at a part of its healthy speed; its links stay as they are.
+
+        Args:
+            name: of the host.
+            speed: in (0, 1], of its healthy speed, whatever it was before; 1 heals it.
+
+        Raises:
+            UnknownHost: there is no such host.
+            TopologyError: the speed is out of range.
+        """
+        place = self._place(name)
+        slow = dataclasses.replace(self.hosts[place], speed=speed)
+        return dataclasses.replace(self, hosts=(*self.hosts[:place], slow, *self.hosts[place + 1 :]))
+
+    def with_hosts(self, hosts: Iterable[Host]) -> "Topology":
+        """This topology with more hosts: new ones, or those that come back (`full.host(name)`).
+
+        Raises:
+            TopologyError: a name is taken, or the domains do not fit the levels.
+        """
+        return dataclasses.replace(self, hosts=(*self.hosts, *hosts))
+
+    def _place(self, name: str) -> int:
+        place = self._places.get(HostName(name))
+        if place is not None:
+            return place
+        names = list(self._places)
+        nearest = difflib.get_close_matches(name, names, n=_NEAREST)
+        hint = f"Did you mean {' or '.join(nearest)}?" if nearest else "Check the name."
+        raise UnknownHost(
+            f"host {name!r}: found no such host in topology {self.name!r}, expected one of its {len(names)} hosts "
+            f"({names[0]} to {names[-1]}); one that was lost is no longer among them. {hint}"
+        )
+
+    def _check(self, hosts: tuple[Host, ...], places: dict[HostName, int]) -> None:
+        if not hosts:
+            raise TopologyError(
+                f"topology {self.name!r}: found no hosts, expected at least one; there is nothing left to train on",
+                key="hosts",
+            )
+        if len(places) < len(hosts):
+            twice = Counter(host.name for host in hosts).most_common(1)[0][0]
+            raise TopologyError(
+                f"host {twice!r}: found it twice, expected every host once. Rename or leave out one of them",
+                key="hosts",
+            )
+        names = [level.name for level in self.levels]
+        if not names or names[0] != HOST_LEVEL or len(set(names)) < len(names):
+            raise TopologyError(
+                f"topology {self.name!r}: found the link levels {names}, expected {HOST_LEVEL!r} first and every name "
+                "once",
+                key="links",
+            )
+        if len(hosts) > 1 and len(names) == 1:
+            raise TopologyError(
+                f"topology {self.name!r}: found links inside a host only, for {len(hosts)} hosts, expected also a "
+                f"level that connects the hosts. Add one after the level {HOST_LEVEL!r}",
+                key="links",
+            )
+        check_domains(hosts, names[1:-1])
