@@ -1,4 +1,4 @@
-"""The command line: `resilient-jax launch | agent | status | kill | bench | demo`."""
+"""The command line: `resilient-jax launch | agent | status | kill | plan | bench | demo`."""
 
 import importlib
 import sys
@@ -13,6 +13,7 @@ HOME = {
     "agent": "resilient_jax.cli.agent",
     "status": "resilient_jax.cli.status",
     "kill": "resilient_jax.cli.kill",
+    "plan": "resilient_jax.cli.plan",
     "demo": "resilient_jax.cli.demo",
     "bench": "resilient_jax.cli.bench.commands",
 }
