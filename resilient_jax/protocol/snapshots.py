@@ -4,18 +4,14 @@ A *snapshot* is the state after `step` steps, cut into *parts*, one for each hos
 hosts are in *groups*; in a group of n with m parity every part is cut into k = n - m equal *chunks*, and each *stripe*
 is k chunks of different hosts with m parity chunks on the others. Member i of a group has its chunk j in stripe
 (i - m - j) mod n, as that stripe's j-th data shard, and for each row p < m the parity chunk p of stripe (i - p) mod n.
-A chunk is the longest part's k-th, rounded up to `CHUNK_ALIGNMENT`; what a shorter part lacks counts as zeros.
+A chunk is the longest part's k-th, rounded up to whole blocks; what a shorter part lacks counts as zeros.
 """
 
 import enum
-from typing import Final
 
 import msgspec
 
 from resilient_jax.ids import GenerationNumber, HostName
-
-CHUNK_ALIGNMENT: Final = 4096
-"""Bytes: pages, so that chunks of shared memory can be mapped and copied whole."""
 
 
 class SnapshotId(msgspec.Struct, frozen=True, order=True):

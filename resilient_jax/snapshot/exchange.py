@@ -34,8 +34,8 @@ from resilient_jax.protocol.fault_points import ANY_INDEX, FaultPoints, Place
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
 from resilient_jax.snapshot.arena import Arena, Listener
 from resilient_jax.snapshot.commit import CommitBoard
-from resilient_jax.snapshot.held import HeldSnapshot, cut_blocks
-from resilient_jax.snapshot.manifest import PartContents, encode_manifest
+from resilient_jax.snapshot.held import HeldSnapshot, checksum_named, cut_blocks
+from resilient_jax.snapshot.manifest import PartContents, encode_manifest, find_bad_block
 from resilient_jax.snapshot.messages import (
     COMPLETE,
     DROPPED,
@@ -171,7 +171,7 @@ class Exchange:
                 offset=offset,
                 data=data,
                 checksum=tools.checksum.name,
-                digests=tuple(map(tools.checksum.compute, cut_blocks(data))),
+                digests=tuple(map(tools.checksum.compute, cut_blocks(data, held.shape.block_bytes))),
             )
             self._give(held.group.hosts[member], piece)
         tools.reach(Place.DURING_PARITY, held.id, offset // PIECE_BYTES)
@@ -184,7 +184,15 @@ class Exchange:
             return _ZEROS[:length]
         data = bytearray(length)
         out, address = memoryview(data)[:inside], held.layout.servers[host]
-        self._until_done(host, lambda: self._tools.peers.read_part(address, held.id, offset, out))
+        manifest = held.manifest_by(host)
+
+        def read() -> None:
+            self._tools.peers.read_part(address, held.id, offset, out)
+            bad = find_bad_block(manifest, checksum_named(manifest.checksum), offset, out)
+            if bad is not None:
+                raise ChecksumMismatch(f"block {bad} of {host}'s part came damaged")
+
+        self._until_done(host, read)
         return data
 
     def _give(self, host: HostName, piece: ParityPiece) -> None:

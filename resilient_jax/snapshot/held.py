@@ -16,15 +16,14 @@ from resilient_jax.errors import CallerError, ChecksumMismatch, SnapshotMissing
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId
 from resilient_jax.snapshot.manifest import (
-    BLOCK_BYTES,
     Manifest,
     PartContents,
     checksum_blocks,
     decode_manifest,
 )
-from resilient_jax.snapshot.messages import PARITY_BLOCK_BYTES, PIECE_BYTES, ParityPiece
+from resilient_jax.snapshot.messages import PIECE_BYTES, ParityPiece
 from resilient_jax.snapshot.slots import DIGEST_BYTES, Mark, Phase, Slot, SlotShape
-from resilient_jax.snapshot.stripes import chunk_bytes, stripe_of_row
+from resilient_jax.snapshot.stripes import cut_grid, stripe_of_row
 
 _DIGEST = struct.Struct("<I")
 
@@ -39,7 +38,7 @@ def shape_of(layout: Layout, host: HostName) -> SlotShape:
     return SlotShape(
         part_bytes=layout.part_bytes[host],
         rows=group.parity,
-        chunk_bytes=chunk_bytes(parts, len(group.hosts) - group.parity),
+        grid=cut_grid(parts, len(group.hosts) - group.parity),
     )
 
 
@@ -68,7 +67,7 @@ class HeldSnapshot:
         self.writer: object | None = writer
         self.dropped = ""
         self.wall_s = 0.0
-        self.own: Manifest | None = None
+        self._decoded: dict[HostName, Manifest] = {}
         self._manifests: dict[HostName, tuple[int, int]] = {}
         self._manifests_end = slot.mapped_bytes
         self._own_crc = 0
@@ -116,8 +115,9 @@ class HeldSnapshot:
         assert written == len(data), "memory takes all or raises"
         self._manifests[host] = (self._manifests_end, len(data))
         self._manifests_end += len(data)
+        self._decoded[host] = manifest
         if host == self.host:
-            self.own, self._own_crc = manifest, zlib.crc32(data)
+            self._own_crc = zlib.crc32(data)
 
     def manifest_of(self, host: HostName) -> bytes:
         """The encoded manifest of a member.
@@ -129,6 +129,10 @@ class HeldSnapshot:
         if where is None:
             raise SnapshotMissing(f"{self.host} does not have the manifest of {host} for {self.id} (yet)")
         return os.pread(self.slot.descriptor, where[1], where[0])
+
+    def manifest_by(self, host: HostName) -> Manifest:
+        """The manifest of a member, which is here."""
+        return self._decoded[host]
 
     def missing_manifests(self) -> list[HostName]:
         """Of which members there is none yet."""
@@ -150,30 +154,29 @@ class HeldSnapshot:
             checksum: of the blocks.
             go_on: called between blocks; what it raises ends it.
         """
-        part = self.part
+        part, size = self.part, self.shape.block_bytes
         return Manifest(
             id=self.id,
             host=self.host,
             contents=contents,
             part_bytes=len(part),
             checksum=checksum.name,
-            block_bytes=BLOCK_BYTES,
-            blocks=checksum_blocks(part, checksum, go_on=go_on),
+            block_bytes=size,
+            blocks=checksum_blocks(part, checksum, size, go_on=go_on),
         )
 
-    def view_part(self, offset: int, length: int) -> memoryview:
+    def view_part(self, offset: int, length: int, *, verify: bool = True) -> memoryview:
         """Bytes of the part, as they lie.
 
         Raises:
-            ChecksumMismatch: a block is not what the worker wrote.
+            ChecksumMismatch: a block is not what the worker wrote, if that is to be verified.
         """
-        manifest = self.own
-        assert manifest is not None, "the part is there"
+        manifest = self._decoded[self.host]
         part, size = self.part, manifest.block_bytes
         end = offset + length
         _check_range(offset, length, len(part))
         checksum = checksum_named(ChecksumName(manifest.checksum))
-        for index in range(offset // size, -(-end // size)):
+        for index in range(offset // size, -(-end // size)) if verify else ():
             self._verify(
                 checksum,
                 part[index * size : (index + 1) * size],
@@ -204,7 +207,7 @@ class HeldSnapshot:
             == stripe_of_row(self.member, piece.row, len(self.group.hosts), self.group.parity)
             and piece.offset % PIECE_BYTES == 0
             and 0 < expected == len(piece.data)
-            and len(piece.digests) == -(-expected // PARITY_BLOCK_BYTES)
+            and len(piece.digests) == expected // self.shape.block_bytes
         )
         if not fits:
             raise CallerError(
@@ -212,7 +215,7 @@ class HeldSnapshot:
                 f"{piece.offset} with {len(piece.digests)} digests, which {self.shape} has no place for"
             )
         checksum = checksum_named(piece.checksum)
-        for index, block in enumerate(cut_blocks(piece.data)):
+        for index, block in enumerate(cut_blocks(piece.data, self.shape.block_bytes)):
             self._verify(
                 checksum, block, piece.digests[index], f"block {index} of parity at {piece.offset} that came"
             )
@@ -220,7 +223,7 @@ class HeldSnapshot:
     def store_piece(self, piece: ParityPiece) -> None:
         """Keeps a piece that was checked."""
         self.parity(piece.row)[piece.offset : piece.offset + len(piece.data)] = piece.data
-        first = piece.row * self.shape.row_blocks + piece.offset // PARITY_BLOCK_BYTES
+        first = piece.row * self.shape.row_blocks + piece.offset // self.shape.block_bytes
         at = self.shape.digests_offset + first * DIGEST_BYTES
         digests = b"".join(map(_DIGEST.pack, piece.digests))
         self.slot.memory[at : at + len(digests)] = digests
@@ -232,19 +235,20 @@ class HeldSnapshot:
         pieces = -(-self.shape.chunk_bytes // PIECE_BYTES)
         return all(len(row) == pieces for row in self._pieces)
 
-    def view_parity(self, row: int, offset: int, length: int) -> memoryview:
+    def view_parity(self, row: int, offset: int, length: int, *, verify: bool = True) -> memoryview:
         """Bytes of a parity chunk, as they lie.
 
         Raises:
-            ChecksumMismatch: a block is not what was stored.
+            ChecksumMismatch: a block is not what was stored, if that is to be verified.
         """
         _check_range(row, 1, self.shape.rows)
         _check_range(offset, length, self.shape.chunk_bytes)
         chunk, checksum = self.parity(row), checksum_named(self._algorithms[row])
-        for index in range(offset // PARITY_BLOCK_BYTES, -(-(offset + length) // PARITY_BLOCK_BYTES)):
+        size = self.shape.block_bytes
+        for index in range(offset // size, -(-(offset + length) // size)) if verify else ():
             at = self.shape.digests_offset + (row * self.shape.row_blocks + index) * DIGEST_BYTES
             (expected,) = _DIGEST.unpack_from(self.slot.memory, at)
-            block = chunk[index * PARITY_BLOCK_BYTES : (index + 1) * PARITY_BLOCK_BYTES]
+            block = chunk[index * size : (index + 1) * size]
             self._verify(checksum, block, expected, f"block {index} of parity row {row}")
         return chunk[offset : offset + length]
 
@@ -266,10 +270,10 @@ class HeldSnapshot:
             )
 
 
-def cut_blocks(data: Buffer) -> list[memoryview]:
+def cut_blocks(data: Buffer, block_bytes: int) -> list[memoryview]:
     """The blocks of a piece of parity."""
     view = memoryview(data)
-    return [view[at : at + PARITY_BLOCK_BYTES] for at in range(0, len(view), PARITY_BLOCK_BYTES)]
+    return [view[at : at + block_bytes] for at in range(0, len(view), block_bytes)]
 
 
 def _check_range(offset: int, length: int, limit: int) -> None:

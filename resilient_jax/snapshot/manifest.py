@@ -17,8 +17,6 @@ from resilient_jax.errors import ChecksumMismatch, MessageError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotId
 
-BLOCK_BYTES: Final = 256 * 2**10
-"""Smaller only adds numbers."""
 PIECE_ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype asks for."""
 MAGIC: Final = b"RJMF"
@@ -105,7 +103,7 @@ def block_count(part_bytes: int, block_bytes: int) -> int:
 def checksum_blocks(
     part: Buffer,
     checksum: Checksum,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int,
     *,
     go_on: Callable[[], None] = lambda: None,
 ) -> tuple[int, ...]:

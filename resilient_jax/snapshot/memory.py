@@ -13,8 +13,8 @@ from typing import Final
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, block_count
-from resilient_jax.snapshot.stripes import chunk_bytes
+from resilient_jax.snapshot.manifest import block_count
+from resilient_jax.snapshot.stripes import cut_grid
 
 SLOTS: Final = 2
 """The newest committed snapshot stays while the next one is taken."""
@@ -74,9 +74,9 @@ def memory_needed(layout: Layout, host: HostName) -> MemoryNeeded:
     """What the snapshots of a layout take on a host."""
     group = layout.group_of(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
-    chunk = chunk_bytes(parts, len(group.hosts) - group.parity)
-    blocks = [block_count(part, BLOCK_BYTES) for part in parts]
-    kept_blocks = group.parity * block_count(chunk, BLOCK_BYTES)
+    block, chunk = cut_grid(parts, len(group.hosts) - group.parity)
+    blocks = [block_count(part, block) for part in parts]
+    kept_blocks = group.parity * block_count(chunk, block)
     return MemoryNeeded(
         part=layout.part_bytes[host],
         parity=group.parity * chunk,

@@ -13,6 +13,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
 from resilient_jax.protocol.worker import Happened
 from resilient_jax.snapshot.manifest import PartContents
+from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.transport import Method
 
 SERVICE = "snapshot"
@@ -219,6 +220,8 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         row: of the parity chunk.
         offset: in the part, or in the chunk.
+        verify: the server compares the blocks with their checksums, and what comes has a digest. Without it the asker
+            must find out whether what it makes of the bytes is right: one pass over them instead of three.
     """
 
     id: SnapshotId
@@ -226,6 +229,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     row: int = 0
     offset: int
     length: int
+    verify: bool = True
 
 
 class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,7 +238,7 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stripe: of the group.
         row: of the stripe's parity.
-        offset: in the chunk, a multiple of `PARITY_BLOCK_BYTES`.
+        offset: in the chunk, a multiple of `PIECE_BYTES`.
         checksum: the algorithm of `digests`.
         digests: of each block of `data`.
     """
@@ -290,7 +294,5 @@ PARITY = Method("parity", ParityPiece, Ok)
 COMPLETE = Method("complete", CompleteRequest, CompleteReply)
 DROPPED = Method("dropped", DroppedRequest, Ok)
 
-PARITY_BLOCK_BYTES = 256 * 2**10
-"""Of parity under one checksum; as blocks of parts."""
-PIECE_BYTES = 4 * PARITY_BLOCK_BYTES
-"""Of one message. So many are in flight that larger ones gain nothing."""
+PIECE_BYTES = 4 * MAX_BLOCK_BYTES
+"""Of parity in one message: whole blocks, however large they are. So many are in flight that more gains nothing."""

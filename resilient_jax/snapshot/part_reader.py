@@ -142,16 +142,14 @@ class PartReader:
             raise
 
     def _rebuild(self, offset: int, out: memoryview) -> None:
+        """Verifies what comes out, not what goes in: seven bytes or more went in for each."""
         self._get_group_reader().rebuild_into(self.manifest.host, offset, out)
         self._verify(offset, out)
 
     def _rebuild_block(self, offset: int, out: memoryview) -> None:
         """Computes one block, and finds out whom not to believe if shards without a known fault make it wrong."""
         rebuild, host = self._get_group_reader().rebuild_into, self.manifest.host
-        try:
-            rebuild(host, offset, out)
-        except SnapshotLost:
-            rebuild(host, offset, out, finely=True)
+        rebuild(host, offset, out, verify=True)
         try:
             self._verify(offset, out)
         except ChecksumMismatch:
@@ -168,7 +166,7 @@ class PartReader:
         for without in islice(sets, LEFT_OUT_TRIES):
             try:
                 self._get_group_reader().rebuild_into(
-                    self.manifest.host, offset, out, without=frozenset(without), finely=True
+                    self.manifest.host, offset, out, without=frozenset(without), verify=True
                 )
                 self._verify(offset, out)
             except (SnapshotLost, ChecksumMismatch):

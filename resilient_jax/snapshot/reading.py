@@ -5,12 +5,13 @@ that block. What one way does not give, the next one is asked for, with an event
 Reading works in units of whole blocks, several at a time, so memory is bounded whatever is asked for.
 """
 
+import functools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLost
 from resilient_jax.events import EventKind
@@ -34,6 +35,20 @@ EDGES_KEPT = 32
 CHECK_EVERY_S = 0.1
 
 ResultT = TypeVar("ResultT")
+
+
+class Read(NamedTuple):
+    """What to read.
+
+    Attributes:
+        host: whose part; in any of the snapshot's groups.
+        offset: in the part.
+        target: memory of the caller's own; as many bytes are read as it has.
+    """
+
+    host: HostName
+    offset: int
+    target: memoryview
 
 
 class Arena(Protocol):
@@ -106,30 +121,14 @@ class SnapshotReader:
         found = self._run([lambda host=host: self._manifest(host) for host in hosts])
         return dict(zip(hosts, found, strict=True))
 
-    def read_into(self, host: HostName, offset: int, target: memoryview) -> None:
-        """Copies bytes of a host's part: as many as the target has, from an offset.
-
-        Args:
-            host: whose part; in any of the snapshot's groups.
-            offset: in the part.
-            target: memory of the caller's own. After an error it holds anything, but nobody writes to it any more.
+    def read_all(self, reads: Iterable[Read]) -> None:
+        """Copies bytes of parts, several reads at a time.
 
         Raises:
-            SnapshotLost: more is gone than parity covers; says what is lost, and what survives.
+            SnapshotLost: more is gone than parity covers; says what is lost, and what survives. The targets then hold
+                anything, but nobody writes to them any more.
         """
-        out = memoryview(target).cast("B")
-        if not len(out):
-            return
-        part = self._part(host)
-        stop, size = offset + len(out), part.manifest.block_bytes
-        assert 0 <= offset < stop <= part.manifest.part_bytes, (host, offset, stop, part.manifest.part_bytes)
-        unit = max(1, UNIT_BYTES // size) * size
-        cuts = [offset, *range((offset // unit + 1) * unit, stop, unit), stop]
-        jobs = [
-            lambda first=first, last=last: self._read_unit(part, first, out[first - offset : last - offset])
-            for first, last in pairwise(cuts)
-        ]
-        self._run(jobs)
+        self._run([job for read in reads for job in self._units_of(read)])
 
     def close(self) -> None:
         """Ends what is still running, closes connections, lets the own part's memory go."""
@@ -138,6 +137,24 @@ class SnapshotReader:
         self._units.shutdown(cancel_futures=True)
         if self._own is not None:
             self._own.close()
+
+    def _units_of(self, read: Read) -> Iterator[Callable[[], None]]:
+        """A read in pieces of bounded size."""
+        offset, out = read.offset, memoryview(read.target).cast("B")
+        if not len(out):
+            return
+        part = self._part(read.host)
+        stop, size = offset + len(out), part.manifest.block_bytes
+        assert 0 <= offset < stop <= part.manifest.part_bytes, (
+            read.host,
+            offset,
+            stop,
+            part.manifest.part_bytes,
+        )
+        unit = max(1, UNIT_BYTES // size) * size
+        cuts = [offset, *range((offset // unit + 1) * unit, stop, unit), stop]
+        for first, last in pairwise(cuts):
+            yield functools.partial(self._read_unit, part, first, out[first - offset : last - offset])
 
     def _open_own(self, host: HostName, local: Arena | None) -> OwnPart | None:
         try:

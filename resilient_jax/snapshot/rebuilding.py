@@ -10,15 +10,17 @@ from resilient_jax.erasure import Buffer, Kernel, ReedSolomon, decode
 from resilient_jax.erasure_kernels import choose_kernel
 from resilient_jax.errors import ResilientJaxError, SnapshotLost
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import CHUNK_ALIGNMENT, Group
+from resilient_jax.protocol.snapshots import Group
 from resilient_jax.snapshot.manifest import Manifest
-from resilient_jax.snapshot.messages import PARITY_BLOCK_BYTES, PIECE_BYTES, Region
+from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.own_part import OwnPart
-from resilient_jax.snapshot.stripes import chunk_bytes, data_members, parity_members, stripe_of_chunk
+from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members, stripe_of_chunk
 from resilient_jax.snapshot.survivors import Survivors
 
 BUFFER_BYTES = 32 * 2**20
-"""Of shards in memory for one call; with few members the messages are the limit, not this."""
+"""Of shards in memory for one call."""
+SPAN_BYTES = 2 * 2**20
+"""Of one shard in one request; larger ones leave the cache before they are multiplied."""
 
 
 class Shard(NamedTuple):
@@ -37,6 +39,14 @@ class Shard(NamedTuple):
     region: Region
     row: int
     offset: int
+
+
+class _Range(NamedTuple):
+    """What is wanted of every shard of a stripe, and whether its host verifies it."""
+
+    start: int
+    length: int
+    verify: bool
 
 
 class GroupReader:
@@ -62,12 +72,13 @@ class GroupReader:
         self._group = group
         self._code = ReedSolomon(len(group.hosts) - group.parity, group.parity)
         self._manifests = manifests
-        self._chunk = chunk_bytes([manifests[host].part_bytes for host in group.hosts], self._code.k)
+        parts = [manifests[host].part_bytes for host in group.hosts]
+        self._block, self._chunk = cut_grid(parts, self._code.k)
         self._survivors = survivors
         self._own = own
         self._fetching = fetching
-        fitting = BUFFER_BYTES // self._code.k // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
-        self._span = min(PIECE_BYTES, max(CHUNK_ALIGNMENT, fitting))
+        fitting = BUFFER_BYTES // self._code.k // self._block * self._block
+        self._span = min(SPAN_BYTES, max(self._block, fitting))
         self._choosing = threading.Lock()  # guards _kernel
         self._kernel: Kernel | None = None
 
@@ -78,7 +89,7 @@ class GroupReader:
         out: memoryview,
         *,
         without: frozenset[HostName] = frozenset(),
-        finely: bool = False,
+        verify: bool = False,
     ) -> None:
         """Computes bytes of a host's part. They are right if all shards are: verify them.
 
@@ -87,43 +98,30 @@ class GroupReader:
             offset: in its part.
             out: where they go.
             without: further hosts that nothing is asked of.
-            finely: take apart what lies in different blocks of the shards' checksums. Then two survivors with a bad
-                block each do not stand in for each other's bytes, at the price of smaller requests.
+            verify: have the survivors verify their shards, so that a damaged one counts as lost. Shards are cut in
+                blocks where parts are: two survivors with a bad block each stand in for each other.
 
         Raises:
             SnapshotLost: fewer than k shards are left of a stripe; says which are not, and why.
         """
         member = self._group.hosts.index(host)
         stop = offset + len(out)
-        for cut, following in pairwise(self._cuts(member, offset, stop, finely=finely)):
+        for cut, following in pairwise(self._cuts(offset, stop)):
             chunk, within = divmod(cut, self._chunk)
             stripe = stripe_of_chunk(member, chunk, self._code.n, self._code.m)
-            present = self._gather(stripe, chunk, within, following - cut, without)
+            present = self._gather(stripe, chunk, _Range(within, following - cut, verify=verify), without)
             decode(self._code, self._get_kernel(), present, {chunk: out[cut - offset : following - offset]})
 
-    def _cuts(self, member: int, start: int, stop: int, *, finely: bool) -> list[int]:
+    def _cuts(self, start: int, stop: int) -> list[int]:
         """Where to cut a range of a part so that every piece is in one chunk, and in one span."""
-        chunk = self._chunk
         cuts = {start, stop}
-        for first in range(start // chunk * chunk, stop, chunk):
-            begin, end = max(first, start), min(first + chunk, stop)
+        for first in range(start // self._chunk * self._chunk, stop, self._chunk):
+            begin, end = max(first, start), min(first + self._chunk, stop)
             cuts.update(range(begin, end, self._span))
-            if finely:
-                stripe = stripe_of_chunk(member, first // chunk, self._code.n, self._code.m)
-                for shard in self._shards(stripe):
-                    # Data shard j begins in its part at j chunks, so blocks end at other places of each shard.
-                    size = self._block_bytes(shard)
-                    ahead = (shard.offset + begin - first) % size
-                    cuts.update(range(begin + size - ahead, end, size))
         return sorted(cuts)
 
-    def _block_bytes(self, shard: Shard) -> int:
-        return (
-            PARITY_BLOCK_BYTES if shard.region is Region.PARITY else self._manifests[shard.host].block_bytes
-        )
-
     def _gather(
-        self, stripe: int, wanted: int, within: int, length: int, without: frozenset[HostName]
+        self, stripe: int, wanted: int, part: _Range, without: frozenset[HostName]
     ) -> dict[int, Buffer]:
         """A range of k other shards of a stripe, fetched at the same time; who fails is replaced if somebody can."""
         present: dict[int, Buffer] = {}
@@ -134,11 +132,10 @@ class GroupReader:
                 continue
             if (
                 shard.region is Region.PART
-                and shard.offset + within >= self._manifests[shard.host].part_bytes
+                and shard.offset + part.start >= self._manifests[shard.host].part_bytes
             ):
-                present[shard.number] = bytes(
-                    length
-                )  # behind the end of a short part all is zero, whoever has it
+                # Behind the end of a short part all is zero, whoever has it.
+                present[shard.number] = bytes(part.length)
             elif shard.host in without:
                 reasons[shard.host] = "it is left out"
             elif shard.host not in self._survivors and not self._is_own(shard):
@@ -147,10 +144,10 @@ class GroupReader:
                 waiting.append(shard)
         for surplus in list(present)[self._code.k :]:
             del present[surplus]
-        waiting.sort(key=lambda shard: self._cost(shard, within // self._span))
+        waiting.sort(key=lambda shard: self._cost(shard, part.start // self._span))
         candidates = iter(waiting)
         while missing := self._code.k - len(present):
-            asked = self._ask(candidates, missing, within, length)
+            asked = self._ask(candidates, missing, part)
             if not asked:
                 raise SnapshotLost(self._describe(len(present), reasons))
             for shard, answer in asked:
@@ -161,21 +158,23 @@ class GroupReader:
         return present
 
     def _ask(
-        self, candidates: Iterator[Shard], count: int, within: int, length: int
+        self, candidates: Iterator[Shard], count: int, part: _Range
     ) -> list[tuple[Shard, Future[Buffer]]]:
         asked = zip(range(count), candidates, strict=False)
-        return [(shard, self._fetching.submit(self._fetch, shard, within, length)) for _, shard in asked]
+        return [(shard, self._fetching.submit(self._fetch, shard, part)) for _, shard in asked]
 
-    def _fetch(self, shard: Shard, within: int, length: int) -> Buffer:
-        offset = shard.offset + within
-        data = bytearray(length)
+    def _fetch(self, shard: Shard, part: _Range) -> Buffer:
+        offset = shard.offset + part.start
+        data = bytearray(part.length)
         inside = memoryview(data)
         if shard.region is Region.PART:  # behind its end all is zero
             inside = inside[: self._manifests[shard.host].part_bytes - offset]
         if self._own is not None and self._is_own(shard):
             self._own.copy_into(offset, inside)
         else:
-            self._survivors.read_into(shard.host, offset, inside, region=shard.region, row=shard.row)
+            self._survivors.read_into(
+                shard.host, offset, inside, region=shard.region, row=shard.row, verify=part.verify
+            )
         return data
 
     def _shards(self, stripe: int) -> Iterator[Shard]:

@@ -31,6 +31,7 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.slot_choice import name_of
 from resilient_jax.snapshot.slots import Phase
 from resilient_jax.transport import BulkServer, Credentials
+from resilient_jax.transport.bulk_server import Answer
 from resilient_jax.transport.method import AnyMethod
 from resilient_jax.transport.thread_server import UnaryHandler
 
@@ -63,21 +64,23 @@ class SnapshotService:
             held = self._arena.find(request.id, Phase.PART)
             return ManifestReply(data=held.manifest_of(request.host))
 
-    def read(self, request: ReadRequest) -> memoryview:
-        """Bytes in their slot, whose blocks have the right checksums.
+    def read(self, request: ReadRequest) -> Answer:
+        """Bytes in their slot.
 
         Raises:
             SnapshotMissing: they are not here, or not any more.
             SnapshotDropped: they never will be.
-            ChecksumMismatch: a block is damaged.
+            ChecksumMismatch: a block is damaged, if that is to be verified.
             CallerError: there are no such bytes.
         """
         is_part = request.region is Region.PART
         held = self._arena.find(request.id, Phase.PART if is_part else Phase.COMPLETE)
         try:
             if is_part:
-                return held.view_part(request.offset, request.length)
-            return held.view_parity(request.row, request.offset, request.length)
+                data = held.view_part(request.offset, request.length, verify=request.verify)
+            else:
+                data = held.view_parity(request.row, request.offset, request.length, verify=request.verify)
+            return Answer(data, request.verify)
         except ValueError:  # the slot's memory was given back just now
             self._check_held(held)
             raise

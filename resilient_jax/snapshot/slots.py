@@ -23,7 +23,7 @@ from typing import Final
 from resilient_jax.errors import ChecksumMismatch, SnapshotRefused
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.messages import PARITY_BLOCK_BYTES
+from resilient_jax.snapshot.stripes import Grid
 
 PAGE_BYTES: Final = 4096
 DIGEST_BYTES: Final = 4
@@ -34,9 +34,9 @@ MADV_POPULATE_WRITE: Final = 23
 PREFAULT_BYTES: Final = 16 * 2**20
 """At a time: `madvise` holds the GIL, and other hosts are to be answered meanwhile."""
 
-_MARK = struct.Struct("<8sHHIqqQQQId")
+_MARK = struct.Struct("<8sHHIqqQIQQId")
 _MAGIC: Final = b"RJSLOT\r\n"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _CHECK = struct.Struct("<I")
 
 
@@ -58,12 +58,22 @@ class SlotShape:
     Attributes:
         part_bytes: of this host's part.
         rows: parity chunks that this host keeps.
-        chunk_bytes: of each; whole pages.
+        grid: of the host's group.
     """
 
     part_bytes: int
     rows: int
-    chunk_bytes: int
+    grid: Grid
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of each row of parity; whole pages."""
+        return self.grid.chunk_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Under one checksum."""
+        return self.grid.block_bytes
 
     @property
     def part_offset(self) -> int:
@@ -85,7 +95,7 @@ class SlotShape:
     @property
     def row_blocks(self) -> int:
         """Blocks of a parity chunk, each under a checksum."""
-        return -(-self.chunk_bytes // PARITY_BLOCK_BYTES)
+        return self.chunk_bytes // self.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +160,7 @@ class Slot:
             mark.id.step,
             mark.id.generation,
             shape.part_bytes,
-            shape.chunk_bytes,
+            *shape.grid,
             mark.manifest_bytes,
             mark.manifest_crc,
             mark.wall_s,
@@ -164,7 +174,9 @@ class Slot:
             ChecksumMismatch: the mark is not one of ours, or is damaged.
         """
         page, check = bytes(self.memory[: _MARK.size]), bytes(self.memory[_MARK.size :][: _CHECK.size])
-        magic, version, phase, rows, step, generation, part, chunk, *manifest, wall_s = _MARK.unpack(page)
+        magic, version, phase, rows, step, generation, part, block, chunk, *manifest, wall_s = _MARK.unpack(
+            page
+        )
         (expected,) = _CHECK.unpack(check)
         found = zlib.crc32(page)
         if magic != _MAGIC or version != _VERSION or found != expected:
@@ -175,7 +187,7 @@ class Slot:
         return Mark(
             id=SnapshotId(step=step, generation=GenerationNumber(generation)),
             phase=Phase(phase),
-            shape=SlotShape(part_bytes=part, rows=rows, chunk_bytes=chunk),
+            shape=SlotShape(part_bytes=part, rows=rows, grid=Grid(block, chunk)),
             manifest_bytes=manifest[0],
             manifest_crc=manifest[1],
             wall_s=wall_s,

@@ -7,19 +7,42 @@ The docstring of `protocol/snapshots` says the same from the member's side.
 """
 
 from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-from resilient_jax.protocol.snapshots import CHUNK_ALIGNMENT
+MIN_BLOCK_BYTES: Final = 4096
+"""Pages, so that chunks of shared memory can be mapped and copied whole."""
+MAX_BLOCK_BYTES: Final = 256 * 2**10
+"""Smaller ones only add numbers to a large part."""
+LEAST_BLOCKS: Final = 8
+"""In a chunk, unless blocks are as small as can be: an eighth at most is lost to rounding."""
 
 
-def chunk_bytes(group_part_bytes: Sequence[int], k: int) -> int:
-    """How long every chunk of a group is: the longest part's k-th, rounded up to `CHUNK_ALIGNMENT`; 0 if all are empty.
+class Grid(NamedTuple):
+    """How every part of a group, and all parity, is cut; so a block of a part never lies in two chunks.
 
-    >>> chunk_bytes([3 * 4096 + 1, 5], 3)
-    8192
+    Attributes:
+        block_bytes: under one checksum: a power of two, whole pages.
+        chunk_bytes: of each of a part's k chunks: whole blocks; 0 if all parts are empty.
+    """
+
+    block_bytes: int
+    chunk_bytes: int
+
+
+def cut_grid(group_part_bytes: Sequence[int], k: int) -> Grid:
+    """The grid of a group: chunks that hold the longest part, and blocks so small that few bytes are lost to rounding.
+
+    >>> cut_grid([3 * 4096 + 1, 5], 3)
+    Grid(block_bytes=4096, chunk_bytes=8192)
+    >>> cut_grid([10**9], 8).block_bytes
+    262144
     """
     assert k > 0, f"a group has data on k = {k} members"
     each = -(-max(group_part_bytes, default=0) // k)
-    return -(-each // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    block = MIN_BLOCK_BYTES
+    while block < MAX_BLOCK_BYTES and block * 2 * LEAST_BLOCKS <= each:
+        block *= 2
+    return Grid(block, -(-each // block) * block)
 
 
 def stripe_of_chunk(member: int, chunk: int, n: int, m: int) -> int:

@@ -69,15 +69,25 @@ class Survivors:
         return manifest
 
     def read_into(
-        self, survivor: HostName, offset: int, out: memoryview, *, region: Region = Region.PART, row: int = 0
+        self,
+        survivor: HostName,
+        offset: int,
+        out: memoryview,
+        *,
+        region: Region = Region.PART,
+        row: int = 0,
+        verify: bool = False,
     ) -> None:
-        """Bytes of the survivor's own part, or of a parity chunk that it keeps.
+        """Bytes of the survivor's own part, or of a parity chunk that it keeps; right only if `verify` is asked for.
 
         Raises:
-            ChecksumMismatch: some of them are damaged, there or on the way; an event says so.
+            ChecksumMismatch: they were verified, and some are damaged, there or on the way; an event says so.
             ResilientJaxError: the survivor does not give them; an event says so.
         """
-        request = ReadRequest(id=self._id, region=region, row=row, offset=offset, length=len(out))
+        length = len(out)
+        request = ReadRequest(
+            id=self._id, region=region, row=row, offset=offset, length=length, verify=verify
+        )
         try:
             self._peer(survivor).read_into(request, out, timeout_s=READ_DEADLINE_S)
         except ResilientJaxError as error:

@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -44,6 +44,18 @@ MAX_CONNECTIONS: Final = 512
 """Each is a thread. A group's members have a few each."""
 
 
+class Answer(NamedTuple):
+    """What a request asks for.
+
+    Attributes:
+        data: may change while it is sent: then the client finds that it does not match its digest.
+        has_digest: whether the client wants one.
+    """
+
+    data: memoryview
+    has_digest: bool = True
+
+
 class BulkServer(Generic[RequestT]):
     """Answers each connection from a thread of its own; the memory is sent as it lies.
 
@@ -57,7 +69,7 @@ class BulkServer(Generic[RequestT]):
         host: str,
         credentials: Credentials,
         request: type[RequestT],
-        serve: Callable[[RequestT], memoryview],
+        serve: Callable[[RequestT], Answer],
         checksum: Checksum,
     ) -> None:
         """Listens to nothing yet.
@@ -66,8 +78,7 @@ class BulkServer(Generic[RequestT]):
             host: an address of this machine.
             credentials: of the job; their certificates are used, the ticket stands for the token.
             request: what clients send.
-            serve: the bytes that a request asks for, or raises; called from many threads. They may change while they
-                are sent: then the client finds that they do not match their digest.
+            serve: answers a request, or raises; called from many threads.
             checksum: of what is sent.
         """
         self.port = 0
@@ -151,8 +162,11 @@ class BulkServer(Generic[RequestT]):
 
     def _answer(self, connection: socket.socket, request: RequestT) -> None:
         try:
-            data = self._serve(request)
-            head = Body(length=len(data), checksum=self._checksum.name, digest=self._checksum.compute(data))
+            data, has_digest = self._serve(request)
+            head = Body(length=len(data))
+            if has_digest:
+                digest = self._checksum.compute(data)
+                head = Body(length=len(data), checksum=self._checksum.name, digest=digest)
         except Exception as error:  # the process boundary: it goes to the client
             if not isinstance(error, ResilientJaxError):
                 logger.exception("a bulk read failed")

@@ -3,7 +3,8 @@
 gRPC copies every message several times; at gigabytes that is most of the time. Rules of a connection:
 1. The client sends the ticket that it got through gRPC, so nobody is here whom the gate did not let in.
 2. The client sends a request, the server a head, and, unless the head says why not, as many bytes as it announces.
-   Then the next request. Requests and heads are msgpack frames; the bytes are raw, under the head's digest.
+   Then the next request. Requests and heads are msgpack frames; the bytes are raw, under the head's digest if there
+   is one.
 3. Whoever finds anything else, or waits longer than its deadline, closes the connection.
 """
 
@@ -30,13 +31,13 @@ class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """So many bytes follow.
 
     Attributes:
-        checksum: the algorithm of `digest`.
+        checksum: the algorithm of `digest`; None: there is none, the client knows better what is right.
         digest: of the bytes, for what happens to them on the way.
     """
 
     length: int
-    checksum: ChecksumName
-    digest: int
+    checksum: ChecksumName | None = None
+    digest: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):

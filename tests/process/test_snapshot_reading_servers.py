@@ -21,7 +21,7 @@ from resilient_jax.snapshot.local import LocalServer
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import SETTINGS_VARIABLE, NewWorker, ServerSettings, ServerWord, Serving
 from resilient_jax.snapshot.placement import form_groups
-from resilient_jax.snapshot.reading import SnapshotReader
+from resilient_jax.snapshot.reading import Read, SnapshotReader
 from resilient_jax.transport import Credentials
 
 TOKEN = "test-token"
@@ -122,7 +122,7 @@ def test_whatever_two_hosts_are_left_out_their_parts_are_decoded_from_the_parity
         with contextlib.closing(reader):
             for host, part in parts.items():
                 target = bytearray(len(part))
-                reader.read_into(host, 0, memoryview(target))
+                reader.read_all([Read(host, 0, memoryview(target))])
                 assert target == part
             assert reader.bytes_local == len(parts[HOSTS[0]])
             assert reader.bytes_decoded == sum(len(parts[host]) for host in lost)
@@ -138,7 +138,7 @@ def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many
             hosts[HostName(victim)].kill()
         for host, part in parts.items():
             target = bytearray(max(0, len(part) - 200))
-            reader.read_into(host, 100 if target else 0, memoryview(target))
+            reader.read_all([Read(host, 100 if target else 0, memoryview(target))])
             assert target == part[100 : 100 + len(target)]
         assert reader.bytes_decoded == len(parts[HostName("b")]) + len(parts[HostName("d")]) - 400
     failed = {detail["source"] for kind, detail in notes if kind is EventKind.SNAPSHOT_SOURCE_FAILED}
@@ -146,4 +146,4 @@ def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many
     hosts[HostName("e")].kill()
     reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], [])
     with contextlib.closing(reader), pytest.raises(SnapshotLost, match=r"step 7 .*nobody listens there"):
-        reader.read_into(HostName("d"), 0, memoryview(bytearray(10)))
+        reader.read_all([Read(HostName("d"), 0, memoryview(bytearray(10)))])

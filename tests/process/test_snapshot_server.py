@@ -53,7 +53,7 @@ from resilient_jax.snapshot.messages import (
 )
 from resilient_jax.snapshot.recovery import choose_snapshot
 from resilient_jax.snapshot.slots import MEMFD_NAME
-from resilient_jax.snapshot.stripes import chunk_bytes, data_members, parity_members, stripe_of_row
+from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members, stripe_of_row
 from resilient_jax.transport import Credentials, SyncChannel
 
 COMMITTED = SnapshotPhase.COMMITTED
@@ -89,7 +89,7 @@ def commit_all(layout, hosts, workers, id):
 def chunks_of(layout, hosts, id, parity):
     """Every member's chunks, padded."""
     k = len(hosts) - parity
-    length = chunk_bytes([layout.part_bytes[host.name] for host in hosts], k)
+    length = cut_grid([layout.part_bytes[host.name] for host in hosts], k).chunk_bytes
     padded = [part_of(layout, host, id).ljust(k * length, b"\0") for host in hosts]
     return length, [[part[j * length :][:length] for j in range(k)] for part in padded]
 
@@ -199,7 +199,7 @@ def test_parts_are_committed_everywhere_with_the_parity_of_their_padded_chunks(n
                         request = ManifestRequest(id=id, host=other.name)
                         reply = channel.call(SERVICE, MANIFEST, request, timeout_s=WAIT_S)
                         assert decode_manifest(reply.data) == make_manifest(
-                            id, other.name, part_of(layout, other, id)
+                            layout, id, other.name, part_of(layout, other, id)
                         )
         for host in hosts:
             host.wait(lambda host=host: [status.id.step for status in host.holding] == [2, 3])
@@ -272,7 +272,7 @@ def test_a_restarted_worker_reads_its_part_and_learns_what_is_committed():
         held = restarted.open_held(id)
         assert held is not None
         manifest, view = held
-        assert manifest == make_manifest(id, hosts[0].name, part)
+        assert manifest == make_manifest(layout, id, hosts[0].name, part)
         assert view == part
         assert view.readonly
         assert restarted.open_held(make_id(2)) is None

@@ -22,6 +22,7 @@ from resilient_jax.errors import (
 from resilient_jax.protocol.framing import HEADER
 from resilient_jax.transport import BulkChannel, BulkServer, Credentials
 from resilient_jax.transport import bulk_server as bulk_server_module
+from resilient_jax.transport.bulk_server import Answer
 
 CREDENTIALS = Credentials("token")
 CHECKSUM = choose_checksum()
@@ -35,7 +36,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 def serve(request):
-    return memoryview(MEMORY)[request.start :][: request.length]
+    return Answer(memoryview(MEMORY)[request.start :][: request.length])
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ def test_bytes_that_were_changed_on_the_way_are_found():
 
 
 def test_another_number_of_bytes_than_asked_for_is_refused():
-    with serving(lambda request: memoryview(MEMORY)[:7]) as server:
+    with serving(lambda request: Answer(memoryview(MEMORY)[:7])) as server:
         refuses(server, MessageError, "sends 7 bytes, expected 8")
 
 

@@ -21,7 +21,6 @@ from resilient_jax.snapshot.manifest import (
 from resilient_jax.snapshot.messages import (
     BULK,
     MANIFEST,
-    PARITY_BLOCK_BYTES,
     SERVICE,
     BulkReply,
     ManifestReply,
@@ -29,8 +28,9 @@ from resilient_jax.snapshot.messages import (
     ReadRequest,
     Region,
 )
-from resilient_jax.snapshot.stripes import chunk_bytes, data_members, parity_members
+from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members
 from resilient_jax.transport import BulkServer, Credentials, ThreadServer
+from resilient_jax.transport.bulk_server import Answer
 
 CREDENTIALS = Credentials("test-token")
 ID = SnapshotId(12, GenerationNumber(3))
@@ -44,7 +44,7 @@ class Keeper:
         part: may be damaged by a test.
         parity: by row; so may these.
         believes: serves damaged blocks as if they were right.
-        lies_on_the_way: sends other bytes than it says.
+        lies_on_the_way: sends other bytes than it has, or another digest.
         requests: every read so far.
     """
 
@@ -93,21 +93,24 @@ class Keeper:
             raise PeerError(f"{self.host} has no manifest of {request.host} in {request.id}")
         return ManifestReply(data=self.manifests[request.host])
 
-    def give(self, request: ReadRequest) -> memoryview:
+    def give(self, request: ReadRequest) -> Answer:
         self.requests.append(request)
         if request.id != ID:
             raise PeerError(f"{self.host} does not have {request.id}")
         checksum = choose_checksum(self.manifest.checksum)
         memory = self.part if request.region is Region.PART else self.parity[request.row]
-        if not self.believes:
+        if request.verify and not self.believes:
             self.verify(request, checksum)
-        return memoryview(bytes(memory[request.offset : request.offset + request.length]))
+        data = bytearray(memory[request.offset : request.offset + request.length])
+        data[0] ^= self.lies_on_the_way and not request.verify
+        return Answer(memoryview(data), request.verify)
 
     def verify(self, request: ReadRequest, checksum: Checksum) -> None:
         stop = request.offset + request.length
         if request.region is Region.PARITY:
-            blocks = checksum_blocks(self.parity[request.row], checksum, PARITY_BLOCK_BYTES)
-            first, last = request.offset // PARITY_BLOCK_BYTES, -(-stop // PARITY_BLOCK_BYTES)
+            size = self.manifest.block_bytes
+            blocks = checksum_blocks(self.parity[request.row], checksum, size)
+            first, last = request.offset // size, -(-stop // size)
             if blocks[first:last] != self.parity_blocks[request.row][first:last]:
                 raise ChecksumMismatch(
                     f"{self.host}: parity row {request.row} from {first} to {last} is damaged"
@@ -166,7 +169,6 @@ def keep(
     group_part_bytes: list[list[int]],
     parity: int,
     *,
-    block_bytes: int = 4096,
     checksum: ChecksumName | None = None,
     seed: int = 0,
 ) -> Kept:
@@ -180,13 +182,12 @@ def keep(
     kept = Kept((), {}, {}, {})
     for lengths in group_part_bytes:
         group = Group(hosts=tuple(HostName(next(names)) for _ in lengths), parity=parity)
+        block, _ = cut_grid(lengths, len(lengths) - parity)
         kept.groups += (group,)
         for host, length in zip(group.hosts, lengths, strict=True):
             part = rng.randbytes(length)
             kept.parts[host] = part
-            kept.keepers[host] = Keeper(
-                host, bytearray(part), _manifest(host, part, group, chosen, block_bytes)
-            )
+            kept.keepers[host] = Keeper(host, bytearray(part), _manifest(host, part, group, chosen, block))
         _make_parity(kept, group, chosen)
         for host in group.hosts:
             keeper = kept.keepers[host]
@@ -214,7 +215,7 @@ def _manifest(host: HostName, part: bytes, group: Group, checksum: Checksum, blo
 
 def _make_parity(kept: Kept, group: Group, checksum: Checksum) -> None:
     n, m = len(group.hosts), group.parity
-    chunk = chunk_bytes([len(kept.parts[host]) for host in group.hosts], n - m)
+    block, chunk = cut_grid([len(kept.parts[host]) for host in group.hosts], n - m)
     kept.chunks |= dict.fromkeys(group.hosts, chunk)
     if not m:
         return
@@ -229,4 +230,4 @@ def _make_parity(kept: Kept, group: Group, checksum: Checksum) -> None:
         for row, member in enumerate(parity_members(stripe, n, m)):
             keeper = kept.keepers[group.hosts[member]]
             keeper.parity[row] = parity[row]
-            keeper.parity_blocks[row] = checksum_blocks(parity[row], checksum, PARITY_BLOCK_BYTES)
+            keeper.parity_blocks[row] = checksum_blocks(parity[row], checksum, block)

@@ -14,7 +14,8 @@ from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import SnapshotDropped
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, checksum_blocks
+from resilient_jax.snapshot.manifest import Manifest, checksum_blocks
+from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.training.held_state import hold
 from resilient_jax.training.snapshots.capture import Capture
 from resilient_jax.training.snapshots.parts import cut_state
@@ -44,14 +45,15 @@ class Arena:
     def manifests(self):
         return dict(self.done)
 
-    def read_into(self, host, offset, target):
-        assert not target.readonly
-        assert target.format == "B"
-        data = self.parts[host][offset : offset + len(target)]
-        assert len(data) == len(target), "read past the part's end"
-        target[:] = data
-        self.reads += 1
-        self.bytes_read += len(target)
+    def read_all(self, reads):
+        for host, offset, target in reads:
+            assert not target.readonly
+            assert target.format == "B"
+            data = self.parts[host][offset : offset + len(target)]
+            assert len(data) == len(target), "read past the part's end"
+            target[:] = data
+            self.reads += 1
+            self.bytes_read += len(target)
 
     def overwrite(self):
         for part in self.parts.values():
@@ -83,8 +85,8 @@ class HostArena:
             contents=contents,
             part_bytes=len(part),
             checksum=CHECKSUM.name,
-            block_bytes=BLOCK_BYTES,
-            blocks=checksum_blocks(part, CHECKSUM),
+            block_bytes=MAX_BLOCK_BYTES,
+            blocks=checksum_blocks(part, CHECKSUM, MAX_BLOCK_BYTES),
         )
 
     def abandon(self, id):

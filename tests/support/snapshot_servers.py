@@ -16,8 +16,9 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.snapshot.held import shape_of
 from resilient_jax.snapshot.local import LocalServer
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, PartContents, checksum_blocks
+from resilient_jax.snapshot.manifest import Manifest, PartContents, checksum_blocks
 from resilient_jax.snapshot.messages import (
     SERVER_WORD_DECODER,
     SETTINGS_VARIABLE,
@@ -183,15 +184,16 @@ def make_part(id: SnapshotId, host: HostName, length: int) -> bytes:
     return random.Random(f"{id} {host}").randbytes(length)
 
 
-def make_manifest(id: SnapshotId, host: HostName, part: bytes | memoryview) -> Manifest:
+def make_manifest(layout: Layout, id: SnapshotId, host: HostName, part: bytes | memoryview) -> Manifest:
+    block_bytes = shape_of(layout, host).block_bytes
     return Manifest(
         id=id,
         host=host,
         contents=PartContents(),
         part_bytes=len(part),
         checksum=CHECKSUM.name,
-        block_bytes=BLOCK_BYTES,
-        blocks=checksum_blocks(part, CHECKSUM),
+        block_bytes=block_bytes,
+        blocks=checksum_blocks(part, CHECKSUM, block_bytes),
     )
 
 

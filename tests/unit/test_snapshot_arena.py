@@ -26,15 +26,14 @@ from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, Snapshot
 from resilient_jax.snapshot import memory
 from resilient_jax.snapshot.arena import Arena
 from resilient_jax.snapshot.commit import CommitBoard
+from resilient_jax.snapshot.held import cut_blocks
 from resilient_jax.snapshot.manifest import (
-    BLOCK_BYTES,
     Manifest,
     PartContents,
     checksum_blocks,
     encode_manifest,
 )
 from resilient_jax.snapshot.messages import (
-    PARITY_BLOCK_BYTES,
     PIECE_BYTES,
     Outcome,
     ParityPiece,
@@ -44,10 +43,12 @@ from resilient_jax.snapshot.messages import (
 )
 from resilient_jax.snapshot.slot_choice import choose_slot
 from resilient_jax.snapshot.slots import MEMFD_NAME, Mark, Phase, Slot, SlotShape
+from resilient_jax.snapshot.stripes import MIN_BLOCK_BYTES, Grid, cut_grid
 
 HOST, PEER = HostName("a"), HostName("b")
 CHECKSUM = choose_checksum()
-SHAPE = SlotShape(part_bytes=10_000, rows=2, chunk_bytes=8192)
+BLOCK = MIN_BLOCK_BYTES
+SHAPE = SlotShape(part_bytes=10_000, rows=2, grid=Grid(4096, 8192))
 
 
 def make_id(step, generation=1):
@@ -65,6 +66,8 @@ def make_layout(part_bytes=300_000, generation=1, peer_bytes=10):
 
 
 def make_manifest(id, part=b"", host=HOST):
+    """As the layout of `make_layout` cuts parts of that length."""
+    block_bytes = cut_grid([len(part), 10], 1).block_bytes
     return encode_manifest(
         Manifest(
             id=id,
@@ -72,15 +75,15 @@ def make_manifest(id, part=b"", host=HOST):
             contents=PartContents(),
             part_bytes=len(part),
             checksum=CHECKSUM.name,
-            block_bytes=BLOCK_BYTES,
-            blocks=checksum_blocks(part, CHECKSUM),
+            block_bytes=block_bytes,
+            blocks=checksum_blocks(part, CHECKSUM, block_bytes),
         )
     )
 
 
 def make_piece(id, chunk, offset=0, *, stripe=0, row=0):
     data = chunk[offset : offset + PIECE_BYTES]
-    blocks = [data[at : at + PARITY_BLOCK_BYTES] for at in range(0, len(data), PARITY_BLOCK_BYTES)]
+    blocks = cut_blocks(data, cut_grid([len(chunk)], 1).block_bytes)
     return ParityPiece(
         id=id,
         stripe=stripe,
@@ -160,10 +163,10 @@ def test_a_slot_is_private_sealed_against_shrinking_and_wholly_in_memory():
 
 def test_the_regions_of_a_slot_lie_apart_on_whole_pages():
     for part, rows, chunk in itertools.product((0, 1, 4096, 300_001), (0, 1, 3), (0, 4096, 12 * 2**20)):
-        shape = SlotShape(part_bytes=part, rows=rows, chunk_bytes=chunk)
+        shape = SlotShape(part_bytes=part, rows=rows, grid=Grid(4096, chunk))
         ends = [shape.part_offset, shape.part_offset + part, shape.parity_offset]
         ends += [shape.parity_offset + rows * chunk, shape.digests_offset]
-        ends += [shape.digests_offset + rows * -(-chunk // PARITY_BLOCK_BYTES) * 4, shape.mapped_bytes]
+        ends += [shape.digests_offset + rows * chunk // 4096 * 4, shape.mapped_bytes]
         assert ends == sorted(ends)
         assert all(offset % mmap.PAGESIZE == 0 for offset in (shape.parity_offset, shape.mapped_bytes))
 
@@ -307,12 +310,12 @@ def test_a_mark_that_is_whole_but_of_something_else_vouches_for_nothing(arena):
 
 
 def test_a_damaged_block_of_a_part_is_named_and_the_others_are_given(arena):
-    arena.open(make_layout(part_bytes=3 * BLOCK_BYTES))
-    held = take(arena, make_id(1), part_bytes=3 * BLOCK_BYTES)
-    held.part[BLOCK_BYTES + 5] ^= 1
-    assert held.view_part(0, BLOCK_BYTES) == bytes([1]) * BLOCK_BYTES
-    assert held.view_part(2 * BLOCK_BYTES, 10) == bytes([1]) * 10
-    for offset, length in ((BLOCK_BYTES, 1), (BLOCK_BYTES - 1, 2), (2 * BLOCK_BYTES - 1, 1)):
+    arena.open(make_layout(part_bytes=3 * BLOCK))
+    held = take(arena, make_id(1), part_bytes=3 * BLOCK)
+    held.part[BLOCK + 5] ^= 1
+    assert held.view_part(0, BLOCK) == bytes([1]) * BLOCK
+    assert held.view_part(2 * BLOCK, 10) == bytes([1]) * 10
+    for offset, length in ((BLOCK, 1), (BLOCK - 1, 2), (2 * BLOCK - 1, 1)):
         with pytest.raises(ChecksumMismatch, match="block 1 of the part"):
             held.view_part(offset, length)
 
@@ -336,10 +339,10 @@ def test_parity_comes_back_and_a_damaged_block_or_digest_is_found(arena):
     arena.store_piece(make_piece(id, chunk))
     assert held.has_parity()
     assert held.view_parity(0, 0, len(chunk)) == chunk
-    held.parity(0)[PARITY_BLOCK_BYTES] ^= 128
+    held.parity(0)[held.shape.block_bytes] ^= 128
     with pytest.raises(ChecksumMismatch, match="block 1 of parity row 0"):
         held.view_parity(0, 0, len(chunk))
-    held.parity(0)[PARITY_BLOCK_BYTES] ^= 128
+    held.parity(0)[held.shape.block_bytes] ^= 128
     held.slot.memory[held.shape.digests_offset] ^= 1
     with pytest.raises(ChecksumMismatch, match="block 0 of parity row 0"):
         held.view_parity(0, 7, 1)

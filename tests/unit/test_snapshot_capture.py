@@ -33,7 +33,6 @@ from snapshot_parts import (
 from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
-from resilient_jax.snapshot.manifest import BLOCK_BYTES
 from resilient_jax.training.held_state import Leaf, hold
 from resilient_jax.training.snapshots import filling
 from resilient_jax.training.snapshots.boxes import Box, whole
@@ -119,7 +118,7 @@ def test_parts_of_many_blocks_are_copied_in_order_whatever_their_pieces(threads)
         "small": put(values((3,), "bool", 5), NamedSharding(mesh, P())),
     }
     arena, cut = take(state, hosts, host_of, threads=threads)
-    assert all(len(part) > 5 * BLOCK_BYTES for part in arena.parts.values())
+    assert all(len(part) > COPY_BYTES for part in arena.parts.values())
     check_parts(state, arena, cut, hosts)
 
 
@@ -273,7 +272,7 @@ def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_goes_on(threads)
         if place is Place.DURING_COPY and failures:
             raise OSError(failures.pop())
 
-    state = {"a": jnp.ones(BLOCK_BYTES), "b": jnp.ones(BLOCK_BYTES)}
+    state = {"a": jnp.ones(65_536), "b": jnp.ones(65_536)}
     with Taking(state, reach=fail_once, threads=threads) as taking:
         taking.start(1)
         (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
@@ -338,7 +337,7 @@ def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
             on_devices = [source for source in sent.sources if isinstance(source.data, jax.Array)]
             assert sum(source.data.size for source in on_devices) in (0, task.box.size)
             leaf = next(leaf for leaf in leaves if leaf.path == task.path)
-            for box, data in sent.sources:
+            for box, _, data in sent.sources:
                 expected = np.asarray(leaf.value)[(*box.within(whole(leaf.value.shape)), ...)]
                 assert np.asarray(data).tobytes() == expected.tobytes()
 
@@ -348,7 +347,7 @@ def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
     array = np.ones(2 * COPY_BYTES, np.uint8)
     seen = weakref.ref(array)
     halves = [Box((0,), (COPY_BYTES,)), Box((COPY_BYTES,), (2 * COPY_BYTES,))]
-    tasks = [Task("w", half, 1, half.start[0], (Source(whole(array.shape), array),)) for half in halves]
+    tasks = [Task("w", half, 1, half.start[0], (Source(whole(array.shape), half, array),)) for half in halves]
     del array
 
     def stop():

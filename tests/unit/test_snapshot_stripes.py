@@ -5,9 +5,11 @@ from itertools import combinations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from resilient_jax.protocol.snapshots import CHUNK_ALIGNMENT
 from resilient_jax.snapshot.stripes import (
-    chunk_bytes,
+    LEAST_BLOCKS,
+    MAX_BLOCK_BYTES,
+    MIN_BLOCK_BYTES,
+    cut_grid,
     data_members,
     parity_members,
     stripe_of_chunk,
@@ -70,10 +72,13 @@ def test_the_layout_that_the_protocol_describes():
 @given(st.lists(st.integers(0, 2**40), max_size=8), st.integers(1, 254))
 @example([], 3)
 @example([0, 0], 1)
-@example([3 * CHUNK_ALIGNMENT, 5], 3)
-def test_k_chunks_hold_the_longest_part_and_no_more_pages_than_needed(parts, k):
-    chunk = chunk_bytes(parts, k)
+@example([3 * MIN_BLOCK_BYTES, 5], 3)
+def test_k_chunks_hold_the_longest_part_and_little_more(parts, k):
+    block, chunk = cut_grid(parts, k)
     longest = max(parts, default=0)
-    assert chunk % CHUNK_ALIGNMENT == 0
+    assert MIN_BLOCK_BYTES <= block <= MAX_BLOCK_BYTES
+    assert block & (block - 1) == 0
+    assert chunk % block == 0
     assert chunk * k >= longest
-    assert chunk == 0 or (chunk - CHUNK_ALIGNMENT) * k < longest
+    assert chunk == 0 or (chunk - block) * k < longest
+    assert block == MIN_BLOCK_BYTES or block * LEAST_BLOCKS <= chunk

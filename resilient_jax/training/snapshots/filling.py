@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from resilient_jax.training.snapshots.boxes import Box, intersect, runs
+from resilient_jax.training.snapshots.boxes import runs
 from resilient_jax.training.snapshots.sources import Task
 
 COPY_BYTES: Final = 2 * 2**20
@@ -50,20 +50,14 @@ def _copy_all(part: memoryview, tasks: list[Task], go_on: Callable[[], None]) ->
 
 def _copy(part: memoryview, task: Task, go_on: Callable[[], None]) -> None:
     dtype = RAW.get(task.itemsize)
-    held = [(source.box, np.asarray(source.data)) for source in task.sources]
-    held = [(box, array.view(dtype) if dtype is not None else array) for box, array in held]
-    target = np.ndarray(task.box.shape, held[0][1].dtype, part, task.offset)
-    for run in runs(task.box, task.itemsize, COPY_BYTES):
-        go_on()
-        _copy_run(run, task.box, target, held)
-
-
-def _copy_run(run: Box, outer: Box, target: np.ndarray, held: list[tuple[Box, np.ndarray]]) -> None:
-    for box, array in held:
-        both = intersect(run, box)
-        if both is not None:
+    for box, wanted, data in task.sources:
+        source = np.asarray(data)
+        source = source.view(dtype) if dtype is not None else source
+        target = np.ndarray(task.box.shape, source.dtype, part, task.offset)
+        for run in runs(wanted, task.itemsize, COPY_BYTES):
+            go_on()
             # The ellipsis makes a view of a scalar, too.
-            np.copyto(target[(*both.within(outer), ...)], array[(*both.within(box), ...)])
+            np.copyto(target[(*run.within(task.box), ...)], source[(*run.within(box), ...)])
 
 
 def _run_all(jobs: Sequence[Callable[[], None]]) -> None:

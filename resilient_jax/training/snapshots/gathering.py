@@ -11,13 +11,17 @@ import numpy as np
 
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.manifest import BLOCK_BYTES, Manifest, Piece
+from resilient_jax.snapshot.manifest import Manifest, Piece
+from resilient_jax.snapshot.reading import Read
+from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.training.snapshots.boxes import Box, intersect
 from resilient_jax.training.snapshots.interfaces import PartReader
 
 READ_BYTES: Final = 32 * 2**20
-"""At most, for one read: enough for a reader to share it among survivors, little enough to have beside the state."""
-GAP_BYTES: Final = BLOCK_BYTES
+"""At most, for one read."""
+SCRATCH_BYTES: Final = 2 * READ_BYTES
+"""Of memory beside the state, used again and again: enough for a reader to have several reads under way."""
+GAP_BYTES: Final = MAX_BLOCK_BYTES
 """A longer stretch that nobody wants is left out."""
 
 
@@ -40,10 +44,11 @@ class _Want(NamedTuple):
 
 
 class Gatherer:
-    """Reads boxes from the parts of a snapshot. Holds one read in memory beside the targets."""
+    """Reads boxes from the parts of a snapshot."""
 
     def __init__(self, reader: PartReader, manifests: Mapping[HostName, Manifest]) -> None:
         self._reader = reader
+        self._scratch = np.empty(0, np.uint8)
         self._leaves = next(iter(manifests.values())).contents.leaves
         self._pieces: list[list[tuple[HostName, Piece]]] = [[] for _ in self._leaves]
         for host, manifest in sorted(manifests.items()):
@@ -70,23 +75,75 @@ class Gatherer:
                     f"{self._leaves[target.leaf].path} from {list(target.box.start)} to {list(target.box.stop)}, "
                     "expected each once; it was not taken by hosts that agreed"
                 )
-        for host in sorted(wants):
-            for some in _merge(sorted(wants[host], key=lambda want: want[:2])):
-                self._read(host, some)
+        stretches = [
+            _Stretch(host, some)
+            for host in sorted(wants)
+            for some in _merge(sorted(wants[host], key=_extent))
+        ]
+        for batch in _batches(stretches):
+            self._read(batch)
 
-    def _read(self, host: HostName, wants: Sequence[_Want]) -> None:
-        start, stop = wants[0].start, max(want.stop for want in wants)
-        if len(wants) == 1:
-            place = _place_of(wants[0])
-            if place.flags.c_contiguous and place.nbytes == stop - start:
-                self._reader.read_into(host, start, place.reshape(-1).view(np.uint8).data)
-                return
-        taken = np.empty(stop - start, np.uint8)
-        self._reader.read_into(host, start, taken.data)
-        for want in wants:
+    def _read(self, batch: Sequence["_Stretch"]) -> None:
+        """Into the targets where they lie in one piece, else into the scratch and from there."""
+        reads, used = [], 0
+        scattered: list[tuple[_Stretch, np.ndarray]] = []
+        for stretch in batch:
+            memory = stretch.find_place()
+            if memory is None:
+                if self._scratch.size < used + stretch.nbytes:
+                    assert not used, "batches fit"
+                    self._scratch = np.empty(max(SCRATCH_BYTES, stretch.nbytes), np.uint8)
+                memory = self._scratch[used : used + stretch.nbytes]
+                used += stretch.nbytes
+                scattered.append((stretch, memory))
+            reads.append(Read(stretch.host, stretch.start, memory.data))
+        self._reader.read_all(reads)
+        for stretch, memory in scattered:
+            stretch.hand_out(memory)
+
+
+class _Stretch:
+    """What is read of a part in one go."""
+
+    def __init__(self, host: HostName, wants: Sequence[_Want]) -> None:
+        self.host = host
+        self.start = wants[0].start
+        self.nbytes = max(want.stop for want in wants) - self.start
+        self._wants = wants
+
+    def find_place(self) -> np.ndarray | None:
+        """The memory where all of it goes as it is, if there is such."""
+        if len(self._wants) > 1:
+            return None
+        place = _place_of(self._wants[0])
+        if not place.flags.c_contiguous or place.nbytes != self.nbytes:
+            return None
+        return place.reshape(-1).view(np.uint8)
+
+    def hand_out(self, memory: np.ndarray) -> None:
+        """Copies every wanted box out of the stretch's bytes."""
+        for want in self._wants:
             dtype = want.target.data.dtype
-            found = np.ndarray(want.box.shape, dtype, taken.data, want.start - start, want.strides)
+            found = np.ndarray(want.box.shape, dtype, memory.data, want.start - self.start, want.strides)
             np.copyto(_place_of(want), found)
+
+
+def _batches(stretches: Iterable[_Stretch]) -> Iterator[list[_Stretch]]:
+    """As many as the scratch has room for, were none read in place."""
+    batch: list[_Stretch] = []
+    used = 0
+    for stretch in stretches:
+        if batch and used + stretch.nbytes > SCRATCH_BYTES:
+            yield batch
+            batch, used = [], 0
+        batch.append(stretch)
+        used += stretch.nbytes
+    if batch:
+        yield batch
+
+
+def _extent(want: _Want) -> tuple[int, int]:
+    return want[:2]
 
 
 def _place_of(want: _Want) -> np.ndarray:

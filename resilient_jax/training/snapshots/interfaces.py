@@ -1,6 +1,6 @@
 """What this package needs of its surroundings, so that tests can stand in for them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from resilient_jax.events import EventKind
@@ -8,6 +8,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import Manifest, PartContents
+from resilient_jax.snapshot.reading import Read
 
 
 class PartServer(Protocol):
@@ -37,8 +38,8 @@ class PartReader(Protocol):
         """What is in each host's part."""
         ...
 
-    def read_into(self, host: HostName, offset: int, target: memoryview) -> None:
-        """Fills `target` with verified bytes of that host's part."""
+    def read_all(self, reads: Iterable[Read]) -> None:
+        """Fills all targets with verified bytes."""
         ...
 
 

@@ -15,9 +15,16 @@ from resilient_jax.training.snapshots.boxes import Box, from_index, intersect, w
 
 
 class Source(NamedTuple):
-    """An array on one device, or in host memory, that holds a box of a leaf."""
+    """An array on one device, or in host memory, that holds a box of a leaf.
+
+    Attributes:
+        box: that it holds.
+        wanted: what of that the task copies.
+        data: the array.
+    """
 
     box: Box
+    wanted: Box
     data: jax.Array | np.ndarray
 
 
@@ -29,7 +36,7 @@ class Task(NamedTuple):
         box: of the leaf.
         itemsize: bytes of a number.
         offset: in the part.
-        sources: disjoint boxes that cover it, and may reach beyond it.
+        sources: whose disjoint wanted boxes cover it.
     """
 
     path: str
@@ -56,8 +63,7 @@ def plan_tasks(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> list[Task]:
 def _plan(leaf: Leaf, piece: Piece, turn: int) -> Task:
     box = Box(piece.start, piece.stop)
     sources = tuple(_find_sources(leaf, box, turn))
-    overlaps = [intersect(source.box, box) for source in sources]
-    covered = sum(overlap.size for overlap in overlaps if overlap is not None)
+    covered = sum(source.wanted.size for source in sources)
     if covered != box.size:
         raise StateError(
             f"the state's leaf {leaf.path}: this host holds {covered} of the {box.size} numbers from {list(box.start)} "
@@ -71,17 +77,18 @@ def _find_sources(leaf: Leaf, box: Box, turn: int) -> list[Source]:
     """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
     value = leaf.value
     if isinstance(value, np.ndarray):
-        return [Source(whole(value.shape), value)]
+        return [Source(whole(value.shape), box, value)]
     if value.is_deleted():
         raise StateError(
             f"the state's leaf {leaf.path} was donated before its snapshot was copied: wait for the copy first"
         )
-    holders: dict[Box, list[jax.Array]] = {}
+    holders: dict[tuple[Box, Box], list[jax.Array]] = {}
     for shard in value.addressable_shards:
         held = from_index(shard.index, value.shape)
-        if intersect(held, box) is not None:
-            holders.setdefault(held, []).append(shard.data)
-    return [Source(held, arrays[turn % len(arrays)]) for held, arrays in holders.items()]
+        wanted = intersect(held, box)
+        if wanted is not None:
+            holders.setdefault((held, wanted), []).append(shard.data)
+    return [Source(*boxes, arrays[turn % len(arrays)]) for boxes, arrays in holders.items()]
 
 
 def is_on_accelerator(leaves: Sequence[Leaf]) -> bool:
@@ -98,19 +105,18 @@ def send_to_host(tasks: Sequence[Task]) -> list[Task]:
     Returns at once. The slices are programs on the devices' own queues: what is dispatched later comes after them.
     """
     sent: list[list[Source]] = [[] for _ in tasks]
-    to_cut: dict[Device, list[tuple[int, Box, Source]]] = {}
+    to_cut: dict[Device, list[tuple[int, Source]]] = {}
     for number, task in enumerate(tasks):
         for source in task.sources:
-            box = intersect(source.box, task.box)
-            if isinstance(source.data, np.ndarray) or box is None or box == source.box:
+            if isinstance(source.data, np.ndarray) or source.wanted == source.box:
                 sent[number].append(source)
             else:
-                to_cut.setdefault(next(iter(source.data.devices())), []).append((number, box, source))
+                to_cut.setdefault(next(iter(source.data.devices())), []).append((number, source))
     for cuts in to_cut.values():
-        arrays = [source.data for _, _, source in cuts]
-        indices = tuple(_bounds(box, source.box) for _, box, source in cuts)
-        for (number, box, _), data in zip(cuts, _cut_out(arrays, indices), strict=True):
-            sent[number].append(Source(box, data))
+        arrays = [source.data for _, source in cuts]
+        indices = tuple(_bounds(source.wanted, source.box) for _, source in cuts)
+        for (number, source), data in zip(cuts, _cut_out(arrays, indices), strict=True):
+            sent[number].append(Source(source.wanted, source.wanted, data))
     for sources in sent:
         for source in sources:
             if isinstance(source.data, jax.Array):
