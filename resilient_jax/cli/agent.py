@@ -15,10 +15,12 @@ from resilient_jax.cli.options import (
     PlatformOption,
     RunDirectoryOption,
     ScriptArgument,
+    TopologyOption,
     VerboseOption,
     check_devices,
     check_platform,
     check_script,
+    domain_in,
     installed_versions,
     job_config,
     say,
@@ -66,8 +68,12 @@ def agent(
     ] = None,
     failure_domain: Annotated[
         str,
-        typer.Option(help="What fails together with this host, such as its rack: parity goes elsewhere."),
+        typer.Option(
+            help="What fails together with this host, such as its rack: parity goes elsewhere. Default: as --topology "
+            "says."
+        ),
     ] = "",
+    topology: TopologyOption = None,
     run_dir: RunDirectoryOption = Path("runs/agent"),
     verbose: VerboseOption = False,
 ) -> None:
@@ -109,7 +115,7 @@ def agent(
         versions=installed_versions(),
         credentials=credentials,
         config=job_config(config, expected_hosts),
-        failure_domain=failure_domain,
+        failure_domain=failure_domain or (domain_in(topology, host_name) if topology is not None else ""),
         run_directory=directory,
         show_everything=verbose,
     )

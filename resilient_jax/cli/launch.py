@@ -14,10 +14,12 @@ from resilient_jax.cli.options import (
     DevicesOption,
     PlatformOption,
     ScriptArgument,
+    TopologyOption,
     VerboseOption,
     check_devices,
     check_platform,
     check_script,
+    domain_in,
     job_config,
     say,
 )
@@ -25,7 +27,7 @@ from resilient_jax.cli.progress import ProgressLine
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import JobName
 from resilient_jax.protocol.records import Outcome, OutcomeKind
-from resilient_jax.world.launcher import Launcher, LaunchSettings
+from resilient_jax.world.launcher import Launcher, LaunchSettings, host_names
 
 MAX_HOSTS = 250
 """Every host has a loopback address of its own in 127.0.0.0/24."""
@@ -37,6 +39,7 @@ def launch(
     devices_per_host: DevicesOption = 2,
     platform: PlatformOption = "cpu",
     config: ConfigOption = None,
+    topology: TopologyOption = None,
     run_dir: Annotated[
         Path | None,
         typer.Option("--run-dir", help="Where logs and events go. Default: runs/<date and time>."),
@@ -63,6 +66,10 @@ def launch(
         options += ["--devices-per-host", str(devices_per_host)]
     if config is not None:
         options += ["--config", str(config)]
+    if topology is not None:
+        for host in host_names(hosts):  # refused here once, not by every agent
+            domain_in(topology, host)
+        options += ["--topology", str(topology)]
     if verbose:
         options += ["--verbose"]
     settings = LaunchSettings(

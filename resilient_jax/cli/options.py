@@ -10,6 +10,8 @@ import typer
 from resilient_jax.config import JobConfig, load
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.protocol.records import Versions
+from resilient_jax.topology import load_topology
+from resilient_jax.topology.errors import UnknownHost
 from resilient_jax.training.jax_runtime.flags import Platform
 from resilient_jax.world.output import show
 from resilient_jax.world.run_directory import Contact, read_contact, remove_contact
@@ -35,6 +37,13 @@ RunDirectoryOption = Annotated[
 ]
 RunDirectoryArgument = Annotated[
     Path, typer.Argument(help="Run folder of the job, as `launch` printed it.", metavar="RUN_DIR")
+]
+TopologyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--topology",
+        help="File of the machines (see meshes/README.md), with all hosts of the job: parity avoids a host's own rack.",
+    ),
 ]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
@@ -84,6 +93,21 @@ def check_script(command: list[str]) -> tuple[str, ...]:
             f"script {script}: Python cannot compile it: {error}. Correct it, then start again"
         ) from error
     return tuple(command)
+
+
+def domain_in(topology: Path, host: str) -> str:
+    """What fails together with a host, as the topology has it: its innermost domain under the wider ones.
+
+    Such as "pod-1/rack-3", so that neighbours sort together; empty where the topology has nothing but hosts.
+
+    Raises:
+        CallerError: the file does not describe a topology, or not this host.
+    """
+    try:
+        domains = load_topology(topology).failure_domains(host)
+    except UnknownHost as error:
+        raise CallerError(f"--topology {topology}: {error}") from error
+    return "/".join(domain.name for domain in reversed(domains[1:]))
 
 
 def check_platform(name: str | None) -> Platform | None:

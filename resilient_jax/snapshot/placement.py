@@ -1,7 +1,8 @@
 """Which hosts keep parity for each other: groups as equal as they can be, failure domains spread over them.
 
 The hosts, sorted by failure domain, are dealt to the groups like cards. So sizes differ by one at most, and of a domain
-of d hosts no group of g gets more than ceil(d / g): as few as any way to make g groups could give.
+of d hosts no group of g gets more than ceil(d / g): as few as any way to make g groups could give. Domains that lie in
+a wider one carry its name in front (pod-1/rack-3), so the same is true of the wider one.
 """
 
 from collections import Counter
@@ -107,7 +108,7 @@ def _check(hosts: Sequence[HostName], parity: int, group_size: int) -> None:
 
 
 def _domains(hosts: Sequence[HostName], domain_of: Mapping[HostName, str]) -> list[list[HostName]]:
-    """The hosts of each failure domain."""
+    """The hosts of each failure domain; neighbours by name, such as racks of one pod, come one after the other."""
     named: dict[str, list[HostName]] = {}
     alone: list[list[HostName]] = []
     for host in hosts:
@@ -115,7 +116,7 @@ def _domains(hosts: Sequence[HostName], domain_of: Mapping[HostName, str]) -> li
             named.setdefault(domain_of[host], []).append(host)
         else:
             alone.append([host])
-    return [*named.values(), *alone]
+    return [*(named[domain] for domain in sorted(named)), *alone]
 
 
 def _count_groups(hosts: int, parity: int, group_size: int, domains: Sequence[int]) -> int:

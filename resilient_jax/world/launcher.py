@@ -84,6 +84,11 @@ class JobView:
         return self.generation.outcome if self.generation is not None else None
 
 
+def host_names(count: int) -> list[HostName]:
+    """Of a job on this machine."""
+    return [HostName(f"host-{index}") for index in range(count)]
+
+
 class Launcher:
     """Runs one job. `run` is its whole life; `view` may be read meanwhile.
 
@@ -149,7 +154,7 @@ class Launcher:
                 log.close()
 
     async def _run_hosts(self) -> Outcome:
-        names = [HostName(f"host-{index}") for index in range(self._settings.hosts)]
+        names = host_names(self._settings.hosts)
         hosts = [asyncio.create_task(self._run_host(name, index)) for index, name in enumerate(names)]
         try:
             await self._wait_end(hosts)
