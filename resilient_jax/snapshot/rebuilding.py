@@ -1,12 +1,13 @@
 """Bytes of a part that is gone, computed from the stripes that its chunks are in; from any k of the shards left."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from resilient_jax.erasure import Buffer, Kernel, ReedSolomon, decode
+from resilient_jax.erasure import Kernel, ReedSolomon, decode
 from resilient_jax.erasure_kernels import choose_kernel
 from resilient_jax.errors import ResilientJaxError, SnapshotLost
 from resilient_jax.ids import HostName
@@ -79,6 +80,8 @@ class GroupReader:
         self._fetching = fetching
         fitting = BUFFER_BYTES // self._code.k // self._block * self._block
         self._span = min(SPAN_BYTES, max(self._block, fitting))
+        self._spare: deque[bytearray] = deque()
+        """Of one span each, to be used again: the kernel would clear the memory of new ones."""
         self._choosing = threading.Lock()  # guards _kernel
         self._kernel: Kernel | None = None
 
@@ -111,6 +114,7 @@ class GroupReader:
             stripe = stripe_of_chunk(member, chunk, self._code.n, self._code.m)
             present = self._gather(stripe, chunk, _Range(within, following - cut, verify=verify), without)
             decode(self._code, self._get_kernel(), present, {chunk: out[cut - offset : following - offset]})
+            self._spare.extend(cast(bytearray, view.obj) for view in present.values())
 
     def _cuts(self, start: int, stop: int) -> list[int]:
         """Where to cut a range of a part so that every piece is in one chunk, and in one span."""
@@ -122,9 +126,9 @@ class GroupReader:
 
     def _gather(
         self, stripe: int, wanted: int, part: _Range, without: frozenset[HostName]
-    ) -> dict[int, Buffer]:
+    ) -> dict[int, memoryview]:
         """A range of k other shards of a stripe, fetched at the same time; who fails is replaced if somebody can."""
-        present: dict[int, Buffer] = {}
+        present: dict[int, memoryview] = {}
         reasons: dict[HostName, str] = {}
         waiting: list[Shard] = []
         for shard in self._shards(stripe):
@@ -135,7 +139,7 @@ class GroupReader:
                 and shard.offset + part.start >= self._manifests[shard.host].part_bytes
             ):
                 # Behind the end of a short part all is zero, whoever has it.
-                present[shard.number] = bytes(part.length)
+                present[shard.number] = self._take_buffer(part.length, 0)
             elif shard.host in without:
                 reasons[shard.host] = "it is left out"
             elif shard.host not in self._survivors and not self._is_own(shard):
@@ -159,21 +163,30 @@ class GroupReader:
 
     def _ask(
         self, candidates: Iterator[Shard], count: int, part: _Range
-    ) -> list[tuple[Shard, Future[Buffer]]]:
+    ) -> list[tuple[Shard, Future[memoryview]]]:
         asked = zip(range(count), candidates, strict=False)
         return [(shard, self._fetching.submit(self._fetch, shard, part)) for _, shard in asked]
 
-    def _fetch(self, shard: Shard, part: _Range) -> Buffer:
-        offset = shard.offset + part.start
-        data = bytearray(part.length)
-        inside = memoryview(data)
+    def _take_buffer(self, length: int, filled: int) -> memoryview:
+        """Zeros after the bytes that the caller will fill."""
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            return memoryview(bytearray(self._span))[:length]
+        if filled < length:
+            buffer[filled:length] = bytes(length - filled)
+        return memoryview(buffer)[:length]
+
+    def _fetch(self, shard: Shard, part: _Range) -> memoryview:
+        offset, inside = shard.offset + part.start, part.length
         if shard.region is Region.PART:  # behind its end all is zero
-            inside = inside[: self._manifests[shard.host].part_bytes - offset]
+            inside = min(inside, self._manifests[shard.host].part_bytes - offset)
+        data = self._take_buffer(part.length, inside)
         if self._own is not None and self._is_own(shard):
-            self._own.copy_into(offset, inside)
+            self._own.copy_into(offset, data[:inside])
         else:
             self._survivors.read_into(
-                shard.host, offset, inside, region=shard.region, row=shard.row, verify=part.verify
+                shard.host, offset, data[:inside], region=shard.region, row=shard.row, verify=part.verify
             )
         return data
 
