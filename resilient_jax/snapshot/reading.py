@@ -97,6 +97,11 @@ class SnapshotReader:
         self._own = self._open_own(host, local)
 
     @property
+    def local_host(self) -> HostName | None:
+        """Whose part is in memory here, if one is."""
+        return self._own.manifest.host if self._own is not None else None
+
+    @property
     def bytes_local(self) -> int:
         """Given so far from this host's own memory."""
         return self._given[Origin.LOCAL]

@@ -42,6 +42,8 @@ class Arena:
 
     # As a reader of all parts.
 
+    local_host = None
+
     def manifests(self):
         return dict(self.done)
 

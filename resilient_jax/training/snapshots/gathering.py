@@ -75,13 +75,16 @@ class Gatherer:
                     f"{self._leaves[target.leaf].path} from {list(target.box.start)} to {list(target.box.stop)}, "
                     "expected each once; it was not taken by hosts that agreed"
                 )
-        stretches = [
-            _Stretch(host, some)
-            for host in sorted(wants)
-            for some in _merge(sorted(wants[host], key=_extent))
-        ]
-        for batch in _batches(stretches):
+        for batch in _batches(self._stretches(wants)):
             self._read(batch)
+
+    def _stretches(self, wants: Mapping[HostName, list[_Want]]) -> Iterator["_Stretch"]:
+        for host in sorted(wants):
+            ordered = sorted(wants[host], key=_extent)
+            if host == self._reader.local_host:  # reads cost nothing there, copies do
+                yield from (_Stretch(host, [want]) for want in ordered)
+            else:
+                yield from (_Stretch(host, some) for some in _merge(ordered))
 
     def _read(self, batch: Sequence["_Stretch"]) -> None:
         """Into the targets where they lie in one piece, else into the scratch and from there."""

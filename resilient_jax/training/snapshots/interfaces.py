@@ -38,6 +38,11 @@ class PartReader(Protocol):
         """What is in each host's part."""
         ...
 
+    @property
+    def local_host(self) -> HostName | None:
+        """Whose part is in memory here."""
+        ...
+
     def read_all(self, reads: Iterable[Read]) -> None:
         """Fills all targets with verified bytes."""
         ...
