@@ -65,12 +65,12 @@ class PartContents(msgspec.Struct, frozen=True):
     Attributes:
         leaves: all leaves of the state, the same on every host.
         pieces: what is in this part.
-        extra: leaves that are no arrays; opaque here.
+        texts: leaves that are no arrays, by path; the same on every host.
     """
 
     leaves: tuple[LeafInfo, ...] = ()
     pieces: tuple[Piece, ...] = ()
-    extra: bytes = b""
+    texts: dict[str, str] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -64,10 +64,16 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
-    """The state after `step` committed steps."""
+    """The state after `step` committed steps.
+
+    Attributes:
+        leaves: its arrays.
+        texts: its leaves that are text, by path; the same on every host.
+    """
 
     step: int
     leaves: tuple[Leaf, ...]
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -84,15 +90,33 @@ def _is_here(value: jax.Array | np.ndarray) -> bool:
 
 
 def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
-    """Takes hold of a pytree of arrays. The caller must not donate or change them while it is held.
+    """Takes hold of a pytree of arrays and texts. The caller must not donate or change them while it is held.
 
     Raises:
-        StateError: a leaf is no array or number, or was deleted (donated); names it.
+        StateError: a leaf is no array, number or text, or was deleted (donated); names it.
     """
     paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = [(jax.tree_util.keystr(path), value) for path, value in paths_and_values]
     return HeldState(
         step=step,
-        leaves=tuple(_leaf(jax.tree_util.keystr(path), value) for path, value in paths_and_values),
+        leaves=tuple(_leaf(path, value) for path, value in named if not isinstance(value, str)),
+        texts={path: value for path, value in named if isinstance(value, str)},
+    )
+
+
+def describe(init: Callable[[], Tree]) -> Tree:
+    """What `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; texts are as it makes them."""
+    made: list[Any] = []
+
+    def make_arrays() -> list[Any]:
+        made[:] = jax.tree_util.tree_flatten(init())
+        return [None if isinstance(leaf, str) else leaf for leaf in made[0]]
+
+    abstract = jax.eval_shape(make_arrays)
+    leaves, structure = made
+    return jax.tree_util.tree_unflatten(
+        structure,
+        [text if isinstance(text, str) else array for text, array in zip(leaves, abstract, strict=True)],
     )
 
 
@@ -113,8 +137,8 @@ def _leaf(path: str, value: object) -> Leaf:
     array = np.asarray(value)
     if array.dtype == object or array.dtype.kind in "USO":
         raise StateError(
-            f"the state's leaf {path} is a {type(value).__name__}; a state holds arrays and numbers only. Keep "
-            "other things outside of it, they are the same on every host"
+            f"the state's leaf {path} is a {type(value).__name__}; a state holds arrays, numbers and texts only. "
+            "Keep other things outside of it, they are the same on every host"
         )
     return Leaf(path=path, value=_as_jax_has_it(path, array))
 
@@ -175,7 +199,7 @@ def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> T
     """The held state in the tree of `abstract`, placed for the present mesh.
 
     Args:
-        abstract: the tree with `jax.ShapeDtypeStruct` leaves, as `jax.eval_shape` gives it.
+        abstract: as `describe` gives it.
         held: leaves on devices are reused without a copy wherever they already lie right.
         sharding: where each leaf goes; None: this process's first device, or where it lies already.
 
@@ -183,7 +207,7 @@ def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> T
         StateError: structure, shape or dtype differ; names the first leaf that does.
     """
     by_path = {leaf.path: leaf for leaf in held.leaves}
-    matched = match(abstract, {path: leaf.type for path, leaf in by_path.items()}, sharding)
+    matched = match(abstract, {path: leaf.type for path, leaf in by_path.items()}, held.texts, sharding)
     return matched.build([_place(path, by_path[path].value, target) for path, target in matched.leaves])
 
 
@@ -192,9 +216,9 @@ class Matched(Generic[Tree]):
     """A state that fits what the init function makes, still without its values.
 
     Attributes:
-        leaves: path and sharding of each leaf's data, in the tree's order.
-        types: what each leaf is held as.
-        tree: with abstract leaves.
+        leaves: path and sharding of the data of each leaf that is an array, in the tree's order.
+        types: what each of them is held as.
+        tree: with abstract leaves; texts are those that were held.
     """
 
     leaves: tuple[tuple[str, Sharding | None], ...]
@@ -203,29 +227,34 @@ class Matched(Generic[Tree]):
 
     def build(self, arrays: Sequence[jax.Array]) -> Tree:
         """The tree with these arrays, in the order of `leaves`. The raw data of random keys becomes keys."""
-        values = [
+        values = iter(
             array if held.key_impl is None else jax.random.wrap_key_data(array, impl=held.key_impl)
             for held, array in zip(self.types, arrays, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.tree), values)
+        )
+        return jax.tree_util.tree_map(lambda leaf: leaf if isinstance(leaf, str) else next(values), self.tree)
 
 
-def match(abstract: Tree, held: Mapping[str, LeafType], sharding: ShardingRule | None) -> Matched[Tree]:
+def match(
+    abstract: Tree, held: Mapping[str, LeafType], texts: Mapping[str, str], sharding: ShardingRule | None
+) -> Matched[Tree]:
     """Which held leaf goes where in the tree of `abstract`.
 
     Args:
-        abstract: the tree with `jax.ShapeDtypeStruct` leaves.
-        held: by path.
+        abstract: as `describe` gives it.
+        held: what arrays are held as, by path.
+        texts: that are held, by path.
         sharding: where each leaf goes; that of a key's data is the key's own.
 
     Raises:
         StateError: structure, shape or dtype differ; names the first leaf that does.
     """
-    paths_and_wanted, _ = jax.tree_util.tree_flatten_with_path(abstract)
-    wanted_paths = [jax.tree_util.keystr(path) for path, _ in paths_and_wanted]
-    _check_same_paths(wanted_paths, list(held))
+    paths_and_wanted, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    all_wanted = {jax.tree_util.keystr(path): wanted for path, wanted in paths_and_wanted}
+    arrays = {path: wanted for path, wanted in all_wanted.items() if not isinstance(wanted, str)}
+    _check_same_paths(list(arrays), list(held))
+    _check_same_paths(list(all_wanted.keys() - arrays.keys()), list(texts))
     leaves = []
-    for path, (_, wanted) in zip(wanted_paths, paths_and_wanted, strict=True):
+    for path, wanted in arrays.items():
         found = held[path].as_seen()
         if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             raise StateError(
@@ -233,7 +262,10 @@ def match(abstract: Tree, held: Mapping[str, LeafType], sharding: ShardingRule |
                 f"makes {wanted.dtype}{list(wanted.shape)}; both must describe the same model"
             )
         leaves.append((path, sharding(path, wanted) if callable(sharding) else sharding))
-    return Matched(tuple(leaves), tuple(held[path] for path in wanted_paths), abstract)
+    tree = jax.tree_util.tree_unflatten(
+        structure, [texts.get(path, leaf) for path, leaf in all_wanted.items()]
+    )
+    return Matched(tuple(leaves), tuple(held[path] for path in arrays), tree)
 
 
 def _check_same_paths(wanted: list[str], found: list[str]) -> None:
@@ -287,5 +319,5 @@ def place_initial(tree: Tree, sharding: ShardingRule | None) -> Tree:
     Also committed like one: a program compiled for arrays that may lie anywhere is compiled again for arrays
     that lie there, and that would be in the stall after the first failure.
     """
-    abstract = jax.eval_shape(lambda: tree)
+    abstract = describe(lambda: tree)
     return restore(abstract, to_host(hold(0, tree)), sharding)

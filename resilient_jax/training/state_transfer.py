@@ -44,10 +44,11 @@ class LeafHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The manifest (first), then bytes of the leaves, in its order."""
+    """The manifest (first) and what is no array, then bytes of the leaves, in its order."""
 
     step: int = 0
     manifest: tuple[LeafHeader, ...] | None = None
+    texts: dict[str, str] = {}
     data: bytes = b""
 
 
@@ -89,6 +90,7 @@ class StateServer:
         views = [array.reshape(-1).view(np.uint8) for array in arrays]
         yield FetchPart(
             step=state.step,
+            texts=dict(state.texts),
             manifest=tuple(
                 LeafHeader(
                     path=leaf.path,
@@ -169,7 +171,7 @@ def _fetch_from(
                     f"{header.crc32:08x}; the bytes were changed on the way or in memory"
                 )
             leaves.append(Leaf(path=header.path, value=array, key_impl=header.key_impl))
-        return HeldState(step=head.step, leaves=tuple(leaves))
+        return HeldState(step=head.step, leaves=tuple(leaves), texts=head.texts)
 
 
 class _Bytes:

@@ -15,7 +15,14 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.fault_points import ANY_INDEX, FaultPoints, Place
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.training.held_state import HeldState, ShardingRule, hold, place_initial, restore
+from resilient_jax.training.held_state import (
+    HeldState,
+    ShardingRule,
+    describe,
+    hold,
+    place_initial,
+    restore,
+)
 from resilient_jax.training.jax_runtime.handles import Device
 from resilient_jax.training.snapshots.keeping import SnapshotKeeper
 from resilient_jax.training.snapshots.restoring import restore_snapshot
@@ -183,7 +190,7 @@ class World:
         """The state to go on from: what was committed last, else `init()`.
 
         Args:
-            init: makes the initial state, a pytree of arrays; must be deterministic, every host calls it.
+            init: makes the initial state, a pytree of arrays and texts; must be deterministic, every host calls it.
                 Called abstractly (for the tree's shape) when there is a state already.
             sharding: where leaves shall lie; None: where they lie, or this host's first device. Required
                 for leaves on a mesh of several hosts, because that mesh has changed.
@@ -197,7 +204,7 @@ class World:
         held = self._holder.state
         if held is None:
             return place_initial(init(), sharding)
-        return restore(jax.eval_shape(init), held, sharding)
+        return restore(describe(init), held, sharding)
 
     def _restore_snapshot(
         self, plan: SnapshotPlan, init: Callable[[], Tree], sharding: ShardingRule | None
@@ -205,7 +212,7 @@ class World:
         assert self._snapshots is not None, "only an agent's worker is told of a snapshot"
         started_s = time.monotonic()
         with contextlib.closing(self._snapshots.open_reader(plan)) as reader:
-            _, state, _ = restore_snapshot(jax.eval_shape(init), reader, sharding, reach=self._reach_at)
+            _, state = restore_snapshot(describe(init), reader, sharding, reach=self._reach_at)
             self._link.happened(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,

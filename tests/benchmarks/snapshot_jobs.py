@@ -132,7 +132,7 @@ class Job:
             note=lambda *_, **__: None,
         )
         with contextlib.closing(reader):
-            _, restored, _ = restore_snapshot(abstract, reader, lambda *_: sharding)
+            _, restored = restore_snapshot(abstract, reader, lambda *_: sharding)
             jax.block_until_ready(restored)
             took_s = time.perf_counter() - began_s
         state.check(restored)

@@ -25,6 +25,7 @@ def make_state() -> HeldState:
         "scalar": jnp.float32(3.0),
         "empty": jnp.zeros((0, 2)),
         "key": jnp.arange(4, dtype=jnp.uint32),
+        "text": "byte_lm",
     }
     return to_host(hold(17, tree))
 
@@ -42,7 +43,7 @@ def fetch(sources: list[Source], first: int = 0) -> tuple[HeldState, list[tuple[
 
 
 def assert_same(one: HeldState, other: HeldState) -> None:
-    assert one.step == other.step
+    assert (one.step, one.texts) == (other.step, other.texts)
     for a, b in zip(one.leaves, other.leaves, strict=True):
         assert (a.path, a.value.dtype, a.value.shape) == (b.path, b.value.dtype, b.value.shape)
         np.testing.assert_array_equal(np.asarray(a.value), np.asarray(b.value))

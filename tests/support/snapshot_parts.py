@@ -132,14 +132,15 @@ def snapshot_id(step=3, generation=1):
     return SnapshotId(step, GenerationNumber(generation))
 
 
-def take(state, hosts, host_of, *, extra=b"", threads=1, step=3):
+def take(state, hosts, host_of, *, threads=1, step=3):
     """A complete snapshot of a state, by captures of all hosts."""
-    leaves = hold(step, state).leaves
+    held = hold(step, state)
+    leaves = held.leaves
     state_cut = cut_state(leaves, host_of, hosts)
     arena, notes = Arena(state_cut.part_bytes), Notes()
     captures = [Capture(arena.of(host), host, notes, threads=threads) for host in hosts]
     for capture in captures:
-        capture.start(snapshot_id(step), state_cut, leaves, extra)
+        capture.start(snapshot_id(step), state_cut, leaves, held.texts)
     with notes.changed:  # a part is complete a moment after its arrays are read
         assert notes.changed.wait_for(lambda: len(notes.events) == len(hosts), DEADLINE_S)
     assert sorted(arena.done) == sorted(hosts), notes.events

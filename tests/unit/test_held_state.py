@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import StateError
-from resilient_jax.training.held_state import hold, place_initial, restore, to_host
+from resilient_jax.training.held_state import describe, hold, place_initial, restore, to_host
 
 
 def make_state() -> dict:
@@ -79,9 +79,26 @@ def test_a_donated_leaf_is_refused_by_its_path() -> None:
         hold(1, {"x": array})
 
 
-def test_a_leaf_that_is_no_array_is_refused_by_its_path() -> None:
-    with pytest.raises(StateError, match=r"leaf \['name'\] is a str; a state holds arrays and numbers only"):
-        hold(1, {"name": "llama"})
+def test_a_leaf_that_is_no_array_nor_text_is_refused_by_its_path() -> None:
+    with pytest.raises(
+        StateError, match=r"leaf \['name'\] is a object; a state holds arrays, numbers and texts only"
+    ):
+        hold(1, {"name": object()})
+
+
+def test_texts_are_kept_as_they_are_and_their_places_must_fit() -> None:
+    def init() -> dict[str, object]:
+        return {"name": "nobody", "x": jnp.zeros(2)}
+
+    assert describe(init) == {"name": "nobody", "x": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    held = to_host(hold(1, {"name": "llama", "x": jnp.ones(2)}))
+    restored = restore(describe(init), held, None)
+    assert restored["name"] == "llama"
+    np.testing.assert_array_equal(restored["x"], np.ones(2))
+    with pytest.raises(StateError, match=r"missing \[\"\['name'\]\"\]"):
+        restore(describe(init), hold(1, {"x": jnp.ones(2)}), None)
+    with pytest.raises(StateError, match=r"missing \[\"\['x'\]\"\]"):  # a text where an array should be
+        restore(describe(init), hold(1, {"name": "llama", "x": "two"}), None)
 
 
 def test_another_structure_is_refused_by_the_first_paths_that_differ() -> None:

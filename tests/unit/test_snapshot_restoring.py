@@ -27,7 +27,7 @@ from snapshot_parts import (
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.snapshot.manifest import Manifest
-from resilient_jax.training.held_state import hold, to_host
+from resilient_jax.training.held_state import describe, hold, to_host
 from resilient_jax.training.held_state import restore as restore_held
 from resilient_jax.training.snapshots import gathering, restoring
 from resilient_jax.training.snapshots.boxes import whole
@@ -48,7 +48,7 @@ def test_a_state_comes_back_bit_for_bit_on_another_random_mesh(data, count):
     state = data.draw(states())
     arena = take_by(count, state)
     targets = {f"['{name}']": data.draw(shardings(leaf.shape)) for name, leaf in state.items()}
-    step, restored, _ = restore_snapshot(abstract_of(state), arena, lambda path, leaf: targets[path])
+    step, restored = restore_snapshot(abstract_of(state), arena, lambda path, leaf: targets[path])
     assert step == 3
     arena.overwrite()
     assert_same(restored, state)
@@ -83,7 +83,7 @@ def all_dtypes():
 def test_every_kind_of_leaf_comes_back(count):
     state = all_dtypes()
     arena = take_by(count, state)
-    _, restored, _ = restore_snapshot(abstract_of(state), arena, None)
+    _, restored = restore_snapshot(abstract_of(state), arena, None)
     arena.overwrite()
     expected = restore_held(abstract_of(state), to_host(hold(3, state)), None)
     assert_same(restored, expected)
@@ -96,7 +96,7 @@ def test_random_keys_come_back_with_their_sharding_and_draw_the_same():
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), P("x"))
     keys = jax.random.split(jax.random.key(5), 8)
     arena = take_by(4, {"keys": jax.device_put(keys, NamedSharding(sharding.mesh, P(("x", "y"))))})
-    _, restored, _ = restore_snapshot(jax.eval_shape(lambda: {"keys": keys}), arena, sharding)
+    _, restored = restore_snapshot(jax.eval_shape(lambda: {"keys": keys}), arena, sharding)
     assert restored["keys"].sharding == sharding
     draw = jax.vmap(lambda key: jax.random.normal(key, (3,)))
     assert np.array_equal(draw(restored["keys"]), draw(keys))
@@ -106,7 +106,7 @@ def test_restored_arrays_do_not_change_when_the_next_snapshot_is_written():
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     state = {"w": put(values((64, 1000), "float32", 1), sharding), "b": jnp.ones(100_000)}
     arena = take_by(4, state)
-    _, restored, _ = restore_snapshot(
+    _, restored = restore_snapshot(
         abstract_of(state), arena, lambda p, leaf: NamedSharding(sharding.mesh, P())
     )
     before = [plain(leaf) for leaf in jax.tree.leaves(restored)]
@@ -122,7 +122,7 @@ def test_donating_a_restored_array_changes_no_other():
     everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = {"w": put(values((100, 64), "float32", 1), everywhere)}
     arena = take_by(2, state)
-    _, restored, _ = restore_snapshot(abstract_of(state), arena, everywhere)
+    _, restored = restore_snapshot(abstract_of(state), arena, everywhere)
     shards = [shard.data for shard in restored["w"].addressable_shards]
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     ends = [jax.block_until_ready(overwrite(shards[device])) for device in (0, 3)]
@@ -163,7 +163,7 @@ def test_columns_of_long_rows_are_read_without_what_lies_between():
 def test_many_small_leaves_take_few_reads():
     state = {f"leaf{i}": jnp.full((10,), i, jnp.float32) for i in range(200)}
     arena = take_by(4, state)
-    _, restored, _ = restore_snapshot(abstract_of(state), arena, None)
+    _, restored = restore_snapshot(abstract_of(state), arena, None)
     assert_same(restored, state)
     assert arena.reads == 4, "one for each host"
 
@@ -182,25 +182,29 @@ def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
         patch.setattr(gathering, "GAP_BYTES", gap_bytes)
         patch.setattr(restoring, "BATCH_BYTES", read_bytes)
         target = data.draw(shardings(shape))
-        _, restored, _ = restore_snapshot(abstract_of(state), arena, target)
+        _, restored = restore_snapshot(abstract_of(state), arena, target)
     assert_same(restored, state)
 
 
-def test_what_went_with_the_snapshot_comes_back_with_it():
-    arena = take_by(2, {"w": jnp.ones(4)}, extra=b"cursor 17", step=12)
+def test_texts_come_back_with_the_arrays_and_the_step():
+    state = {"name": "byte_lm", "w": jnp.ones(4), "nested": ["a", jnp.zeros(2)]}
+    arena = take_by(2, state, step=12)
     places = []
-    step, _, extra = restore_snapshot(
-        jax.eval_shape(lambda: {"w": jnp.ones(4)}),
-        arena,
-        None,
-        reach=lambda place, step: places.append((place, step)),
+
+    def init():
+        return {"name": "", "w": jnp.zeros(4), "nested": ["", jnp.ones(2)]}
+
+    step, restored = restore_snapshot(
+        describe(init), arena, None, reach=lambda place, step: places.append((place, step))
     )
-    assert (step, extra) == (12, b"cursor 17")
+    assert step == 12
+    assert [restored["name"], restored["nested"][0]] == ["byte_lm", "a"]
+    assert_same([restored["w"], restored["nested"][1]], [state["w"], state["nested"][1]])
     assert places == [(Place.DURING_RESTORE, 12)]
 
 
 def test_a_state_without_leaves_comes_back():
-    assert restore_snapshot({}, take_by(2, {}), None) == (3, {}, b"")
+    assert restore_snapshot({}, take_by(2, {}), None) == (3, {})
 
 
 @pytest.mark.parametrize(

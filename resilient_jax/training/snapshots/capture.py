@@ -9,7 +9,8 @@ import enum
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,6 +31,7 @@ from resilient_jax.training.snapshots.sources import Task, is_on_accelerator, pl
 SLOT_DEADLINE_S: Final = 2.0
 """How long a snapshot waits for the one before: longer, and parity does not keep up with training."""
 CHECK_INTERVAL_S: Final = 0.02
+NO_TEXTS: Final[Mapping[str, str]] = types.MappingProxyType({})
 
 
 class _Phase(enum.Enum):
@@ -45,7 +47,7 @@ class _Order:
     id: SnapshotId
     state_cut: StateCut
     leaves: Sequence[Leaf]
-    extra: bytes
+    texts: Mapping[str, str]
     tasks: list[Task] | None
     """None: still to be found out, from the leaves."""
     started_s: float = field(default_factory=time.monotonic)
@@ -114,20 +116,26 @@ class Capture:
 
     # For the main thread.
 
-    def start(self, id: SnapshotId, state_cut: StateCut, leaves: Sequence[Leaf], extra: bytes = b"") -> None:
+    def start(
+        self,
+        id: SnapshotId,
+        state_cut: StateCut,
+        leaves: Sequence[Leaf],
+        texts: Mapping[str, str] = NO_TEXTS,
+    ) -> None:
         """Begins to take a snapshot, unless one before it still reads its arrays. Returns at once.
 
         Args:
             id: of the snapshot.
             state_cut: who copies what.
             leaves: of the state, computed.
-            extra: goes into the manifest: leaves that are no arrays.
+            texts: leaves that are no arrays; they go into the manifest.
 
         Raises:
             StateError: the state is not the one that was cut.
         """
         check_fits(state_cut, leaves)
-        order = _Order(id, state_cut, leaves, extra, None)
+        order = _Order(id, state_cut, leaves, texts, None)
         with self._changed:
             reading = next((order for order in self._orders if order.is_reading), None)
         if reading is not None:
@@ -282,7 +290,7 @@ class Capture:
         with self._changed:
             _check(order)
             order.phase = _Phase.FINISHING  # from here on `cancel` comes too late
-        contents = PartContents(order.state_cut.leaves, order.state_cut.pieces[self._host], order.extra)
+        contents = PartContents(order.state_cut.leaves, order.state_cut.pieces[self._host], dict(order.texts))
         self._server.finish(order.id, contents)
 
     def _abandon(self, id: SnapshotId) -> None:

@@ -119,7 +119,7 @@ class SnapshotKeeper:
         self._blocked_s = 0.0
         """By the snapshots of this generation."""
 
-    def take(self, world: Members, held: HeldState, extra: bytes = b"") -> None:
+    def take(self, world: Members, held: HeldState) -> None:
         """Begins a snapshot of the committed state, if one is due; every host must call it after the same steps.
 
         Raises:
@@ -132,13 +132,13 @@ class SnapshotKeeper:
         if opened.every is None and held.step >= opened.first_step + MEASURED_STEPS:
             opened.every = self._agree_on_interval(world, opened)
         if opened.newest is None or held.step >= opened.newest.step + (opened.every or 1):
-            self._take(opened, held, extra)
+            self._take(opened, held)
 
-    def _take(self, opened: _Opened, held: HeldState, extra: bytes) -> None:
+    def _take(self, opened: _Opened, held: HeldState) -> None:
         self.finish_copy()
         started_s = time.monotonic()
         opened.newest = SnapshotId(held.step, opened.layout.generation)
-        self._capture.start(opened.newest, opened.cut, held.leaves, extra)
+        self._capture.start(opened.newest, opened.cut, held.leaves, held.texts)
         self._blocked_s += time.monotonic() - started_s
 
     def finish_copy(self) -> None:
@@ -166,7 +166,7 @@ class SnapshotKeeper:
             return None
         wanted = SnapshotId(held.step, generation)
         if opened.newest != wanted:
-            self._take(opened, held, b"")  # it was not due
+            self._take(opened, held)  # it was not due
         end_s = time.monotonic() + COMMIT_DEADLINE_S
         while time.monotonic() < end_s:
             self._line.check()

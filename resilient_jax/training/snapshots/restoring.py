@@ -34,17 +34,17 @@ of a slab lives as long as one array in it; after a step of training none does."
 
 def restore_snapshot(
     abstract: Tree, reader: PartReader, sharding: ShardingRule | None, *, reach: Reach = reach_nothing
-) -> tuple[int, Tree, bytes]:
+) -> tuple[int, Tree]:
     """The snapshot's state in the tree of `abstract`, placed for the present mesh.
 
     Args:
-        abstract: the tree with `jax.ShapeDtypeStruct` leaves, as `jax.eval_shape` gives it.
+        abstract: as `held_state.describe` gives it.
         reader: of the parts of all hosts.
         sharding: where each leaf goes; None: this process's first device.
         reach: where a test may hold it.
 
     Returns:
-        How many steps are in it, the state, and what was given to the capture as `extra`, by the first host by name.
+        How many steps are in it, and the state.
 
     Raises:
         StateError: structure, shape or dtype differ; names the first leaf that does.
@@ -53,7 +53,12 @@ def restore_snapshot(
     """
     manifests = reader.manifests()
     first = _check_agree(manifests)
-    matched = match(abstract, {info.path: _type_of(info) for info in first.contents.leaves}, sharding)
+    matched = match(
+        abstract,
+        {info.path: _type_of(info) for info in first.contents.leaves},
+        first.contents.texts,
+        sharding,
+    )
     numbers = {info.path: number for number, info in enumerate(first.contents.leaves)}
     wanted = [
         _Wanted(numbers[path], first.contents.leaves[numbers[path]], target)
@@ -67,7 +72,7 @@ def restore_snapshot(
         arrays.extend(leaf.place() for leaf in batch)
         reach(Place.DURING_RESTORE, first.id.step)
         jax.block_until_ready(arrays)  # a batch in host memory at a time
-    return first.id.step, matched.build(arrays), first.contents.extra
+    return first.id.step, matched.build(arrays)
 
 
 def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
@@ -78,7 +83,11 @@ def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
     first = manifests[names[0]]
     for name in names[1:]:
         other = manifests[name]
-        if (other.id, other.contents.leaves) != (first.id, first.contents.leaves):
+        if (other.id, other.contents.leaves, other.contents.texts) != (
+            first.id,
+            first.contents.leaves,
+            first.contents.texts,
+        ):
             raise MessageError(
                 f"{name} has a part of snapshot {other.id} with {len(other.contents.leaves)} leaves, {names[0]} of "
                 f"{first.id} with {len(first.contents.leaves)}; expected parts of one state"
