@@ -1,0 +1,58 @@
+"""The shape of a model in a TOML file; `configs/` has those of published ones."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from resilient_jax.config import load
+from resilient_jax.errors import ConfigError
+from resilient_jax.planning.transformer import TransformerShape, count_parameters
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model file: what the model is called, where its sizes are from, and the sizes."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    source: Annotated[str, Meta(min_length=1)]
+    """Where the sizes were published."""
+    transformer: TransformerShape
+    parameters: Annotated[int, Meta(ge=1)] | None = None
+    """The published number; sizes that give another are refused."""
+
+    def __post_init__(self) -> None:
+        if self.parameters is not None and (counted := count_parameters(self.transformer)) != self.parameters:
+            raise ValueError(
+                f"parameters = {self.parameters:_}, but the sizes in [transformer] give {counted:_}"
+            )
+
+
+def load_model_shape(path: str | Path) -> ModelShape:
+    """Gives the shape of a model from a TOML file, such as `configs/llama3_70b.toml`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a model's; the message names file and key.
+    """
+    try:
+        return load(path, ModelShape)
+    except ConfigError as error:
+        if keys := _find_foreign_keys(path):
+            raise ConfigError(
+                f"{path}: found {', '.join(keys)} and no table [transformer], expected the shape of a model. Settings "
+                "of a job, a script or a mesh are no model; configs/llama3_70b.toml is one"
+            ) from error
+        raise
+
+
+def _find_foreign_keys(path: str | Path) -> list[str]:
+    """Keys of a TOML file that says nothing of a transformer; none if it does, or is no TOML at all."""
+    try:
+        values = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [] if "transformer" in values else [f"'{key}'" for key in values]

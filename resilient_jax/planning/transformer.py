@@ -1,0 +1,142 @@
+"""The sizes of a decoder-only transformer, and from them its parameters, exactly.
+
+Each layer is attention and a feed-forward network, both after a norm and added to their input (Xiong et al. 2020,
+https://arxiv.org/abs/2002.04745). Key and value heads may be fewer than query heads (Ainslie et al. 2023,
+https://arxiv.org/abs/2305.13245); the feed-forward network may be gated (Shazeer 2020, https://arxiv.org/abs/2002.05202)
+or be several experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from resilient_jax.planning.profile import Part
+
+Size = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+Layers = Annotated[int, Meta(ge=1, le=100_000)]
+
+
+class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sizes of a decoder-only transformer. Checked by `load_model_shape`, not by calling the class.
+
+    Example:
+        >>> gpt2 = TransformerShape(layers=12, width=768, heads=12, kv_heads=12, head_dim=64, feed_forward=3072,
+        ...                         vocabulary_tokens=50257, sequence_tokens=1024, gated=False, norm="layer",
+        ...                         biases="all", positions="table", tied_embedding=True)
+        >>> count_parameters(gpt2)
+        124439808
+    """
+
+    layers: Layers
+    width: Size
+    """Numbers that stand for a token between layers."""
+    heads: Size
+    """Of queries."""
+    kv_heads: Size
+    """Of keys and of values; fewer than `heads`: each serves several of them."""
+    head_dim: Size
+    feed_forward: Size
+    """Width inside the feed-forward network, of one expert if there are several."""
+    vocabulary_tokens: Size
+    sequence_tokens: Size
+    """In a sequence of training; also the rows of a table of positions."""
+    gated: bool = True
+    """The feed-forward network multiplies two projections up (SwiGLU): three matrices. False: two."""
+    norm: Literal["rms", "layer"] = "rms"
+    """`rms` has a scale, `layer` a scale and a bias."""
+    biases: Literal["none", "qkv", "all"] = "none"
+    """Of matrices inside layers: none, those to queries, keys and values, or all."""
+    positions: Literal["rotary", "table"] = "rotary"
+    """`table`: an embedding of each position, added to the token's."""
+    tied_embedding: bool = False
+    """The head uses the token embedding's matrix."""
+    experts: Size = 1
+    """Feed-forward networks in each layer; more than one: a router chooses."""
+    experts_per_token: Size = 1
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}")
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is more than experts = {self.experts}"
+            )
+
+
+class Parameter(NamedTuple):
+    """A parameter of a transformer, or one in each layer."""
+
+    path: str
+    parts: tuple[Part, ...]
+    names: tuple[str, ...]
+
+
+_NORMS = {"rms": ("scale",), "layer": ("scale", "bias")}
+
+
+def list_parameters(shape: TransformerShape) -> Iterator[Parameter]:
+    """Yields every parameter; those of `Part.LAYER` are in each layer."""
+    ends = (Part.EMBEDDING, Part.HEAD) if shape.tied_embedding else (Part.EMBEDDING,)
+    yield Parameter("embedding/tokens", ends, ("vocab", "embed"))
+    if shape.positions == "table":
+        yield Parameter("embedding/positions", (Part.EMBEDDING,), ("positions", "embed"))
+    yield from _list_layer(shape)
+    yield from (Parameter(f"head/norm/{kind}", (Part.HEAD,), ("embed",)) for kind in _NORMS[shape.norm])
+    if not shape.tied_embedding:
+        yield Parameter("head/kernel", (Part.HEAD,), ("embed", "vocab"))
+
+
+def _list_layer(shape: TransformerShape) -> Iterator[Parameter]:
+    part = (Part.LAYER,)
+    for norm in ("attention_norm", "feed_forward_norm"):
+        yield from (Parameter(f"layers/*/{norm}/{kind}", part, ("embed",)) for kind in _NORMS[shape.norm])
+    for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
+        yield Parameter(f"layers/*/attention/{name}/kernel", part, ("embed", heads, "head_dim"))
+        if shape.biases != "none":
+            yield Parameter(f"layers/*/attention/{name}/bias", part, (heads, "head_dim"))
+    yield Parameter("layers/*/attention/output/kernel", part, ("heads", "head_dim", "embed"))
+    if shape.biases == "all":
+        yield Parameter("layers/*/attention/output/bias", part, ("embed",))
+    yield from _list_feed_forward(shape)
+
+
+def _list_feed_forward(shape: TransformerShape) -> Iterator[Parameter]:
+    part, experts = (Part.LAYER,), () if shape.experts == 1 else ("experts",)
+    if experts:
+        yield Parameter("layers/*/feed_forward/router/kernel", part, ("embed", "router"))
+    for name in ("gate", "up") if shape.gated else ("up",):
+        yield Parameter(f"layers/*/feed_forward/{name}/kernel", part, (*experts, "embed", "mlp"))
+        if shape.biases == "all":
+            yield Parameter(f"layers/*/feed_forward/{name}/bias", part, (*experts, "mlp"))
+    yield Parameter("layers/*/feed_forward/down/kernel", part, (*experts, "mlp", "embed"))
+    if shape.biases == "all":
+        yield Parameter("layers/*/feed_forward/down/bias", part, (*experts, "embed"))
+
+
+def size_of(shape: TransformerShape, name: str) -> int:
+    """Gives the size of a dim by its logical name."""
+    match name:
+        case "vocab":
+            return shape.vocabulary_tokens
+        case "embed":
+            return shape.width
+        case "positions":
+            return shape.sequence_tokens
+        case "mlp":
+            return shape.feed_forward
+        case "router":
+            return shape.experts
+        case _:  # the others are called as the field
+            return getattr(shape, name)
+
+
+def count_parameters(shape: TransformerShape) -> int:
+    """Gives the number of parameters."""
+    return sum(
+        math.prod(size_of(shape, name) for name in parameter.names)
+        * (shape.layers if parameter.parts == (Part.LAYER,) else 1)
+        for parameter in list_parameters(shape)
+    )
