@@ -5,6 +5,8 @@ This process has eight devices. Each host's snapshot server is a process of its 
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +22,9 @@ from snapshot_servers import CREDENTIALS, Host, make_id, make_layout, running
 
 from resilient_jax.cli.bench.snapshot_figures import Memory
 from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotPlan, SnapshotSource
+from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
 from resilient_jax.snapshot.local import LocalServer
 from resilient_jax.snapshot.reading import SnapshotReader
 from resilient_jax.snapshot.slots import MEMFD_NAME
@@ -32,7 +37,7 @@ DEVICES = 8
 COLUMNS = 1024
 LARGE_ROWS, SMALL_ROWS = 2016, 56
 """Of a leaf: 8 MB, as the matrices of a model of a GB; eight and seven devices share them equally."""
-ITEM_BYTES = 4
+DTYPE = np.dtype(np.uint32)
 WAIT_S = 300.0
 SECTOR_BYTES = 512
 """What `st_blocks` counts."""
@@ -41,19 +46,24 @@ SECTOR_BYTES = 512
 # The state.
 
 
+def random_leaf(shape: tuple[int, int]) -> np.ndarray:
+    """Leaf 0; the others differ from it in known bits."""
+    return np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
+
+
 class State:
     """Leaves of random numbers on eight devices. Every leaf can be made again, to compare with what comes back."""
 
     def __init__(self, nbytes: int) -> None:
-        rows = LARGE_ROWS if nbytes >= LARGE_ROWS * COLUMNS * ITEM_BYTES else SMALL_ROWS
+        rows = LARGE_ROWS if nbytes >= LARGE_ROWS * COLUMNS * DTYPE.itemsize else SMALL_ROWS
         self.shape = (rows, COLUMNS)
-        self.count = max(1, round(nbytes / (rows * COLUMNS * ITEM_BYTES)))
-        self._random = np.random.default_rng(0).integers(0, 2**32, self.shape, np.uint32)
+        self.count = max(1, round(nbytes / (rows * COLUMNS * DTYPE.itemsize)))
+        self._random = random_leaf(self.shape)
         self.tree = {f"leaf{number:03}": self._put(number) for number in range(self.count)}
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.shape[0] * COLUMNS * ITEM_BYTES
+        return self.count * self.shape[0] * COLUMNS * DTYPE.itemsize
 
     def leaves(self) -> Sequence[Leaf]:
         return hold(0, self.tree).leaves
@@ -82,6 +92,49 @@ def on_devices(count: int) -> NamedSharding:
 
 
 # Hosts.
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one survivor restores: rows of every leaf.
+
+    Attributes:
+        number: of the survivor, among `of`.
+        shape: of a leaf.
+        leaves: how many there are.
+    """
+
+    plan: SnapshotPlan
+    host: HostName
+    number: int
+    of: int
+    shape: tuple[int, int]
+    leaves: int
+
+
+class Survivors:
+    """The workers of the hosts that are left, as processes."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[str]]) -> None:
+        self._children = children
+        self._expect("ready")
+
+    def restore(self) -> float:
+        """Seconds until every survivor has its share of the state; each is right."""
+        began_s = time.perf_counter()
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        self._expect("restored")
+        took_s = time.perf_counter() - began_s
+        self._expect("right")
+        return took_s
+
+    def _expect(self, word: str) -> None:
+        for child in self._children:
+            assert child.stdout is not None
+            said = child.stdout.readline()
+            assert said == f"{word}\n", said
 
 
 @dataclass(kw_only=True)
@@ -119,8 +172,7 @@ class Job:
             local: whether it may read its own server's memory; else it asks that server like any other.
             lost: hosts whose servers are gone, as everybody knows.
         """
-        sources = [SnapshotSource(host=h.name, server=h.endpoint) for h in self.hosts if h not in lost]
-        plan = SnapshotPlan(id=make_id(self.step), groups=self.layout.groups, sources=tuple(sources))
+        plan = self._plan(lost)
         abstract, sharding = state.abstract(), on_devices(devices)
         began_s = time.perf_counter()
         reader = SnapshotReader(
@@ -138,12 +190,56 @@ class Job:
         state.check(restored)
         return took_s
 
+    @contextlib.contextmanager
+    def survivors(self, state: "State", lost: Sequence[Host]) -> Iterator[Survivors]:
+        """Workers in place of this process's, on all hosts but the lost ones."""
+        left = [host for host in self.hosts if host not in lost]
+        with contextlib.ExitStack() as owned:
+            children = []
+            for number, host in enumerate(left):
+                share = Share(
+                    plan=self._plan(lost),
+                    host=host.name,
+                    number=number,
+                    of=len(left),
+                    shape=state.shape,
+                    leaves=state.count,
+                )
+                child = owned.enter_context(start_survivor(host, share))
+                owned.callback(child.kill)
+                children.append(child)
+            yield Survivors(children)
+
+    def _plan(self, lost: Sequence[Host]) -> SnapshotPlan:
+        sources = [SnapshotSource(host=h.name, server=h.endpoint) for h in self.hosts if h not in lost]
+        return SnapshotPlan(id=make_id(self.step), groups=self.layout.groups, sources=tuple(sources))
+
     def memory(self, parity: int) -> Memory:
         return Memory(
             hosts=len(self.hosts),
             parity=parity,
             part_bytes=sum(self.layout.part_bytes.values()),
             held_bytes=sum(held_bytes(host.process.pid) for host in self.hosts),
+        )
+
+
+def start_survivor(host: Host, share: Share) -> subprocess.Popen[str]:
+    with host.connect() as theirs:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("snapshot_survivor.py")),
+                msgspec.json.encode(share).decode(),
+            ],
+            env={
+                **os.environ,
+                "XLA_FLAGS": "",  # one device
+                SNAPSHOT_LINK_VARIABLE: str(theirs.fileno()),
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(theirs.fileno(),),
         )
 
 

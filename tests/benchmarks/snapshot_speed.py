@@ -21,9 +21,10 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
-from snapshot_jobs import DEVICES, State, job_of, on_devices
+from snapshot_jobs import DEVICES, Job, State, job_of, on_devices
 
 from resilient_jax.cli.bench.snapshot_figures import (
+    ALONE,
     DISK,
     LOCAL,
     PARITY,
@@ -74,6 +75,7 @@ class Bench:
             )
         self._try("Orbax save to tmpfs", 1.0, lambda: self._measure_saves(TMPFS, self._wanted.tmpfs))
         self._try("Orbax save to disk", 0.0, lambda: self._measure_saves(DISK, self._wanted.disk))
+        self._try("Orbax restore from disk", 1.0, self._measure_restore_from_disk)
         return Times(
             state_bytes=self._state.nbytes,
             processor=processor(),
@@ -138,15 +140,18 @@ class Bench:
                 self._add(counts, Task.COMMIT, group_name(hosts, parity), committed_s)
             self._memory.append(job.memory(parity))
             if (hosts, parity) == LOST_GROUP:
-                lost = job.hosts[-1]
-                lost.kill()
-                with saved(self._state, self._wanted.tmpfs) as checkpoint:
-                    for counts in self._rounds():
-                        seconds = job.restore(self._state, DEVICES - 1, local=True, lost=[lost])
-                        self._add(counts, Task.RESTORE, PARITY, seconds)
-                        self._add(
-                            counts, Task.ORBAX_RESTORE, TMPFS, time_orbax_restore(self._state, checkpoint)
-                        )
+                self._measure_loss(job)
+
+    def _measure_loss(self, job: Job) -> None:
+        state, lost = self._state, job.hosts[-1:]
+        for host in lost:
+            host.kill()
+        for counts in self._rounds():
+            self._add(counts, Task.RESTORE, ALONE, job.restore(state, DEVICES - 1, local=True, lost=lost))
+        with saved(state, self._wanted.tmpfs) as checkpoint, job.survivors(state, lost) as survivors:
+            for counts in self._rounds():
+                self._add(counts, Task.RESTORE, PARITY, survivors.restore())
+                self._add(counts, Task.ORBAX_RESTORE, TMPFS, time_orbax_restore(state, checkpoint))
 
     def _measure_saves(self, variant: str, folder: str) -> None:
         for counts in self._rounds():
@@ -159,6 +164,12 @@ class Bench:
                 self._add(counts, Task.ORBAX_SAVE, variant, time.perf_counter() - began_s)
                 self._add(counts, Task.ORBAX_BLOCKING, variant, started_s - began_s)
                 shutil.rmtree(path)
+
+    def _measure_restore_from_disk(self) -> None:
+        """Of what was just written, so out of the kernel's cache: the best case."""
+        with saved(self._state, self._wanted.disk) as checkpoint:
+            for counts in self._rounds():
+                self._add(counts, Task.ORBAX_RESTORE, DISK, time_orbax_restore(self._state, checkpoint))
 
 
 def time_copies(state: State, targets: dict[str, np.ndarray], threads: int) -> float:

@@ -30,7 +30,8 @@ def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
         "8 hosts, m = 4"
     }
     (seconds,) = figures["seconds"].values()
-    assert seconds["restore"].keys() == {"local arena", "peer", "parity"}
+    assert seconds["restore"].keys() == {"local arena", "peer", "parity", "parity, all by one"}
+    assert seconds["orbax restore"].keys() == {"tmpfs", "disk"}
     assert seconds["orbax save"].keys() == seconds["orbax blocking"].keys() == {"tmpfs", "disk"}
     for m in ("1", "2", "4"):
         memory = figures["memory_per_byte"][m]

@@ -11,7 +11,7 @@ import msgspec
 
 MB = 1_000_000
 GB = 1_000 * MB
-LOCAL, PEER, PARITY = "local arena", "peer", "parity"
+LOCAL, PEER, PARITY, ALONE = "local arena", "peer", "parity", "parity, all by one"
 TMPFS, DISK = "tmpfs", "disk"
 HOSTS_OF_MEMORY = 8
 """The group whose memory is compared with the formula."""
@@ -120,8 +120,8 @@ class SnapshotFigures(msgspec.Struct, frozen=True, kw_only=True):
         capture_of_copy: the one over the other, within a round, the median; by threads.
         blocking_ms_per_gb: of `Capture.start`, on one host that has all of the state.
         commit_s: by hosts and parity.
-        parity_restore_s: the whole state onto the devices of seven survivors of eight hosts, by one of them: an eighth
-            from its own memory, six from its peers, and the lost host's decoded.
+        parity_restore_s: one of eight hosts is lost; until each of the seven others has its seventh of the state on its
+            device: from its own memory, from peers, and the lost host's decoded. All hosts share the machine.
         orbax_restore_s: by plain Orbax from tmpfs, the same state onto the same devices.
         parity_of_orbax: time of the one over that of the other, within a round, the median.
         memory_per_byte: by m, in a group of eight.

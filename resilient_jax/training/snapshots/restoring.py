@@ -65,7 +65,7 @@ def restore_snapshot(
         for path, target in matched.leaves
     ]
     gatherer = Gatherer(reader, manifests)
-    slabs = _Slabs()
+    slabs = Slabs()
     arrays: list[jax.Array] = []
     for batch in _batches(wanted):
         gatherer.gather([target for leaf in batch for target in leaf.allocate(slabs)])
@@ -126,7 +126,7 @@ class _Wanted:
         """In this host's memory."""
         return sum(box.size for box in set(self._boxes.values())) * self._dtype.itemsize
 
-    def allocate(self, slabs: "_Slabs") -> list[Target]:
+    def allocate(self, slabs: "Slabs") -> list[Target]:
         """Memory for it, to be filled."""
         self._buffers = {box: slabs.take(box.shape, self._dtype) for box in set(self._boxes.values())}
         return [Target(self._number, box, self._buffers[box]) for box in sorted(self._buffers)]
@@ -145,7 +145,7 @@ class _Wanted:
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
 
 
-class _Slabs:
+class Slabs:
     """Memory that JAX takes as it is, where it can; small arrays share a slab."""
 
     def __init__(self) -> None:
