@@ -37,6 +37,7 @@ class EventKind(enum.StrEnum):
     STORE_REGAINED = "store.regained"
     GENERATION_PHASE = "generation.phase"
     GENERATION_REFUSED = "generation.refused"
+    STATE_LOST = "state.lost"
     JOB_FINISHED = "job.finished"
     # Snapshots: the job's side
     SNAPSHOT_SERVER_STARTED = "snapshot.server_started"
@@ -67,6 +68,7 @@ class EventKind(enum.StrEnum):
     CHECKPOINT_FAILED = "checkpoint.failed"
     CHECKPOINT_REFUSED = "checkpoint.refused"
     CHECKPOINT_RESTORED = "checkpoint.restored"
+    CHECKPOINTS_UNSEEN = "checkpoints.unseen"
     # the worker's way through a change
     COLLECTIVE_FAILED = "collective.failed"
     COLLECTIVES_ABORTED = "collectives.aborted"

@@ -81,6 +81,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds between two failures anywhere in the job, as expected; used by `snapshot_every = "auto"`.
     Three hours: Llama 3's training on 16,384 GPUs."""
 
-    on_state_lost: Literal["stop", "restart"] = "stop"
-    """When every holder of the training state died at once, and no snapshot can be restored: `stop` with an
-    error, or `restart` training from its initial state or its checkpoint. Starting over is never done unasked."""
+    on_state_lost: Literal["checkpoint", "stop", "restart"] = "checkpoint"
+    """When every holder of the training state died at once, and no snapshot can be restored: `checkpoint`: go on from
+    the newest checkpoint on storage, and stop with an error if there is none; `stop`: do so although there is one;
+    `restart`: begin with the initial state if there is none. Starting over is never done unasked."""

@@ -84,6 +84,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
+class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a job was in no host's memory any more, and where the job goes on nevertheless.
+
+    Attributes:
+        step: how many steps were committed.
+        at_least: nobody is left who knows whether there were more.
+        reason: what is lost and what survives.
+        checkpoint: newest that a host sees on storage; None: the job begins with its initial state, as it was told to.
+    """
+
+    step: int
+    at_least: bool
+    reason: str
+    checkpoint: int | None = None
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """The agreed membership. Only the leader writes it, by a transaction that also fences old leaders.
 
@@ -99,9 +115,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         behind: members that must fetch that state from a source first.
         snapshot: where the state of `step` is instead, if no member holds it whole; then there are no sources. None
             again once all members have gone on from it.
+        lost: why the members begin with a checkpoint, or anew; None again once all members have gone on.
         unreadable: snapshots that turned out to be damaged beyond their parity.
         dropped: workers that were left out before they had answered.
-        progress: the newest committed step the leader ever saw, from when a whole state was known to be somewhere.
+        progress: the newest committed step the leader ever saw, from when a whole state was known to be somewhere;
+            some seconds old while all goes well.
         began: in which generation the job began with its initial state; snapshots of earlier ones are void.
         attempts: how many times in a row a world was built at this step without finishing it.
         failed_host, failure: what the last failed attempt reported, for the user if it never works.
@@ -118,6 +136,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Source, ...] = ()
     behind: tuple[HostName, ...] = ()
     snapshot: SnapshotPlan | None = None
+    lost: StateLoss | None = None
     unreadable: tuple[SnapshotId, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     progress: int = 0
@@ -172,6 +191,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         step: steps committed, so also the index of the next step to run.
         holds_state: whether it holds the whole state of `step` (on devices or in host memory).
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
+        checkpoint: the newest on storage that was finished, as this worker saw it when it last was idle: where its
+            training would go on if no state were left in memory. None: there is none, or its training has none.
         limit: answer to a pause: it can stop before this step.
         formed: the world of `generation` is built and the state is there.
         steady: a step has been finished in `generation`, so all its cliques exist.
@@ -186,6 +207,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     holds_state: bool = False
     snapshot: SnapshotId | None = None
+    checkpoint: int | None = None
     limit: int | None = None
     formed: bool = False
     steady: bool = False

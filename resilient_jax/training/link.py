@@ -206,6 +206,10 @@ class AgentLink:
         """Says why this process is about to end."""
         self._change(failure=failure, step=step)
 
+    def sees_checkpoint(self, step: int | None) -> None:
+        """The newest checkpoint on storage is now of this step; None: there is none."""
+        self._change(checkpoint=step)
+
     def left_world(self) -> None:
         """No coordination service is connected any more."""
         self._change(world=None)

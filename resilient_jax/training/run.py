@@ -35,6 +35,7 @@ from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming, is_detached
 from resilient_jax.training.jax_runtime.local_clique import form_local_clique
 from resilient_jax.training.link import AgentLink, GenerationEnded
+from resilient_jax.training.lookout import Lookout, NewestCheckpoint
 from resilient_jax.training.snapshots.keeping import SnapshotKeeper
 from resilient_jax.training.solo import SoloLink
 from resilient_jax.training.state_transfer import StateServer, fetch_state
@@ -53,7 +54,7 @@ JOB_FAILED_EXIT_CODE: Final = 74
 """Of a worker whose job ended because of another host; the agent looks at the job's outcome instead."""
 
 
-def run(train: Train) -> None:
+def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> None:
     """Trains until `train` has returned on every host; survives the death of any of them.
 
     Started by an agent (`resilient-jax launch`, `resilient-jax agent`), this calls `train(world)` anew in
@@ -63,6 +64,10 @@ def run(train: Train) -> None:
     Args:
         train: takes a `World`; loops over `world.steps(...)`, restores with `world.restore_or_init` and
             commits with `world.commit`. It may be unwound at any call into JAX or `world`, by an exception.
+        newest_checkpoint: for a `train` that keeps checkpoints: gives the step of the newest finished one on storage,
+            None if there is none. If the state is lost in the memory of all hosts, the job then goes on by itself
+            where `world.is_fresh`: `train` must load a checkpoint there and call `world.resume_at(step)`. Called on
+            another thread while the worker waits; must look at storage only, and touch no device.
 
     Raises:
         Exception: whatever `train` raises by its own fault, once; the job ends with it.
@@ -86,12 +91,14 @@ def run(train: Train) -> None:
     descriptor = os.environ.pop(LINK_VARIABLE, None)
     settings_text = os.environ.pop(SETTINGS_VARIABLE, None)
     if descriptor is None or settings_text is None:
-        _run_alone(train)
+        _run_alone(train)  # there is nobody else who might hold the state
         return
     _has_run = True
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
     tripwire = os.environ.pop(TRIPWIRE_VARIABLE, None)
-    _Worker(int(descriptor), settings).run(train, int(tripwire) if tripwire is not None else None)
+    _Worker(int(descriptor), settings, newest_checkpoint).run(
+        train, int(tripwire) if tripwire is not None else None
+    )
 
 
 def _run_alone(train: Train) -> None:
@@ -112,7 +119,9 @@ def _run_alone(train: Train) -> None:
 class _Worker:
     """One worker's life between its agent's orders."""
 
-    def __init__(self, descriptor: int, settings: WorkerSettings) -> None:
+    def __init__(
+        self, descriptor: int, settings: WorkerSettings, newest_checkpoint: NewestCheckpoint | None
+    ) -> None:
         self._settings = settings
         self._credentials = Credentials.of(settings.token, settings.tls)
         self._holder = StateHolder()
@@ -124,6 +133,7 @@ class _Worker:
         self._replicas_span_hosts = False
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
+        self._lookout = Lookout(newest_checkpoint, self._link.sees_checkpoint, self._link.happened)
         self._snapshots = SnapshotKeeper(
             int(os.environ.pop(SNAPSHOT_LINK_VARIABLE)),
             settings.host,
@@ -144,7 +154,9 @@ class _Worker:
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
         self._link.be_ready(self._server.endpoint)
         while True:
+            self._lookout.begin()
             order = self._link.wait_form()
+            self._lookout.end()
             if isinstance(order, Stop):
                 if order.reason != "done":
                     raise SystemExit(JOB_FAILED_EXIT_CODE)
@@ -251,6 +263,7 @@ class _Worker:
             link=self._link,
             change=str(generation.change),
             reason=generation.reason,
+            lost=generation.lost,
             events=self._events,
             fault_points=self._fault_points,
             snapshots=self._snapshots,

@@ -14,6 +14,7 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.fault_points import ANY_INDEX, FaultPoints, Place
+from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.training.held_state import (
     HeldState,
@@ -99,6 +100,8 @@ class World:
         process_index: this worker's index in JAX's world; after a shrink the live ones have gaps.
         reason: why this generation was formed.
         change: how: "shrink" (in place) or "reform".
+        lost: what was lost, and the step of the checkpoint that is on storage, if this generation must begin with that
+            because no host's memory has the state any more; else None.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class World:
         link: StepLink,
         change: str,
         reason: str,
+        lost: StateLoss | None = None,
         events: Sequence[Event] = (),
         fault_points: FaultPoints | None = None,
         snapshots: SnapshotKeeper | None = None,
@@ -121,6 +125,7 @@ class World:
         self.process_index = process_index
         self.change = change
         self.reason = reason
+        self.lost = lost
         self._events = tuple(events)
         self._fault_points = fault_points
         self._snapshots = snapshots
@@ -129,6 +134,7 @@ class World:
         self._holder = holder
         self._link = link
         self._step: int | None = None
+        self._is_resumed = False
         self._sums: StepSums | None = None
         self._sums_made: set[str] = set()
         """In this step."""
@@ -178,7 +184,12 @@ class World:
         """The steps that are left, from the first that is not committed up to `total`, exclusive.
 
         Between two steps is where hosts join and leave: a loop that does not use this is never grown.
+
+        Raises:
+            StateError: the job was to go on from a checkpoint, and nobody has said `resume_at`.
         """
+        if self._holder.is_empty and not self._is_resumed:
+            _refuse_to_begin_anew(self.lost)
         for step in range(self._holder.step, total):
             self._link.begin_step(step)
             self._step = step
@@ -388,6 +399,7 @@ class World:
 
         Every host must say the same step.
         """
+        self._is_resumed = True
         if self._holder.is_empty:
             self._holder.first_step = step
 
@@ -418,6 +430,15 @@ class _Surroundings:
 
     def reach(self, place: Place, index: int) -> None:
         self.world._reach(place, index)
+
+
+def _refuse_to_begin_anew(lost: StateLoss | None) -> None:
+    if lost is not None and lost.checkpoint is not None:
+        raise StateError(
+            "steps: found a loop that begins at step 0, expected one that goes on from a checkpoint: the job's state "
+            f"was lost after {lost.step} steps, and the checkpoint of step {lost.checkpoint} was seen on storage. Load "
+            "it where world.is_fresh, and call world.resume_at(step)"
+        )
 
 
 def _check_zeros(zeros: object) -> None:

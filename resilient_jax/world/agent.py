@@ -41,10 +41,11 @@ from resilient_jax.telemetry.event_log import EventLog
 from resilient_jax.world.agent_settings import AgentSettings
 from resilient_jax.world.coordination import CoordinationServices
 from resilient_jax.world.leader import GENERATION_DECODER, Leader
-from resilient_jax.world.membership import AfterStateLoss, Rules
+from resilient_jax.world.membership import Rules
 from resilient_jax.world.relay import Relay
 from resilient_jax.world.session import Session, SessionLost
 from resilient_jax.world.snapshot_process import SnapshotProcess
+from resilient_jax.world.state_loss import AfterStateLoss
 from resilient_jax.world.worker_process import WorkerProcess
 from resilient_jax.world.worker_supervisor import WorkerSupervisor
 
@@ -266,6 +267,7 @@ class Agent:
             ),
             services=self._services,
             log=self._log,
+            say=self._say,
             clock=self._clock,
         )
 

@@ -12,9 +12,11 @@ from resilient_jax.protocol.records import (
     Member,
     Phase,
     Source,
+    StateLoss,
 )
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.world.evidence import MembershipState, find_snapshot, has_service, services_of
+from resilient_jax.world.state_loss import explain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,8 +74,21 @@ def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostS
 
 
 def form_next(
-    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
+    state: MembershipState,
+    kept: list[HostStatus],
+    joiners: list[HostStatus],
+    origin: Origin,
+    lost: StateLoss | None,
 ) -> Generation | PrepareService:
+    """The next world.
+
+    Args:
+        state: of the machine.
+        kept: members that go on.
+        joiners: who comes in.
+        origin: of the state.
+        lost: of the job's state, if that was just found out.
+    """
     generation = state.generation
     in_place = _can_shrink_in_place(state, kept, joiners)
     world = generation.world if in_place else WorldId(generation.number)
@@ -81,7 +96,6 @@ def form_next(
     address = generation.service if in_place else _address_for(state, world, len(members))
     if address is None:
         return PrepareService(world, len(members))
-    origin = find_origin(state, kept, joiners)
     held = {source.host for source in origin.sources}
     return msgspec.structs.replace(
         generation,
@@ -94,6 +108,10 @@ def form_next(
         sources=origin.sources,
         behind=tuple(m.host for m in members if m.host not in held) if held else (),
         snapshot=origin.snapshot,
+        lost=None
+        if origin.exists
+        else lost or generation.lost,  # the world in which it was to be read may be lost, too
+        reason=f"{generation.reason}: {explain(lost)}" if lost is not None else generation.reason,
         progress=max(generation.progress, origin.step) if origin.exists else 0,
         began=generation.began if origin.exists else generation.number,
     )

@@ -15,7 +15,7 @@ from resilient_jax.clock import Clock
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
 from resilient_jax.protocol.keys import generation_key, hosts_prefix, leader_key
-from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
+from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord, StateLoss
 from resilient_jax.store.interface import (
     Compare,
     Delete,
@@ -45,6 +45,7 @@ from resilient_jax.world.membership import (
     handle,
     initial_state,
 )
+from resilient_jax.world.state_loss import explain, steps_lost
 
 TICK_S = 0.1
 """How late a deadline may be noticed. Events are acted on at once."""
@@ -70,6 +71,7 @@ class Leader:
         rules: Rules,
         services: CoordinationServices,
         log: EventLog,
+        say: Callable[[str], None],
         clock: Clock,
     ) -> None:
         self._store = store
@@ -78,6 +80,7 @@ class Leader:
         self._rules = rules
         self._services = services
         self._log = log
+        self._say = say
         self._clock = clock
 
     async def campaign(self, lease: LeaseId) -> None:
@@ -126,12 +129,15 @@ class _Rule:
         self._store = leader._store
         self._generation_key = generation_key(leader._job)
         self._known_revision = Revision(0)
+        self._published: Generation | None = None
+        """As far as this leader knows."""
 
     async def run(self) -> None:
         prefix = hosts_prefix(self._leader._job)
         stored = await self._store.get(self._generation_key)
         generation = GENERATION_DECODER.decode(stored.value) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
+        self._published = generation
         revision, records = await self._store.range(prefix)
         state = initial_state(generation, self._now())
         hosts = {s.host: s for s in (STATUS_DECODER.decode(r.value) for r in records)}
@@ -195,6 +201,9 @@ class _Rule:
         if not result.succeeded:
             raise _Deposed
         self._known_revision = result.revision
+        before, self._published = self._published, generation
+        if before is not None and msgspec.structs.replace(before, progress=generation.progress) == generation:
+            return  # a mere record of progress
         self._leader._log.record(
             EventKind.GENERATION_PHASE,
             generation=generation.number,
@@ -204,6 +213,22 @@ class _Rule:
             hosts=len(generation.members),
             reason=generation.reason,
         )
+        if generation.lost is not None and (before is None or generation.lost != before.lost):
+            self._announce(generation, generation.lost)
+
+    def _announce(self, generation: Generation, lost: StateLoss) -> None:
+        """Says that steps are lost: to the log, and to whoever watches the job."""
+        self._leader._log.record(
+            EventKind.STATE_LOST,
+            generation=generation.number,
+            step=lost.step,
+            source="the initial state" if lost.checkpoint is None else "checkpoint",
+            goes_on_from=lost.checkpoint or 0,
+            steps_lost=steps_lost(lost),
+            at_least=lost.at_least,
+            reason=lost.reason,
+        )
+        self._leader._say(f"{explain(lost)}: {lost.reason}")
 
     def _now(self) -> float:
         return self._leader._clock.monotonic_s()

@@ -13,17 +13,16 @@ The rules, from which the code below follows:
 5. Hosts join, and leave after a notice, only between two steps (planned), except that whoever is ready
    when an unplanned change settles comes in with it.
 6. The newest state that is whole wins: a member's, which the others fetch, or a snapshot of which enough is left on
-   the hosts, which all restore. If there is neither in a job that had made progress, the job stops and says so, unless
-   it was told to start again.
+   the hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest
+   checkpoint that a host sees on storage; without one the job stops and says so, unless it was told to start again.
 7. An error in the user's own code ends the job with that error. A collective that fails although nobody
    died is tried again a few times, and then ends the job with what it said.
 
 The machine reads only statuses (levels), so a new leader starts it from the store and goes on. What they
-mean is in evidence.py, how the next world is built in forming.py.
+mean is in evidence.py, how the next world is built in forming.py, what a lost state leads to in state_loss.py.
 """
 
 import dataclasses
-import enum
 from typing import assert_never
 
 import msgspec
@@ -37,6 +36,7 @@ from resilient_jax.protocol.records import (
     Outcome,
     OutcomeKind,
     Phase,
+    StateLoss,
     WorkerStatus,
 )
 from resilient_jax.world.evidence import (
@@ -45,7 +45,6 @@ from resilient_jax.world.evidence import (
     are_all_steady,
     awaits_snapshot_report,
     dropped_without,
-    explain_snapshots,
     find_disruption,
     find_snapshot,
     find_user_error,
@@ -60,14 +59,8 @@ from resilient_jax.world.evidence import (
     survivors_of,
     worker_of,
 )
-from resilient_jax.world.forming import PrepareService, find_origin, form_next
-
-
-class AfterStateLoss(enum.StrEnum):
-    """What to do when nobody holds the state of a job that had made progress."""
-
-    STOP = "stop"
-    RESTART = "restart"
+from resilient_jax.world.forming import Origin, PrepareService, find_origin, form_next
+from resilient_jax.world.state_loss import AfterStateLoss, decide_after_loss, end_with_loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +77,9 @@ class Rules:
     """A worker that compiles cannot be interrupted; it is waited for this long instead."""
     forming_deadline_s: float = 60.0
     collective_retry_limit: int = 3
-    after_state_loss: AfterStateLoss = AfterStateLoss.STOP
+    record_progress_s: float = 10.0
+    """How old the record of progress may be that is left if all hosts die at once."""
+    after_state_loss: AfterStateLoss = AfterStateLoss.CHECKPOINT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +154,8 @@ def _next_move(state: MembershipState, now: float, rules: Rules) -> Generation |
     if generation.phase is Phase.FINISHED:
         return None
     if outcome := find_user_error(state):
-        return _finish(generation, outcome)
+        lost = generation.lost
+        return _finish(generation, outcome if lost is None else end_with_loss(lost, outcome))
     if generation.phase is not Phase.QUIESCE and (disruption := find_disruption(state)):
         return _quiesce(state, disruption)
     match generation.phase:
@@ -172,7 +168,7 @@ def _next_move(state: MembershipState, now: float, rules: Rules) -> Generation |
         case Phase.FORM:
             return _after_form(state, now, rules)
         case Phase.ACTIVE:
-            return _while_active(state)
+            return _while_active(state, now, rules)
         case _:
             assert_never(generation.phase)
 
@@ -262,17 +258,20 @@ def _after_form(state: MembershipState, now: float, rules: Rules) -> Generation 
     return None
 
 
-def _while_active(state: MembershipState) -> Generation | None:
+def _while_active(state: MembershipState, now: float, rules: Rules) -> Generation | None:
     generation = state.generation
     if generation.members and all(w.report.done for w in living_members(state)):
         return _finish(generation, Outcome(kind=OutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not are_all_steady(state):
         return None
-    if generation.snapshot is not None:
+    if generation.snapshot is not None or generation.lost is not None:
         # All have read it and gone on from it: hosts that wait with leaving because of it may go.
-        return msgspec.structs.replace(generation, snapshot=None)
-    if generation.progress == 0 and (progress := safe_progress(state)) > 0:
-        # On record before it can be lost: if all hosts die at once, the next leader must not begin again.
+        return msgspec.structs.replace(generation, snapshot=None, lost=None)
+    if (progress := safe_progress(state)) > generation.progress and (
+        generation.progress == 0 or now - state.phase_since_s >= rules.record_progress_s
+    ):
+        # On record before it can be lost: if all hosts die at once, the next leader must not begin again. Later now
+        # and then, so that it can say what is lost.
         return msgspec.structs.replace(generation, progress=progress)
     reason = _wish_for_change(state)
     if reason is None:
@@ -327,10 +326,20 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
                 message=f"all hosts got a notice to leave; stopped after {newest_step(state)} steps",
             ),
         )
-    waiting = _reason_to_wait(kept, joiners, now - state.phase_since_s, state, rules)
+    origin = find_origin(state, kept, joiners)
+    waited_s = now - state.phase_since_s
+    lost: StateLoss | None = None
+    if generation.progress > 0 and not origin.exists and (kept or joiners):
+        if waited_s <= rules.regroup_s:
+            return None  # a host that only lost the store for a moment comes back with its state
+        decision = decide_after_loss(state, [*kept, *joiners], rules.after_state_loss)
+        if isinstance(decision, Outcome):
+            return _finish(generation, decision)
+        lost = decision
+    waiting = _reason_to_wait(kept, joiners, waited_s, origin, generation, rules)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
-    return form_next(state, kept, joiners)
+    return form_next(state, kept, joiners, origin, lost)
 
 
 class _Wait:
@@ -341,26 +350,12 @@ def _reason_to_wait(
     kept: list[HostStatus],
     joiners: list[HostStatus],
     waited_s: float,
-    state: MembershipState,
+    origin: Origin,
+    generation: Generation,
     rules: Rules,
 ) -> Generation | _Wait | None:
     """`_Wait` while too few are here, an ending once that has lasted too long, None to go on."""
-    generation = state.generation
     present = len(kept) + len(joiners)
-    origin = find_origin(state, kept, joiners)
-    state_is_lost = generation.progress > 0 and not origin.exists and present > 0
-    if state_is_lost and waited_s <= rules.regroup_s:
-        return _Wait()  # a host that only lost the store for a moment comes back with its state
-    if state_is_lost and rules.after_state_loss is AfterStateLoss.STOP:
-        message = (
-            f"all hosts that held the training state were lost at once, after {newest_step(state)} committed steps; "
-            f"{explain_snapshots(state)}. Restart the job from a checkpoint of your own, or set "
-            'on_state_lost = "restart" to begin again with the checkpoint of a Trainer or the initial state'
-        )
-        return _finish(
-            generation,
-            Outcome(kind=OutcomeKind.STATE_LOST, exit_code=int(ExitCode.STATE_LOST), message=message),
-        )
     if kept:
         enough = present >= rules.min_hosts
     else:

@@ -2,17 +2,19 @@
 
 import msgspec
 
-from resilient_jax.ids import HostName, Incarnation
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
     Generation,
     HostStatus,
     Phase,
     ServiceStatus,
+    SnapshotServerStatus,
     Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
+from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.world.forming import PrepareService
 from resilient_jax.world.membership import HostChanged, Publish, Rules, Tick, handle, initial_state
 
@@ -140,3 +142,31 @@ def stop_at_boundary(job: Job, step: int) -> None:
     assert job.generation.boundary == step
     for name in job.members:
         job.report(name, state=WorkerState.IDLE, step=step, limit=step, formed=False)
+
+
+def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> SnapshotStatus:
+    return SnapshotStatus(
+        id=SnapshotId(step, GenerationNumber(generation)),
+        phase=SnapshotPhase.COMPLETE,
+        groups=(Group(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
+        nbytes=1,
+        wall_s=0.0,
+    )
+
+
+def server(host: str) -> SnapshotServerStatus:
+    return SnapshotServerStatus(endpoint=f"{host}:1", pid=1)
+
+
+def keep(job: Job, hosts: str, *snapshots: SnapshotStatus) -> None:
+    for host in hosts:
+        job.change(host, snapshot_server=server(host), snapshots=snapshots)
+
+
+def sharded(names: str, *, step: int = 5, parity: int = 1, **rules) -> Job:
+    """A job in which nobody holds the whole state, with a snapshot of its newest step on all hosts."""
+    job = training(*names, step=step, **rules)
+    for name in names:
+        job.report(name, holds_state=False)
+    keep(job, names, snapshot(step, names, parity=parity))
+    return job

@@ -1,48 +1,11 @@
 """How the membership machine goes on from snapshots, where no host holds the whole state."""
 
 import msgspec
-from membership_job import Job, stop_at_boundary, training
+from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import (
-    Change,
-    Failure,
-    FailureKind,
-    OutcomeKind,
-    Phase,
-    SnapshotServerStatus,
-    WorkerState,
-)
-from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import Change, Failure, FailureKind, OutcomeKind, Phase, WorkerState
 from resilient_jax.world.membership import AfterStateLoss, HostGone
-
-
-def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> SnapshotStatus:
-    return SnapshotStatus(
-        id=SnapshotId(step, GenerationNumber(generation)),
-        phase=SnapshotPhase.COMPLETE,
-        groups=(Group(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
-        nbytes=1,
-        wall_s=0.0,
-    )
-
-
-def server(host: str) -> SnapshotServerStatus:
-    return SnapshotServerStatus(endpoint=f"{host}:1", pid=1)
-
-
-def keep(job: Job, hosts: str, *snapshots: SnapshotStatus) -> None:
-    for host in hosts:
-        job.change(host, snapshot_server=server(host), snapshots=snapshots)
-
-
-def sharded(names: str, *, step: int = 5, parity: int = 1, **rules) -> Job:
-    """A job in which nobody holds the whole state, with a snapshot of its newest step on all hosts."""
-    job = training(*names, step=step, **rules)
-    for name in names:
-        job.report(name, holds_state=False)
-    keep(job, names, snapshot(step, names, parity=parity))
-    return job
 
 
 def test_a_lost_host_leads_back_to_the_newest_snapshot_in_the_same_world():

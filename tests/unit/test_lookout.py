@@ -1,0 +1,95 @@
+"""The worker's look at storage: it hears of the newest checkpoint while it waits, and never waits for it itself."""
+
+import queue
+import threading
+
+import pytest
+
+from resilient_jax.events import EventKind
+from resilient_jax.training import lookout
+from resilient_jax.training.lookout import Lookout
+
+DEADLINE_S = 20.0
+
+
+class Storage:
+    """Answers with what is put in, one look at a time, and so shows when it is looked at."""
+
+    def __init__(self) -> None:
+        self.answers: queue.Queue = queue.Queue()
+        self.told: queue.Queue = queue.Queue()
+        self.noted: queue.Queue = queue.Queue()
+        self.looks = 0
+
+    def find(self):
+        self.looks += 1
+        answer = self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def note(self, kind, **detail):
+        self.noted.put((kind, detail))
+
+    def lookout(self):
+        return Lookout(self.find, self.told.put, self.note)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(lookout, "AGAIN_S", 0.001)
+
+
+def test_what_is_seen_while_the_worker_is_idle_is_told_when_it_changes():
+    storage = Storage()
+    watch = storage.lookout()
+    watch.begin()
+    for answer in (None, 3, 3, 5):
+        storage.answers.put(answer)
+    assert [storage.told.get(timeout=DEADLINE_S) for _ in range(2)] == [3, 5]
+
+
+def test_storage_that_hangs_holds_nobody_up():
+    storage = Storage()
+    watch = storage.lookout()
+    watch.begin()
+    watch.end()
+    watch.begin()
+    storage.answers.put(4)
+    assert storage.told.get(timeout=DEADLINE_S) == 4
+
+
+def test_nothing_is_looked_at_while_the_worker_trains():
+    storage = Storage()
+    watch = storage.lookout()
+    watch.begin()
+    storage.answers.put(4)
+    assert storage.told.get(timeout=DEADLINE_S) == 4
+    watch.end()
+    storage.answers.put(4)  # of a look that had begun
+    watch.begin()
+    storage.answers.put(6)
+    assert storage.told.get(timeout=DEADLINE_S) == 6
+
+
+def test_a_look_that_fails_is_an_event_and_the_next_is_made_all_the_same():
+    storage = Storage()
+    watch = storage.lookout()
+    watch.begin()
+    storage.answers.put(4)
+    storage.answers.put(OSError("stale file handle"))
+    storage.answers.put(OSError("stale file handle"))
+    storage.answers.put(4)
+    assert [storage.told.get(timeout=DEADLINE_S) for _ in range(3)] == [4, None, 4]
+    kind, detail = storage.noted.get(timeout=DEADLINE_S)
+    assert kind is EventKind.CHECKPOINTS_UNSEEN
+    assert detail["reason"] == "OSError: stale file handle"
+    assert storage.noted.empty(), "once, as long as it is the same"
+
+
+def test_a_job_without_checkpoints_has_no_thread_for_them():
+    before = threading.active_count()
+    watch = Lookout(None, lambda step: None, lambda kind, **detail: None)
+    watch.begin()
+    watch.end()
+    assert threading.active_count() == before
