@@ -22,6 +22,7 @@ import pytest
 import resilient_jax as rj
 from resilient_jax.errors import CallerError, CheckpointFailed, CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.records import StateLoss
 from resilient_jax.training.trainer.resuming import restore_newest
 from resilient_jax.training.trainer.storage import OrbaxStore
 
@@ -281,6 +282,33 @@ def test_what_another_live_writer_is_writing_is_left_alone(tmp_path):
         assert not folder.exists()
 
 
+def test_a_load_that_is_broken_off_leaves_nothing_behind_for_the_next(saved):
+    with open_store(saved.parent) as store:
+        store.load(3, abstract(make_state()))
+        process = store.process
+        assert process is not None
+
+        def end_it():
+            os.kill(process, signal.SIGSTOP)
+            raise KeyboardInterrupt
+
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(KeyboardInterrupt):
+            store.load(3, abstract(make_state()), check=end_it)
+        assert not Path(f"/proc/{process}").exists()
+        assert to_bytes(store.load(3, abstract(make_state()))) == to_bytes(make_state())
+
+
+def test_each_host_of_a_sharded_state_reads_and_holds_its_share_and_no_array_whole(tmp_path):
+    port, directory = free_port(), tmp_path / "checkpoints"
+    with contextlib.ExitStack() as stack:
+        workers = [start_worker(stack, "share", directory, index, port) for index in (0, 1)]
+        for worker in workers:
+            out, err = worker.communicate(timeout=DEADLINE_S)
+            assert worker.returncode == 0, err
+            assert out.endswith("has its share\n"), err
+
+
 # Damage.
 
 
@@ -345,12 +373,16 @@ def saved(tmp_path_factory):
 class OneHost:
     """A world of one host, or of one among several of which others read what they can."""
 
-    def __init__(self, others_cannot_read=()) -> None:
+    def __init__(self, others_cannot_read=(), lost=None) -> None:
         self.hosts = ("a", "b") if others_cannot_read else ("a",)
         self.host_index = 0
+        self.lost = lost
         self.note = Recorder()
         self._others_cannot_read = others_cannot_read
         self._newest = None
+
+    def check(self):
+        """Its generation goes on."""
 
     def agree(self, mine):
         if len(self.hosts) == 1:
@@ -362,7 +394,7 @@ class OneHost:
 
 
 def resume(world, store, directory):
-    return restore_newest(world, store, rj.Checkpoints(directory=directory), abstract(make_state()))
+    return restore_newest(world, store, rj.Checkpoints(directory=directory), abstract(make_state()), None)
 
 
 def test_every_damaged_checkpoint_is_skipped_with_its_reason_for_the_newest_whole_one(saved, tmp_path):
@@ -438,6 +470,28 @@ def test_where_nothing_was_ever_finished_a_job_begins_anew(tmp_path):
     with open_store(tmp_path) as store:
         assert resume(world, store, tmp_path) is None
     assert len(world.note.of(EventKind.CHECKPOINT_REFUSED)) == 1
+
+
+def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has_read(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "3")
+    world: Any = OneHost(lost=StateLoss(step=8, at_least=False, reason="two hosts", checkpoint=3))
+    with open_store(tmp_path) as store:
+        found = resume(world, store, tmp_path)
+    assert found is not None
+    (restored,) = world.note.of(EventKind.CHECKPOINT_RESTORED)
+    assert (restored["step"], restored["steps_lost"]) == (3, 5)
+    leaves = [leaf for leaf in jax.tree.leaves(found[1]) if leaf.size]
+    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+    assert restored["bytes"] == sum(np.asarray(leaf).nbytes for leaf in raw)
+
+
+def test_a_lost_job_that_was_to_go_on_from_a_checkpoint_does_not_begin_anew_if_that_is_gone(tmp_path):
+    lost: Any = OneHost(lost=StateLoss(step=8, at_least=False, reason="two hosts", checkpoint=3))
+    told_to: Any = OneHost(lost=StateLoss(step=8, at_least=False, reason="two hosts"))
+    with open_store(tmp_path) as store:
+        with pytest.raises(CheckpointUnreadable, match=rf"found none in {tmp_path}, expected that of step 3"):
+            resume(lost, store, tmp_path)
+        assert resume(told_to, store, tmp_path) is None
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again_and_a_whole_one_stays(saved, tmp_path):

@@ -1,6 +1,7 @@
 """What one process does with a store of checkpoints. Usage: trainer_orbax_worker.py ROLE DIRECTORY [INDEX PORT].
 
 member: is process INDEX of a world of two. Process 1 saves and reads a checkpoint, while process 0 is stopped for good.
+share: is process INDEX of a world of two, and loads a state that is cut over both onto its devices.
 leave: leaves its world while a save is in flight.
 save: saves for ever, step after step.
 """
@@ -9,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import tracemalloc
 import weakref
 
 import jax
@@ -16,10 +18,13 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax._src import xla_bridge
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.trainer.storage import OrbaxStore
+from resilient_jax.training.step.placements import fully_sharded
+from resilient_jax.training.trainer.storage import OrbaxStore, arriving, orbax_store
+from resilient_jax.training.trainer.storage.leaves import allocate
 
 
 def member(directory: str, index: int, port: int) -> None:
@@ -46,6 +51,57 @@ def member(directory: str, index: int, port: int) -> None:
     store.close()
     print("saved", sorted(os.listdir(directory)), flush=True)
     os._exit(0)  # leaving the world would wait for process 0
+
+
+def share(directory: str, index: int, port: int) -> None:
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("host", "local"))
+    rng = np.random.default_rng(0)
+    state = {
+        "wide": rng.random((512, 4096), np.float32),
+        "tall": rng.random((4096, 512), np.float32),
+        "odd": rng.random((4098, 255), np.float32),
+        "small": np.arange(6, dtype=np.float32),
+        "key": jax.random.key(5),
+    }
+    abstract = jax.eval_shape(lambda tree: tree, state)
+    store = OrbaxStore(directory, keep=2)
+    if index == 0:
+        store.save(3, state)
+    multihost_utils.sync_global_devices("saved")
+
+    whole_bytes = sum(leaf.nbytes for name, leaf in state.items() if name != "key")
+    allocated: list[int] = []
+    orbax_store.allocate = lambda size: allocated.append(size) or allocate(size)
+    arriving.BATCH_BYTES = 2**20
+    tracemalloc.start()
+    found = store.load(3, abstract, fully_sharded(mesh))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    shares = 0
+    for name, array in found.items():
+        if name == "key":
+            assert jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            assert np.array_equal(
+                jax.random.key_data(array).addressable_data(0), jax.random.key_data(state["key"])
+            )
+            continue
+        boxes = {str(shard.index): shard for shard in array.addressable_shards}
+        for shard in boxes.values():
+            assert np.array_equal(np.asarray(shard.data), state[name][shard.index])
+        shares += sum(shard.data.nbytes for shard in boxes.values())
+        assert array.sharding == fully_sharded(mesh)(name, abstract[name])
+        assert name == "small" or array.sharding.is_fully_replicated is False
+    assert store.bytes_read == shares + 8  # of the key
+    assert shares < whole_bytes / 2 + 100
+    # What came through memory at a time: a batch, or one array's share; what was ever held: the share, and that.
+    (transfer_bytes,) = allocated
+    assert transfer_bytes <= max(2**20, state["wide"].nbytes // 2) + 64 * 5
+    assert peak_bytes < shares + 2**18
+    store.close()
+    print("has its share", flush=True)
+    multihost_utils.sync_global_devices("done")
 
 
 def leave(directory: str) -> None:
@@ -83,4 +139,6 @@ def save(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    {"member": member, "leave": leave, "save": save}[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))
+    {"member": member, "share": share, "leave": leave, "save": save}[sys.argv[1]](
+        sys.argv[2], *map(int, sys.argv[3:])
+    )

@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
 )
 STARRED = frozenset({"erasure_kernels", "sharding", "compile", "training", "integrations"})
-JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax"})
+JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
 
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}

@@ -13,7 +13,9 @@ class Checkpoints:
     One host copies the state to its memory, and a process beside it writes the copy while training goes on. If that is
     not done when the next one is due, this one is skipped, which is an event; the last is waited for. A job in which
     nothing is committed yet goes on from the newest checkpoint that every host can read, saved by this or by plain
-    Orbax (`StandardCheckpointer`, `CheckpointManager`). Each that cannot be read is an event; if none can, an error.
+    Orbax (`StandardCheckpointer`, `CheckpointManager`); so does a running one whose state is lost in the memory of all
+    hosts (`on_state_lost`). Each that cannot be read is an event; if none can, an error. A host reads of each array
+    what its devices need.
 
     Attributes:
         directory: the same files on every host (a network or cluster file system), unless there is only one.

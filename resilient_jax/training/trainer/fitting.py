@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from resilient_jax.training.data.prefetch import Prefetcher
+from resilient_jax.training.step.placements import Placement
 from resilient_jax.training.trainer.adding import abstract_of, make_adder
 from resilient_jax.training.trainer.checks import check_devices, check_replicas
 from resilient_jax.training.trainer.evaluator import Evaluator
@@ -61,7 +62,7 @@ class Fitting:
         programs = self._open(world)
         check_devices(world, order)
         keeping = keep_state(world, order.sharing.state)
-        state = keeping.restore(lambda: self._begin(world, programs))
+        state = keeping.restore(programs.init, lambda placement: self._load(world, programs, placement))
         zeros = zeros_like(programs.abstract_total, keeping.local)
         if not self._is_stopped(world, int(state.step)):
             for step in world.steps(order.steps + (order.evaluation is not None)):
@@ -107,17 +108,18 @@ class Fitting:
         self._programs = programs
         return programs
 
-    def _begin(self, world: World, programs: Programs) -> TrainingState:
-        """The state where nothing is committed yet: from storage, or fresh.
+    def find_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint on storage. May be called on any thread."""
+        return self._saving.find_newest() if self._saving is not None else None
 
-        The world also calls this for the shapes alone when there is a state; then no host may ask the others anything.
-        """
-        if not world.is_fresh:
-            return programs.init()
+    def _load(self, world: World, programs: Programs, placement: Placement) -> TrainingState | None:
+        """The state where nothing is committed, from storage; None: the job begins."""
         check_replicas(world, self._order)
-        found = self._saving.restore(world, programs.abstract_state) if self._saving is not None else None
+        if self._saving is None:
+            return None
+        found = self._saving.restore(world, programs.abstract_state, placement)
         if found is None:
-            return programs.init()
+            return None
         step, state = found
         world.resume_at(step)
         return state

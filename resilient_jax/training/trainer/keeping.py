@@ -50,8 +50,17 @@ class Keeping(abc.ABC):
         self.local = NamedSharding(world.local_mesh(DATA), P())
         self.placement = placement
 
-    def restore(self, init: Callable[[], TrainingState]) -> TrainingState:
-        """The state to go on from; see `World.restore_or_init`."""
+    def restore(
+        self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
+    ) -> TrainingState:
+        """The state to go on from: what was committed last, else what `load` finds on storage, else `init()`.
+
+        Args:
+            init: as for `World.restore_or_init`.
+            load: gives the state where the placement lays it, or None; not called where something is committed.
+        """
+        if self.world.is_fresh and (found := load(self.placement)) is not None:
+            return found
         return self.world.restore_or_init(init, sharding=self.placement)
 
     @abc.abstractmethod
@@ -108,9 +117,11 @@ class ShardedState(Keeping):
         super().__init__(world, fully_sharded(mesh))
         self._update: Compiled | None = None
 
-    def restore(self, init: Callable[[], TrainingState]) -> TrainingState:
+    def restore(
+        self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
+    ) -> TrainingState:
         """The state to go on from, and an event that says how evenly it could be cut."""
-        state = super().restore(init)
+        state = super().restore(init, load)
         _note_shares(self.world, state)
         return state
 

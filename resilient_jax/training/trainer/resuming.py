@@ -1,11 +1,14 @@
-"""Where a job in which nothing is committed yet goes on: at the newest checkpoint that every host can read."""
+"""Where a job that has nothing in memory goes on: at the newest checkpoint that every host can read."""
 
 import logging
+from typing import Any
 
 import numpy as np
 
 from resilient_jax.errors import CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.records import StateLoss
+from resilient_jax.training.held_state import ShardingRule
 from resilient_jax.training.trainer.checkpoints import Checkpoints
 from resilient_jax.training.trainer.checks import agree_on_checkpoint
 from resilient_jax.training.trainer.state import Tree
@@ -18,9 +21,9 @@ ELSEWHERE = "another host could not read it"
 
 
 def restore_newest(
-    world: World, store: OrbaxStore, checkpoints: Checkpoints, abstract: Tree
+    world: World, store: OrbaxStore, checkpoints: Checkpoints, abstract: Tree, sharding: ShardingRule | None
 ) -> tuple[int, Tree] | None:
-    """The newest checkpoint that all hosts can read, its step and its state in host memory. All hosts must call this.
+    """The newest checkpoint that all hosts can read: its step and its state. All hosts must call this.
 
     Each that some host cannot read is an event, on every host. None: nothing was ever saved here.
 
@@ -29,9 +32,11 @@ def restore_newest(
         store: of the checkpoints.
         checkpoints: where they are.
         abstract: the state's shapes.
+        sharding: where each leaf shall lie; None: in host memory.
 
     Raises:
-        CheckpointUnreadable: there are checkpoints, but none can be read; says why each.
+        CheckpointUnreadable: there are checkpoints, but none can be read; says why each. Or there is none although the
+            job's state was lost, and it was to go on from one.
         StateError: the hosts see different checkpoints, or other things than checkpoints are there, or the newest that
             can be read holds another state.
     """
@@ -44,22 +49,40 @@ def restore_newest(
         step = agree_on_checkpoint(world, listing.older_than(min(refused) if refused else None), checkpoints)
         if step is None:
             _check_nothing_is_there(listing, refused, checkpoints)
+            _check_may_begin(world.lost, checkpoints)
             return None
-        state, reason = _try_load(store, step, abstract)
+        bytes_before = store.bytes_read
+        state, reason = _try_load(world, store, step, abstract, sharding)
         readers = int(world.agree(np.array([state is not None], np.int32))[0])
         if readers == len(world.hosts):
-            world.note(EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.path(step)))
+            detail: dict[str, Any] = {"steps_lost": world.lost.step - step} if world.lost is not None else {}
+            nbytes = store.bytes_read - bytes_before
+            world.note(
+                EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.path(step)), bytes=nbytes, **detail
+            )
             return step, state
         refused[step] = reason or ELSEWHERE
         logger.warning("the checkpoint %s is skipped: %s", store.path(step), refused[step])
         world.note(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.path(step)), reason=refused[step])
 
 
-def _try_load(store: OrbaxStore, step: int, abstract: Tree) -> tuple[Tree | None, str | None]:
+def _try_load(
+    world: World, store: OrbaxStore, step: int, abstract: Tree, sharding: ShardingRule | None
+) -> tuple[Tree | None, str | None]:
     try:
-        return store.load(step, abstract), None
+        return store.load(step, abstract, sharding, world.check), None
     except CheckpointUnreadable as error:
         return None, str(error).removeprefix(f"the checkpoint {store.path(step)}: ")
+
+
+def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
+    """Refuses to begin anew where a lost job was to go on from a checkpoint that is gone."""
+    if lost is not None and lost.checkpoint is not None:
+        raise CheckpointUnreadable(
+            f"checkpoints: found none in {checkpoints.directory}, expected that of step {lost.checkpoint}, which a "
+            "host saw there when the job's state was lost. Bring it back and launch the job again, or give another "
+            "directory to begin anew"
+        )
 
 
 def _check_nothing_is_there(listing: Listing, refused: dict[int, str], checkpoints: Checkpoints) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from resilient_jax.training.held_state import ShardingRule
 from resilient_jax.training.trainer.checkpoints import Checkpoints
 from resilient_jax.training.trainer.keeping import Keeping
 from resilient_jax.training.trainer.resuming import restore_newest
@@ -22,9 +23,13 @@ class Saving:
         self._steps = steps
         self._store = OrbaxStore(checkpoints.directory, checkpoints.keep, checkpoints.timeout_s)
 
-    def restore(self, world: World, abstract: Tree) -> tuple[int, Tree] | None:
+    def find_newest(self) -> int | None:
+        """The step of the newest checkpoint that was finished, by names alone. May be called on any thread."""
+        return self._store.find_newest()
+
+    def restore(self, world: World, abstract: Tree, sharding: ShardingRule) -> tuple[int, Tree] | None:
         """The step and the state to go on from, if something is on storage; see `restore_newest`."""
-        return restore_newest(world, self._store, self._checkpoints, abstract)
+        return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
 
     def save(self, keeping: Keeping, state: TrainingState, step: int) -> None:
         """Begins to save the committed state, if it is time. Every host must call it: all of them gather it."""

@@ -153,7 +153,10 @@ class Trainer:
         )
         fitting = Fitting(order, ProgressBar(steps) if is_wanted() else None)
         try:
-            run(fitting.train)
+            run(
+                fitting.train,
+                newest_checkpoint=fitting.find_checkpoint if self._checkpoints is not None else None,
+            )
         finally:
             fitting.close()
         if fitting.result is None:

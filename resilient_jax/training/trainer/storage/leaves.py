@@ -1,4 +1,4 @@
-"""A pytree as a list of leaves in one piece of memory, for a process that does not know the tree's classes.
+"""A pytree as a list of leaves, in one piece of memory, for a process that does not know the tree's classes.
 
 The paths are what Orbax makes of a tree: containers are dicts, by name, or lists, by index.
 """
@@ -12,6 +12,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import msgspec
 import numpy as np
+
+from resilient_jax.training.snapshots.boxes import Box
 
 Tree = Any
 """A pytree of arrays."""
@@ -45,6 +47,28 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         return 0 if self.empty else np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A box of an array, and where its numbers begin, in C order.
+
+    Attributes:
+        path: of the array, from the tree's root.
+        dtype: of the array.
+    """
+
+    path: tuple[Key, ...]
+    dtype: str
+    box: Box
+    offset: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    @property
+    def nbytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * self.box.size
 
 
 _EMPTY: Final[Mapping[str, Any]] = {"none": None, "dict": {}, "list": [], "tuple": ()}
@@ -83,17 +107,25 @@ def lay_out(flat: Iterable[tuple[tuple[Key, ...], Any]]) -> tuple[list[Leaf], in
         if empty:
             leaves.append(Leaf(path=path, empty=empty))
             continue
-        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset = align(end)
         leaves.append(Leaf(path=path, dtype=str(leaf.dtype), shape=tuple(leaf.shape), offset=offset))
         end = offset + leaves[-1].nbytes
     return leaves, end
 
 
-def view(leaf: Leaf, memory: memoryview | mmap.mmap) -> Any:  # noqa: ANN401 - an array, or an empty container
-    """The leaf's array, in this memory."""
-    if leaf.empty:
-        return _EMPTY[leaf.empty]
-    return np.ndarray(leaf.shape, np.dtype(leaf.dtype), buffer=memory, offset=leaf.offset)
+def align(offset: int) -> int:
+    """The first place from here where an array may begin."""
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def view(of: Leaf | Piece, memory: mmap.mmap) -> np.ndarray:
+    """The numbers of an array, or of a box of one, in this memory."""
+    return np.ndarray(of.shape, np.dtype(of.dtype), buffer=memory, offset=of.offset)
+
+
+def value(leaf: Leaf, memory: mmap.mmap) -> Any:  # noqa: ANN401 - an array, or an empty container
+    """The leaf, in this memory."""
+    return _EMPTY[leaf.empty] if leaf.empty else view(leaf, memory)
 
 
 def nest(flat: Iterable[tuple[tuple[Key, ...], Any]]) -> Tree:

@@ -20,7 +20,7 @@ import msgspec
 
 from resilient_jax.errors import CheckpointFailed
 from resilient_jax.snapshot.link import Link
-from resilient_jax.training.trainer.storage.messages import Answer, Loaded, Order
+from resilient_jax.training.trainer.storage.messages import Answer, Order
 
 MODULE: Final = "resilient_jax.training.trainer.storage.process"
 FOREIGN_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "RESILIENT_JAX_")
@@ -63,8 +63,8 @@ class StorageLine:
         except OSError as error:
             raise CheckpointFailed(self._why_gone()) from error
 
-    def poll(self, timeout_s: float) -> tuple[Answer, int | None] | None:
-        """The next answer, with the descriptor that belongs to it, which the caller closes; None: not within the time.
+    def poll(self, timeout_s: float) -> Answer | None:
+        """The next answer; None: not within the time.
 
         Raises:
             CheckpointFailed: the process is gone.
@@ -75,8 +75,7 @@ class StorageLine:
         if not messages:
             raise CheckpointFailed(self._why_gone())
         (message,) = messages  # one order at a time, one answer
-        answer = self._answers.decode(message)
-        return answer, self._link.take_descriptor() if isinstance(answer, Loaded) else None
+        return self._answers.decode(message)
 
     def end(self) -> None:
         """Ends the process, whatever it does. A save that was not answered yet then leaves nothing that counts."""

@@ -1,46 +1,72 @@
-"""A checkpoint's leaves in the tree that the recipe wants."""
+"""A checkpoint's leaves in the tree that the recipe wants, where its leaves shall lie."""
 
-import math
-import mmap
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from resilient_jax.errors import StateError
+from resilient_jax.training.held_state import ShardingRule
 from resilient_jax.training.trainer.state import is_key
-from resilient_jax.training.trainer.storage.leaves import Key, Leaf, Tree, name_path, view
+from resilient_jax.training.trainer.storage.arriving import Arriving, is_empty
+from resilient_jax.training.trainer.storage.leaves import Key, Leaf, Tree, name_path
 
 REMEDY: Final = "Train with the recipe that saved it, or use another directory"
 SHOWN: Final = 3
 """Differences in an error."""
 
 
-def match(leaves: Iterable[Leaf], memory: mmap.mmap, abstract: Tree, folder: Path) -> Tree:
-    """The wanted tree with the numbers that were found, copied: nobody else has their memory.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matched:
+    """A checkpoint that fits, still without its numbers.
+
+    Attributes:
+        arrays: that are to come, in the order of the wanted leaves.
+        abstract: the wanted tree.
+    """
+
+    arrays: tuple[Arriving, ...]
+    abstract: Tree
+
+    def build(self, found: Sequence[Any]) -> Tree:
+        """The wanted tree with these arrays, in the order of `arrays`. The raw data of random keys becomes keys."""
+        leaves, structure = jax.tree.flatten(self.abstract)
+        return jax.tree.unflatten(
+            structure, [_from_raw(leaf, array) for leaf, array in zip(leaves, found, strict=True)]
+        )
+
+
+def match(leaves: Iterable[Leaf], abstract: Tree, sharding: ShardingRule | None, folder: Path) -> Matched:
+    """Which stored array goes where.
 
     Args:
         leaves: of the checkpoint.
-        memory: with their numbers.
         abstract: the state's shapes.
+        sharding: where each leaf shall lie; that of a key's data is the key's own. None: in host memory.
         folder: of the checkpoint, for the error.
 
     Raises:
         StateError: it is another state; names leaves.
     """
     found = {_join(leaf.path): leaf for leaf in leaves if not leaf.empty}
-    wanted, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    wanted = jax.tree_util.tree_leaves_with_path(abstract)
     raw = {_join(name_path(path)): _raw(leaf) for path, leaf in wanted}
-    _check(folder, {name: leaf for name, leaf in raw.items() if math.prod(leaf.shape)}, found)
-    arrays = [
-        np.array(view(found[name], memory)) if name in found else np.zeros(leaf.shape, leaf.dtype)
-        for name, leaf in raw.items()
-    ]
-    state = [_from_raw(leaf, array) for (_, leaf), array in zip(wanted, arrays, strict=True)]
-    return jax.tree.unflatten(structure, state)
+    _check(folder, {name: leaf for name, leaf in raw.items() if not is_empty(leaf)}, found)
+    return Matched(
+        tuple(
+            Arriving(
+                name_path(path),
+                raw[_join(name_path(path))],
+                sharding(jax.tree_util.keystr(path), leaf) if callable(sharding) else sharding,
+                is_stored=not is_empty(leaf),
+            )
+            for path, leaf in wanted
+        ),
+        abstract,
+    )
 
 
 def _check(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, Leaf]) -> None:
@@ -67,7 +93,7 @@ def _raw(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
 
 
-def _from_raw(abstract: jax.ShapeDtypeStruct, found: np.ndarray) -> Any:  # noqa: ANN401 - any array
+def _from_raw(abstract: jax.ShapeDtypeStruct, found: Any) -> Any:  # noqa: ANN401 - any array
     if not is_key(abstract):
         return found
     return jax.random.wrap_key_data(

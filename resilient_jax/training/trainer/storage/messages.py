@@ -1,11 +1,11 @@
 """What is said between a worker and its storage process, over a socket pair.
 
-The numbers are in memory whose descriptor goes with the message. Every order is answered once, in turn.
+The numbers are in memory of the worker's, whose descriptor goes with the order. Every order is answered once, in turn.
 """
 
 import msgspec
 
-from resilient_jax.training.trainer.storage.leaves import Leaf
+from resilient_jax.training.trainer.storage.leaves import Leaf, Piece
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -38,21 +38,33 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     existed: bool = False
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order: verify and read a checkpoint."""
+class Verify(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Order: verify a checkpoint, and say what is in it."""
 
     folder: str
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is whole; the numbers are in the memory that comes with this.
+class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is whole, as far as can be told without its numbers.
 
     Attributes:
-        verified: by digests. Without, damaged numbers are not noticed; plain Orbax writes none.
+        leaves: without places in memory.
+        by_digests: of all its files. Without, damaged numbers are not noticed; plain Orbax writes none.
     """
 
     leaves: list[Leaf]
-    verified: bool
+    by_digests: bool
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Order: put these boxes of its arrays into the memory that comes with this."""
+
+    folder: str
+    pieces: list[Piece]
+
+
+class WereRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """They are there."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -61,5 +73,5 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Order = Save | Load
-Answer = Saved | Loaded | Failed
+Order = Save | Verify | Read
+Answer = Saved | Verified | WereRead | Failed

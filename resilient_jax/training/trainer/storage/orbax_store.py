@@ -10,18 +10,33 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import jax
+import numpy as np
+
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
+from resilient_jax.training.held_state import ShardingRule
+from resilient_jax.training.trainer.storage.arriving import Arriving, batches, size_of
 from resilient_jax.training.trainer.storage.copying import HostCopy
 from resilient_jax.training.trainer.storage.folders import Listing, find_tree, look_into
-from resilient_jax.training.trainer.storage.leaves import Tree
+from resilient_jax.training.trainer.storage.leaves import Tree, allocate
 from resilient_jax.training.trainer.storage.line import StorageLine
 from resilient_jax.training.trainer.storage.matching import match
-from resilient_jax.training.trainer.storage.messages import Answer, Failed, Load, Loaded, Save, Saved
+from resilient_jax.training.trainer.storage.messages import (
+    Answer,
+    Failed,
+    Order,
+    Read,
+    Save,
+    Saved,
+    Verified,
+    Verify,
+    WereRead,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +58,14 @@ class _InFlight:
     started_s: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Patience:
+    """How long a load is waited for: since when, and what may end it before its time."""
+
+    since_s: float
+    check: Callable[[], None] | None
+
+
 class OrbaxStore:
     """The checkpoints in one directory, each in a folder named by its step.
 
@@ -62,6 +85,8 @@ class OrbaxStore:
         self._failure: str | None = None
         """Of the last save."""
         self._distrusted: set[int] = set()
+        self.bytes_read = 0
+        """Of arrays, by all loads."""
 
     # Looking.
 
@@ -182,7 +207,7 @@ class OrbaxStore:
             return
         answer = self._receive(timeout_s, self._in_flight.started_s)
         if answer is not None:
-            self._end_save(answer[0], note)
+            self._end_save(answer, note)
 
     def _end_save(self, answer: Answer, note: Note) -> None:
         assert self._in_flight is not None
@@ -207,40 +232,75 @@ class OrbaxStore:
 
     # Loading.
 
-    def load(self, step: int, abstract: Tree) -> Tree:
-        """The state of a checkpoint, in host memory.
+    def load(
+        self,
+        step: int,
+        abstract: Tree,
+        sharding: ShardingRule | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Tree:
+        """The state of a checkpoint. Of each array nothing is read but what this host's devices need.
 
         Args:
             step: of the checkpoint.
             abstract: the state's shapes.
+            sharding: where each leaf shall lie, on any mesh; None: whole, in host memory.
+            check: called while it waits; may raise, to wait no longer.
 
         Raises:
             CheckpointUnreadable: it is incomplete or damaged; says how. It is not counted among those to keep.
             StateError: it is whole, but holds another state; names a leaf.
         """
-        self.wait()
-        started_s = time.monotonic()
-        answer: tuple[Answer, int | None] | None = None
+        self.wait(check=check)
+        patience = _Patience(time.monotonic(), check)
         try:
-            self._connect().send(Load(folder=str(self.path(step))))
-        except CheckpointFailed as error:
-            answer = Failed(reason=str(error)), None
-        while answer is None:
-            answer = self._receive(POLL_S, started_s)
-        loaded, descriptor = answer
-        if not isinstance(loaded, Loaded) or descriptor is None:
+            found = self._ask(Verify(folder=str(self.path(step))), patience)
+            if not isinstance(found, Verified):
+                raise _unreadable(found)
+            if not found.by_digests:
+                logger.warning(
+                    "the checkpoint %s has no digests: damaged numbers would not be seen", self.path(step)
+                )
+            matched = match(found.leaves, abstract, sharding, self.path(step))
+            return matched.build(self._read(step, matched.arrays, patience))
+        except CheckpointUnreadable as error:
             self._distrusted.add(step)
-            reason = loaded.reason if isinstance(loaded, Failed) else "an answer to another order"
-            raise CheckpointUnreadable(f"the checkpoint {self.path(step)}: {reason}")
+            raise CheckpointUnreadable(f"the checkpoint {self.path(step)}: {error}") from error
+
+    def _read(
+        self, step: int, arrays: Sequence[Arriving], patience: _Patience
+    ) -> list[np.ndarray | jax.Array]:
+        """The arrays, batch by batch through one piece of memory."""
+        size = max(map(size_of, batches(arrays)), default=0)
+        descriptor = allocate(size)
         try:
             memory = mmap.mmap(descriptor, 0)
+            placed: list[np.ndarray | jax.Array] = []
+            for batch in batches(arrays):
+                pieces = [piece for array in batch for piece in array.pieces]
+                answer = self._ask(Read(folder=str(self.path(step)), pieces=pieces), patience, descriptor)
+                if not isinstance(answer, WereRead):
+                    raise _unreadable(answer)
+                placed += [array.place(memory) for array in batch]
+                self.bytes_read += sum(piece.nbytes for piece in pieces)
+            return placed
         finally:
             os.close(descriptor)
-        if not loaded.verified:
-            logger.warning(
-                "the checkpoint %s has no digests: damaged numbers would not be seen", self.path(step)
-            )
-        return match(loaded.leaves, memory, abstract, self.path(step))
+
+    def _ask(self, order: Order, patience: _Patience, descriptor: int | None = None) -> Answer:
+        """Gives an order, and waits for its answer. If that is broken off the process ends, too: it owes an answer."""
+        try:
+            self._connect().send(order, descriptor)
+            while (answer := self._receive(POLL_S, patience.since_s)) is None:
+                if patience.check is not None:
+                    patience.check()
+        except CheckpointFailed as error:
+            self._drop_line()
+            answer = Failed(reason=str(error))
+        except BaseException:
+            self._drop_line()
+            raise
+        return answer
 
     # The process.
 
@@ -254,17 +314,21 @@ class OrbaxStore:
         if line is not None:
             line.end()
 
-    def _receive(self, timeout_s: float, started_s: float) -> tuple[Answer, int | None] | None:
+    def _receive(self, timeout_s: float, started_s: float) -> Answer | None:
         """The answer to the order in flight; that the process died, or took too long, is one, too."""
         try:
             answer = self._connect().poll(timeout_s)
         except CheckpointFailed as error:
             self._drop_line()
-            return Failed(reason=str(error)), None
+            return Failed(reason=str(error))
         if answer is None and time.monotonic() - started_s > self._timeout_s:
             self._drop_line()
-            return Failed(reason=f"it took more than {self._timeout_s:g} s, and was given up"), None
+            return Failed(reason=f"it took more than {self._timeout_s:g} s, and was given up")
         return answer
+
+
+def _unreadable(answer: Answer) -> CheckpointUnreadable:
+    return CheckpointUnreadable(answer.reason if isinstance(answer, Failed) else "an answer to another order")
 
 
 def _check_deadline(deadline_s: float) -> None:

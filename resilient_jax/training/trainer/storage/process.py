@@ -13,16 +13,25 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Final
+from typing import Final, assert_never
 
 import msgspec
-import numpy as np
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.snapshot.link import Link
-from resilient_jax.training.trainer.storage.leaves import allocate, lay_out, nest, view
-from resilient_jax.training.trainer.storage.messages import Answer, Failed, Load, Loaded, Order, Save, Saved
-from resilient_jax.training.trainer.storage.reading import read
+from resilient_jax.training.trainer.storage.leaves import nest, value
+from resilient_jax.training.trainer.storage.messages import (
+    Answer,
+    Failed,
+    Order,
+    Read,
+    Save,
+    Saved,
+    Verified,
+    Verify,
+    WereRead,
+)
+from resilient_jax.training.trainer.storage.reading import describe, read
 from resilient_jax.training.trainer.storage.writing import clear_away, write
 
 PR_SET_PDEATHSIG: Final = 1
@@ -46,45 +55,44 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _answer(link: Link, order: Order) -> None:
-    memory = link.take_descriptor() if isinstance(order, Save) else None
-    result = None
+    memory = link.take_descriptor() if isinstance(order, Save | Read) else None
     try:
-        if isinstance(order, Save):
-            assert memory is not None
-            answer: Answer = _save(order, memory)
-        else:
-            answer, result = _load(order)
+        answer = _carry_out(order, memory)
     except ResilientJaxError as error:
         answer = Failed(reason=str(error))
     except Exception as error:  # the process boundary
         traceback.print_exc()
         answer = Failed(reason=f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
-    link.send(answer, [result] if result is not None else [])
-    for used in (memory, result):
-        if used is not None:
-            os.close(used)
+    if memory is not None:
+        os.close(memory)
+    link.send(answer)
+
+
+def _carry_out(order: Order, memory: int | None) -> Answer:
+    match order:
+        case Save():
+            assert memory is not None, "it came with the order"
+            return _save(order, memory)
+        case Verify():
+            leaves, by_digests = describe(Path(order.folder))
+            return Verified(leaves=leaves, by_digests=by_digests)
+        case Read():
+            assert memory is not None, "it came with the order"
+            read(Path(order.folder), order.pieces, mmap.mmap(memory, 0))
+            return WereRead()
+        case _:
+            assert_never(order)
 
 
 def _save(order: Save, memory: int) -> Saved:
     started_s = time.monotonic()
     directory = Path(order.directory)
     numbers = mmap.mmap(memory, 0, prot=mmap.PROT_READ)  # unmapped with the last array on it
-    nbytes = write(directory, order.step, nest((leaf.path, view(leaf, numbers)) for leaf in order.leaves))
+    nbytes = write(directory, order.step, nest((leaf.path, value(leaf, numbers)) for leaf in order.leaves))
     clear_away(directory, order.step, order.keep, order.distrusted)
     return Saved(
         step=order.step, nbytes=nbytes or 0, existed=nbytes is None, seconds=time.monotonic() - started_s
     )
-
-
-def _load(order: Load) -> tuple[Loaded, int]:
-    flat, verified = read(Path(order.folder))
-    leaves, nbytes = lay_out(flat)
-    memory = allocate(nbytes)
-    numbers = mmap.mmap(memory, 0)
-    for leaf, (_, array) in zip(leaves, flat, strict=True):
-        if not leaf.empty:
-            np.copyto(view(leaf, numbers), array)
-    return Loaded(leaves=leaves, verified=verified), memory
 
 
 if __name__ == "__main__":

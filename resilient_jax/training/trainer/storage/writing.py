@@ -22,10 +22,13 @@ from resilient_jax.errors import CheckpointUnreadable
 from resilient_jax.training.trainer.storage.digests import write_digests
 from resilient_jax.training.trainer.storage.folders import TEMPORARY_MARK, find_tree, look_into
 from resilient_jax.training.trainer.storage.leaves import Tree
-from resilient_jax.training.trainer.storage.reading import read
+from resilient_jax.training.trainer.storage.reading import check_whole
 
 LOCK: Final = "lock"
 CONTENT: Final = "content"
+CHUNK_BYTES: Final = 8 * 2**20
+"""Of an array, at most, in one chunk: a host that reads a share of it decodes the chunks that the share touches. Orbax
+cuts the largest dims first; much smaller ones cost time for each."""
 
 
 def write(directory: Path, step: int, tree: Tree) -> int | None:
@@ -76,12 +79,13 @@ def _save(folder: Path, tree: Tree) -> None:
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, numbers), (jax.Array, arrays))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+        how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=how))
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        read(folder)
+        check_whole(folder)
     except CheckpointUnreadable:
         return False
     return True

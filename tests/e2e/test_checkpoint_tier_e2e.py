@@ -1,0 +1,127 @@
+"""More hosts die at once than parity covers: the running job goes on from its newest checkpoint, to the same bits."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_job import CONFIG
+
+from resilient_jax.errors import ExitCode
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.world.inspection import Part, pids_of
+from resilient_jax.world.local_job import LocalJob
+
+JOB = Path(__file__).parent.parent / "process" / "sharded_job.py"
+DEADLINE_S = 240.0
+SMALL_BYTES = 8192
+"""Of leaves that are too small to be cut: every host has them."""
+HOSTS, SAVED, LOST = 3, 5, 7
+"""Checkpoints are made of steps 5 and 9, the last; hosts die in step 7, when 7 are committed."""
+
+
+def digests_in(output):
+    return set(re.findall(r"step 9 digest \w{64}", output))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What one machine says in the end that nobody disturbed."""
+    done = subprocess.run(
+        [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone")), "complete"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    return digests_in(done.stdout)
+
+
+def launch(work):
+    (work / "job.toml").write_text(CONFIG)
+    return LocalJob(
+        [str(JOB), str(work), "sharded"],
+        hosts=HOSTS,
+        run_directory=work / "run",
+        options=["--devices-per-host", "2", "--config", str(work / "job.toml")],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def hold_in_step(job, work, victims):
+    """Waits until these hosts are held in step 7, and the checkpoint of step 5 is on storage."""
+    job.hold(Place.BEFORE_SUM, victims, LOST)
+    job.wait_held(victims, DEADLINE_S)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (work / "checkpoints" / str(SAVED)).exists():
+        assert time.monotonic() < deadline_s, job.tail()
+        time.sleep(0.01)
+
+
+def kill_at_once(job, victims):
+    report = job.report()
+    assert report is not None
+    for pid in [pid for victim in victims for pid in pids_of(report, Part.HOST, victim)]:
+        os.kill(pid, signal.SIGKILL)
+    job.release()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "victims", [("host-1", "host-2"), ("host-0", "host-1", "host-2")], ids=["two of three", "all"]
+)
+def test_more_lost_hosts_than_parity_go_on_from_the_checkpoint_to_the_same_bits(
+    victims, undisturbed, tmp_path
+):
+    with launch(tmp_path) as job:
+        hold_in_step(job, tmp_path, victims)
+        kill_at_once(job, victims)
+        assert job.wait(DEADLINE_S) == 0, job.tail()
+        events, output = job.events(), job.output()
+    assert digests_in(output) == undisturbed
+    (lost,) = [event for event in events if event.kind is EventKind.STATE_LOST]
+    assert lost.detail["goes_on_from"] == SAVED
+    restored = [event for event in events if event.kind is EventKind.CHECKPOINT_RESTORED]
+    assert {event.detail["step"] for event in restored} == {SAVED}
+    if len(victims) < HOSTS:
+        assert (lost.step, lost.detail["steps_lost"], lost.detail["at_least"]) == (LOST, LOST - SAVED, False)
+        assert {event.detail["steps_lost"] for event in restored} == {LOST - SAVED}
+        assert "no snapshot in host memory can be rebuilt" in str(lost.detail["reason"])
+        assert "the state of step 7 is lost; going on from the checkpoint of step 5, 2 steps back" in output
+    else:
+        assert lost.detail["at_least"]
+        assert "or a later one is lost; going on from the checkpoint of step 5" in output
+    shares = [line.split() for line in (tmp_path / "shares.0").read_text().splitlines()]
+    whole = int(shares[-1][2])
+    by_generation = {event.generation for event in restored}
+    for number in by_generation:
+        read = [int(event.detail["bytes"]) for event in restored if event.generation == number]
+        assert all(nbytes < whole / len(read) + SMALL_BYTES for nbytes in read), (read, whole)
+
+
+@pytest.mark.timeout(600)
+def test_if_the_only_checkpoint_is_damaged_the_job_ends_with_what_is_lost_and_why_it_cannot_be_read(tmp_path):
+    victims = ("host-1", "host-2")
+    with launch(tmp_path) as job:
+        hold_in_step(job, tmp_path, victims)
+        (folder,) = (tmp_path / "checkpoints").glob("5")
+        largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 4
+        largest.write_bytes(data)
+        kill_at_once(job, victims)
+        assert job.wait(DEADLINE_S) == ExitCode.STATE_LOST, job.tail()
+        last_words = job.output().rpartition("\nlogs and events: ")[2]
+    assert "host-1, host-2 are; host-0 survives" in last_words
+    assert re.search(r"none that every host can read \(step 5: the file .* has the SHA-256", last_words)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5"]

@@ -1,0 +1,164 @@
+"""What the storage process reads of a checkpoint: the boxes that are asked for, and of its files little more."""
+
+import asyncio
+import mmap
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_jax.errors import CheckpointUnreadable
+from resilient_jax.training.snapshots.boxes import Box, whole
+from resilient_jax.training.trainer.storage import reading, writing
+from resilient_jax.training.trainer.storage.budget import Budget
+from resilient_jax.training.trainer.storage.leaves import Key, Piece, align, allocate, view
+from resilient_jax.training.trainer.storage.reading import check_whole, describe, read
+from resilient_jax.training.trainer.storage.writing import write
+
+KIB = 2**10
+CHUNK_BYTES = 64 * KIB
+ROWS, COLUMNS = 1024, 512
+NAMES = ("wide", "tall", "half", "byte", "one")
+
+
+@pytest.fixture(scope="module")
+def tree():
+    """Numbers that cannot be compressed."""
+    rng = np.random.default_rng(0)
+    return {
+        "wide": rng.random((ROWS, COLUMNS), np.float32),
+        "tall": rng.random((7 * ROWS,), np.float32),
+        "half": np.asarray(jnp.asarray(rng.random((96, 128)), jnp.bfloat16)),
+        "byte": rng.integers(0, 255, (5, 3, 64, 67), np.uint8),
+        "one": np.array(7, np.int32),
+    }
+
+
+@pytest.fixture(scope="module", params=["ours", "plain Orbax's", "plain Orbax's, without OCDBT"])
+def folder(request, tree, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoints")
+    if request.param == "ours":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writing, "CHUNK_BYTES", CHUNK_BYTES)
+            write(directory, 1, tree)
+    else:
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt="without" not in request.param)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(directory / "1", args=ocp.args.PyTreeSave(tree))
+    return directory / "1"
+
+
+def read_boxes(folder, tree, boxes):
+    """The numbers of each (name, box)."""
+    pieces, end = [], 0
+    for name, box in boxes:
+        path = (Key(name, is_index=False),)
+        pieces.append(Piece(path=path, dtype=str(tree[name].dtype), box=box, offset=align(end)))
+        end = pieces[-1].offset + pieces[-1].nbytes
+    descriptor = allocate(end)
+    try:
+        memory = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    read(folder, pieces, memory)
+    return [view(piece, memory).copy() for piece in pieces]
+
+
+def test_a_checkpoint_is_described_without_its_numbers(folder, tree):
+    leaves, by_digests = describe(folder)
+    assert by_digests == (folder / "resilient_jax.sha256").exists()
+    found = {leaf.path[0].name: (leaf.shape, leaf.dtype) for leaf in leaves}
+    assert found == {name: (value.shape, str(value.dtype)) for name, value in tree.items()}
+
+
+@st.composite
+def some_boxes(draw, shapes):
+    name = draw(st.sampled_from(NAMES))
+    bounds = [
+        draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)).filter(lambda b: b[0] < b[1]))
+        for n in shapes[name]
+    ]
+    return name, Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_boxes_are_those_of_the_whole_arrays(folder, tree, data):
+    shapes = {name: value.shape for name, value in tree.items()}
+    boxes = data.draw(st.lists(some_boxes(shapes), min_size=1, max_size=4))
+    for (name, box), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
+        expected = tree[name][box.within(whole(tree[name].shape))]
+        assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
+
+
+def bytes_from_files():
+    """That TensorStore has read in this process, as it counts them itself."""
+    (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(int(value["value"]) for value in metric["values"])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading(tree, dim, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "CHUNK_BYTES", CHUNK_BYTES)
+        write(tmp_path, 1, tree)
+    quarter = Box((0, 0), (ROWS, COLUMNS)).part(dim, 0, (ROWS, COLUMNS)[dim] // 4)
+    before = bytes_from_files()
+    (found,) = read_boxes(tmp_path / "1", tree, [("wide", quarter)])
+    read_bytes = bytes_from_files() - before
+    assert found.nbytes * 4 == tree["wide"].nbytes
+    assert read_bytes < found.nbytes + 4 * CHUNK_BYTES
+
+
+def test_a_budget_bounds_what_is_in_the_air_and_lets_what_is_larger_through_alone():
+    async def spend_all():
+        budget, now, seen = Budget(10), [0], []
+
+        async def spend(nbytes):
+            async with budget.spend(nbytes):
+                now[0] += nbytes
+                seen.append(now[0])
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                now[0] -= nbytes
+
+        await asyncio.gather(*map(spend, (4, 4, 4, 25, 3, 10, 1, 7)))
+        return seen
+
+    seen = asyncio.run(spend_all())
+    assert len(seen) == 8
+    assert {most for most in seen if most > 10} == {25}
+    assert 8 in seen, "two at once"
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 2**17])
+def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
+    folder, tree, limit_bytes, monkeypatch
+):
+    monkeypatch.setattr(reading, "DECODED_BYTES", limit_bytes)
+    boxes = [(name, whole(value.shape)) for name, value in tree.items()]
+    for (name, _), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
+        assert found.tobytes() == tree[name].tobytes()
+
+
+def test_numbers_that_are_missing_are_found_though_no_digest_vouches_for_them(tree, tmp_path):
+    ocp.PyTreeCheckpointer().save(tmp_path / "1", tree)
+    check_whole(tmp_path / "1")
+    largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(CheckpointUnreadable, match="Orbax cannot read it"):
+        check_whole(tmp_path / "1")
+
+
+def test_a_tree_with_things_that_are_no_arrays_can_be_described(tmp_path):
+    ocp.PyTreeCheckpointer().save(tmp_path / "1", {"a": np.ones(3), "name": "run 5", "n": 3, "empty": {}})
+    leaves, _ = describe(tmp_path / "1")
+    assert {leaf.path[0].name: leaf.dtype for leaf in leaves if not leaf.empty} == {
+        "a": "float64",
+        "n": "int64",
+    }
