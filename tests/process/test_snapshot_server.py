@@ -7,12 +7,23 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from pathlib import Path
 
 import msgspec
 import pytest
+from served_snapshots import (
+    COMMITTED,
+    SIZES,
+    assert_rebuilds,
+    chunks_of,
+    commit_all,
+    held_at,
+    open_all,
+    part_of,
+    take_all,
+    wait_until,
+)
 from snapshot_servers import (
     CHECKSUM,
     CREDENTIALS,
@@ -25,8 +36,8 @@ from snapshot_servers import (
     take,
 )
 
-from resilient_jax.erasure import ReedSolomon, decode, encode
-from resilient_jax.erasure_kernels import NumpyKernel, choose_kernel
+from resilient_jax.erasure import ReedSolomon, encode
+from resilient_jax.erasure_kernels import NumpyKernel
 from resilient_jax.errors import (
     ChecksumMismatch,
     PeerUnreachable,
@@ -37,7 +48,7 @@ from resilient_jax.errors import (
     TokenRefused,
 )
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import DIRECTORY_VARIABLE, FaultPointController, Place
+from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.snapshots import Group, SnapshotPhase
 from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
 from resilient_jax.snapshot.manifest import decode_manifest
@@ -51,91 +62,11 @@ from resilient_jax.snapshot.messages import (
     ParityPiece,
     Region,
 )
-from resilient_jax.snapshot.recovery import choose_snapshot
 from resilient_jax.snapshot.slots import MEMFD_NAME
-from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members, stripe_of_row
+from resilient_jax.snapshot.stripes import data_members, stripe_of_row
 from resilient_jax.transport import Credentials, SyncChannel
 
 COMMITTED = SnapshotPhase.COMMITTED
-SIZES = (300_000, 310_001, 286_720, 1, 299_999, 262_145)
-"""Unequal: whole pages and not, whole blocks and not, nearly nothing."""
-
-
-def open_all(hosts, parity, generation=1, sizes=SIZES, **options):
-    """The layout, opened by a new worker on each host."""
-    layout = make_layout(hosts, parity, sizes[: len(hosts)], generation)
-    workers = [host.worker() for host in hosts]
-    for worker in workers:
-        worker.open(layout, **options)
-    return layout, workers
-
-
-def part_of(layout, host, id):
-    return make_part(id, host.name, layout.part_bytes[host.name])
-
-
-def take_all(layout, hosts, workers, id):
-    for host, worker in zip(hosts, workers, strict=True):
-        take(worker, id, host.name, part_of(layout, host, id))
-
-
-def commit_all(layout, hosts, workers, id):
-    take_all(layout, hosts, workers, id)
-    for host in hosts:
-        host.wait_phase(id, COMMITTED)
-    assert all(worker.wait_committed(id, WAIT_S) for worker in workers)
-
-
-def chunks_of(layout, hosts, id, parity):
-    """Every member's chunks, padded."""
-    k = len(hosts) - parity
-    length = cut_grid([layout.part_bytes[host.name] for host in hosts], k).chunk_bytes
-    padded = [part_of(layout, host, id).ljust(k * length, b"\0") for host in hosts]
-    return length, [[part[j * length :][:length] for j in range(k)] for part in padded]
-
-
-def assert_rebuilds(layout, alive, hosts, id, parity, lost):
-    """The parts of the lost hosts come out of what the others hold."""
-    n, k = len(hosts), len(hosts) - parity
-    length, chunks = chunks_of(layout, hosts, id, parity)
-    kernel = choose_kernel().kernel
-    for stripe in range(n):
-        present, wanted = {}, {}
-        for shard, member in enumerate(
-            (*data_members(stripe, n, parity), *parity_members(stripe, n, parity))
-        ):
-            if member in lost:
-                if shard < k:
-                    wanted[shard] = bytearray(length)
-            elif shard < k:
-                offset = shard * length
-                inside = max(0, min(length, layout.part_bytes[hosts[member].name] - offset))
-                found = alive[member].read(id, Region.PART, inside, offset=offset) if inside else b""
-                present[shard] = found.ljust(length, b"\0")
-            else:
-                present[shard] = alive[member].read(id, Region.PARITY, length, row=shard - k)
-        decode(ReedSolomon(k, parity), kernel, present, wanted)
-        for shard, found in wanted.items():
-            assert found == chunks[data_members(stripe, n, parity)[shard]][shard]
-
-
-@contextlib.contextmanager
-def held_at(tmp_path, count):
-    """Servers that a controller can hold."""
-    folder = tmp_path / "faults"
-    controller = FaultPointController(folder)
-    with running(count, {DIRECTORY_VARIABLE: str(folder)}) as hosts:
-        try:
-            yield hosts, controller
-        finally:
-            controller.release()
-
-
-def wait_until(condition):
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -347,70 +278,6 @@ def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a
                     host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(3)).detail["reason"]
                 )
         commit_all(layout, hosts, workers, make_id(4))
-
-
-# Other servers die.
-
-
-@pytest.mark.parametrize(
-    "place", [Place.BEFORE_PARITY, Place.DURING_PARITY, Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED]
-)
-@pytest.mark.parametrize("victim", [0, 2], ids=["the root", "another"])
-def test_after_a_server_is_killed_the_others_still_have_the_former_snapshot(tmp_path, place, victim):
-    with held_at(tmp_path, 4) as (hosts, controller):
-        layout, workers = open_all(hosts, 1)
-        commit_all(layout, hosts, workers, make_id(1))
-        rest = [host for host in hosts if host is not hosts[victim]]
-        nothing_moves = place is Place.BEFORE_PARITY
-        at_place = hosts if nothing_moves else [hosts[victim]]
-        controller.hold(place, [host.name for host in at_place], step=2)
-        take_all(layout, hosts, workers, make_id(2))
-        wait_until(lambda: controller.held() == {host.name for host in at_place})
-        if not nothing_moves:  # with one parity row nobody waits for another's encoding
-            for host in rest:
-                host.wait(lambda host=host: host.phase_of(make_id(2)) is not None)
-        hosts[victim].kill()
-        controller.release()
-        for host in rest:
-            assert host.phase_of(make_id(1)) is COMMITTED
-        assert_rebuilds(layout, hosts, hosts, make_id(1), 1, {victim})
-        # The rest go on from the newest that can be rebuilt; what is newer is gone, and blocks nothing.
-        plan = choose_snapshot({host.name: (host.endpoint, host.holding) for host in rest})
-        assert plan is not None
-        assert plan.id == make_id(1 if nothing_moves else 2)
-        next_layout, next_workers = open_all(rest, 1, generation=2, restored=plan.id)
-        assert_rebuilds(layout, hosts, hosts, plan.id, 1, {victim})
-        for host in rest:
-            host.wait_phase(plan.id, COMMITTED)
-            host.wait(lambda host=host: all(s.phase is COMMITTED for s in host.holding))
-            assert max(status.id for status in host.holding) == plan.id
-        for step in (3, 4):
-            commit_all(next_layout, rest, next_workers, make_id(step, 2))
-
-
-def test_two_servers_killed_at_once_are_covered_by_two_parity_rows():
-    with running(6) as hosts:
-        layout, workers = open_all(hosts, 2)
-        commit_all(layout, hosts, workers, make_id(1))
-        for victim in (1, 2):
-            hosts[victim].kill()
-        assert_rebuilds(layout, hosts, hosts, make_id(1), 2, {1, 2})
-
-
-def test_a_server_that_stands_still_delays_a_snapshot_and_is_named(tmp_path):
-    with running(3) as hosts:
-        layout, workers = open_all(hosts, 1)
-        hosts[1].process.send_signal(signal.SIGSTOP)
-        try:
-            for i in (0, 2):
-                take(workers[i], make_id(1), hosts[i].name, part_of(layout, hosts[i], make_id(1)))
-            event = hosts[0].wait_event(EventKind.SNAPSHOT_PEER_FAILED, make_id(1))
-            assert event.detail["peer"] == hosts[1].name
-        finally:
-            hosts[1].process.send_signal(signal.SIGCONT)
-        take(workers[1], make_id(1), hosts[1].name, part_of(layout, hosts[1], make_id(1)))
-        for host in hosts:
-            host.wait_phase(make_id(1), COMMITTED)
 
 
 # Damage.
