@@ -49,7 +49,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
-from resilient_jax.protocol.snapshots import Group, SnapshotPhase
+from resilient_jax.protocol.snapshots import Group
 from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
 from resilient_jax.snapshot.manifest import decode_manifest
 from resilient_jax.snapshot.messages import (
@@ -65,8 +65,6 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.slots import MEMFD_NAME
 from resilient_jax.snapshot.stripes import data_members, stripe_of_row
 from resilient_jax.transport import Credentials, SyncChannel
-
-COMMITTED = SnapshotPhase.COMMITTED
 
 
 @contextlib.contextmanager
