@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_jax.errors import NonFiniteError as NonFiniteError
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
+    from resilient_jax.planning.model_file import load_model_shape as load_model_shape
+    from resilient_jax.planning.profile import Profile as Profile
+    from resilient_jax.planning.transformer import TransformerShape as TransformerShape
+    from resilient_jax.planning.transformer_profile import profile_transformer as profile_transformer
+    from resilient_jax.sharding.naming import Naming as Naming
+    from resilient_jax.sharding.program_profile import profile_of as profile_of
     from resilient_jax.topology.loading import load_topology as load_topology
     from resilient_jax.topology.topology import Topology as Topology
     from resilient_jax.training.data.microbatches import microbatch_data as microbatch_data
@@ -35,10 +41,12 @@ _HOME = {
     "Evaluation": "resilient_jax.training.trainer.evaluation",
     "FitResult": "resilient_jax.training.trainer.result",
     "Microbatch": "resilient_jax.training.step.sums",
+    "Naming": "resilient_jax.sharding.naming",
     "NonFiniteError": "resilient_jax.errors",
     "Numerics": "resilient_jax.training.trainer.numerics",
     "PackedDocuments": "resilient_jax.training.data.packing",
     "Prefetcher": "resilient_jax.training.data.prefetch",
+    "Profile": "resilient_jax.planning.profile",
     "Reading": "resilient_jax.training.trainer.order",
     "ReplicaShape": "resilient_jax.training.step.assignment",
     "ResilientJaxError": "resilient_jax.errors",
@@ -46,10 +54,14 @@ _HOME = {
     "StepReport": "resilient_jax.training.trainer.reports",
     "Topology": "resilient_jax.topology.topology",
     "Trainer": "resilient_jax.training.trainer.trainer",
+    "TransformerShape": "resilient_jax.planning.transformer",
     "World": "resilient_jax.training.world",
     "digest": "resilient_jax.training.trainer.digest",
+    "load_model_shape": "resilient_jax.planning.model_file",
     "load_topology": "resilient_jax.topology.loading",
     "microbatch_data": "resilient_jax.training.data.microbatches",
+    "profile_of": "resilient_jax.sharding.program_profile",
+    "profile_transformer": "resilient_jax.planning.transformer_profile",
     "run": "resilient_jax.training.run",
 }
 
@@ -59,10 +71,12 @@ __all__ = [
     "Evaluation",
     "FitResult",
     "Microbatch",
+    "Naming",
     "NonFiniteError",
     "Numerics",
     "PackedDocuments",
     "Prefetcher",
+    "Profile",
     "Reading",
     "ReplicaShape",
     "ResilientJaxError",
@@ -70,10 +84,14 @@ __all__ = [
     "StepReport",
     "Topology",
     "Trainer",
+    "TransformerShape",
     "World",
     "digest",
+    "load_model_shape",
     "load_topology",
     "microbatch_data",
+    "profile_of",
+    "profile_transformer",
     "run",
 ]
 

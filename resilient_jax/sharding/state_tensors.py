@@ -1,0 +1,134 @@
+"""The tensors of a training state as the planner sees them: equal layers once, every dim with its name and axis."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from resilient_jax.planning.axes import LAYERS, Axis
+from resilient_jax.planning.profile import Divisor, Part, Role, Tensor
+from resilient_jax.sharding.layering import Place, find_places
+from resilient_jax.sharding.naming import Names, Naming, Tree, name_dims, path_of, units_of
+
+OPTIONAL = frozenset({"kv_heads", "vocab"})
+"""Dims that stay whole where an axis does not divide them, and the program runs all the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """A parameter of an abstract model.
+
+    Attributes:
+        path: in the tree of parameters.
+        shape: of it, with a dim of layers if it has one.
+        itemsize: bytes of one number.
+        names: of all its dims.
+        place: among the layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    names: Names
+    place: Place
+
+
+def describe_parameters(
+    params: Tree, given: Mapping[str, Names], naming: Naming
+) -> tuple[ParameterInfo, ...]:
+    """Gives each parameter its names and its place, in the order of the tree's leaves."""
+    leaves = [(path_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    names = {path: name_dims(path, leaf.shape, given, naming) for path, leaf in leaves}
+    places = find_places({path: leaf.shape for path, leaf in leaves}, names)
+    return tuple(
+        ParameterInfo(
+            path=path, shape=leaf.shape, itemsize=leaf.dtype.itemsize, names=names[path], place=places[path]
+        )
+        for path, leaf in leaves
+    )
+
+
+def state_tensors(
+    parameters: Sequence[ParameterInfo],
+    parts: Mapping[str, tuple[Part, ...]],
+    others: Sequence[tuple[Tree, Role]],
+    naming: Naming,
+) -> tuple[Tensor, ...]:
+    """Gives the tensors of a state; of equal layers one stands for all.
+
+    Args:
+        parameters: of the model.
+        parts: where each is used, by path.
+        others: trees of the optimizer's state and of what is no parameter. A leaf in them whose path ends with a
+            parameter's, and whose shape is its, has its names.
+        naming: of dims.
+    """
+    tensors = {}
+    for info in parameters:
+        tensors.setdefault(
+            info.place.path,
+            _tensor(info.place.path, Role.PARAMETER, info, info.itemsize, parts[info.path], naming),
+        )
+    for number, (tree, role) in enumerate(others):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            tensor = _other_tensor(path_of(path), leaf, role, parameters, parts, naming)
+            tensors.setdefault((number, tensor.path), tensor)
+    return tuple(tensors.values())
+
+
+def _tensor(
+    path: str, role: Role, info: ParameterInfo, itemsize: int, parts: tuple[Part, ...], naming: Naming
+) -> Tensor:
+    kept = [dim for dim in range(len(info.shape)) if dim != info.place.dim]
+    shape, names = tuple(info.shape[dim] for dim in kept), tuple(info.names[dim] for dim in kept)
+    return Tensor(
+        path=path,
+        role=role,
+        parts=parts,
+        shape=shape,
+        names=names,
+        axes=tuple(None if name is None or name == LAYERS else naming.axes[name] for name in names),
+        units=units_of(names, shape, naming),
+        dtype_bytes=itemsize,
+        copies=info.place.copies,
+    )
+
+
+def _other_tensor(
+    path: str,
+    leaf: Any,  # noqa: ANN401 - an abstract array
+    role: Role,
+    parameters: Sequence[ParameterInfo],
+    parts: Mapping[str, tuple[Part, ...]],
+    naming: Naming,
+) -> Tensor:
+    for info in parameters:
+        if leaf.shape == info.shape and (path == info.path or path.endswith(f"/{info.path}")):
+            stem = path[: len(path) - len(info.path)] + info.place.path
+            return _tensor(stem, role, info, leaf.dtype.itemsize, parts[info.path], naming)
+    unknown = ParameterInfo(
+        path=path,
+        shape=leaf.shape,
+        itemsize=leaf.dtype.itemsize,
+        names=(None,) * len(leaf.shape),
+        place=Place(path=path),
+    )
+    return _tensor(path, role, unknown, leaf.dtype.itemsize, (Part.EMBEDDING,), naming)
+
+
+def find_divisors(tensors: Sequence[Tensor], layers: int, sequence_tokens: int | None) -> tuple[Divisor, ...]:
+    """Gives what axes have to divide: of dims with the same name, the greatest common divisor."""
+    units: dict[tuple[Axis, str], int] = collections.defaultdict(int)
+    for tensor in tensors:
+        for axis, name, number in zip(tensor.axes, tensor.names, tensor.units, strict=True):
+            if name is not None and (axis is Axis.TENSOR or axis is Axis.EXPERT):
+                units[axis, name] = math.gcd(units[axis, name], number)
+    numbers = [(axis, name, number, name not in OPTIONAL) for (axis, name), number in units.items()]
+    if sequence_tokens is not None:
+        numbers.append((Axis.SEQUENCE, "tokens", sequence_tokens, True))
+    if layers > 1:
+        numbers.append((Axis.PIPELINE, LAYERS, layers, True))
+    return tuple(Divisor(axis=a, name=n, number=number, required=r) for a, n, number, r in numbers)

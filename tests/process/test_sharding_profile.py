@@ -1,0 +1,155 @@
+"""The profile taken from Flax programs: what XLA measured, divided as the closed form of the same shape says.
+
+They are compiled, several times: not for the unit tests.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from decoder import Decoder, LoopedDecoder, loss_of
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.cutting import find_sizes
+from resilient_jax.planning.profile import Part, Role
+from resilient_jax.planning.transformer import TransformerShape, count_parameters
+from resilient_jax.planning.transformer_operations import AttentionKind
+from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.planning.transformer_work import SINGLE
+from resilient_jax.sharding.abstract_model import abstract_program
+from resilient_jax.sharding.program_profile import profile_of
+
+LLAMA = TransformerShape(
+    layers=3,
+    width=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    feed_forward=160,
+    vocabulary_tokens=128,
+    sequence_tokens=32,
+)
+EXAMPLES = 4
+
+
+def tokens(shape, examples=EXAMPLES):
+    return jax.ShapeDtypeStruct((examples, shape.sequence_tokens), jnp.int32)
+
+
+def closed_form(shape):
+    return profile_transformer(shape, precision=SINGLE, attention=AttentionKind.SQUARE)
+
+
+def profile_program(model, again):
+    return profile_of(
+        model,
+        loss_of,
+        tokens(LLAMA),
+        name="small",
+        optimizer=optax.adamw(1e-3),
+        sequence_tokens=LLAMA.sequence_tokens,
+        rematerialised=again,
+    )
+
+
+@pytest.fixture(scope="module")
+def nnx_profile():
+    return profile_program(
+        lambda rngs: Decoder(LLAMA, rngs), lambda rngs: Decoder(LLAMA, rngs, rematerialised=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def linen_profile():
+    return profile_program(LoopedDecoder(LLAMA), LoopedDecoder(LLAMA, rematerialised=True))
+
+
+@pytest.fixture(params=["nnx", "linen"])
+def profile(request):
+    return request.getfixturevalue(f"{request.param}_profile")
+
+
+def work_of(profile, part):
+    (work,) = (work for work in profile.work if work.part is part)
+    return work
+
+
+def test_products_are_divided_as_in_closed_form(profile):
+    expected = closed_form(LLAMA)
+    assert [work.part for work in profile.work] == [work.part for work in expected.work]
+    for found, wanted in zip(profile.work, expected.work, strict=True):
+        assert found.copies == wanted.copies
+        assert dataclasses.astuple(found.forward_flops) == dataclasses.astuple(wanted.forward_flops)
+        assert found.backward_flops.total == pytest.approx(wanted.backward_flops.total)
+
+
+def test_everything_else_is_xlas(profile):
+    assert profile.other_flops == pytest.approx(closed_form(LLAMA).other_flops, rel=0.03)
+
+
+def test_devices_exchange_what_they_do_in_closed_form(profile):
+    def sent(work):
+        return sorted(
+            (e.axis, e.kind, e.dim or "", e.message_bytes * e.forward, e.message_bytes * e.backward)
+            for e in work.exchanges
+        )
+
+    for found, wanted in zip(profile.work, closed_form(LLAMA).work, strict=True):
+        assert sent(found) == sent(wanted)
+
+
+def test_the_state_has_each_tensor_of_a_layer_once(profile):
+    assert profile.parameters == count_parameters(LLAMA)
+    query = next(t for t in profile.tensors if "query" in t.path and t.role is Role.PARAMETER)
+    assert (query.shape, query.names, query.copies) == ((64, 4, 16), ("embed", "heads", "head_dim"), 3)
+    assert query.axes == (Axis.FSDP, Axis.TENSOR, None)
+
+
+def test_the_optimizers_state_has_the_names_of_its_parameters(profile):
+    assert profile.optimizer_bytes == 2 * profile.parameter_bytes + 4  # and the number of the step
+    moments = [t for t in profile.tensors if "query" in t.path and t.role is Role.OPTIMIZER]
+    assert [(t.names, t.copies) for t in moments] == [(("embed", "heads", "head_dim"), 3)] * 2
+
+
+def test_parameters_are_where_they_are_used(profile):
+    parts = {t.path: t.parts for t in profile.tensors if t.role is Role.PARAMETER and t.copies == 1}
+    assert sorted(parts.values()) == [(Part.EMBEDDING,), (Part.HEAD,), (Part.HEAD,)]
+
+
+def test_axes_are_allowed_as_in_closed_form(profile):
+    for axis in Axis:
+        assert find_sizes(profile, axis, 64) == find_sizes(closed_form(LLAMA), axis, 64)
+
+
+def test_a_layer_hands_on_one_vector_for_each_token(profile):
+    assert work_of(profile, Part.LAYER).input_bytes == 32 * 64 * 4
+
+
+def test_memory_is_that_of_the_compiled_gradient(nnx_profile):
+    program = abstract_program(lambda rngs: Decoder(LLAMA, rngs), loss_of, tokens(LLAMA, 6))
+    gradient = jax.jit(jax.value_and_grad(program.loss))
+    memory = gradient.lower(program.params, program.others, program.batch).compile().memory_analysis()
+    assert memory is not None
+    activations = sum(work.copies * work.kept_bytes.total for work in nnx_profile.work)
+    activations += max(work.working_bytes.total for work in nnx_profile.work)
+    expected = nnx_profile.parameter_bytes + max(
+        nnx_profile.parameter_bytes, nnx_profile.fixed_bytes + 6 * activations
+    )
+    found = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert expected == pytest.approx(found, rel=0.05)
+
+
+def test_activations_in_closed_form_are_no_more_than_xla_needs_on_a_cpu(nnx_profile):
+    expected = sum(work.copies * work.kept_bytes.total for work in closed_form(LLAMA).work)
+    found = sum(work.copies * work.kept_bytes.total for work in nnx_profile.work)
+    assert 0.65 < expected / found < 1
+
+
+def test_a_rematerialised_layer_keeps_what_went_into_it_and_computes_most_again(profile):
+    layer = work_of(profile, Part.LAYER)
+    assert profile.can_rematerialise
+    assert layer.rematerialised_bytes.total == pytest.approx(layer.input_bytes, rel=0.4)
+    assert 0.7 < layer.recomputed_flops.total / layer.forward_flops.total <= 1
+    assert layer.rematerialised_bytes.total < layer.kept_bytes.total / 10

@@ -1,0 +1,148 @@
+"""Where the operations of a program belong and what cuts them, followed from the names of its parameters."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from resilient_jax.planning.axes import AXIS_OF, Axis
+from resilient_jax.planning.profile import Part
+from resilient_jax.sharding.attribution import Kind, attribute
+from resilient_jax.sharding.layering import Place
+from resilient_jax.sharding.operations import trace_operations
+from resilient_jax.sharding.parts import locate
+
+BATCH, TOKENS, WIDTH = 2, 8, 16
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+X = array(BATCH, TOKENS, WIDTH)
+
+
+def follow(function, params, names, places=None):
+    """FLOPs by part and kind, and what is sent by axis: bytes forward and backward."""
+    operations = trace_operations(function, params, X)
+    values = dict(zip(params, operations.inputs, strict=False))  # in the order of keys, as in a tree of them
+    batch = frozenset(operations.inputs[len(params) :])
+    places = places or {name: Place(path=name) for name in params}
+    where = locate(operations, {values[name]: places[name] for name in params}, batch)
+    parts = [step.part for step in where.steps]
+    found = attribute(operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_OF)
+    flops, sent = collections.defaultdict(float), collections.defaultdict(lambda: [0, 0])
+    for step in found.steps:
+        if step.product_flops:
+            flops[step.part, step.kind] += step.product_flops
+    for message in found.messages:
+        sent[message.axis][0] += message.bytes * message.forward * message.turns
+        sent[message.axis][1] += message.bytes * message.backward * message.turns
+    return dict(flops), dict(sent), where
+
+
+WIDTH_BYTES = BATCH * TOKENS * WIDTH * 4
+UP_DOWN = {"down": array(24, WIDTH), "up": array(WIDTH, 24)}
+NAMES = {"down": ("mlp", "embed"), "up": ("embed", "mlp")}
+PRODUCT = 2 * BATCH * TOKENS * WIDTH * 24
+
+FEED_FORWARDS = {
+    "as it is": lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"],
+    "in another type": lambda p, x: (x @ p["up"].astype(jnp.bfloat16).astype(jnp.float32)) @ p["down"],
+    "transposed": lambda p, x: jnp.einsum("btd,fd->btf", x, p["up"].T) @ p["down"],
+    "reshaped": lambda p, x: (
+        jnp.einsum("btd,dhk->bthk", x, p["up"].reshape(16, 4, 6)).reshape(2, 8, 24) @ p["down"]
+    ),
+    "compiled apart": lambda p, x: jax.jit(lambda x: x @ p["up"])(x) @ p["down"],
+    "rematerialised": lambda p, x: jax.checkpoint(lambda x: (x @ p["up"]) @ p["down"])(x),
+}
+
+
+@pytest.mark.parametrize("name", FEED_FORWARDS)
+def test_a_feed_forward_network_is_cut_by_tensor_and_completed_once_each_way(name):
+    flops, sent, _ = follow(FEED_FORWARDS[name], UP_DOWN, NAMES)
+    assert flops == {(Part.LAYER, Kind.TENSOR): 2 * PRODUCT}
+    assert sent == {Axis.TENSOR: [WIDTH_BYTES, WIDTH_BYTES]}
+
+
+def test_the_gradient_of_what_several_products_use_is_completed_once():
+    params = {**UP_DOWN, "gate": array(WIDTH, 24)}
+    names = {**NAMES, "gate": ("embed", "mlp")}
+    _, sent, _ = follow(lambda p, x: ((x @ p["gate"]) * (x @ p["up"])) @ p["down"], params, names)
+    assert sent == {Axis.TENSOR: [WIDTH_BYTES, WIDTH_BYTES]}
+
+
+def test_without_names_nothing_is_cut_and_nothing_is_sent():
+    none = {"up": (None, None), "down": (None, None)}
+    flops, sent, _ = follow(FEED_FORWARDS["as it is"], UP_DOWN, none)
+    assert flops == {(Part.LAYER, Kind.WHOLE): 2 * PRODUCT}
+    assert sent == {}
+
+
+def test_tokens_go_to_experts_and_back_each_way():
+    def mixture(p, x):
+        gates = jax.nn.softmax(x @ p["router"])
+        chosen = jax.nn.one_hot(gates.argmax(-1), 4)
+        sent = jnp.einsum("btd,bte->ebtd", x, chosen)
+        hidden = jax.nn.relu(jnp.einsum("ebtd,edf->ebtf", sent, p["up"]))
+        made = jnp.einsum("ebtf,efd->ebtd", hidden, p["down"])
+        return x + jnp.einsum("ebtd,bte->btd", made, gates * chosen)
+
+    params = {"down": array(4, 24, WIDTH), "router": array(WIDTH, 4), "up": array(4, WIDTH, 24)}
+    names = {
+        "down": ("experts", "mlp", "embed"),
+        "router": ("embed", None),
+        "up": ("experts", "embed", "mlp"),
+    }
+    flops, sent, _ = follow(mixture, params, names)
+    assert flops[Part.LAYER, Kind.EXPERT] >= 2 * 4 * PRODUCT
+    assert sent[Axis.EXPERT] == [2 * 4 * WIDTH_BYTES, 2 * 4 * WIDTH_BYTES]
+
+
+def test_attention_is_what_two_activations_that_are_cut_make_of_each_other():
+    def attend(p, x):
+        query, key, value = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in ("query", "key", "value"))
+        scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", query, key))
+        return jnp.einsum("bhts,bshk,hkd->btd", scores, value, p["output"])
+
+    heads = array(WIDTH, 2, 4)
+    params = {"key": heads, "output": array(2, 4, WIDTH), "query": heads, "value": heads}
+    into = ("embed", "heads", "head_dim")
+    names = {"key": into, "output": ("heads", "head_dim", "embed"), "query": into, "value": into}
+    flops, sent, _ = follow(attend, params, names)
+    scores = 2 * BATCH * TOKENS * TOKENS * 2 * 4
+    assert flops == {
+        (Part.LAYER, Kind.TENSOR): 4 * 2 * BATCH * TOKENS * WIDTH * 8,
+        (Part.LAYER, Kind.ATTENTION): 2 * scores,
+    }
+    keys_and_values = 2 * BATCH * TOKENS * 8 * 4
+    assert sent[Axis.SEQUENCE] == [keys_and_values, keys_and_values]
+
+
+def test_a_program_is_cut_between_layers_where_least_is_alive():
+    def program(p, x):
+        x = x @ p["first"]
+        for layer in ("up0", "up1"):
+            mean = x.mean(-1, keepdims=True)
+            x = x + jnp.tanh((x - mean) @ p[layer])
+        return (x - x.mean()) @ p["last"]
+
+    square = array(WIDTH, WIDTH)
+    params = {"first": square, "last": square, "up0": square, "up1": square}
+    places = {
+        "first": Place(path="first"),
+        "last": Place(path="last"),
+        "up0": Place(path="up*", layer=0, copies=2),
+        "up1": Place(path="up*", layer=1, copies=2),
+    }
+    flops, _, where = follow(program, params, dict.fromkeys(params, (None, None)), places)
+    product = 2 * BATCH * TOKENS * WIDTH * WIDTH
+    assert flops == {
+        (Part.EMBEDDING, Kind.WHOLE): product,
+        (Part.LAYER, Kind.WHOLE): 2 * product,
+        (Part.HEAD, Kind.WHOLE): product,
+    }
+    assert where.boundary_bytes == WIDTH_BYTES
+    counts = collections.Counter(step.layer for step in where.steps)
+    assert counts[0] == counts[1]  # each has its mean, its product, its addition

@@ -1,0 +1,160 @@
+"""The profile taken from a program: what XLA measured, divided as the closed form of the same shape says."""
+
+import doctest
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import msgspec
+import pytest
+from decoder import Decoder, loss_of
+from flax import nnx
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.cutting import find_sizes
+from resilient_jax.planning.profile import Part, Role
+from resilient_jax.planning.transformer import TransformerShape
+from resilient_jax.planning.transformer_operations import AttentionKind
+from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.planning.transformer_work import SINGLE
+from resilient_jax.sharding import program_profile
+from resilient_jax.sharding.abstract_model import abstract_program
+from resilient_jax.sharding.naming import Naming
+from resilient_jax.sharding.program_profile import profile_of
+from resilient_jax.sharding.xla_cost import count_flops
+
+LLAMA = TransformerShape(
+    layers=3,
+    width=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    feed_forward=160,
+    vocabulary_tokens=128,
+    sequence_tokens=32,
+)
+GPT = msgspec.structs.replace(
+    LLAMA, kv_heads=4, gated=False, norm="layer", biases="all", positions="table", tied_embedding=True
+)
+QWEN = msgspec.structs.replace(LLAMA, layers=2, width=96, head_dim=32, sequence_tokens=64, biases="qkv")
+SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
+EXAMPLES = 4
+
+
+def tokens(shape, examples=EXAMPLES):
+    return jax.ShapeDtypeStruct((examples, shape.sequence_tokens), jnp.int32)
+
+
+def closed_form(shape):
+    return profile_transformer(shape, precision=SINGLE, attention=AttentionKind.SQUARE)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_flops_in_closed_form_are_xlas(name):
+    shape = SHAPES[name]
+    program = abstract_program(lambda rngs: Decoder(shape, rngs), loss_of, tokens(shape))
+    arguments = (program.params, program.others, program.batch)
+    expected = closed_form(shape)
+    forward = expected.forward_flops.total + sum(w.copies * w.forward_other_flops for w in expected.work)
+    gradient = forward + expected.backward_flops.total
+    gradient += sum(work.copies * work.backward_other_flops for work in expected.work)
+    assert EXAMPLES * forward == pytest.approx(count_flops(program.loss, *arguments), rel=0.001)
+    found = count_flops(jax.value_and_grad(program.loss), *arguments)
+    assert EXAMPLES * gradient == pytest.approx(found, rel=0.001)
+
+
+def test_flops_in_closed_form_are_xlas_after_it_has_optimised():
+    program = abstract_program(lambda rngs: Decoder(QWEN, rngs), loss_of, tokens(QWEN))
+    gradient = jax.jit(jax.value_and_grad(program.loss))
+    analysis = gradient.lower(program.params, program.others, program.batch).compile().cost_analysis()
+    assert analysis is not None
+    expected = closed_form(QWEN)
+    total = expected.forward_flops.total + expected.backward_flops.total + expected.other_flops
+    assert EXAMPLES * total == pytest.approx(analysis["flops"], rel=0.02)
+
+
+def test_a_model_without_a_rematerialised_one_cannot_rematerialise():
+    profile = profile_of(plain, plain_loss, PLAIN_BATCH, name="plain", naming=PLAIN_NAMING)
+    assert not profile.can_rematerialise
+    (work,) = profile.work
+    assert work.part is Part.LAYER
+    assert work.rematerialised_bytes == work.kept_bytes
+
+
+def plain(key):
+    return {"up": jax.random.normal(key, (16, 24)), "down": jnp.zeros((24, 16))}
+
+
+def plain_loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2), {"aux": 1}
+
+
+PLAIN_BATCH = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+PLAIN_NAMING = Naming(rules=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
+
+
+def test_a_plain_function_is_profiled_by_rules_on_paths():
+    profile = profile_of(plain, plain_loss, PLAIN_BATCH, name="plain", naming=PLAIN_NAMING)
+    assert profile.forward_flops.tensor == profile.forward_flops.total == 2 * 2 * 16 * 24
+    assert find_sizes(profile, Axis.TENSOR, 8) == (1, 2, 3, 4, 6, 8)
+    assert find_sizes(profile, Axis.PIPELINE, 8) == find_sizes(profile, Axis.SEQUENCE, 8) == (1,)
+
+
+def test_what_is_no_parameter_has_no_gradient():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+
+    profile = profile_of(Net(), lambda model, x: model(x).mean(), PLAIN_BATCH, name="norm")
+    assert sorted(t.path for t in profile.tensors if t.role is Role.OTHER) == [
+        "batch_stats/BatchNorm_0/mean",
+        "batch_stats/BatchNorm_0/var",
+    ]
+
+
+REFUSED = {
+    "an instance": (lambda: {"model": {"w": 1}}, "model: found a dict, expected a function"),
+    "no scalar": (
+        lambda: {"loss": lambda params, x: x @ params["up"]},
+        "loss: found a result .*expected a scalar",
+    ),
+    "no examples": (
+        lambda: {
+            "batch": {"x": jnp.zeros(()), "y": jnp.zeros((2,))},
+            "loss": lambda params, x: jnp.zeros(()),
+        },
+        "batch: found the shapes .*expected the same number of examples",
+    ),
+    "another model rematerialised": (
+        lambda: {
+            "rematerialised": lambda key: {"up": jnp.zeros((16, 24))},
+            "loss": lambda p, x: (x @ p["up"]).sum(),
+        },
+        r"rematerialised: found other parameters than the model's, first down of shape \(24, 16\)",
+    ),
+    "a name that no axis cuts": (
+        lambda: {"naming": Naming(rules=[("up", ("embed", "hidden"))])},
+        "up: found the logical name 'hidden'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case):
+    changed, said = REFUSED[case]
+    given = {"model": plain, "loss": plain_loss, "batch": PLAIN_BATCH, "name": "plain", **changed()}
+    with pytest.raises(CallerError, match=said):
+        profile_of(given.pop("model"), given.pop("loss"), given.pop("batch"), **given)
+
+
+def test_an_nnx_module_made_already_is_refused():
+    with pytest.raises(CallerError, match="model: found a Linear"):
+        profile_of(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plain_loss, PLAIN_BATCH, name="made")
+
+
+def test_the_example_in_the_docstring_runs():
+    result = doctest.testmod(program_profile)
+    assert result.attempted > 0
+    assert result.failed == 0
