@@ -304,7 +304,11 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     cut = cut_state(hold(1, {"w": here}).leaves, host_of, hosts)
     of_first_host = [shard for shard in here.addressable_shards if host_of(shard.device) == hosts[0]]
     elsewhere = SimpleNamespace(
-        shape=(8,), dtype=here.dtype, is_deleted=lambda: False, addressable_shards=of_first_host
+        shape=(8,),
+        dtype=here.dtype,
+        sharding=here.sharding,
+        is_deleted=lambda: False,
+        addressable_shards=of_first_host,
     )  # what the second host has in hand once its shards have moved to the first
     with pytest.raises(
         StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from resilient_jax.errors import StateError
 from resilient_jax.snapshot.manifest import Piece
@@ -57,12 +58,17 @@ def plan_tasks(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> list[Task]:
     Raises:
         StateError: this host does not hold all of a piece, or an array was donated.
     """
-    return [_plan(leaves[piece.leaf], piece, turn) for turn, piece in enumerate(pieces)]
+    known: Known = {}
+    return [_plan(leaves[piece.leaf], piece, turn, known) for turn, piece in enumerate(pieces)]
 
 
-def _plan(leaf: Leaf, piece: Piece, turn: int) -> Task:
+Known = dict[tuple[Sharding, tuple[int, ...], Box], list[tuple[Box, Box, tuple[int, ...]]]]
+"""Of a sharding, a shape and a piece: what is held, what of that is wanted, which shards have it. Layers are alike."""
+
+
+def _plan(leaf: Leaf, piece: Piece, turn: int, known: Known) -> Task:
     box = Box(piece.start, piece.stop)
-    sources = tuple(_find_sources(leaf, box, turn))
+    sources = tuple(_find_sources(leaf, box, turn, known))
     covered = sum(source.wanted.size for source in sources)
     if covered != box.size:
         raise StateError(
@@ -73,7 +79,7 @@ def _plan(leaf: Leaf, piece: Piece, turn: int) -> Task:
     return Task(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)
 
 
-def _find_sources(leaf: Leaf, box: Box, turn: int) -> list[Source]:
+def _find_sources(leaf: Leaf, box: Box, turn: int, known: Known) -> list[Source]:
     """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
     value = leaf.value
     if isinstance(value, np.ndarray):
@@ -82,13 +88,20 @@ def _find_sources(leaf: Leaf, box: Box, turn: int) -> list[Source]:
         raise StateError(
             f"the state's leaf {leaf.path} was donated before its snapshot was copied: wait for the copy first"
         )
-    holders: dict[tuple[Box, Box], list[jax.Array]] = {}
-    for shard in value.addressable_shards:
-        held = from_index(shard.index, value.shape)
-        wanted = intersect(held, box)
-        if wanted is not None:
-            holders.setdefault((held, wanted), []).append(shard.data)
-    return [Source(*boxes, arrays[turn % len(arrays)]) for boxes, arrays in holders.items()]
+    shards = value.addressable_shards
+    key = (value.sharding, value.shape, box)
+    if key not in known:
+        holders: dict[tuple[Box, Box], tuple[int, ...]] = {}
+        for number, shard in enumerate(shards):
+            held = from_index(shard.index, value.shape)
+            wanted = intersect(held, box)
+            if wanted is not None:
+                holders[held, wanted] = (*holders.get((held, wanted), ()), number)
+        known[key] = [(*boxes, numbers) for boxes, numbers in holders.items()]
+    return [
+        Source(held, wanted, shards[numbers[turn % len(numbers)]].data)
+        for held, wanted, numbers in known[key]
+    ]
 
 
 def is_on_accelerator(leaves: Sequence[Leaf]) -> bool:
