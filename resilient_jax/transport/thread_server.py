@@ -114,7 +114,10 @@ class ThreadServer:
                 return encode(handler(self._admit(data, path, method, context)))
             except Exception as error:  # the process boundary: it goes to the caller
                 failed = error
-            _abort(context, failed, path)
+            try:
+                _abort(context, failed, path)
+            finally:
+                del failed  # else the error holds this frame, the frame the error, and both the request
             raise AssertionError("abort raises")
 
         return serve

@@ -170,12 +170,6 @@ class Capture:
                 if order.phase is not _Phase.FINISHING and order.cancelled is None:
                     order.cancelled = reason
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way: what was started is finished, or dropped."""
-        with self._changed:
-            return not self._orders and not self._skipped
-
     def close(self, timeout_s: float = 60.0) -> bool:
         """Cancels what is not finished and ends the thread; whether it has ended."""
         self.cancel("the worker stops")

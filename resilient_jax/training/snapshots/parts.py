@@ -32,26 +32,13 @@ class StateCut:
         leaves: every leaf of the state.
         pieces: of each host's part, in order of their offsets.
         part_bytes: length of each host's part.
-        copies: for each leaf, how many hosts hold every number of it at least: one less may die, and the leaf is
-            still on the devices of the others.
         whole_on: for each leaf, how many hosts hold all of it.
     """
 
     leaves: tuple[LeafInfo, ...]
     pieces: Mapping[HostName, tuple[Piece, ...]]
     part_bytes: Mapping[HostName, int]
-    copies: tuple[int, ...]
     whole_on: tuple[int, ...]
-
-    @property
-    def min_copies(self) -> int:
-        """How many hosts hold every number of the state at least."""
-        return min(self.copies, default=len(self.pieces))
-
-
-def is_complete_everywhere(state_cut: StateCut) -> bool:
-    """Whether every host holds the whole state, so that any of them can hand it over."""
-    return all(count == len(state_cut.pieces) for count in state_cut.whole_on)
 
 
 def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]) -> StateCut:
@@ -71,7 +58,7 @@ def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]
     known: dict[tuple[Sharding, tuple[int, ...]], Holdings] = {}  # many leaves share a sharding and a shape
     loads = dict.fromkeys(hosts, 0)
     pieces: dict[HostName, list[Piece]] = {host: [] for host in hosts}
-    copies, whole_on = [], []
+    whole_on = []
     for number, leaf in enumerate(leaves):
         holdings = _find_holdings(leaf, host_of, hosts, known)
         itemsize = leaf.value.dtype.itemsize
@@ -82,13 +69,11 @@ def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]
             for host, (start, stop) in zip(by_load, boxes, strict=False):
                 pieces[host].append(Piece(number, start, stop, loads[host]))
                 loads[host] += _aligned(Box(start, stop).size * itemsize)
-        copies.append(min(map(len, holdings.values()), default=len(hosts)))
         whole_on.append(len(set(hosts).intersection(*map(set, holdings.values()))))
     return StateCut(
         leaves=tuple(map(_describe, leaves)),
         pieces={host: tuple(pieces[host]) for host in hosts},
         part_bytes=loads,
-        copies=tuple(copies),
         whole_on=tuple(whole_on),
     )
 
