@@ -44,14 +44,15 @@ def measure(program: AbstractProgram) -> Measured:
         for function in (program.loss, gradient)
     ]
     one, two = (compile_and_read(gradient, program.params, program.others, b) for b in (single, double))
-    temporary = slope(one.temporary_bytes, two.temporary_bytes)
+    # XLA packs a small program better: what would be less than nothing for no examples is laid on all examples.
+    temporary = min(slope(one.temporary_bytes, two.temporary_bytes), two.temporary_bytes / (2 * examples))
     return Measured(
         forward_flops=flops[0],
         gradient_flops=flops[1],
         gradient_products=products_of_gradient(program),
         bytes_moved=slope(one.cost.bytes_moved, two.cost.bytes_moved),
         temporary_bytes=temporary,
-        fixed_bytes=max(0.0, one.temporary_bytes - temporary * examples),
+        fixed_bytes=two.temporary_bytes - temporary * 2 * examples,
     )
 
 
