@@ -81,6 +81,7 @@ class AgentLink:
         # main thread is out must end before the next world's sockets exist, or it would break those.
         self._interrupting = threading.Lock()
         self._report = WorkerReport()
+        self._looks = False
         self._newest = GenerationNumber(0)
         self._form: Form | None = None
         self._stop: Stop | None = None
@@ -119,6 +120,7 @@ class AgentLink:
                         done=False,
                         busy=False,
                         snapshot=None,
+                        is_looking=self._looks,
                         limit=None,
                         failure=None,
                     )
@@ -208,7 +210,12 @@ class AgentLink:
 
     def sees_checkpoint(self, step: int | None) -> None:
         """The newest checkpoint on storage is now of this step; None: there is none."""
-        self._change(checkpoint=step)
+        self._change(checkpoint=step, is_looking=False)
+
+    def will_look(self) -> None:
+        """Whenever this worker is idle, `sees_checkpoint` will follow; a decision about a lost state waits for it."""
+        self._looks = True
+        self._change(is_looking=True)
 
     def left_world(self) -> None:
         """No coordination service is connected any more."""

@@ -32,15 +32,17 @@ class Lookout:
         self._tell = tell
         self._note = note
         self._seen: int | None = None
+        self._is_new = True
         self._failure = ""
         self._is_idle = threading.Event()
         self._at_once = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """The worker is about to wait."""
+        """The worker is about to wait. What the next look sees is told, whether it has changed or not."""
         if self._find is None:
             return
+        self._is_new = True
         self._is_idle.set()
         self._at_once.set()
         if self._thread is None:
@@ -55,8 +57,9 @@ class Lookout:
         while True:
             self._is_idle.wait()
             self._at_once.clear()
+            is_new, self._is_new = self._is_new, False
             seen = self._look_once()
-            if seen != self._seen:
+            if is_new or seen != self._seen:
                 self._seen = seen
                 self._tell(seen)
             self._at_once.wait(AGAIN_S)

@@ -134,6 +134,8 @@ class _Worker:
         self._server = StateServer(settings.address, self._credentials)
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
         self._lookout = Lookout(newest_checkpoint, self._link.sees_checkpoint, self._link.happened)
+        if newest_checkpoint is not None:
+            self._link.will_look()
         self._snapshots = SnapshotKeeper(
             int(os.environ.pop(SNAPSHOT_LINK_VARIABLE)),
             settings.host,

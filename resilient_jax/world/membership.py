@@ -60,7 +60,7 @@ from resilient_jax.world.evidence import (
     worker_of,
 )
 from resilient_jax.world.forming import Origin, PrepareService, find_origin, form_next
-from resilient_jax.world.state_loss import AfterStateLoss, decide_after_loss, end_with_loss
+from resilient_jax.world.state_loss import AfterStateLoss, are_looking, decide_after_loss, end_with_loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,8 @@ class Rules:
     """A worker that compiles cannot be interrupted; it is waited for this long instead."""
     forming_deadline_s: float = 60.0
     collective_retry_limit: int = 3
+    look_deadline_s: float = 30.0
+    """How long, after a state is lost, hosts may take to see what checkpoints there are."""
     record_progress_s: float = 10.0
     """How old the record of progress may be that is left if all hosts die at once."""
     after_state_loss: AfterStateLoss = AfterStateLoss.CHECKPOINT
@@ -332,6 +334,8 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
     if generation.progress > 0 and not origin.exists and (kept or joiners):
         if waited_s <= rules.regroup_s:
             return None  # a host that only lost the store for a moment comes back with its state
+        if waited_s <= rules.look_deadline_s and are_looking([*kept, *joiners], rules.after_state_loss):
+            return None  # storage that hangs must not keep the job waiting for ever
         decision = decide_after_loss(state, [*kept, *joiners], rules.after_state_loss)
         if isinstance(decision, Outcome):
             return _finish(generation, decision)

@@ -29,6 +29,13 @@ def find_checkpoint(hosts: Iterable[HostStatus]) -> int | None:
     return max((step for step in seen if step is not None), default=None)
 
 
+def are_looking(hosts: Iterable[HostStatus], rule: AfterStateLoss) -> bool:
+    """Whether one of these hosts may yet see a checkpoint that counts."""
+    return rule is not AfterStateLoss.STOP and any(
+        host.worker is not None and host.worker.report.is_looking for host in hosts
+    )
+
+
 def decide_after_loss(
     state: MembershipState, hosts: Sequence[HostStatus], rule: AfterStateLoss
 ) -> StateLoss | Outcome:

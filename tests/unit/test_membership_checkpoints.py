@@ -56,6 +56,35 @@ def test_the_newest_checkpoint_that_any_host_sees_counts():
     assert generation.lost.checkpoint == 4
 
 
+def test_nothing_is_decided_while_a_host_is_still_looking():
+    job = lost(checkpoint=None)
+    job.report("d", is_looking=True)
+    job.wait(6.0)
+    assert job.phase is Phase.QUIESCE, "d may yet see one"
+    job.report("d", is_looking=False, checkpoint=4)
+    job.serve()
+    assert job.generation.lost is not None
+    assert job.generation.lost.checkpoint == 4
+
+
+def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_its_deadline():
+    job = lost(checkpoint=3, look_deadline_s=8.0)
+    job.report("d", is_looking=True)
+    job.wait(7.0)
+    assert job.phase is Phase.QUIESCE
+    job.wait(2.0)
+    job.serve()
+    assert job.generation.lost is not None
+    assert job.generation.lost.checkpoint == 3
+
+
+def test_who_is_told_to_stop_does_not_wait_for_a_look():
+    job = lost(checkpoint=3, after_state_loss=AfterStateLoss.STOP)
+    job.report("d", is_looking=True)
+    job.wait(6.0)
+    assert job.phase is Phase.FINISHED
+
+
 def test_a_host_that_only_now_starts_can_be_the_one_that_sees_it():
     job = training("a", "b", "c", regroup_s=5.0)
     for name in "abc":
