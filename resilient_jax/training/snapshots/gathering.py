@@ -21,6 +21,8 @@ READ_BYTES: Final = 32 * 2**20
 """At most, for one read."""
 SCRATCH_BYTES: Final = 2 * READ_BYTES
 """Of memory beside the state, used again and again: enough for a reader to have several reads under way."""
+LONG_BYTES: Final = 16 * MAX_BLOCK_BYTES
+"""From here on what is read beside what is wanted does not count."""
 GAP_BYTES: Final = MAX_BLOCK_BYTES
 """A longer stretch that nobody wants is left out."""
 
@@ -48,6 +50,7 @@ class Gatherer:
 
     def __init__(self, reader: PartReader, manifests: Mapping[HostName, Manifest]) -> None:
         self._reader = reader
+        self._manifests = manifests
         self._scratch = np.empty(0, np.uint8)
         self._leaves = next(iter(manifests.values())).contents.leaves
         self._pieces: list[list[tuple[HostName, Piece]]] = [[] for _ in self._leaves]
@@ -84,7 +87,11 @@ class Gatherer:
             if host == self._reader.local_host:  # reads cost nothing there, copies do
                 yield from (_Stretch(host, [want]) for want in ordered)
             else:
-                yield from (_Stretch(host, some) for some in _merge(ordered))
+                manifest = self._manifests[host]
+                for some in _merge(ordered):
+                    stretch = _Stretch(host, some)
+                    stretch.take_whole_blocks(manifest.block_bytes, manifest.part_bytes)
+                    yield stretch
 
     def _read(self, batch: Sequence["_Stretch"]) -> None:
         """Into the targets where they lie in one piece, else into the scratch and from there."""
@@ -113,10 +120,22 @@ class _Stretch:
         self.start = wants[0].start
         self.nbytes = max(want.stop for want in wants) - self.start
         self._wants = wants
+        self._is_exact = True
+
+    def take_whole_blocks(self, block_bytes: int, part_bytes: int) -> None:
+        """Reads from the start of a block to the end of one, if it is short.
+
+        A block must be fetched and verified whole, and would be another request at either end.
+        """
+        if self.nbytes < LONG_BYTES:
+            stop = min(-(-(self.start + self.nbytes) // block_bytes) * block_bytes, part_bytes)
+            self._is_exact = self.start % block_bytes == 0 and stop == self.start + self.nbytes
+            self.start -= self.start % block_bytes
+            self.nbytes = stop - self.start
 
     def find_place(self) -> np.ndarray | None:
         """The memory where all of it goes as it is, if there is such."""
-        if len(self._wants) > 1:
+        if len(self._wants) > 1 or not self._is_exact:
             return None
         place = _place_of(self._wants[0])
         if not place.flags.c_contiguous or place.nbytes != self.nbytes:
