@@ -75,6 +75,25 @@ def test_the_first_numbers_are_those_of_the_module_made_by_hand():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), variables.params, by_hand)
 
 
+def test_names_of_axes_change_nothing():
+    def make_net(names):
+        def make_linear(rngs):
+            start = nnx.initializers.lecun_normal()
+            return nnx.Linear(
+                4, 8, kernel_init=nnx.with_partitioning(start, names) if names else start, rngs=rngs
+            )
+
+        return adapt(lambda rngs: nnx.Sequential(make_linear(rngs)))
+
+    named, plain_net = make_net((None, "mlp")), make_net(None)
+    key = jax.random.key(3)
+    variables = named.init(key, lambda net: net(X))
+    jax.tree.map(np.testing.assert_array_equal, variables, plain_net.init(key, lambda net: net(X)))
+    out, _ = named.apply(variables, key, lambda net: net(X), training=True)
+    expected, _ = plain_net.apply(variables, key, lambda net: net(X), training=True)
+    np.testing.assert_array_equal(out, expected)
+
+
 @each_model
 def test_what_is_drawn_is_a_function_of_the_key(name):
     model, use, variables = make(name)

@@ -118,7 +118,9 @@ class NnxModel(Model):
         return _split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
 
     def _make(self, key: jax.Array) -> nnx.Module:
-        net = self._factory(rngs=nnx.Rngs(key))
+        # The names of axes are for whoever plans; Flax would want a mesh at once for each array that has some.
+        with nnx.use_eager_sharding(False):
+            net = self._factory(rngs=nnx.Rngs(key))
         if not isinstance(net, nnx.Module):
             raise CallerError(
                 f"model: found a function of `rngs` that makes a {type(net).__name__}, expected an nnx.Module"
