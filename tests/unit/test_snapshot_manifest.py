@@ -43,7 +43,7 @@ def manifests(draw):
         contents=PartContents(
             tuple(draw(st.lists(leaves, max_size=3))),
             tuple(draw(st.lists(pieces, max_size=3))),
-            draw(st.binary(max_size=20)),
+            draw(st.dictionaries(st.text(max_size=4), st.text(max_size=8), max_size=2)),
         ),
         part_bytes=part_bytes,
         checksum=draw(st.sampled_from(list(ChecksumName))),
