@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from resilient_jax.errors import NonFiniteError as NonFiniteError
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
     from resilient_jax.planning.model_file import load_model_shape as load_model_shape
+    from resilient_jax.planning.plan import Plan as Plan
     from resilient_jax.planning.profile import Profile as Profile
+    from resilient_jax.planning.search import search as search
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
     from resilient_jax.planning.transformer_profile import profile_transformer as profile_transformer
     from resilient_jax.sharding.naming import Naming as Naming
@@ -45,6 +47,7 @@ _HOME = {
     "NonFiniteError": "resilient_jax.errors",
     "Numerics": "resilient_jax.training.trainer.numerics",
     "PackedDocuments": "resilient_jax.training.data.packing",
+    "Plan": "resilient_jax.planning.plan",
     "Prefetcher": "resilient_jax.training.data.prefetch",
     "Profile": "resilient_jax.planning.profile",
     "Reading": "resilient_jax.training.trainer.order",
@@ -63,6 +66,7 @@ _HOME = {
     "profile_of": "resilient_jax.sharding.program_profile",
     "profile_transformer": "resilient_jax.planning.transformer_profile",
     "run": "resilient_jax.training.run",
+    "search": "resilient_jax.planning.search",
 }
 
 __all__ = [
@@ -75,6 +79,7 @@ __all__ = [
     "NonFiniteError",
     "Numerics",
     "PackedDocuments",
+    "Plan",
     "Prefetcher",
     "Profile",
     "Reading",
@@ -93,6 +98,7 @@ __all__ = [
     "profile_of",
     "profile_transformer",
     "run",
+    "search",
 ]
 
 

@@ -17,6 +17,7 @@ PUBLIC = {
         "NonFiniteError",
         "Numerics",
         "PackedDocuments",
+        "Plan",
         "Prefetcher",
         "Profile",
         "Reading",
@@ -35,6 +36,7 @@ PUBLIC = {
         "profile_of",
         "profile_transformer",
         "run",
+        "search",
     ),
     "resilient_jax.config": ("JobConfig", "decode", "load", "override"),
     "resilient_jax.topology": (

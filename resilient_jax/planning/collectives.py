@@ -1,0 +1,100 @@
+"""How long a collective takes on the links that it crosses.
+
+The k devices of a group stand `k = q_0 q_1 ... q_n`: q_0 in a host, q_1 such hosts in a domain around them, and so on.
+A hierarchical collective works level by level, and only 1 / (q_0 ... q_(l-1)) of the array crosses level l on each
+device (Chan et al. 2007, https://doi.org/10.1002/cpe.1206). Large arrays are sent in pieces, so that the levels work
+at the same time and the slowest is what counts; each level's latency is paid in turn.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import assert_never
+
+from resilient_jax.planning.profile import ExchangeKind
+from resilient_jax.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What one device gets of a level of links: bytes per second each way, and the latency of a message."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+Spread = tuple[int, ...]
+"""How many parts of a group meet at each level, from inside a host outward; their product is the group's size."""
+
+
+def links_of(topology: Topology, efficiency: float) -> tuple[Link, ...]:
+    """Gives the links of a topology as a device sees them while all devices of its host send.
+
+    Args:
+        topology: whose.
+        efficiency: part of the bandwidth that a large collective reaches.
+    """
+    senders = max(kind.devices for kind in topology.classes)
+    return tuple(
+        Link(bytes_per_s=level.bandwidth_of_device(senders) * efficiency, latency_s=level.latency_s)
+        for level in topology.levels
+    )
+
+
+def time_of(kind: ExchangeKind, message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+    """Gives the seconds of one collective.
+
+    With q parts at a level, and M bytes of the array left there: all-gather and reduce-scatter send
+    `M (q - 1) / q` in `min(q - 1, 2 ceil(log2 q))` messages, the lesser of a ring and a tree; all-reduce is one of
+    each. All-to-all sends what a device has, M / k, but for the part that stays: `(M / k) (1 - inside / k)`, `inside`
+    the devices below that level, in `q - 1` messages, at most as many as levels of a tree.
+
+    Args:
+        kind: the operation.
+        message_bytes: M, the complete array over the group.
+        spread: of the group; a level that is not named has one part.
+        links: of the levels, from inside outward.
+
+    >>> link = Link(bytes_per_s=1e9, latency_s=1e-6)
+    >>> round(time_of(ExchangeKind.ALL_GATHER, 4e9, (4,), [link]), 6)
+    3.000003
+    >>> round(time_of(ExchangeKind.ALL_REDUCE, 4e9, (4,), [link]), 6)
+    6.000006
+    """
+    match kind:
+        case ExchangeKind.ALL_GATHER | ExchangeKind.REDUCE_SCATTER:
+            return _gather_s(message_bytes, spread, links)
+        case ExchangeKind.ALL_REDUCE:
+            return 2 * _gather_s(message_bytes, spread, links)
+        case ExchangeKind.ALL_TO_ALL:
+            return _exchange_s(message_bytes, spread, links)
+        case _:
+            assert_never(kind)
+
+
+def _gather_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+    slowest = latency = 0.0
+    for parts, link in zip(spread, links, strict=False):
+        if parts > 1:
+            slowest = max(slowest, message_bytes * (parts - 1) / parts / link.bytes_per_s)
+            latency += min(parts - 1, 2 * (parts - 1).bit_length()) * link.latency_s
+            message_bytes /= parts
+    return slowest + latency
+
+
+def _exchange_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+    devices = math.prod(spread)
+    slowest = latency = 0.0
+    inside = 1
+    for parts, link in zip(spread, links, strict=False):
+        if parts > 1:
+            slowest = max(slowest, message_bytes / devices * (1 - inside / devices) / link.bytes_per_s)
+            latency += min(parts - 1, 2 * (parts - 1).bit_length()) * link.latency_s
+            inside *= parts
+    return slowest + latency
+
+
+def send_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+    """Gives the seconds of a message between neighbours along an axis, over the widest link that the axis crosses."""
+    crossed = [link for parts, link in zip(spread, links, strict=False) if parts > 1]
+    return max((link.latency_s + message_bytes / link.bytes_per_s for link in crossed), default=0.0)

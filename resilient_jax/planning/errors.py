@@ -1,0 +1,23 @@
+"""What can be wrong with a wish for a plan; always the caller's move."""
+
+from resilient_jax.errors import CallerError
+
+
+class PlanError(CallerError):
+    """No plan can be as asked for: a number out of range, an axis that the program does not allow."""
+
+
+class NothingFits(PlanError):
+    """No plan has the memory.
+
+    Attributes:
+        smallest_memory_bytes: of a device, with which these devices would do; None: with none.
+        smallest_devices: so many of these devices would do; None: not found.
+    """
+
+    def __init__(
+        self, message: str, *, smallest_memory_bytes: int | None, smallest_devices: int | None
+    ) -> None:
+        super().__init__(message)
+        self.smallest_memory_bytes = smallest_memory_bytes
+        self.smallest_devices = smallest_devices

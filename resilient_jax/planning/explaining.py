@@ -1,0 +1,67 @@
+"""Why a plan was chosen, in sentences."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from resilient_jax.planning.plan import Plan
+
+_SHOWN = 0.005
+"""Part of a step that is worth a word."""
+
+
+def explain_choice(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Gives the plans with their reasons: how each compares with the others, what limits it, what it leaves out.
+
+    Args:
+        plans: the fastest first.
+    """
+    explained = []
+    for place, plan in enumerate(plans):
+        reasons = [_compare(plan, plans, place), _limits(plan)]
+        reasons += [text for text in (_spares(plan), _speeds(plan)) if text]
+        explained.append(dataclasses.replace(plan, reasons=tuple(reasons)))
+    return tuple(explained)
+
+
+def _compare(plan: Plan, plans: Sequence[Plan], place: int) -> str:
+    if len(plans) == 1:
+        return f"{plan.shape}: the only axes that fit."
+    if place == 0:
+        other = plans[1]
+        return (
+            f"{plan.shape}: the fastest of all plans; next best is {other.shape}, "
+            f"{other.step_time_s / plan.step_time_s - 1:.1%} slower."
+        )
+    return f"{plan.shape}: {plan.step_time_s / plans[0].step_time_s - 1:.1%} slower than {plans[0].shape}."
+
+
+def _limits(plan: Plan) -> str:
+    terms = sorted(plan.step.by_term().items(), key=lambda term: -term[1])
+    named = [
+        f"{name} {time / plan.step_time_s:.0%}" for name, time in terms if time > _SHOWN * plan.step_time_s
+    ]
+    return f"Its time is {', '.join(named)}; memory {plan.memory.total / plan.usable_bytes:.0%} full."
+
+
+def _spares(plan: Plan) -> str:
+    if not plan.devices_spare:
+        return ""
+    which = ", ".join(map(str, plan.spares[:3])) + (", ..." if len(plan.spares) > 3 else "")
+    return f"{plan.devices_spare} of {plan.devices} devices are left out as spares: {which}."
+
+
+def _speeds(plan: Plan) -> str:
+    if len({quota for team in plan.teams for _, quota in team.quotas}) <= 1 and len(plan.teams) == 1:
+        return ""
+    quotas = ", ".join(
+        f"{replicas} replica{'s'[: replicas != 1]} with {quota}"
+        for team in plan.teams
+        for replicas, quota in team.quotas
+    )
+    return f"Microbatches: {quotas}."
+
+
+def compare_with_before(plan: Plan, before: Plan) -> str:
+    """Gives a sentence on a plan and the one before it."""
+    change = plan.step_time_s / before.step_time_s - 1
+    return f"Before: {before.shape} on {before.devices} devices; the step takes {change:+.1%} now."

@@ -1,0 +1,186 @@
+"""Which replicas the hosts at hand can make: hosts by the class, never one by one.
+
+Hosts of a domain are sorted by speed and cut in consecutive replicas, so that slow ones are together: of all ways to
+group them this gives, for each speed, the most replicas that are as fast (a group is as fast as its slowest; j groups
+of n that reach a speed have j n hosts that do, and the sorted order makes that many groups of these). A domain's hosts
+that are left over make none. So one host more never makes fewer replicas of any speed.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+from resilient_jax.planning.shape import Layout
+from resilient_jax.topology import Accelerator, Host, Topology
+
+T = TypeVar("T")
+
+Composition = tuple[tuple[int, int], ...]
+"""What a replica stands on: index of the class and how many cells of it, fastest first."""
+
+Domain = tuple[tuple[int, int], ...]
+"""Hosts in a domain: index of the class and how many, fastest first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Hosts that are alike to a plan."""
+
+    accelerator: Accelerator
+    devices: int
+    speed: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostPool:
+    """The hosts that a plan may use.
+
+    Attributes:
+        kinds: fastest first.
+        domains: for each level from 1 outward, how many domains have the same hosts. Level 0 is as level 1: a
+            topology of one level has one host.
+        memory_bytes: the least of a device.
+    """
+
+    kinds: tuple[Kind, ...]
+    domains: tuple[tuple[tuple[Domain, int], ...], ...]
+    memory_bytes: int
+
+    @property
+    def device_count(self) -> int:
+        """Of all hosts in the pool."""
+        hosts: Counter[int] = Counter()
+        for domain, count in self.domains[-1]:
+            for kind, number in domain:
+                hosts[kind] += number * count
+        return sum(self.kinds[kind].devices * number for kind, number in hosts.items())
+
+    @property
+    def devices_per_host(self) -> int:
+        """The most of a host."""
+        return max(kind.devices for kind in self.kinds)
+
+    def replicas(self, layout: Layout) -> tuple[tuple[Composition, int], ...]:
+        """What the blocks of replicas stand on, and how many there are of each; a block is as its slowest replica."""
+        found: Counter[Composition] = Counter()
+        for domain, count in self.domains[max(layout.level - 1, 0)]:
+            cells = [
+                (kind, hosts * (self.kinds[kind].devices // layout.cell_devices)) for kind, hosts in domain
+            ]
+            for replicas, number in cut_runs(cut_runs(cells, layout.cells), layout.block):
+                found[replicas[-1][0]] += number * count
+        return tuple(found.items())
+
+
+def cut_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tuple[T, int], ...], int]]:
+    """Cuts a row of things in consecutive groups; what is left at the end is in none.
+
+    Args:
+        runs: the row: what, and how many in a row.
+        size: of a group.
+
+    Returns:
+        Each group as runs, and how many such follow.
+
+    >>> cut_runs([("fast", 5), ("slow", 2)], 2)
+    [((('fast', 2),), 2), ((('fast', 1), ('slow', 1)), 1)]
+    """
+    groups: list[tuple[tuple[tuple[T, int], ...], int]] = []
+    begun: list[tuple[T, int]] = []
+    missing = size
+    for what, number in runs:
+        left = number
+        if begun and left:
+            taken = min(missing, left)
+            begun.append((what, taken))
+            missing, left = missing - taken, left - taken
+            if missing == 0:
+                groups.append((tuple(begun), 1))
+                begun, missing = [], size
+        if left >= size:
+            groups.append((((what, size),), left // size))
+            left %= size
+        if left:
+            begun, missing = [(what, left)], size - left
+    return groups
+
+
+def sort_kinds(hosts: Sequence[Host], number_format: str) -> tuple[Kind, ...]:
+    """Gives the kinds of hosts, fastest first; of equal speed those with more devices.
+
+    Raises:
+        TopologyError: an accelerator has no peak in this format.
+    """
+    kinds = {(id(host.accelerator), host.devices, host.speed): host for host in hosts}
+    made = {Kind(accelerator=h.accelerator, devices=h.devices, speed=h.speed): None for h in kinds.values()}
+    return tuple(
+        sorted(
+            made,
+            key=lambda kind: (
+                -kind.accelerator.peak_flops_per_s(number_format) * kind.speed,
+                -kind.devices,
+                kind.accelerator.name,
+            ),
+        )
+    )
+
+
+def pool_hosts(topology: Topology, number_format: str, memory_bytes: int = 0) -> HostPool:
+    """Gives the hosts of a topology whose devices have at least so much memory; one visit to each.
+
+    Args:
+        topology: the hosts.
+        number_format: of matrix products; hosts are sorted by their speed in it.
+        memory_bytes: of a device, the least; there must be one.
+    """
+    hosts = [host for host in topology.hosts if host.accelerator.memory_bytes >= memory_bytes]
+    kinds = sort_kinds(hosts, number_format)
+    index = index_hosts(hosts, kinds)
+    levels = max(len(topology.levels) - 1, 1)
+    domains = []
+    for level in range(1, levels + 1):
+        counted: Counter[tuple[str, int]] = Counter()
+        for host, kind in zip(hosts, index, strict=True):
+            counted["" if level == levels else host.domains[level - 1], kind] += 1
+        members: dict[str, list[tuple[int, int]]] = {}
+        for (name, kind), number in counted.items():
+            members.setdefault(name, []).append((kind, number))
+        domains.append(tuple(Counter(tuple(sorted(runs)) for runs in members.values()).items()))
+    return HostPool(
+        kinds=kinds,
+        domains=tuple(domains),
+        memory_bytes=min(kind.accelerator.memory_bytes for kind in kinds),
+    )
+
+
+def index_hosts(hosts: Sequence[Host], kinds: Sequence[Kind]) -> list[int]:
+    """Gives the kind of each host, by identity first: an accelerator's own hash visits all its peaks."""
+    known: dict[tuple[int, int, float], int] = {}
+    found = []
+    for host in hosts:
+        key = (id(host.accelerator), host.devices, host.speed)
+        if key not in known:
+            known[key] = kinds.index(
+                Kind(accelerator=host.accelerator, devices=host.devices, speed=host.speed)
+            )
+        found.append(known[key])
+    return found
+
+
+def stage_kinds(composition: Composition, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Gives the kinds of hosts that the stages of a replica wait for, each its slowest, as (kind, stages in a row)."""
+    stages = layout.group.pipeline
+    if len(composition) == 1:
+        return ((composition[0][0], stages),)
+    groups = stages // layout.stages_inside
+    size = sum(number for _, number in composition) // groups
+    ends = list(itertools.accumulate(number for _, number in composition))
+    runs: list[tuple[int, int]] = []
+    for group in range(1, groups + 1):
+        slowest = composition[bisect.bisect_left(ends, group * size)][0]  # sorted, so the last of a group
+        before = runs.pop()[1] if runs and runs[-1][0] == slowest else 0
+        runs.append((slowest, before + layout.stages_inside))
+    return tuple(runs)

@@ -1,0 +1,116 @@
+"""What one microbatch costs one device in one part of the program: computing, and each kind of exchange."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.collectives import Link, Spread, time_of
+from resilient_jax.planning.cutting import divides
+from resilient_jax.planning.profile import Amounts, ExchangeKind, Part, Profile, Work
+from resilient_jax.planning.shape import Group, Microbatch
+from resilient_jax.planning.state_bytes import PartBytes
+
+
+class PartWork(NamedTuple):
+    """What a device does in one part for one microbatch, forward and backward.
+
+    Attributes:
+        flops: of matrix products.
+        moved_bytes: to and from its memory: activations, gathered parameters, gradients.
+        passes: through the part: forward, backward, and forward again.
+    """
+
+    flops: float
+    moved_bytes: float
+    passes: int
+
+
+def share_of(profile: Profile, amounts: Amounts, group: Group) -> float:
+    """Gives a device's share of an amount: what cuts each kind is said at `Amounts`."""
+    vocabulary = group.tensor if cuts_dim(profile, Axis.TENSOR, "vocab", group.tensor) else 1
+    return (
+        amounts.whole
+        + (amounts.tensor + amounts.attention) / group.tensor
+        + amounts.vocabulary / vocabulary
+        + amounts.expert / (group.expert * group.tensor)
+    ) / group.sequence
+
+
+def cuts_dim(profile: Profile, axis: Axis, name: str, size: int) -> bool:
+    """Whether an axis of this size cuts the dims of a name; a program that does not list it has it cut."""
+    return all(divides(d, size) for d in profile.divisors if d.axis is axis and d.name == name)
+
+
+def count_work(profile: Profile, work: Work, state: PartBytes, group: Group, batch: Microbatch) -> PartWork:
+    """Gives what a device does in one copy of a part.
+
+    Formula: each amount's share, times the sequences. Parameters are read in each pass, and a gradient is added to its
+    sum (read and written).
+    """
+    again = batch.rematerialise and work.part is Part.LAYER
+    flops = share_of(profile, work.forward_flops + work.backward_flops, group)
+    moved = share_of(profile, work.forward_bytes + work.backward_bytes, group)
+    if again:
+        flops += share_of(profile, work.recomputed_flops, group)
+        moved += share_of(profile, work.forward_bytes, group)
+    passes = 3 if again else 2
+    return PartWork(
+        flops=flops * batch.sequences,
+        moved_bytes=moved * batch.sequences + passes * state.gathered + 2 * state.gradients,
+        passes=passes,
+    )
+
+
+def compute_s(
+    work: PartWork, peak_flops_per_s: float, memory_bytes_per_s: float, constants: Calibration
+) -> float:
+    """Gives the seconds that a healthy device computes.
+
+    Formula: `flops / (peak matrix_efficiency) + moved / (bandwidth memory_efficiency) + passes layer_overhead_s`.
+    Matrix products and element-wise kernels follow one another, so the terms add up.
+    """
+    return (
+        work.flops / (peak_flops_per_s * constants.matrix_efficiency)
+        + work.moved_bytes / (memory_bytes_per_s * constants.memory_efficiency)
+        + work.passes * constants.layer_overhead_s
+    )
+
+
+def exchange_s(
+    profile: Profile,
+    work: Work,
+    state: PartBytes,
+    group: Group,
+    batch: Microbatch,
+    spreads: Mapping[Axis, Spread],
+    links: Sequence[Link],
+) -> dict[Axis, float]:
+    """Gives the seconds of one copy's exchanges along each axis, before anything hides them.
+
+    Activations as the profile lists them. FSDP gathers parameters forward and backward and scatters the gradients once.
+    Devices along `SEQUENCE` have the same parameters, so they add their gradients.
+    """
+    found: dict[Axis, float] = {Axis.TENSOR: 0.0, Axis.SEQUENCE: 0.0, Axis.EXPERT: 0.0, Axis.FSDP: 0.0}
+    again = batch.rematerialise and work.part is Part.LAYER
+    for exchange in work.exchanges:
+        axis, size = exchange.axis, getattr(group, exchange.axis.value)
+        if size == 1 or (exchange.dim and not cuts_dim(profile, axis, exchange.dim, size)):
+            continue
+        message = exchange.message_bytes * batch.sequences
+        if axis is not Axis.SEQUENCE:
+            message /= group.sequence
+        elif cuts_dim(profile, Axis.TENSOR, "kv_heads", group.tensor):
+            message /= group.tensor
+        times = exchange.forward * (2 if again else 1) + exchange.backward
+        if times:
+            found[axis] += times * time_of(exchange.kind, message, spreads[axis], links)
+    if group.sequence > 1 and state.gradients:
+        reduced = time_of(ExchangeKind.ALL_REDUCE, state.gradients, spreads[Axis.SEQUENCE], links)
+        found[Axis.SEQUENCE] += reduced
+    if group.fsdp > 1 and state.gathered:
+        spread = spreads[Axis.FSDP]
+        gathered = time_of(ExchangeKind.ALL_GATHER, state.gathered, spread, links)
+        scattered = time_of(ExchangeKind.REDUCE_SCATTER, state.gathered_gradients, spread, links)
+        found[Axis.FSDP] += 2 * gathered + scattered
+    return found

@@ -1,0 +1,98 @@
+"""Which hosts a plan's replicas stand on, by the same order as `host_pool` counts them in."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from resilient_jax.ids import HostName
+from resilient_jax.planning.host_pool import Composition, HostPool, index_hosts
+from resilient_jax.planning.shape import Layout
+from resilient_jax.topology import Host, Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostRange:
+    """Hosts that stand one after another in the topology's order.
+
+    Attributes:
+        first, last: their names.
+        hosts: how many.
+        devices: of each.
+    """
+
+    first: HostName
+    last: HostName
+    hosts: int
+    devices: int
+
+    def __str__(self) -> str:
+        span = self.first if self.hosts == 1 else f"{self.first} to {self.last}"
+        return f"{span} ({self.hosts} x {self.devices})"
+
+
+Cell = int
+"""A host's place in its topology; once for each group of its devices that is used together."""
+
+PlacedReplicas = tuple[Cell, ...]
+"""The cells of a replica, or the one cell of several replicas, stage by stage."""
+
+
+def place_replicas(
+    topology: Topology, pool: HostPool, layout: Layout, order: Sequence[Composition], blocks: int
+) -> tuple[PlacedReplicas, ...]:
+    """Gives the cells of each replica, or of those that share a host, fastest first.
+
+    Args:
+        topology: of the hosts.
+        pool: those of them that may be used.
+        layout: of the plan.
+        order: compositions of teams, fastest first.
+        blocks: how many are used.
+    """
+    placed: dict[Composition, list[PlacedReplicas]] = {composition: [] for composition in order}
+    for members in _domains(topology, pool, layout):
+        cells = [
+            (kind, place)
+            for kind, place in members
+            for _ in range(pool.kinds[kind].devices // layout.cell_devices)
+        ]
+        size = layout.cells * layout.block
+        for start in range(0, len(cells) - size + 1, size):
+            block = cells[start : start + size]
+            composition = _compose(kind for kind, _ in block[-layout.cells :])
+            if composition in placed:
+                placed[composition] += [
+                    tuple(place for _, place in block[i : i + layout.cells])
+                    for i in range(0, size, layout.cells)
+                ]
+    chosen = [replica for composition in order for replica in placed[composition]]
+    return tuple(chosen[: blocks * layout.block])
+
+
+def _compose(kinds: Iterable[int]) -> Composition:
+    return tuple((kind, sum(1 for _ in same)) for kind, same in groupby(kinds))
+
+
+def _domains(topology: Topology, pool: HostPool, layout: Layout) -> Iterable[list[tuple[int, int]]]:
+    """The usable hosts of each domain as (kind, place), fastest first, then in the topology's order."""
+    usable = [
+        (place, host)
+        for place, host in enumerate(topology.hosts)
+        if host.accelerator.memory_bytes >= pool.memory_bytes
+    ]
+    kinds = index_hosts([host for _, host in usable], pool.kinds)
+    members: dict[str, list[tuple[int, int]]] = {}
+    for (place, host), kind in zip(usable, kinds, strict=True):
+        name = "" if layout.level in (0, layout.outermost) else host.domains[layout.level - 1]
+        members.setdefault(name, []).append((kind, place))
+    return [sorted(hosts) for hosts in members.values()]
+
+
+def find_ranges(hosts: Sequence[Host], devices: Sequence[int]) -> tuple[HostRange, ...]:
+    """Gives consecutive hosts of which as many devices are meant; hosts with none are left out."""
+    ranges: list[HostRange] = []
+    for count, group in groupby(zip(hosts, devices, strict=True), key=lambda pair: pair[1]):
+        if count:
+            names = [host.name for host, _ in group]
+            ranges.append(HostRange(first=names[0], last=names[-1], hosts=len(names), devices=count))
+    return tuple(ranges)

@@ -1,0 +1,313 @@
+"""The price of one plan: everything that a search asks of a layout and a microbatch, each part computed once."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.collectives import Link, links_of, time_of
+from resilient_jax.planning.dealing import Dealt, Takers, deal_classes
+from resilient_jax.planning.host_pool import Composition, HostPool, Kind, stage_kinds
+from resilient_jax.planning.memory import Activations, Memory, count_activations, in_flight, memory_of_stage
+from resilient_jax.planning.profile import ExchangeKind, Profile
+from resilient_jax.planning.shape import Group, Layout, Microbatch
+from resilient_jax.planning.stage_cost import (
+    PartTimes,
+    ReplicaWork,
+    StageTime,
+    time_parts,
+    transfer_s,
+    work_of_parts,
+)
+from resilient_jax.planning.stages import split_runs
+from resilient_jax.planning.state_bytes import StateBytes, count_state
+from resilient_jax.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaTime:
+    """How fast the replicas on one composition of hosts are.
+
+    Attributes:
+        split: (stages in a row, layers of each).
+        slot_s: one microbatch on the slowest stage.
+        slowest: that stage's time by term.
+        memory: of its fullest device.
+        synced_bytes: gradients of one device, of the stage that has most.
+        updated_bytes: what a device's optimizer reads and writes, the most.
+        kind: of its slowest host.
+    """
+
+    split: tuple[tuple[int, int], ...]
+    slot_s: float
+    slowest: StageTime
+    memory: Memory
+    synced_bytes: float
+    updated_bytes: float
+    kind: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """Blocks of replicas that are alike."""
+
+    composition: Composition
+    blocks: int
+    time: ReplicaTime
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a plan takes; the step ends when its slowest replica is done and all have updated.
+
+    Attributes:
+        step_s: the step.
+        dealt: microbatches of each team's replicas.
+        replica_s: sum of gradients over replicas.
+        optimizer_s: the update, with the overhead of a step.
+    """
+
+    step_s: float
+    dealt: Dealt
+    replica_s: float
+    optimizer_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a plan is for.
+
+    Attributes:
+        profile: of the program.
+        topology: of the hosts.
+        pool: those of them that may be used.
+        global_batch: sequences in a step.
+        calibration: constants of the model.
+        number_format: of matrix products.
+        rounds: chunks of layers on each stage.
+    """
+
+    profile: Profile
+    topology: Topology
+    pool: HostPool
+    global_batch: int
+    calibration: Calibration
+    number_format: str
+    rounds: int = 1
+
+
+def _total_s(time: StageTime) -> float:
+    return time.total_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What a layout's microbatch takes on each kind of host, and on compositions of them as far as asked."""
+
+    key: tuple[object, ...]
+    parts: list[PartTimes]
+    times: dict[Composition, ReplicaTime]
+
+
+class Pricing:
+    """Answers for one question, and remembers them. A value in all but its memory: equal calls have equal answers."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.links: tuple[Link, ...] = links_of(question.topology, question.calibration.link_efficiency)
+        self.devices = question.pool.device_count
+        self.layers = question.profile.layers
+        self.usable_bytes = question.pool.memory_bytes * question.calibration.usable_memory
+        self._fixed_share = question.profile.fixed_bytes / max(question.profile.parameter_bytes, 1)
+        self._states: dict[tuple[int, int, int], StateBytes] = {}
+        self._activations: dict[tuple[int, int, int, Microbatch], Activations] = {}
+        self._replicas: dict[tuple[int, int, int, int], tuple[tuple[Composition, int], ...]] = {}
+        self._newest: _Work | None = None
+        self._asked: dict[tuple[object, ...], ReplicaWork] = {}
+        self._peaks = [
+            kind.accelerator.peak_flops_per_s(question.number_format) for kind in question.pool.kinds
+        ]
+
+    def state(self, group: Group) -> StateBytes:
+        """What a device holds under these axes."""
+        key = (group.tensor, group.expert, group.fsdp)
+        if key not in self._states:
+            self._states[key] = count_state(self.question.profile, group)
+        return self._states[key]
+
+    def activations(self, group: Group, batch: Microbatch) -> Activations:
+        """What a microbatch keeps on a device."""
+        key = (group.tensor, group.sequence, group.expert, batch)
+        if key not in self._activations:
+            self._activations[key] = count_activations(self.question.profile, group, batch)
+        return self._activations[key]
+
+    def replicas(self, layout: Layout) -> tuple[tuple[Composition, int], ...]:
+        """The blocks of replicas that the hosts can make."""
+        key = (layout.cell_devices, layout.cells, layout.level, layout.block)
+        if key not in self._replicas:
+            self._replicas[key] = self.question.pool.replicas(layout)
+        return self._replicas[key]
+
+    def teams(self, layout: Layout, batch: Microbatch, limit_s: float = math.inf) -> tuple[Team, ...]:
+        """The replicas that have the memory, fastest first; none, if even all of them would not be done by the
+        limit."""
+        blocks = self.replicas(layout)
+        work = self._work(layout, batch)
+        count = sum(number for _, number in blocks) * layout.replicas_per_block
+        if not count or self._least_s(layout, batch, work.parts, count) >= limit_s:
+            return ()
+        found = []
+        for composition, number in blocks:
+            if composition not in work.times:
+                work.times[composition] = self._time_replica(work.parts, layout, batch, composition)
+            time = work.times[composition]
+            if time.memory.total <= self.usable_bytes:
+                found.append(Team(composition=composition, blocks=number, time=time))
+        return tuple(sorted(found, key=lambda team: (team.time.slot_s, team.composition)))
+
+    def _work(self, layout: Layout, batch: Microbatch) -> "_Work":
+        """What is the same for all sizes of blocks; only the newest is remembered."""
+        key = (layout.group, layout.inside, layout.level, batch)
+        if self._newest is None or self._newest.key != key:
+            asked = self._work_of_parts(layout, batch)
+            sending = transfer_s(self.question.profile, layout, batch, self.links)
+            parts = [
+                time_parts(asked, sending, kind, peak, self.question.calibration)
+                for kind, peak in zip(self.question.pool.kinds, self._peaks, strict=True)
+            ]
+            self._newest = _Work(key=key, parts=parts, times={})
+        return self._newest
+
+    def _work_of_parts(self, layout: Layout, batch: Microbatch) -> ReplicaWork:
+        """The same for any two or more stages: a search asks for each number of them."""
+        is_piped = layout.group.pipeline > 1
+        key = (layout.group[:-1], layout.inside[:-1], layout.level, is_piped, batch)
+        if key not in self._asked:
+            self._asked[key] = work_of_parts(
+                self.question.profile, self.state(layout.group), layout, batch, self.links
+            )
+        return self._asked[key]
+
+    def _least_s(self, layout: Layout, batch: Microbatch, parts: Sequence[PartTimes], replicas: int) -> float:
+        """A time by which the last replica cannot be done: the slowest stage has the average of layers, or more."""
+        stages, layers = layout.group.pipeline, self.layers
+        layer = min(part.layer.total_s for part in parts)
+        ends = min(part.embedding.total_s + part.head.total_s for part in parts)
+        slot = max(-(-layers // stages) * layer, (layers * layer + ends) / stages)
+        quota = -(-self.microbatches(layout.group, batch) // replicas)
+        return (quota + (stages - 1) / self.question.rounds) * slot
+
+    def _time_replica(
+        self,
+        parts: Sequence[PartTimes],
+        layout: Layout,
+        batch: Microbatch,
+        composition: Composition,
+    ) -> ReplicaTime:
+        runs = stage_kinds(composition, layout)
+        stages = layout.group.pipeline
+        split = self._split([(count, parts[kind]) for kind, count in runs])
+        state = self.state(layout.group)
+        slowest, memory = StageTime(), None
+        synced = updated = 0.0
+        stage = 0
+        for run, count, layers in split:  # of stages that are alike the first has most in flight
+            time = parts[runs[run][0]].stage(layers, stage, stages)
+            slowest = max(slowest, time, key=_total_s)
+            needed = self._memory(layout.group, batch, layers, stage)
+            memory = needed if memory is None or needed.total > memory.total else memory
+            held = state.stage(layers, is_first=stage == 0, is_last=stage == stages - 1)
+            synced = max(synced, held.gradients)
+            updated = max(updated, 2 * held.parameters + held.gradients + 2 * held.optimizer)
+            stage += count
+        assert memory is not None
+        return ReplicaTime(
+            split=tuple((count, layers) for _, count, layers in split),
+            slot_s=slowest.total_s,
+            slowest=slowest,
+            memory=memory,
+            synced_bytes=synced,
+            updated_bytes=updated,
+            kind=max(kind for kind, _ in runs),
+        )
+
+    def _kind(self, index: int) -> Kind:
+        return self.question.pool.kinds[index]
+
+    def _split(self, runs: Sequence[tuple[int, PartTimes]]) -> tuple[tuple[int, int, int], ...]:
+        stages = sum(count for count, _ in runs)
+        layers = self.layers
+        if stages == 1:
+            return ((0, 1, layers),)
+        transfer = runs[0][1].transfer.total_s
+        timed = [(count, part.layer.total_s) for count, part in runs]
+        return split_runs(
+            layers,
+            timed,
+            runs[0][1].embedding.total_s - transfer,
+            runs[-1][1].head.total_s - transfer,
+        )
+
+    def _memory(self, group: Group, batch: Microbatch, layers: int, stage: int) -> Memory:
+        question = self.question
+        return memory_of_stage(
+            self.state(group),
+            self.activations(group, batch),
+            question.calibration,
+            layers=layers,
+            stage=stage,
+            stages=group.pipeline,
+            microbatches=in_flight(stage, group.pipeline, self.microbatches(group, batch), question.rounds),
+            is_gathered=group.fsdp > 1,
+            fixed_share=self._fixed_share,
+        )
+
+    def microbatches(self, group: Group, batch: Microbatch) -> int:
+        """In a step, of all replicas together."""
+        return self.question.global_batch // (group.fsdp * batch.sequences)
+
+    def takers(self, layout: Layout, teams: Sequence[Team], blocks: int) -> list[Takers]:
+        """The replicas of the fastest so many blocks, for dealing out microbatches."""
+        fill = (layout.group.pipeline - 1) / self.question.rounds
+        found = []
+        for team in teams:
+            taken = min(team.blocks, blocks)
+            blocks -= taken
+            if taken:
+                count = taken * layout.replicas_per_block
+                slot = team.time.slot_s
+                found.append(Takers(count=count, start_s=fill * slot, piece_s=slot))
+        return found
+
+    def deal(self, layout: Layout, batch: Microbatch, teams: Sequence[Team], blocks: int) -> Dealt:
+        """The step's microbatches to the replicas of the fastest so many blocks."""
+        return deal_classes(self.microbatches(layout.group, batch), self.takers(layout, teams, blocks))
+
+    def close_s(self, layout: Layout, teams: Sequence[Team], blocks: int) -> tuple[float, float]:
+        """After the last microbatch: the sum over replicas, and the update with the overhead of a step."""
+        constants = self.question.calibration
+        synced = update = 0.0
+        left = blocks
+        for team in teams:
+            if left <= 0:
+                break
+            left -= team.blocks
+            kind = self._kind(team.time.kind)
+            bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s * constants.memory_efficiency
+            update = max(update, team.time.updated_bytes / (bandwidth * kind.speed))
+            synced = max(synced, team.time.synced_bytes)
+        spread = layout.replica_spread(blocks)
+        replica = time_of(ExchangeKind.ALL_REDUCE, synced, spread, self.links)
+        return replica, update + constants.step_overhead_s
+
+    def price(self, layout: Layout, batch: Microbatch, teams: Sequence[Team], blocks: int) -> Price:
+        """The step of the fastest so many blocks."""
+        dealt = self.deal(layout, batch, teams, blocks)
+        replica, optimizer = self.close_s(layout, teams, blocks)
+        return Price(
+            step_s=dealt.finish_s + replica + optimizer,
+            dealt=dealt,
+            replica_s=replica,
+            optimizer_s=optimizer,
+        )

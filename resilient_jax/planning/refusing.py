@@ -1,0 +1,114 @@
+"""When no plan fits: how much memory, or how many devices, would do."""
+
+import dataclasses
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.bounds import divides_batch
+from resilient_jax.planning.candidates import Candidate, Fixed, groups_of, useful_levels, visit
+from resilient_jax.planning.errors import NothingFits
+from resilient_jax.planning.host_pool import HostPool
+from resilient_jax.planning.pricing import Pricing
+from resilient_jax.planning.shape import Group, Microbatch, layouts_of
+
+MOST_HOSTS = 1 << 14
+"""More are not tried: whoever asks has the wrong model or the wrong cluster."""
+
+
+class _Found(Exception):
+    """One plan is enough."""
+
+
+def refuse_all(pricing: Pricing, fixed: Fixed) -> NothingFits:
+    """Gives the error that says what would do."""
+    question = pricing.question
+    memory = find_smallest_memory(pricing, fixed)
+    devices = find_smallest_devices(pricing, fixed)
+    ways = []
+    if memory is not None:
+        ways.append(f"devices of {_bytes(memory)} each")
+    if devices is not None:
+        ways.append(f"{devices} devices such as its fastest")
+    return NothingFits(
+        f"{question.profile.name}: found no plan for the {question.topology.device_count} devices of topology "
+        f"{question.topology.name!r} ({_bytes(question.pool.memory_bytes)} each, "
+        f"of which {question.calibration.usable_memory:.0%} can be used) and a global batch of {question.global_batch}"
+        + (f" with {_named(fixed)}" if fixed.axes else "")
+        + f". What would do: {' or '.join(ways) if ways else 'nothing that was tried'}",
+        smallest_memory_bytes=memory,
+        smallest_devices=devices,
+    )
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def _named(fixed: Fixed) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in fixed.axes.items())
+
+
+def find_smallest_memory(pricing: Pricing, fixed: Fixed) -> int | None:
+    """Gives the least memory of a device with which these devices have a plan; None: no axes can be placed."""
+    question = pricing.question
+    ample = Pricing(dataclasses.replace(question, pool=_with_memory(question.pool, 1 << 62)))
+    batch = fixed.batch or Microbatch(1, question.profile.can_rematerialise)
+    needs = [
+        team.time.memory.total
+        for group in _all_groups(ample, fixed)
+        for layout in layouts_of(group, question.pool.devices_per_host, useful_levels(ample)[-1:])
+        for team in ample.teams(layout, batch)
+    ]
+    if not needs:
+        return None
+    return int(min(needs) / question.calibration.usable_memory) + 1
+
+
+def _with_memory(pool: HostPool, memory_bytes: int) -> HostPool:
+    return dataclasses.replace(pool, memory_bytes=memory_bytes)
+
+
+def _all_groups(pricing: Pricing, fixed: Fixed) -> list[Group]:
+    parts = divides_batch(pricing.question.global_batch)
+    devices = pricing.devices
+    return [
+        narrow._replace(fsdp=fsdp)
+        for narrow in groups_of(pricing, fixed)
+        for fsdp in parts
+        if fsdp == fixed.axes.get(Axis.FSDP, fsdp)
+        and narrow.devices * fsdp * fixed.axes.get(Axis.REPLICA, 1) <= devices
+    ]
+
+
+def find_smallest_devices(pricing: Pricing, fixed: Fixed) -> int | None:
+    """Gives the least number of devices that have a plan, on hosts such as the fastest; None: no number that was
+    tried."""
+    each = pricing.question.pool.kinds[0].devices
+
+    def fits(hosts: int) -> bool:
+        question = pricing.question
+        alone = dataclasses.replace(question.pool.kinds[0])
+        pool = HostPool(
+            kinds=(alone,),
+            domains=tuple(((((0, hosts),), 1),) for _ in question.pool.domains),
+            memory_bytes=alone.accelerator.memory_bytes,
+        )
+        try:
+            visit(Pricing(dataclasses.replace(question, pool=pool)), fixed, lambda _: float("inf"), _stop)
+        except _Found:
+            return True
+        return False
+
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high > MOST_HOSTS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * each
+
+
+def _stop(_: Candidate) -> None:
+    raise _Found

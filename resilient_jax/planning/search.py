@@ -1,0 +1,196 @@
+"""The best plan for the devices at hand."""
+
+import math
+from collections.abc import Mapping
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.bounds import divides_batch
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.candidates import FREE, Candidate, Fixed, visit
+from resilient_jax.planning.composing import compose
+from resilient_jax.planning.cutting import find_misfits, require_cuttable
+from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.explaining import explain_choice
+from resilient_jax.planning.host_pool import pool_hosts
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.pricing import Pricing, Question
+from resilient_jax.planning.profile import Profile
+from resilient_jax.planning.refusing import refuse_all
+from resilient_jax.planning.shape import Group
+from resilient_jax.topology import NumberFormat, Topology
+
+DEFAULTS = Calibration()
+NO_AXES: Mapping[Axis, int] = {}
+BFLOAT16_BYTES = 2
+
+
+def search(
+    profile: Profile,
+    topology: Topology,
+    *,
+    global_batch: int,
+    calibration: Calibration = DEFAULTS,
+    axes: Mapping[Axis, int] = NO_AXES,
+    number_format: str | None = None,
+    rounds: int = 1,
+) -> Plan:
+    """Gives the plan with the least estimated step time.
+
+    Exact: no plan of the space described in `candidates` is estimated to be faster. A faster link, more memory on every
+    device or one more host never gives a slower plan.
+
+    Args:
+        profile: of the program, as `profile_transformer` or `sharding.profile_of` gives it.
+        topology: of the hosts at hand; `without` and `slowed` give what is left.
+        global_batch: sequences in a step, whoever lives.
+        calibration: constants of the cost model.
+        axes: sizes that are given; all others are searched for.
+        number_format: of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
+        rounds: chunks of layers on each stage of a pipeline (interleaved schedule).
+
+    Raises:
+        PlanError: a number is out of range, or the program does not allow a given axis.
+        NothingFits: no plan has the memory; the message says what would do.
+        TopologyError: an accelerator has no peak for the number format.
+        CallerError: the program's dims divide by nothing.
+
+    Example:
+        >>> from resilient_jax.planning.model_file import load_model_shape
+        >>> from resilient_jax.planning.transformer_profile import profile_transformer
+        >>> from resilient_jax.topology import load_topology
+        >>> topology = load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
+        >>> profile = profile_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
+        >>> search(profile, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
+        17.6
+    """
+    return search_best(
+        profile,
+        topology,
+        global_batch=global_batch,
+        calibration=calibration,
+        fixed=Fixed(axes),
+        number_format=number_format,
+        rounds=rounds,
+    )[0]
+
+
+def search_best(
+    profile: Profile,
+    topology: Topology,
+    *,
+    global_batch: int,
+    calibration: Calibration = DEFAULTS,
+    fixed: Fixed = FREE,
+    number_format: str | None = None,
+    rounds: int = 1,
+    top: int = 1,
+) -> tuple[Plan, ...]:
+    """Gives the best plans, no two with the same axes of a replica, the fastest first; the arguments are `search`'s.
+
+    Args:
+        fixed: what is given: axes, and a microbatch.
+        top: how many plans.
+
+    Raises:
+        PlanError: as of `search`.
+    """
+    check_wish(profile, topology, global_batch, fixed, rounds, top)
+    wanted = number_format or (
+        NumberFormat.BF16 if profile.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
+    )
+    best = _Best(max(top, 2))
+    pricings: list[Pricing] = []
+    for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
+        question = Question(
+            profile=profile,
+            topology=topology,
+            pool=pool_hosts(topology, wanted, memory),
+            global_batch=global_batch,
+            calibration=calibration,
+            number_format=wanted,
+            rounds=rounds,
+        )
+        pricings.append(Pricing(question))
+        best.pricing = pricings[-1]
+        visit(pricings[-1], fixed, best.limit_s, best.keep)
+    ranked = best.ranked()
+    if not ranked:
+        raise refuse_all(pricings[0], fixed)
+    plans = [compose(pricing, candidate) for candidate, pricing in ranked]
+    return explain_choice(plans)[:top]
+
+
+class _Best:
+    """The best candidates so far, one for each group of axes."""
+
+    def __init__(self, number: int) -> None:
+        self.pricing: Pricing | None = None
+        self._number = number
+        self._limit_s = math.inf
+        self._found: dict[Group, tuple[Candidate, Pricing]] = {}
+
+    def limit_s(self, group: Group) -> float:
+        """From which step time on a candidate of this group is of no use."""
+        found = self._found.get(group)
+        return self._limit_s if found is None else min(self._limit_s, found[0].step_s)
+
+    def keep(self, candidate: Candidate) -> None:
+        """Takes it, if it is of use."""
+        group = candidate.layout.group
+        if candidate.step_s >= self.limit_s(group):
+            return
+        assert self.pricing is not None
+        self._found[group] = (candidate, self.pricing)
+        if len(self._found) > self._number:
+            worst = max(self._found, key=lambda other: self._found[other][0].step_s)
+            del self._found[worst]
+        if len(self._found) == self._number:
+            self._limit_s = max(candidate.step_s for candidate, _ in self._found.values())
+
+    def ranked(self) -> list[tuple[Candidate, Pricing]]:
+        """The fastest first."""
+        return sorted(self._found.values(), key=lambda pair: pair[0])
+
+
+def check_wish(
+    profile: Profile, topology: Topology, global_batch: int, fixed: Fixed, rounds: int, top: int
+) -> None:
+    """Refuses what no plan can be.
+
+    Raises:
+        PlanError: it says which number, what was expected and what to do.
+        CallerError: the program's dims divide by nothing.
+    """
+    for name, number in (("global_batch", global_batch), ("rounds", rounds), ("top", top)):
+        if number < 1:
+            raise PlanError(f"{name}: found {number}, expected 1 or more")
+    if topology.device_count > 1:
+        require_cuttable(profile, topology.device_count)
+    for axis, size in fixed.axes.items():
+        if size < 1:
+            raise PlanError(f"axis {axis}: found {size}, expected 1 or more")
+        if misfits := find_misfits(profile, axis, size):
+            named = ", ".join(f"{divisor.name} = {divisor.number}" for divisor in misfits)
+            raise PlanError(
+                f"axis {axis}: found {size}, expected a size that {profile.name} allows; it has {named}. "
+                "Choose another size"
+            )
+    if (fsdp := fixed.axes.get(Axis.FSDP, 1)) not in divides_batch(global_batch):
+        raise PlanError(
+            f"axis fsdp: found {fsdp}, expected a divisor of the global batch of {global_batch}: every device computes "
+            "as many sequences. Change one of them"
+        )
+    replicas = fixed.axes.get(Axis.REPLICA, 1) * fsdp
+    if replicas > global_batch:
+        raise PlanError(
+            f"global_batch: found {global_batch}, expected at least {replicas}: a sequence for each of replica x fsdp "
+            "devices. Raise it or use fewer"
+        )
+    asked = 1
+    for size in fixed.axes.values():
+        asked *= size
+    if asked > topology.device_count:
+        raise PlanError(
+            f"axes: found sizes that take {asked} devices, expected at most the {topology.device_count} of topology "
+            f"{topology.name!r}. Make them smaller"
+        )

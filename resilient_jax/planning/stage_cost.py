@@ -1,0 +1,134 @@
+"""What one microbatch costs a stage of a pipeline, or all of a replica that has one stage: by term."""
+
+import dataclasses
+from typing import NamedTuple
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.collectives import Link, send_s
+from resilient_jax.planning.host_pool import Kind
+from resilient_jax.planning.part_cost import PartWork, compute_s, count_work, exchange_s
+from resilient_jax.planning.profile import Part, Profile
+from resilient_jax.planning.shape import Group, Layout, Microbatch
+from resilient_jax.planning.state_bytes import PartBytes, StateBytes
+
+_AXES = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT, Axis.FSDP, Axis.PIPELINE)
+
+
+class StageTime(NamedTuple):
+    """Seconds of one microbatch, forward and backward, on one stage; exchanges without what hides under computing."""
+
+    compute_s: float = 0.0
+    tensor_s: float = 0.0
+    sequence_s: float = 0.0
+    expert_s: float = 0.0
+    fsdp_s: float = 0.0
+    transfer_s: float = 0.0
+    """To and from the neighbouring stages."""
+
+    @property
+    def total_s(self) -> float:
+        """All terms."""
+        return sum(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartTimes:
+    """What parts take on one kind of host: of a stage of L layers `ends + L layer`."""
+
+    embedding: StageTime
+    layer: StageTime
+    head: StageTime
+    transfer: StageTime
+
+    def stage(self, layers: int, stage: int, stages: int) -> StageTime:
+        """Of one stage."""
+        is_first, is_last = stage == 0, stage == stages - 1
+        ways = 2 - is_first - is_last
+        return StageTime(
+            *(
+                layers * layer + is_first * embedding + is_last * head + ways * transfer
+                for layer, embedding, head, transfer in zip(
+                    self.layer, self.embedding, self.head, self.transfer, strict=True
+                )
+            )
+        )
+
+
+class Unplaced(NamedTuple):
+    """A part's work and its exchanges: all that does not depend on the kind of host."""
+
+    work: PartWork
+    exchanges: dict[Axis, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaWork:
+    """What a microbatch asks of the devices of a replica, whichever hosts they are on."""
+
+    embedding: Unplaced
+    layer: Unplaced
+    head: Unplaced
+
+
+def work_of_parts(
+    profile: Profile, state: StateBytes, layout: Layout, batch: Microbatch, links: tuple[Link, ...]
+) -> ReplicaWork:
+    """Gives what one microbatch asks of each device, and what its exchanges take; the same for any two or more
+    stages."""
+    group = layout.group
+    spreads = {axis: layout.spread_of(axis) for axis in _AXES}
+    found = {part: Unplaced(PartWork(0.0, 0.0, 0), {}) for part in Part}
+    own = {Part.EMBEDDING: state.embedding, Part.LAYER: state.layer, Part.HEAD: state.head}
+    if state.tied.parameters:
+        own = {**own, **_with_tied(own, state, group)}
+    for work in profile.work:
+        held = own[work.part]
+        found[work.part] = Unplaced(
+            count_work(profile, work, held, group, batch),
+            exchange_s(profile, work, held, group, batch, spreads, links),
+        )
+    return ReplicaWork(embedding=found[Part.EMBEDDING], layer=found[Part.LAYER], head=found[Part.HEAD])
+
+
+def transfer_s(profile: Profile, layout: Layout, batch: Microbatch, links: tuple[Link, ...]) -> float:
+    """Gives what a stage takes to send to one neighbour and to receive from it, a microbatch forward and backward."""
+    if layout.group.pipeline == 1:
+        return 0.0
+    sent = sum(work.input_bytes for work in profile.work if work.part is Part.LAYER)
+    return send_s(sent * batch.sequences / layout.group.sequence, layout.spread_of(Axis.PIPELINE), links)
+
+
+def _with_tied(own: dict[Part, PartBytes], state: StateBytes, group: Group) -> dict[Part, PartBytes]:
+    """What both ends use: gathered at each, but on one stage it has one gradient."""
+    ends = {Part.EMBEDDING: own[Part.EMBEDDING].plus(state.tied), Part.HEAD: own[Part.HEAD].plus(state.tied)}
+    if group.pipeline == 1:
+        once = state.tied._replace(gradients=0.0, gathered_gradients=0.0)
+        ends[Part.EMBEDDING] = own[Part.EMBEDDING].plus(once)
+    return ends
+
+
+def time_parts(
+    asked: ReplicaWork, sending_s: float, kind: Kind, peak_flops_per_s: float, constants: Calibration
+) -> PartTimes:
+    """Gives what the parts take on hosts of a kind; a slow host computes slowly and its links are as they were."""
+    bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s
+
+    def time(part: Unplaced) -> StageTime:
+        computing = compute_s(part.work, peak_flops_per_s, bandwidth, constants) / kind.speed
+        shown = 1 - constants.activation_overlap
+        by_axis = part.exchanges
+        return StageTime(
+            compute_s=computing,
+            tensor_s=shown * by_axis.get(Axis.TENSOR, 0.0),
+            sequence_s=shown * by_axis.get(Axis.SEQUENCE, 0.0),
+            expert_s=shown * by_axis.get(Axis.EXPERT, 0.0),
+            fsdp_s=max(0.0, by_axis.get(Axis.FSDP, 0.0) - constants.fsdp_overlap * computing),
+        )
+
+    return PartTimes(
+        embedding=time(asked.embedding),
+        layer=time(asked.layer),
+        head=time(asked.head),
+        transfer=StageTime(transfer_s=sending_s),
+    )

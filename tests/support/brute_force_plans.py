@@ -1,0 +1,166 @@
+"""Every plan, one by one, without bounds, classes or memory of what was computed: what `search` must be equal to."""
+
+import heapq
+import itertools
+import math
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.candidates import BLOCKS, useful_levels
+from resilient_jax.planning.collectives import time_of
+from resilient_jax.planning.cutting import find_sizes
+from resilient_jax.planning.host_pool import pool_hosts
+from resilient_jax.planning.memory import count_activations, memory_of_stage
+from resilient_jax.planning.pricing import Pricing, Question
+from resilient_jax.planning.profile import ExchangeKind
+from resilient_jax.planning.shape import Group, Microbatch, lay_out
+from resilient_jax.planning.stage_cost import time_parts, transfer_s, work_of_parts
+from resilient_jax.planning.state_bytes import count_state
+
+
+def find_least_step_s(profile, topology, global_batch, number_format="bf16"):
+    """The least step time of all plans; infinite if none fits."""
+    best = math.inf
+    for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
+        pool = pool_hosts(topology, number_format, memory)
+        question = Question(
+            profile=profile,
+            topology=topology,
+            pool=pool,
+            global_batch=global_batch,
+            calibration=Calibration(),
+            number_format=number_format,
+        )
+        pricing = Pricing(question)
+        for layout, batch in _choices(pricing):
+            best = min(best, _least_of(pricing, layout, batch))
+    return best
+
+
+def _choices(pricing):
+    question = pricing.question
+    devices = question.topology.device_count
+    levels = useful_levels(pricing)
+    axes = [find_sizes(question.profile, a, devices) for a in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)]
+    fsdps = range(1, devices + 1)
+    for tensor, sequence, expert, fsdp, pipeline in itertools.product(
+        *axes, fsdps, find_sizes(question.profile, Axis.PIPELINE, devices)
+    ):
+        group = Group(tensor, sequence, expert, fsdp, pipeline)
+        if group.devices > devices or question.global_batch % fsdp:
+            continue
+        rooms = range(1, question.pool.devices_per_host + 1)
+        layouts = {
+            lay_out(group, room, level, block, levels[-1])
+            for room in rooms
+            for level in levels
+            for block in (BLOCKS if level < levels[-1] else [1])
+            if block <= devices
+        }
+        for layout, size, again in itertools.product(
+            sorted(layouts), range(1, question.global_batch // fsdp + 1), [False, True]
+        ):
+            if question.global_batch % (fsdp * size) == 0:
+                yield layout, Microbatch(size, again)
+
+
+def _least_of(pricing, layout, batch):
+    question = pricing.question
+    blocks = _blocks_that_fit(pricing, layout, batch)
+    blocks.sort()
+    microbatches = question.global_batch // (layout.group.fsdp * batch.sequences)
+    best = math.inf
+    for count in range(1, len(blocks) + 1):
+        replicas = count * layout.replicas_per_block
+        if replicas > microbatches:
+            break
+        used = blocks[:count]
+        finish = _deal(
+            microbatches, [slot for slot, *_ in used for _ in range(layout.replicas_per_block)], layout
+        )
+        synced = time_of(
+            ExchangeKind.ALL_REDUCE, max(b[1] for b in used), layout.replica_spread(count), pricing.links
+        )
+        update = max(b[2] for b in used) + question.calibration.step_overhead_s
+        best = min(best, finish + synced + update)
+    return best
+
+
+def _deal(microbatches, slots, layout):
+    """Each microbatch to whoever has it done first."""
+    fill = layout.group.pipeline - 1
+    queue = [((fill + 1) * slot, slot) for slot in slots]
+    heapq.heapify(queue)
+    done = 0.0
+    for _ in range(microbatches):
+        done, slot = queue[0]
+        heapq.heapreplace(queue, (done + slot, slot))
+    return done
+
+
+def _blocks_that_fit(pricing, layout, batch):
+    """(slot, bytes that are summed, seconds of the update) of each block: those of its slowest replica."""
+    pool = pricing.question.pool
+    domains = {}
+    for host in pricing.question.topology.hosts:
+        if host.accelerator.memory_bytes >= pool.memory_bytes:
+            inside = layout.level not in (0, layout.outermost)
+            domains.setdefault(host.domains[layout.level - 1] if inside else "", []).append(host)
+    found = []
+    for hosts in domains.values():
+        hosts.sort(key=lambda host: -host.speed * host.accelerator.peak_flops_per_s("bf16"))
+        cells = [host for host in hosts for _ in range(host.devices // layout.cell_devices)]
+        size = layout.cells * layout.block
+        for start in range(0, len(cells) - size + 1, size):
+            slowest = cells[start + size - layout.cells : start + size]
+            priced = _price_replica(pricing, layout, batch, slowest)
+            if priced is not None:
+                found.append(priced)
+    return found
+
+
+def _price_replica(pricing, layout, batch, hosts):
+    question, stages = pricing.question, layout.group.pipeline
+    state = count_state(question.profile, layout.group)
+    asked = work_of_parts(question.profile, state, layout, batch, pricing.links)
+    sending = transfer_s(question.profile, layout, batch, pricing.links)
+    groups = stages // layout.stages_inside
+    per_group = len(hosts) // groups
+    slowest = [max(hosts[i * per_group : (i + 1) * per_group], key=lambda h: -h.speed) for i in range(groups)]
+    of_stage = [host for host in slowest for _ in range(layout.stages_inside)]
+    parts = [
+        time_parts(asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration)
+        for host in of_stage
+    ]
+    slot, layers = min(_splits(question.profile.layers, parts))
+    activations = count_activations(question.profile, layout.group, batch)
+    microbatches = question.global_batch // (layout.group.fsdp * batch.sequences)
+    needed = max(
+        memory_of_stage(
+            state,
+            activations,
+            question.calibration,
+            layers=layers[i],
+            stage=i,
+            stages=stages,
+            microbatches=min(stages - i, microbatches),
+            is_gathered=layout.group.fsdp > 1,
+        ).total
+        for i in range(stages)
+    )
+    if needed > pricing.usable_bytes:
+        return None
+    held = [state.stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
+    updated = max(2 * part.parameters + part.gradients + 2 * part.optimizer for part in held)
+    worst = min(hosts, key=lambda host: host.speed)
+    bandwidth = worst.accelerator.memory_bandwidth_bytes_per_s * question.calibration.memory_efficiency
+    return slot, max(part.gradients for part in held), updated / (bandwidth * worst.speed)
+
+
+def _splits(layers, parts):
+    """Every way to give each stage a layer or more, with the time of its slowest stage."""
+    stages = len(parts)
+    for cuts in itertools.combinations(range(1, layers), stages - 1):
+        ends = [0, *cuts, layers]
+        split = tuple(ends[i + 1] - ends[i] for i in range(stages))
+        yield max(part.stage(split[i], i, stages).total_s for i, part in enumerate(parts)), split

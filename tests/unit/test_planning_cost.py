@@ -1,0 +1,158 @@
+"""Terms of the estimate by hand: collectives, memory, computing; and the constants in their file."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_topologies import cluster, small_profile
+
+from resilient_jax.errors import CallerError, ConfigError
+from resilient_jax.planning.calibration import Calibration, load_calibration, save_calibration
+from resilient_jax.planning.collectives import Link, links_of, send_s, time_of
+from resilient_jax.planning.memory import count_activations, memory_of_stage
+from resilient_jax.planning.part_cost import compute_s, count_work
+from resilient_jax.planning.profile import ExchangeKind, Part
+from resilient_jax.planning.shape import Group, Microbatch, lay_out
+from resilient_jax.planning.state_bytes import count_state
+
+FAST, SLOW = Link(bytes_per_s=1e9, latency_s=1e-6), Link(bytes_per_s=1e8, latency_s=1e-5)
+PROFILE = small_profile()
+
+
+def test_a_ring_sends_all_but_a_devices_own_part():
+    assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
+    assert time_of(ExchangeKind.REDUCE_SCATTER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
+    assert time_of(ExchangeKind.ALL_REDUCE, 8e9, (4,), [FAST]) == pytest.approx(12 + 6e-6)
+
+
+def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_counts():
+    # 8e9 bytes: inside 3/4 of them at 1e9, outside half of 2e9 at 1e8.
+    assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(10 + 3e-6 + 1e-5)
+
+
+def test_many_devices_pay_the_latency_of_a_tree():
+    assert time_of(ExchangeKind.ALL_GATHER, 0, (1024,), [SLOW]) == pytest.approx(20e-5)
+
+
+def test_all_to_all_keeps_what_stays_inside():
+    # each of 8 devices has 1e9; three quarters leave it, one half the host.
+    assert time_of(ExchangeKind.ALL_TO_ALL, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(5, abs=1e-4)
+
+
+def test_one_device_exchanges_nothing():
+    assert time_of(ExchangeKind.ALL_REDUCE, 8e9, (1, 1), [FAST, SLOW]) == 0
+    assert send_s(8e9, (1, 1), [FAST, SLOW]) == 0
+
+
+@given(
+    st.sampled_from(ExchangeKind), st.integers(1, 8), st.integers(1, 64), st.floats(0, 1e9), st.floats(1, 10)
+)
+def test_a_faster_link_is_never_slower(kind, inside, outside, message, factor):
+    faster = dataclasses.replace(SLOW, bytes_per_s=SLOW.bytes_per_s * factor)
+    spread = (inside, outside)
+    assert time_of(kind, message, spread, [FAST, faster]) <= time_of(kind, message, spread, [FAST, SLOW])
+
+
+def test_devices_share_the_port_of_their_host():
+    topology = cluster([1.0, 1.0], devices=4)
+    assert [link.bytes_per_s for link in links_of(topology, 0.5)] == [5e8, 5e7]
+
+
+def test_computing_is_products_then_memory_then_overhead():
+    constants = Calibration(matrix_efficiency=0.5, memory_efficiency=0.5, layer_overhead_s=0.25)
+    group, batch = Group(tensor=2), Microbatch(3, True)
+    layer = PROFILE.work[1]
+    assert layer.part is Part.LAYER
+    state = count_state(PROFILE, group).layer
+    work = count_work(PROFILE, layer, state, group, batch)
+    flops = (layer.forward_flops.total * 2 + layer.backward_flops.total) * 3 / 2
+    assert work.flops == pytest.approx(flops)
+    assert work.passes == 3
+    assert compute_s(work, 1e10, 1e10, constants) == pytest.approx(
+        flops / 5e9 + work.moved_bytes / 5e9 + 0.75
+    )
+
+
+def test_the_state_of_a_device_is_its_part_of_all():
+    whole = count_state(PROFILE, Group()).stage(PROFILE.layers, is_first=True, is_last=True)
+    assert whole.parameters == PROFILE.parameter_bytes
+    assert whole.gradients == PROFILE.parameters * PROFILE.gradient_bytes
+    assert whole.optimizer == PROFILE.optimizer_bytes
+    cut = count_state(PROFILE, Group(fsdp=2, tensor=2)).stage(3, is_first=True, is_last=True)
+    assert PROFILE.parameter_bytes / 4 <= cut.parameters <= PROFILE.parameter_bytes / 3
+
+
+def test_stages_together_hold_the_state_once_but_for_a_tied_embedding():
+    tied = small_profile(tied_embedding=True)
+    state = count_state(tied, Group(pipeline=3))
+    stages = [state.stage(1, is_first=i == 0, is_last=i == 2) for i in range(3)]
+    assert sum(stage.parameters for stage in stages) == tied.parameter_bytes + state.tied.parameters
+    assert state.stage(3, is_first=True, is_last=True).parameters == tied.parameter_bytes
+
+
+def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
+    """`l (2 m_p + m_o) + (P - i) l m_a`, with gradients as large as parameters, and what papers leave out."""
+    group, batch, constants = Group(pipeline=3), Microbatch(1, False), Calibration()
+    state, kept = count_state(PROFILE, group), count_activations(PROFILE, group, batch)
+    memory = memory_of_stage(
+        state, kept, constants, layers=2, stage=1, stages=4, microbatches=3, is_gathered=False
+    )
+    layer = state.layer
+    assert memory.parameters + memory.gradients + memory.optimizer == 2 * (
+        2 * layer.parameters + layer.optimizer
+    )
+    assert memory.activations == pytest.approx(3 * 2 * kept.layer + kept.extra)
+    assert memory.gathers == layer.gathered
+    assert memory.total == pytest.approx(sum(getattr(memory, f.name) for f in dataclasses.fields(memory)))
+
+
+def test_rematerialisation_keeps_less_and_computes_more():
+    kept, again = (count_activations(PROFILE, Group(), Microbatch(2, flag)) for flag in (False, True))
+    assert again.layer < kept.layer
+    assert again.extra > kept.extra
+
+
+def test_a_layout_fills_hosts_from_the_innermost_axis():
+    layout = lay_out(Group(tensor=4, fsdp=4, pipeline=3), room=8, level=1, block=1, outermost=1)
+    assert layout.inside == Group(tensor=4, fsdp=2)
+    assert layout.cells == 6
+    assert lay_out(Group(tensor=2), room=6, level=1, block=1, outermost=1).replicas_inside == 3
+
+
+def test_constants_survive_their_file(tmp_path):
+    constants = Calibration(matrix_efficiency=0.61, layer_overhead_s=1.5e-5)
+    save_calibration(constants, tmp_path / "mine.toml")
+    assert load_calibration(tmp_path / "mine.toml") == constants
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "matrix_efficency = 1.0",
+            "key 'matrix_efficency': found an unknown key, expected one of matrix_efficiency",
+        ),
+        ("matrix_efficiency = 1.5", "matrix_efficiency: found 1.5, expected a number > 0 and <= 1"),
+        ("layer_overhead_s = -1", "layer_overhead_s: found -1.0, expected a number >= 0"),
+        ("link_efficiency = 0", "link_efficiency: found 0.0, expected a number > 0"),
+        ("link_efficiency = true", "key 'link_efficiency': found True, expected a number"),
+        ("link_efficiency", "found no TOML"),
+    ],
+)
+def test_a_wrong_file_of_constants_is_refused_by_file_and_key(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_calibration(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_file_of_constants_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="found no file that can be read"):
+        load_calibration(tmp_path / "none.toml")
+
+
+def test_a_constant_that_is_no_number_is_refused():
+    with pytest.raises(CallerError, match="step_overhead_s: found nan"):
+        Calibration(step_overhead_s=float("nan"))

@@ -1,0 +1,226 @@
+"""The search is equal to trying everything; more never hurts; counts that divide nothing get good plans."""
+
+import dataclasses
+import math
+
+import pytest
+from brute_force_plans import find_least_step_s
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_topologies import chip, cluster, clusters, small_profile
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.errors import NothingFits, PlanError
+from resilient_jax.planning.search import search, search_best
+from resilient_jax.topology import TopologyError
+
+PROFILE = small_profile()
+ROUNDED = 1 + 1e-9
+
+
+def least_s(topology, global_batch=12, profile=PROFILE):
+    """Of the search; infinite if nothing fits."""
+    try:
+        return search(profile, topology, global_batch=global_batch).step_time_s
+    except NothingFits:
+        return math.inf
+
+
+@settings(max_examples=25, deadline=None)
+@given(clusters(), st.sampled_from([1, 4, 6]))
+def test_the_search_is_equal_to_trying_everything(topology, global_batch):
+    wanted = find_least_step_s(PROFILE, topology, global_batch)
+    assert least_s(topology, global_batch) == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("hosts", [7, 13])
+def test_the_search_is_equal_to_trying_everything_where_hosts_divide_nothing(hosts):
+    topology = cluster([1.0] * (hosts - 1) + [0.6], devices=1)
+    assert least_s(topology, 4) == pytest.approx(find_least_step_s(PROFILE, topology, 4), rel=1e-9)
+
+
+def test_the_search_is_equal_to_trying_everything_for_experts():
+    profile = small_profile(experts=4, experts_per_token=2)
+    topology = cluster([1.0, 1.0, 0.6], memory_bytes=75_000_000)
+    assert least_s(topology, 4, profile) == pytest.approx(find_least_step_s(profile, topology, 4), rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(clusters(most_hosts=6), st.sampled_from([1.5, 10.0]), st.data())
+def test_a_faster_link_never_makes_the_best_plan_slower(topology, factor, data):
+    index = data.draw(st.integers(0, len(topology.levels) - 1))
+    level = topology.levels[index]
+    faster = dataclasses.replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
+    levels = (*topology.levels[:index], faster, *topology.levels[index + 1 :])
+    assert least_s(dataclasses.replace(topology, levels=levels)) <= least_s(topology) * ROUNDED
+
+
+@settings(max_examples=25, deadline=None)
+@given(clusters(most_hosts=6), st.sampled_from([1.002, 1.05, 10.0]))
+def test_more_memory_never_makes_the_best_plan_slower(topology, factor):
+    more = [
+        dataclasses.replace(
+            host, accelerator=chip(int(host.accelerator.memory_bytes * factor)), domains=host.domains
+        )
+        for host in topology.hosts
+    ]
+    assert least_s(dataclasses.replace(topology, hosts=tuple(more))) <= least_s(topology) * ROUNDED
+
+
+@settings(max_examples=25, deadline=None)
+@given(clusters(most_hosts=6), st.data())
+def test_one_more_host_never_makes_the_best_plan_slower(topology, data):
+    if len(topology.hosts) == 1:
+        return
+    lost = data.draw(st.sampled_from([host.name for host in topology.hosts]))
+    assert least_s(topology) <= least_s(topology.without(lost)) * ROUNDED
+
+
+@settings(max_examples=15, deadline=None)
+@given(clusters(most_hosts=6), st.data())
+def test_a_host_that_heals_never_makes_the_best_plan_slower(topology, data):
+    name = data.draw(st.sampled_from([host.name for host in topology.hosts]))
+    assert least_s(topology.slowed(name, 1.0)) <= least_s(topology) * ROUNDED
+
+
+@pytest.mark.parametrize("hosts", [7, 13])
+def test_hosts_that_divide_nothing_are_all_used_with_quotas_that_differ_by_one(hosts):
+    plan = search(PROFILE, cluster([1.0] * hosts, devices=1, network=1e10), global_batch=256)
+    assert plan.replicas == hosts
+    assert plan.devices_spare == 0
+    assert sum(plan.quotas) == plan.microbatches
+    assert max(plan.quotas) - min(plan.quotas) <= 1
+
+
+def test_509_of_512_devices_do_almost_as_much_as_they_can():
+    topology = cluster([1.0] * 64, devices=[8] * 63 + [5], network=1e10)
+    whole = cluster([1.0] * 64, devices=8, network=1e10)
+    plan, best = (search(PROFILE, hosts, global_batch=81920) for hosts in (topology, whole))
+    assert plan.devices_used >= 500
+    assert (
+        plan.step_time_s <= best.step_time_s * 512 / 509 * 1.15
+    )  # 9 microbatches of 1 where 8 would do: 12.5 %
+
+
+def test_a_slow_host_gets_a_quota_in_proportion():
+    topology = cluster([1.0, 1.0, 1.0, 0.5], devices=1, network=1e10)
+    plan = search(PROFILE, topology, global_batch=700, axes={Axis.TENSOR: 1, Axis.FSDP: 1, Axis.PIPELINE: 1})
+    fast, slow = plan.quotas[0], plan.quotas[-1]
+    assert plan.replicas == 4
+    assert slow / fast == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_host_that_would_be_waited_for_is_a_spare():
+    topology = cluster([1.0, 1.0, 1.0, 0.05], devices=1, network=1e10)
+    plan = search(PROFILE, topology, global_batch=6)
+    assert [spare.first for spare in plan.spares] == ["host-03"]
+    assert "left out as spares: host-03" in plan.reason
+
+
+def test_the_stage_on_a_slow_host_has_fewer_layers():
+    profile = small_profile(layers=12, vocabulary_tokens=4)
+    topology = cluster([1.0, 1.0, 0.4], devices=1, network=1e12, latency_s=0)
+    plan = search(profile, topology, global_batch=60, axes={Axis.PIPELINE: 3})
+    assert plan.teams[0].layers == (5, 5, 2)
+
+
+def test_a_tensor_group_with_a_slow_member_is_made_smaller_where_that_is_faster():
+    """ResiHP's rule comes out of the search: of speeds 1, 1, 1, 0.4 two devices are kept, not four."""
+    topology = cluster([1.0, 1.0, 1.0, 0.4], devices=1, network=1e12, latency_s=0)
+    chosen = search(
+        profile := small_profile(), topology, global_batch=64, axes={Axis.REPLICA: 1, Axis.FSDP: 1}
+    )
+    four = search(profile, topology, global_batch=64, axes={Axis.TENSOR: 4})
+    assert chosen.step_time_s < four.step_time_s
+
+
+def test_the_terms_add_up_to_the_step_and_the_quotas_to_the_batch():
+    plan = search(PROFILE, cluster([1.0, 1.0, 0.6], devices=3), global_batch=60, axes={Axis.PIPELINE: 2})
+    assert plan.step_time_s == pytest.approx(sum(plan.step.by_term().values()))
+    assert plan.step.bubble_s > 0
+    assert sum(plan.quotas) * plan.microbatch_sequences == 60
+    assert len(plan.quotas) == plan.replicas
+    used = sum(span.hosts * span.devices for span in plan.hosts)
+    spare = sum(span.hosts * span.devices for span in plan.spares)
+    assert used + spare == plan.devices == 9
+    assert used == plan.devices_used
+
+
+def test_plans_are_ranked_and_say_why():
+    plans = search_best(PROFILE, cluster([1.0] * 4), global_batch=64, top=5)
+    times = [plan.step_time_s for plan in plans]
+    assert times == sorted(times)
+    assert len({plan.layout.group for plan in plans}) == 5
+    assert f"next best is {plans[1].shape}" in plans[0].reason
+    assert f"slower than {plans[0].shape}" in plans[1].reason
+
+
+def test_a_search_gives_the_same_plan_again_whatever_was_lost_and_came_back():
+    topology = cluster([1.0] * 5)
+    again = topology.without("host-02").with_hosts([topology.host("host-02")])
+    assert search(PROFILE, topology, global_batch=60) == search(PROFILE, again, global_batch=60)
+
+
+def test_what_would_do_is_said_where_nothing_fits_and_does():
+    topology = cluster([1.0, 1.0], devices=1, memory_bytes=74_000_000)
+    with pytest.raises(
+        NothingFits, match=r"found no plan for the 2 devices .* What would do: devices of"
+    ) as caught:
+        search(PROFILE, topology, global_batch=12)
+    memory, devices = caught.value.smallest_memory_bytes, caught.value.smallest_devices
+    assert memory is not None
+    assert devices is not None
+    search(PROFILE, cluster([1.0, 1.0], devices=1, memory_bytes=memory), global_batch=12)
+    search(PROFILE, cluster([1.0] * devices, devices=1, memory_bytes=74_000_000), global_batch=12)
+    for less in (
+        cluster([1.0, 1.0], devices=1, memory_bytes=memory - 100_000),
+        cluster([1.0] * (devices - 1), devices=1, memory_bytes=74_000_000),
+    ):
+        with pytest.raises(NothingFits):
+            search(PROFILE, less, global_batch=12)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"global_batch": 0}, "global_batch: found 0, expected 1 or more"),
+        ({"rounds": 0}, "rounds: found 0"),
+        (
+            {"axes": {Axis.TENSOR: 3}},
+            "axis tensor: found 3, expected a size that small allows; it has heads = 4",
+        ),
+        ({"axes": {Axis.TENSOR: -2}}, "axis tensor: found -2, expected 1 or more"),
+        ({"axes": {Axis.EXPERT: 2}}, "axis expert: found 2"),
+        ({"axes": {Axis.PIPELINE: 4}}, "axis pipeline: found 4, .* layers = 3"),
+        ({"axes": {Axis.FSDP: 5}}, "axis fsdp: found 5, expected a divisor of the global batch of 12"),
+        ({"axes": {Axis.REPLICA: 13}}, "global_batch: found 12, expected at least 13"),
+        (
+            {"axes": {Axis.TENSOR: 4, Axis.FSDP: 4}},
+            "axes: found sizes that take 16 devices, expected at most the 8",
+        ),
+    ],
+)
+def test_a_wish_that_no_plan_can_meet_is_refused(wish, message):
+    with pytest.raises(PlanError, match=message):
+        search(PROFILE, cluster([1.0] * 4), **{"global_batch": 12, **wish})
+
+
+def test_a_number_format_that_the_accelerator_has_not_is_refused():
+    with pytest.raises(TopologyError, match="found no peak for 'fp8'"):
+        search(PROFILE, cluster([1.0] * 2), global_batch=12, number_format="fp8")
+
+
+def test_a_program_whose_dims_divide_by_nothing_is_refused():
+    prime = small_profile(
+        layers=1,
+        width=101,
+        heads=1,
+        kv_heads=1,
+        head_dim=103,
+        feed_forward=107,
+        vocabulary_tokens=109,
+        sequence_tokens=113,
+    )
+    with pytest.raises(CallerError, match="found dims that divide by nothing from 2 to 8"):
+        search(prime, cluster([1.0] * 4), global_batch=12)
