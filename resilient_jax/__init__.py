@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from resilient_jax.planning.model_file import load_model_shape as load_model_shape
     from resilient_jax.planning.plan import Plan as Plan
     from resilient_jax.planning.profile import Profile as Profile
+    from resilient_jax.planning.replanning import replan as replan
     from resilient_jax.planning.search import search as search
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
     from resilient_jax.planning.transformer_profile import profile_transformer as profile_transformer
@@ -65,6 +66,7 @@ _HOME = {
     "microbatch_data": "resilient_jax.training.data.microbatches",
     "profile_of": "resilient_jax.sharding.program_profile",
     "profile_transformer": "resilient_jax.planning.transformer_profile",
+    "replan": "resilient_jax.planning.replanning",
     "run": "resilient_jax.training.run",
     "search": "resilient_jax.planning.search",
 }
@@ -97,6 +99,7 @@ __all__ = [
     "microbatch_data",
     "profile_of",
     "profile_transformer",
+    "replan",
     "run",
     "search",
 ]

@@ -26,6 +26,8 @@ def compose(pricing: Pricing, candidate: Candidate) -> Plan:
             devices[place] += layout.cell_devices
     tokens = question.profile.sequence_tokens
     return Plan(
+        question=question,
+        order=tuple(team.composition for team in teams),
         model=question.profile.name,
         topology=question.topology.name,
         devices=question.topology.device_count,

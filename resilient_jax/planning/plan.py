@@ -3,8 +3,10 @@
 import dataclasses
 
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.host_pool import Composition
 from resilient_jax.planning.memory import Memory
 from resilient_jax.planning.placement import HostRange
+from resilient_jax.planning.pricing import Question
 from resilient_jax.planning.shape import Layout, Microbatch
 
 
@@ -86,6 +88,8 @@ class Plan:
         topology,
             spares too.
         reasons: why this one, what limits it, what is next best.
+        order: what teams stand on, fastest first: where replicas are placed follows from it.
+        question: what it is the answer to: program, topology, batch, constants.
 
     Example:
         >>> import resilient_jax as rj
@@ -114,6 +118,8 @@ class Plan:
     tokens_per_s: float | None
     model_flops_utilization: float
     reasons: tuple[str, ...] = ()
+    question: Question = dataclasses.field(repr=False)
+    order: tuple[Composition, ...] = dataclasses.field(repr=False)
 
     @property
     def step_time_s(self) -> float:

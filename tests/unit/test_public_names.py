@@ -35,6 +35,7 @@ PUBLIC = {
         "microbatch_data",
         "profile_of",
         "profile_transformer",
+        "replan",
         "run",
         "search",
     ),

@@ -1,0 +1,58 @@
+"""Who takes which place so that the sum of costs is least."""
+
+import math
+from collections.abc import Sequence
+
+
+def assign_least(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """Gives for each row its column; every column once, and the sum of costs is least.
+
+    The Hungarian method with potentials (Kuhn 1955, https://doi.org/10.1002/nav.3800020109): rows are added one by one,
+    each by a shortest augmenting path in costs reduced by potentials. Time in proportion to the cube of the rows.
+
+    Args:
+        costs: a square matrix.
+
+    >>> assign_least([[4, 1, 3], [2, 0, 5], [3, 2, 2]])
+    (1, 0, 2)
+    """
+    size = len(costs)
+    of_row, of_column = [0.0] * size, [0.0] * (size + 1)
+    row_at = [-1] * (size + 1)  # the last column is where the row that is added starts
+    for row in range(size):
+        row_at[size] = row
+        way, column = _find_path(costs, of_row, of_column, row_at)
+        while column != size:
+            row_at[column] = row_at[way[column]]
+            column = way[column]
+    columns = [0] * size
+    for column in range(size):
+        columns[row_at[column]] = column
+    return tuple(columns)
+
+
+def _find_path(
+    costs: Sequence[Sequence[float]], of_row: list[float], of_column: list[float], row_at: list[int]
+) -> tuple[list[int], int]:
+    """The shortest way from the new row to a free column: the column before each, and the free one."""
+    size = len(costs)
+    least, way, seen = [math.inf] * size, [size] * size, [False] * (size + 1)
+    column = size
+    while row_at[column] != -1:
+        seen[column] = True
+        row = row_at[column]
+        for other in range(size):
+            if not seen[other]:
+                reduced = costs[row][other] - of_row[row] - of_column[other]
+                if reduced < least[other]:
+                    least[other], way[other] = reduced, column
+        nearest = min((c for c in range(size) if not seen[c]), key=least.__getitem__)
+        step = least[nearest]
+        for other in range(size + 1):
+            if seen[other]:
+                of_row[row_at[other]] += step
+                of_column[other] -= step
+            elif other < size:
+                least[other] -= step
+        column = nearest
+    return way, column

@@ -1,0 +1,312 @@
+"""After a failure: a new plan, the old one on fewer replicas, or the old one with the work of the lost done by
+peers."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from resilient_jax.planning.candidates import FREE, Fixed
+from resilient_jax.planning.errors import NothingFits, PlanError
+from resilient_jax.planning.explaining import compare_with_before
+from resilient_jax.planning.moving import Move, Moves, find_moves
+from resilient_jax.planning.pipeline import pipeline_s, rerouted_s
+from resilient_jax.planning.placement import place_replicas
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.pricing import Pricing
+from resilient_jax.planning.search import search_best
+from resilient_jax.topology import Topology
+
+DEVICE_HOURS_PER_FAILURE = 50_700.0
+"""Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
+COMPILE_S = 60.0
+"""Of a program that no cache has: assumed, large programs take from half a minute to some minutes."""
+HOUR_S = 3600.0
+
+
+class Choice(enum.StrEnum):
+    """What to do."""
+
+    NEW = "new"
+    """Another plan: other axes, or another microbatch."""
+    KEEP = "keep"
+    """The same program on the replicas that are left, or on as many as there can be now."""
+    REROUTE = "reroute"
+    """Nothing moves: the peers of a lost stage compute its microbatches."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One thing to do, with what it costs.
+
+    Attributes:
+        choice: which.
+        plan: that runs then; of `REROUTE` the plan before.
+        step_time_s: of each step from then on.
+        search_s, compile_s, move_s: before the first: the search where it was not done ahead, the program where no
+        cache
+            has it, the state.
+        moves: of the state.
+        score: samples per second over the time to the next failure; 0: it would not be done by then.
+    """
+
+    choice: Choice
+    plan: Plan
+    step_time_s: float
+    search_s: float
+    compile_s: float
+    move_s: float
+    moves: Moves
+    score: float
+
+    @property
+    def transition_s(self) -> float:
+        """Before the first step."""
+        return self.search_s + self.compile_s + self.move_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """What to do after a change of the topology, and why.
+
+    Attributes:
+        before: the plan that ran.
+        chosen: the option with the best score.
+        others: all others, the best first.
+        next_failure_s: expected.
+        reason: in sentences.
+    """
+
+    before: Plan
+    chosen: Option
+    others: tuple[Option, ...]
+    next_failure_s: float
+    reason: str
+
+    @property
+    def plan(self) -> Plan:
+        """That runs from now on."""
+        return self.chosen.plan
+
+    @property
+    def step_time_s(self) -> float:
+        """Of each step from now on, estimated."""
+        return self.chosen.step_time_s
+
+    @property
+    def bytes_moved(self) -> float:
+        """Of the state, over the network."""
+        return self.chosen.moves.bytes_moved
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Which bytes, from which host to which."""
+        return self.chosen.moves.moves
+
+    @property
+    def transition_s(self) -> float:
+        """Before the first step."""
+        return self.chosen.transition_s
+
+
+def score_of(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
+    """Gives the samples per second until the next failure: `(B / t_step) (D - t_trans) / D`; 0 if `D <= t_trans`.
+
+    Chameleon, arXiv 2508.21613.
+
+    >>> score_of(10, 2, 0, 20) == score_of(10, 1, 10, 20)
+    True
+    """
+    if next_failure_s <= transition_s:
+        return 0.0
+    return samples / step_s * (next_failure_s - transition_s) / next_failure_s
+
+
+def break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
+    """Gives the time to the next failure from which on a new plan pays: `D* = t_trans / (1 - t_dyn / t_rr)`.
+
+    >>> break_even_s(2, 1, 10)
+    20.0
+    """
+    return transition_s / (1 - new_step_s / rerouted_step_s)
+
+
+def expect_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:
+    """Gives the mean time to the next failure of any of the devices."""
+    return device_hours / topology.device_count * HOUR_S
+
+
+def _is_never_compiled(_: Plan) -> bool:
+    return False
+
+
+def replan(
+    plan: Plan,
+    topology: Topology,
+    *,
+    next_failure_s: float | None = None,
+    search_s: float = 0.0,
+    compile_s: float = COMPILE_S,
+    is_compiled: Callable[[Plan], bool] = _is_never_compiled,
+) -> Replan:
+    """Gives what to do now that the topology is another: a new plan, or keep the old one as far as it goes.
+
+    Each option is judged by the samples that it computes until the next failure is to be expected.
+
+    Args:
+        plan: that ran.
+        topology: of the hosts at hand now, as `without`, `slowed` and `with_hosts` give it.
+        next_failure_s: expected time to the next failure; None: as `expect_failure_s`.
+        search_s: of the search that training has to wait for; 0 where it was done ahead.
+        compile_s: of a program that is not compiled yet.
+        is_compiled: whether a cache has the program of a plan; that of the plan before always is.
+
+    Raises:
+        NothingFits: no plan has the memory any more; the message says what would do.
+
+    Example:
+        >>> after = replan(plan, topology.without("host-07").slowed("host-11", 0.6))  # doctest: +SKIP
+        >>> print(after.reason, after.step_time_s, after.bytes_moved)  # doctest: +SKIP
+    """
+    horizon = expect_failure_s(topology) if next_failure_s is None else next_failure_s
+    if horizon <= 0 or search_s < 0 or compile_s < 0:
+        raise PlanError(
+            f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a time > 0 "
+            "and times >= 0"
+        )
+    new = _search(plan, topology, FREE)
+    options = [
+        _price(plan, new, horizon, search_s, 0.0 if _same(plan, new) or is_compiled(new) else compile_s)
+    ]
+    if not _same(plan, new) and (kept := _try_keep(plan, topology)) is not None:
+        options.append(_price(plan, kept, horizon, 0.0, 0.0))
+    if (rerouted := _try_reroute(plan, topology, horizon)) is not None:
+        options.append(rerouted)
+    options.sort(key=lambda option: (-option.score, option.step_time_s))
+    return Replan(
+        before=plan,
+        chosen=options[0],
+        others=tuple(options[1:]),
+        next_failure_s=horizon,
+        reason=_explain(plan, options, horizon),
+    )
+
+
+def _search(plan: Plan, topology: Topology, fixed: Fixed) -> Plan:
+    question = plan.question
+    return search_best(
+        question.profile,
+        topology,
+        global_batch=question.global_batch,
+        calibration=question.calibration,
+        fixed=fixed,
+        number_format=question.number_format,
+        rounds=question.rounds,
+    )[0]
+
+
+def _same(plan: Plan, other: Plan) -> bool:
+    """Whether both run the same program on each replica: its axes, its microbatch, its layers."""
+    splits = {team.layers for team in plan.teams}
+    return (plan.layout.group, plan.batch) == (other.layout.group, other.batch) and all(
+        team.layers in splits for team in other.teams
+    )
+
+
+def _try_keep(plan: Plan, topology: Topology) -> Plan | None:
+    group = plan.layout.group
+    axes = {axis: size for axis, size in plan.sizes.items() if axis.value in group._fields}
+    try:
+        kept = _search(plan, topology, Fixed(axes, plan.batch))
+    except (NothingFits, PlanError):
+        return None
+    return kept if _same(plan, kept) else None
+
+
+def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> Option:
+    moves = find_moves(before, plan)
+    question = plan.question
+    pricing = Pricing(question)
+    bandwidth = pricing.links[-1].bytes_per_s * question.pool.devices_per_host
+    move_s = moves.most_of_a_host() / bandwidth + (pricing.links[-1].latency_s if moves.moves else 0.0)
+    return Option(
+        choice=Choice.KEEP if _same(before, plan) else Choice.NEW,
+        plan=plan,
+        step_time_s=plan.step_time_s,
+        search_s=search_s,
+        compile_s=compile_s,
+        move_s=move_s,
+        moves=moves,
+        score=score_of(plan.global_batch, plan.step_time_s, search_s + compile_s + move_s, horizon),
+    )
+
+
+def _try_reroute(plan: Plan, topology: Topology, horizon: float) -> Option | None:
+    """Only of a pipeline, if hosts were lost and nothing else changed: peers of the lost stages do their work."""
+    if plan.layout.group.pipeline == 1 or plan.replicas == 1:
+        return None
+    team, *others = plan.teams
+    now = {host.name: host for host in topology.hosts}
+    was = plan.question.topology
+    if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
+        return None
+    failed = _count_failed(plan, set(now))
+    slot, quota = team.microbatch_s, max(plan.quotas)
+    time = rerouted_s(plan.layout.group.pipeline, quota, plan.replicas, failed, slot)
+    if time is None:
+        return None
+    step = plan.step_time_s + time - pipeline_s(plan.layout.group.pipeline, quota, slot)
+    return Option(
+        choice=Choice.REROUTE,
+        plan=plan,
+        step_time_s=step,
+        search_s=0.0,
+        compile_s=0.0,
+        move_s=0.0,
+        moves=Moves(moves=(), is_exact=True),
+        score=score_of(plan.global_batch, step, 0.0, horizon),
+    )
+
+
+def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
+    """For each stage the replicas in which it lost a host."""
+    question, layout = plan.question, plan.layout
+    hosts = question.topology.hosts
+    failed = [0] * layout.group.pipeline
+    for cells in place_replicas(question.topology, question.pool, layout, plan.order, plan.blocks):
+        each = len(cells) * layout.stages_inside // layout.group.pipeline
+        for stage in range(layout.group.pipeline):
+            start = stage // layout.stages_inside * each
+            if any(hosts[place].name not in alive for place in cells[start : start + each]):
+                failed[stage] += layout.replicas_inside
+    return failed
+
+
+def _loss(option: Option, best: Option) -> float:
+    return 1 - option.score / best.score if best.score else 0.0
+
+
+def _explain(before: Plan, options: list[Option], horizon: float) -> str:
+    best = options[0]
+    said = {
+        Choice.NEW: f"A new plan, {best.plan.shape}",
+        Choice.KEEP: f"The plan before, {best.plan.shape} now",
+        Choice.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost would have",
+    }[best.choice]
+    sentences = [
+        f"{said}: {best.step_time_s:.3g} s a step after {best.transition_s:.3g} s (search {best.search_s:.3g} s, "
+        f"compile {best.compile_s:.3g} s, move {best.moves.bytes_moved / 1e9:.3g} GB in {best.move_s:.3g} s).",
+        *(
+            f"Not {option.choice} ({option.plan.shape}): {option.step_time_s:.3g} s a step after "
+            f"{option.transition_s:.3g} s, {_loss(option, best):.1%} fewer samples in the "
+            f"{horizon / HOUR_S:.3g} h to the next failure."
+            for option in options[1:]
+        ),
+        compare_with_before(best.plan, before) if best.choice is not Choice.REROUTE else "",
+        f"{best.moves.bytes_lost / 1e9:.3g} GB are held by no host that is left: they come from parity or a checkpoint."
+        if best.moves.bytes_lost
+        else "",
+        ""
+        if best.moves.is_exact
+        else "Who takes which place was found greedily: another order might move less.",
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
