@@ -301,6 +301,9 @@ def _explain(before: Plan, options: list[Option], horizon: float) -> str:
             f"{horizon / HOUR_S:.3g} h to the next failure."
             for option in options[1:]
         ),
+        ""
+        if any(option.choice is Choice.KEEP for option in options)
+        else f"{before.shape} cannot go on with the hosts that are left.",
         compare_with_before(best.plan, before) if best.choice is not Choice.REROUTE else "",
         f"{best.moves.bytes_lost / 1e9:.3g} GB are held by no host that is left: they come from parity or a checkpoint."
         if best.moves.bytes_lost

@@ -70,7 +70,9 @@ def test_without_anything_to_do_the_command_says_what_it_can(run):
     code, shown, errors = run()
     assert (code, shown) == (ExitCode.USAGE, "")
     assert errors == (
-        "resilient-jax: plan: found nothing to do, expected --check FILE, such as --check meshes/h100_32x8.toml\n"
+        "resilient-jax: plan: found nothing to do, expected --topology, --model and --global-batch, "
+        "or --check FILE, such as "
+        "--topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024\n"
     )
 
 

@@ -1,0 +1,68 @@
+"""Plans as JSON for machines; seconds, bytes and sequences."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.replanning import Option, Replan
+
+
+def print_plans_as_json(plans: Sequence[Plan], change: Replan | None, search_s: float) -> None:
+    """One object: the plans, the fastest first, and what to do after a change."""
+    values = {
+        "search_s": search_s,
+        "plans": [describe_plan(plan) for plan in plans],
+        "change": None if change is None else _describe_change(change),
+    }
+    sys.stdout.write(msgspec.json.encode(values).decode() + "\n")
+
+
+def describe_plan(plan: Plan) -> dict[str, object]:
+    """All that a plan says, in types that JSON has."""
+    return {
+        "model": plan.model,
+        "topology": plan.topology,
+        "axes": {str(axis): size for axis, size in plan.sizes.items()},
+        "microbatch_sequences": plan.microbatch_sequences,
+        "sequences_per_device": plan.batch.sequences,
+        "rematerialise": plan.batch.rematerialise,
+        "teams": [dataclasses.asdict(team) for team in plan.teams],
+        "hosts": [dataclasses.asdict(span) for span in plan.hosts],
+        "spares": [dataclasses.asdict(span) for span in plan.spares],
+        "devices_used": plan.devices_used,
+        "devices_spare": plan.devices_spare,
+        "step_time_s": plan.step_time_s,
+        "step_s": plan.step.by_term(),
+        "memory_bytes": plan.memory.total,
+        "memory_by_term_bytes": dataclasses.asdict(plan.memory),
+        "usable_bytes": plan.usable_bytes,
+        "tokens_per_s": plan.tokens_per_s,
+        "mfu": plan.model_flops_utilization,
+        "reason": plan.reason,
+    }
+
+
+def _describe_change(change: Replan) -> dict[str, object]:
+    return {
+        "reason": change.reason,
+        "next_failure_s": change.next_failure_s,
+        "options": [_describe_option(option) for option in (change.chosen, *change.others)],
+        "moves": [dataclasses.asdict(move) for move in change.moves],
+    }
+
+
+def _describe_option(option: Option) -> dict[str, object]:
+    return {
+        "choice": option.choice,
+        "shape": option.plan.shape,
+        "step_time_s": option.step_time_s,
+        "search_s": option.search_s,
+        "compile_s": option.compile_s,
+        "move_s": option.move_s,
+        "bytes_moved": option.moves.bytes_moved,
+        "bytes_lost": option.moves.bytes_lost,
+        "score": option.score,
+    }

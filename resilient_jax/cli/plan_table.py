@@ -1,0 +1,124 @@
+"""Plans as tables and a chart for people."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from resilient_jax.cli.topology_table import scale
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.replanning import Option, Replan
+
+BAR_CELLS = 50
+"""Length of the chart's longest bar."""
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def print_plans(console: Console, plans: Sequence[Plan], change: Replan | None, search_s: float) -> None:
+    """The best plans, where their time and memory goes, and what a change of the cluster means."""
+    best = plans[0]
+    console.print(
+        f"{escape(best.model)} on {escape(best.topology)}: {best.devices} devices, {best.global_batch} sequences in a "
+        f"step; searched in {1e3 * search_s:.0f} ms"
+    )
+    console.print(tabulate_plans(plans))
+    console.print(tabulate_times(plans))
+    console.print(tabulate_memory(plans))
+    console.print("where the time of the best goes:")
+    for line in draw_bars(best.step.by_term()):
+        console.print(line, highlight=False)
+    console.print(f"why: {escape(best.reason)}")
+    if change is not None:
+        console.print(_tabulate_options(change))
+        console.print(f"what to do: {escape(change.reason)}")
+
+
+def tabulate_plans(plans: Sequence[Plan]) -> Table:
+    """A row for each plan, the fastest first."""
+    table = Table("", "plan", title="plans")
+    for name in ("microbatch", "again", "quotas", "spare", "step", "tokens/s", "MFU", "memory"):
+        table.add_column(name, justify="right")
+    for place, plan in enumerate(plans, 1):
+        quotas = sorted({quota for team in plan.teams for _, quota in team.quotas})
+        table.add_row(
+            str(place),
+            plan.shape,
+            f"{plan.microbatch_sequences} ({plan.batch.sequences} each)",
+            "yes" if plan.batch.rematerialise else "no",
+            f"{quotas[0]}" if len(quotas) == 1 else f"{quotas[0]} to {quotas[-1]}",
+            str(plan.devices_spare),
+            f"{plan.step_time_s:.4g} s",
+            scale(plan.tokens_per_s, "") if plan.tokens_per_s else "-",
+            f"{plan.model_flops_utilization:.1%}",
+            f"{scale(plan.memory.total, 'B')} ({plan.memory.total / plan.usable_bytes:.0%})",
+        )
+    return table
+
+
+def tabulate_times(plans: Sequence[Plan]) -> Table:
+    """Seconds of a step by term; terms that no plan has are left out."""
+    terms = [plan.step.by_term() for plan in plans]
+    return _tabulate("seconds of a step by term", terms, lambda seconds: f"{seconds:.3g}")
+
+
+def tabulate_memory(plans: Sequence[Plan]) -> Table:
+    """Memory of the fullest device by term."""
+    terms = [
+        {field.name: getattr(p.memory, field.name) for field in dataclasses.fields(p.memory)} for p in plans
+    ]
+    return _tabulate("memory of the fullest device by term", terms, lambda number: scale(number, "B"))
+
+
+def _tabulate(title: str, rows: Sequence[dict[str, float]], show) -> Table:  # noqa: ANN001 - of a number its text
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    table = Table("", title=title)
+    for name in names:
+        table.add_column(name, justify="right")
+    for place, row in enumerate(rows, 1):
+        table.add_row(str(place), *(show(row[name]) for name in names))
+    return table
+
+
+def draw_bars(terms: dict[str, float]) -> list[str]:
+    """A bar for each term that is not 0, the longest for the largest.
+
+    >>> draw_bars({"compute": 3.0, "bubble": 0.0, "fsdp": 1.0})[1]
+    '     fsdp ████████████████▋ 25.0 %'
+    """
+    total, largest = sum(terms.values()), max(terms.values())
+    return [
+        f"{name:>9} {_bar(value / largest)} {100 * value / total:.1f} %"
+        for name, value in terms.items()
+        if value > 0
+    ]
+
+
+def _bar(part: float) -> str:
+    eighths = round(part * BAR_CELLS * 8)
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
+
+
+def _tabulate_options(change: Replan) -> Table:
+    table = Table(
+        "", "plan", title=f"after the change, {change.next_failure_s / 3600:.3g} h before the next failure"
+    )
+    for name in ("step", "search", "compile", "move", "bytes moved", "samples/s until then"):
+        table.add_column(name, justify="right")
+    for option in (change.chosen, *change.others):
+        table.add_row(*_describe(option))
+    return table
+
+
+def _describe(option: Option) -> tuple[str, ...]:
+    return (
+        str(option.choice),
+        option.plan.shape,
+        f"{option.step_time_s:.4g} s",
+        f"{option.search_s:.3g} s",
+        f"{option.compile_s:.3g} s",
+        f"{option.move_s:.3g} s",
+        scale(option.moves.bytes_moved, "B"),
+        f"{option.score:.4g}",
+    )

@@ -1,0 +1,145 @@
+"""`resilient-jax plan --topology --model --global-batch`: plans, terms, a chart, what to do after a change; JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from topologies import MESHES
+
+from resilient_jax.cli import main
+from resilient_jax.cli.plan_table import draw_bars
+from resilient_jax.errors import ExitCode
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ASKED = (
+    "--topology",
+    str(MESHES / "h100_1x8.toml"),
+    "--model",
+    str(CONFIGS / "llama3_8b.toml"),
+    "--global-batch",
+    "64",
+)
+CHANGED = (
+    "--topology",
+    str(MESHES / "h100_32x8.toml"),
+    "--model",
+    str(CONFIGS / "llama3_8b.toml"),
+    "--global-batch",
+    "1024",
+    "--lose",
+    "host-07",
+    "--slow",
+    "host-11=0.6",
+)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*arguments):
+        """Exit code, standard output and standard error of the command."""
+        monkeypatch.setattr(sys, "argv", ["resilient-jax", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_plans_are_shown_with_their_time_memory_and_reason(run):
+    code, shown, errors = run(*ASKED)
+    assert (code, errors) == (ExitCode.DONE, "")
+    for text in (
+        "Llama 3 8B on h100_1x8: 8 devices",
+        "fsdp 8",
+        "tokens/s",
+        "MFU",
+        "seconds of a step by term",
+    ):
+        assert text in shown
+    assert "memory of the fullest device by term" in shown
+    assert "  compute ██████" in shown
+    assert "why: fsdp 8: the fastest of all plans; next best is" in shown
+
+
+def test_a_change_is_shown_with_what_moves_and_what_to_do(run):
+    code, shown, _ = run(*CHANGED)
+    assert code == ExitCode.DONE
+    assert "248 devices" in shown
+    assert "bytes moved" in shown
+    assert "what to do: " in shown
+    assert "to the next failure" in shown or "before the next failure" in shown
+
+
+def test_json_has_the_terms_the_plans_and_the_moves(run):
+    code, shown, _ = run(*CHANGED, "--json", "--top", "4")
+    found = json.loads(shown)
+    assert code == ExitCode.DONE
+    assert len(found["plans"]) == 4
+    best = found["plans"][0]
+    assert sum(best["step_s"].values()) == pytest.approx(best["step_time_s"])
+    assert sum(best["memory_by_term_bytes"].values()) == pytest.approx(best["memory_bytes"])
+    assert best["memory_bytes"] <= best["usable_bytes"]
+    option = found["change"]["options"][0]
+    assert sum(move["bytes_moved"] for move in found["change"]["moves"]) == pytest.approx(
+        option["bytes_moved"]
+    )
+
+
+def test_axes_can_be_given(run):
+    code, shown, _ = run(*ASKED, "--fix", "tensor=4", "--json")
+    assert code == ExitCode.DONE
+    assert {plan["axes"]["tensor"] for plan in json.loads(shown)["plans"]} == {4}
+
+
+def test_constants_beside_the_topology_are_used(run, tmp_path):
+    (tmp_path / "mine.toml").write_text((MESHES / "h100_1x8.toml").read_text("utf-8"), "utf-8")
+    asked = ("--topology", str(tmp_path / "mine.toml"), *ASKED[2:], "--json")
+    fast = json.loads(run(*asked)[1])["plans"][0]["step_time_s"]
+    (tmp_path / "mine.calibration.toml").write_text("matrix_efficiency = 0.25\n", "utf-8")
+    assert json.loads(run(*asked)[1])["plans"][0]["step_time_s"] > 2 * fast
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (ASKED[:4], "plan: found nothing to do, expected --topology, --model and --global-batch, or --check"),
+        ((*ASKED, "--lose", "host-77"), "host 'host-77': found no such host in topology 'h100_1x8'"),
+        ((*ASKED, "--slow", "host-0"), "--slow: found 'host-0', expected HOST=SPEED"),
+        ((*ASKED, "--slow", "host-0=fast"), "--slow: found 'host-0=fast', expected a number"),
+        ((*ASKED, "--fix", "tensor=three"), "--fix: found 'tensor=three', expected AXIS=SIZE"),
+        ((*ASKED, "--fix", "tensor=3"), "axis tensor: found 3"),
+        ((*ASKED[:5], "0"), "global_batch: found 0, expected 1 or more"),
+        ((*ASKED[:3], str(CONFIGS / "llama3_70b.toml"), *ASKED[4:]), "What would do: devices of"),
+    ],
+)
+def test_bad_input_is_one_line(run, arguments, message):
+    code, shown, errors = run(*arguments)
+    assert (code, shown) == (ExitCode.USAGE, "")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_help_teaches_with_an_example(run):
+    code, shown, _ = run("--help")
+    assert code == 0
+    assert "resilient-jax plan --topology meshes/h100_32x8.toml" in " ".join(shown.split())
+
+
+def test_bars_are_as_long_as_their_part():
+    bars = draw_bars({"compute": 3.0, "bubble": 0.0, "fsdp": 1.0})
+    assert len(bars) == 2
+    assert bars[0].count("█") == 50
+    assert bars[1] == "     fsdp " + "█" * 16 + "▋ 25.0 %"
+
+
+def test_the_command_loads_neither_jax_nor_numpy():
+    program = (
+        "import sys\nimport resilient_jax.cli.plan\n"
+        "print(*sorted({'jax', 'numpy', 'flax'} & sys.modules.keys()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == []
