@@ -111,6 +111,15 @@ class HeldSnapshot:
             raise CallerError(f"manifest: found (id, host, part_bytes) {found}, expected {expected}")
         if host in self._manifests:
             return
+        own = self._decoded.get(self.host)
+        if own is not None and (own.contents.leaves, own.contents.texts) != (
+            manifest.contents.leaves,
+            manifest.contents.texts,
+        ):
+            raise CallerError(
+                f"{host} snapshots another state than {self.host}: leaves or texts differ; expected the same on every "
+                "host. What differs from host to host belongs outside of the state"
+            )
         written = os.pwrite(self.slot.descriptor, data, self._manifests_end)
         assert written == len(data), "memory takes all or raises"
         self._manifests[host] = (self._manifests_end, len(data))

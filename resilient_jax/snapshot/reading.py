@@ -267,11 +267,12 @@ class SnapshotReader:
         except BaseException as error:
             for future in pending:
                 future.cancel()
-            if not isinstance(error, SnapshotLost):
-                self._survivors.close()  # ends what is running at once
+            # Before the survivors are closed, which makes suspects of all that are being asked.
+            explanation = self._explain(error) if isinstance(error, SnapshotLost) else ""
+            self._survivors.close()  # ends what is running at once
             wait(pending)
-            if isinstance(error, SnapshotLost):
-                raise SnapshotLost(self._explain(error)) from error
+            if explanation:
+                raise SnapshotLost(explanation) from error
             raise
         return [future.result() for future in futures]
 

@@ -100,7 +100,7 @@ def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
     return HeldState(
         step=step,
         leaves=tuple(_leaf(path, value) for path, value in named if not isinstance(value, str)),
-        texts={path: value for path, value in named if isinstance(value, str)},
+        texts={path: str(value) for path, value in named if isinstance(value, str)},
     )
 
 

@@ -196,6 +196,7 @@ class AgentLink:
                 step=step,
                 holds_state=holds_state,
                 snapshot=snapshot,
+                is_looking=self._looks,  # what a look of earlier may have said since does not count
                 limit=step,
                 done=done,
                 busy=False,

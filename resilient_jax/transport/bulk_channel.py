@@ -1,11 +1,10 @@
 """Reads from one peer's bulk server; see `bulk_wire` for the rules."""
 
-import contextlib
 import select
 import socket
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -22,6 +21,7 @@ from resilient_jax.transport.bulk_wire import (
     receive_into,
     send,
     send_frame,
+    shut_down,
 )
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.failures import ERROR_CLASSES
@@ -95,9 +95,8 @@ class BulkChannel:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for connection in self._used:  # whoever reads wakes, and closes it
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            for connection in self._used:  # whoever reads, or connects, wakes and closes it
+                shut_down(connection)
         for connection in idle:
             connection.close()
 
@@ -113,13 +112,7 @@ class BulkChannel:
             if _is_quiet(connection):
                 return connection
             self._give_back(connection, is_whole=False)
-        connection = self._connect(end_s)
-        with self._lock:
-            if not self._closed:
-                self._used.add(connection)
-                return connection
-        connection.close()
-        raise PeerUnreachable(f"our channel to {self._address} was closed")
+        return self._connect(end_s)
 
     def _give_back(self, connection: socket.socket, *, is_whole: bool) -> None:
         """To be used again if nothing of an answer is still to come."""
@@ -135,25 +128,50 @@ class BulkChannel:
             raise PeerUnreachable(f"our channel to {self._address} was closed")
 
     def _connect(self, end_s: float) -> socket.socket:
+        """A new connection, to the first of the name's addresses that takes it."""
         host, port = split_address(self._address)
-        connection: socket.socket | None = None
+        failure: OSError | None = None
         try:
-            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            connection = socket.socket(family, kind, protocol)
+            for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                try:
+                    return self._connect_to(socket.socket(family, kind, protocol), where, host, end_s)
+                except OSError as error:
+                    failure = error
+        except OSError as error:  # no such name
+            failure = error
+        refused = isinstance(failure, ConnectionRefusedError)
+        raise PeerUnreachable(
+            f"{self._address} cannot be reached for bulk reads: {failure}", refused=refused
+        ) from failure
+
+    def _connect_to(
+        self,
+        connection: socket.socket,
+        where: Any,  # noqa: ANN401 - of getaddrinfo, by family
+        host: str,
+        end_s: float,
+    ) -> socket.socket:
+        """Counts as used from its beginning, so that `close` ends it."""
+        try:
+            self._use(connection)
             connection.settimeout(max(0.001, end_s - time.monotonic()))
             connection.connect(where)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_hostname=self._server_name or host)
+                plain = connection
+                connection = self._tls.wrap_socket(plain, server_hostname=self._server_name or host)
+                self._use(connection, instead_of=plain)
             prepare(connection)
             send(connection, self._ticket, end_s)
-        except OSError as error:
-            if connection is not None:
-                connection.close()
-            refused = isinstance(error, ConnectionRefusedError)
-            raise PeerUnreachable(
-                f"{self._address} cannot be reached for bulk reads: {error}", refused=refused
-            ) from error
+        except BaseException:
+            self._give_back(connection, is_whole=False)
+            raise
         return connection
+
+    def _use(self, connection: socket.socket, instead_of: socket.socket | None = None) -> None:
+        with self._lock:
+            self._used.discard(instead_of)
+            self._used.add(connection)
+            self._check_open()
 
     def _decode(self, head: bytes) -> Body | Refused:
         try:

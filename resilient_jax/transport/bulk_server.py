@@ -5,7 +5,6 @@ import hmac
 import logging
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from resilient_jax.transport.bulk_wire import (
     send,
     send_frame,
     server_context,
+    shut_down,
 )
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.failures import failure_of
@@ -41,7 +41,9 @@ IDLE_S: Final = 600.0
 SEND_S: Final = 60.0
 """For the answer to one request. The client has a deadline of its own."""
 MAX_CONNECTIONS: Final = 512
-"""Each is a thread. A group's members have a few each."""
+"""Each is a thread. A group's members have a few each; more than these wait."""
+ACCEPT_AGAIN_S: Final = 0.2
+"""After the system had no descriptor or thread to spare."""
 
 
 class Answer(NamedTuple):
@@ -88,7 +90,7 @@ class BulkServer(Generic[RequestT]):
         self._serve = serve
         self._checksum = checksum
         self._tls = server_context(credentials.tls) if credentials.tls is not None else None
-        self._lock = threading.Lock()  # guards what follows
+        self._changed = threading.Condition()  # guards what follows
         self._listening: socket.socket | None = None
         self._connections: set[socket.socket] = set()
 
@@ -104,29 +106,37 @@ class BulkServer(Generic[RequestT]):
 
     def stop(self) -> None:
         """Closes the port and every connection."""
-        with self._lock:
+        with self._changed:
             listening, self._listening = self._listening, None
             connections = list(self._connections)
+            self._changed.notify_all()
         if listening is not None:
-            _shut_down(listening)
+            shut_down(listening)
             listening.close()
         for connection in connections:
-            _shut_down(connection)
+            shut_down(connection)
 
     def _accept(self, listening: socket.socket) -> None:
-        while True:
+        while self._wait_for_room():
             try:
-                connection, _ = listening.accept()
-            except OSError:  # stopped
-                return
-            with self._lock:
-                is_welcome = self._listening is not None and len(self._connections) < MAX_CONNECTIONS
-                if is_welcome:
-                    self._connections.add(connection)
-            if is_welcome:
-                threading.Thread(target=self._attend, args=(connection,), name="rj-bulk", daemon=True).start()
-            else:
-                connection.close()
+                accepted, _ = listening.accept()
+                with self._changed:
+                    self._connections.add(accepted)
+                threading.Thread(target=self._attend, args=(accepted,), name="rj-bulk", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # stopped; or no descriptor or thread is left just now
+                with self._changed:
+                    if self._listening is None:
+                        return
+                logger.warning("a bulk server cannot accept a connection: %s; it tries again", error)
+                time.sleep(ACCEPT_AGAIN_S)
+
+    def _wait_for_room(self) -> bool:
+        """While all places are taken clients wait, within their deadlines. False once there is nobody to accept for."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._listening is None or len(self._connections) < MAX_CONNECTIONS
+            )
+            return self._listening is not None
 
     def _attend(self, accepted: socket.socket) -> None:
         """One connection, until either side ends it."""
@@ -134,31 +144,35 @@ class BulkServer(Generic[RequestT]):
         try:
             # Broken connections, strangers and clients that are gone: nothing to be done for them.
             with contextlib.suppress(OSError, EOFError, ResilientJaxError):
-                connection = self._admit(accepted)
+                end_s = time.monotonic() + ADMISSION_S
+                connection = self._secure(accepted)
+                self._admit(connection, end_s)
                 while True:
                     request = receive_frame(connection, time.monotonic() + IDLE_S)
                     self._answer(connection, decode(request, self._request, "bulk request"))
         finally:
-            with self._lock:
-                self._connections.discard(accepted)
+            with self._changed:
+                self._connections -= {accepted, connection}
+                self._changed.notify_all()
             connection.close()
             accepted.close()
 
-    def _admit(self, accepted: socket.socket) -> socket.socket:
-        end_s = time.monotonic() + ADMISSION_S
+    def _secure(self, accepted: socket.socket) -> socket.socket:
         prepare(accepted)
-        connection = accepted
-        if self._tls is not None:
-            accepted.settimeout(ADMISSION_S)
-            connection = self._tls.wrap_socket(accepted, server_side=True)
-            with self._lock:  # `accepted` has no socket any more
-                self._connections.discard(accepted)
-                self._connections.add(connection)
+        if self._tls is None:
+            return accepted
+        accepted.settimeout(ADMISSION_S)
+        connection = self._tls.wrap_socket(accepted, server_side=True)
+        with self._changed:  # `accepted` has no socket any more
+            self._connections.remove(accepted)
+            self._connections.add(connection)
+        return connection
+
+    def _admit(self, connection: socket.socket, end_s: float) -> None:
         ticket = bytearray(TICKET_BYTES)
         receive_into(connection, memoryview(ticket), end_s)
         if not hmac.compare_digest(ticket, self.ticket):
             raise ConnectionRefusedError("wrong ticket")
-        return connection
 
     def _answer(self, connection: socket.socket, request: RequestT) -> None:
         try:
@@ -177,9 +191,3 @@ class BulkServer(Generic[RequestT]):
         end_s = time.monotonic() + SEND_S
         send_frame(connection, head, end_s)
         send(connection, data, end_s)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """Wakes whoever waits on it."""
-    with contextlib.suppress(OSError, ssl.SSLError):
-        connection.shutdown(socket.SHUT_RDWR)

@@ -8,6 +8,7 @@ gRPC copies every message several times; at gigabytes that is most of the time. 
 3. Whoever finds anything else, or waits longer than its deadline, closes the connection.
 """
 
+import contextlib
 import socket
 import ssl
 import struct
@@ -73,11 +74,15 @@ def send(connection: socket.socket, data: bytes | memoryview, end_s: float) -> N
         LateError: not before `end_s`, of the monotonic clock.
         OSError: the connection is broken.
     """
-    _set_deadline(connection, socket.SO_SNDTIMEO, end_s)
-    try:
-        connection.sendall(data)
-    except (BlockingIOError, TimeoutError) as error:
-        raise LateError("nobody takes what is sent") from error
+    left = memoryview(data)
+    while left:
+        _set_deadline(
+            connection, socket.SO_SNDTIMEO, end_s
+        )  # each time: the kernel's timer starts anew with a call
+        try:
+            left = left[connection.send(left) :]
+        except (BlockingIOError, TimeoutError):
+            continue  # the deadline says whether to go on
 
 
 def receive_frame(connection: socket.socket, end_s: float) -> bytes:
@@ -115,6 +120,14 @@ def receive_into(connection: socket.socket, out: memoryview, end_s: float) -> No
         if not got:
             raise EOFError("the other side closed the connection")
         filled += got
+
+
+def shut_down(connection: socket.socket) -> None:
+    """Wakes whoever waits on it. Of the socket itself: TLS would forget its keys first, and a thread that sends just
+    then would go on in the clear.
+    """
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def server_context(tls: TlsFiles) -> ssl.SSLContext:

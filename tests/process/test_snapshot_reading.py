@@ -408,6 +408,26 @@ def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
             release.set()
 
 
+def test_what_is_lost_is_said_at_once_while_another_server_hangs():
+    with keeping([[5000] * 3], 0) as kept, reader_of(kept, kept.plan(C)) as reader:
+        reader.manifests()
+        hanging, release = threading.Event(), threading.Event()
+
+        def hang(request):
+            hanging.set()
+            release.wait(WAIT_S)
+            return Answer(memoryview(b""))
+
+        kept.keepers[B].give = hang
+        began_s = time.monotonic()
+        try:
+            with pytest.raises(SnapshotLost, match="host c kept"):
+                reader.read_all([Read(host, 0, memoryview(bytearray(5000))) for host in (B, C)])
+            assert time.monotonic() - began_s < WAIT_S / 2
+        finally:
+            release.set()
+
+
 def test_nothing_is_left_of_a_reader():
     def ours():
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("rj-snapshot")]

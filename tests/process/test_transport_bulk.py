@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import resource
 import socket
 import threading
 import time
@@ -19,8 +20,9 @@ from resilient_jax.errors import (
     PeerUnreachable,
     SnapshotMissing,
 )
-from resilient_jax.protocol.framing import HEADER
+from resilient_jax.protocol.framing import HEADER, frame
 from resilient_jax.transport import BulkChannel, BulkServer, Credentials
+from resilient_jax.transport import bulk_channel as bulk_channel_module
 from resilient_jax.transport import bulk_server as bulk_server_module
 from resilient_jax.transport.bulk_server import Answer
 
@@ -204,6 +206,104 @@ def test_a_stranger_is_sent_away_and_leaves_nothing(said):
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(10) == b""
         wait_until(lambda: "rj-bulk" not in threads_of_servers())
+        assert not server._connections
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("admitted", [True, False])
+def test_no_connection_counts_once_it_is_closed(secured, admitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 2)
+    authority = Authority(tmp_path / "job", "job") if secured else None
+    theirs = Credentials("token", authority.sign("server")) if authority else CREDENTIALS
+    ours = Credentials("token", authority.sign("client")) if authority else CREDENTIALS
+    before = len(os.listdir("/proc/self/fd"))
+    with serving(credentials=theirs) as server:
+        for _ in range(5):
+            if admitted:
+                with channel_to(server, ours) as channel:
+                    assert read(channel, 0, 8) == MEMORY[:8]
+            else:
+                with channel_to(server, ours, ticket=bytes(16)) as channel, pytest.raises(PeerUnreachable):
+                    read(channel, 0, 8, timeout_s=WAIT_S)
+        wait_until(lambda: not server._connections)
+    wait_until(lambda: not threads_of_servers())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_who_finds_all_places_taken_waits_for_one(monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 1)
+    with serving() as server, channel_to(server) as second:
+        found = []
+        with channel_to(server) as first:
+            read(first, 0, 8)
+            waiting = threading.Thread(target=lambda: found.append(read(second, 8, 8)))
+            waiting.start()
+            waiting.join(0.2)
+            assert found == []
+        waiting.join(WAIT_S)
+        assert found == [MEMORY[8:16]]
+
+
+def test_a_server_without_descriptors_to_spare_accepts_again_when_there_are():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as server, socket.socket() as early:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+            fillers = []
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(socket.socket())
+            early.connect(("127.0.0.1", server.port))
+            time.sleep(2 * bulk_server_module.ACCEPT_AGAIN_S)
+            for filler in fillers:
+                filler.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with channel_to(server) as channel:
+            assert read(channel, 0, 8) == MEMORY[:8]
+
+
+def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
+    monkeypatch.setattr(bulk_server_module, "SEND_S", 0.5)
+    large = memoryview(bytes(64 * 2**20))  # more than the kernel's buffers take
+    with (
+        serving(lambda request: Answer(large)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as slow,
+    ):
+        slow.sendall(server.ticket + frame(msgspec.msgpack.encode(Range(0, len(large)))))
+        end_s = time.monotonic() + WAIT_S
+        while "rj-bulk" in threads_of_servers():
+            assert time.monotonic() < end_s
+            slow.recv(1000)
+            time.sleep(0.02)
+
+
+def test_closing_the_channel_ends_a_connect_that_nobody_answers():
+    with contextlib.ExitStack() as owned:
+        full = owned.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        for _ in range(4):  # its queue takes no more: the kernel drops what comes
+            filler = owned.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        channel = BulkChannel(f"127.0.0.1:{address[1]}", bytes(16), CREDENTIALS)
+        closing = threading.Timer(0.3, channel.close)
+        closing.start()
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnreachable):
+            read(channel, 0, 8)
+        closing.join(WAIT_S)
+        assert time.monotonic() - began_s < bulk_channel_module.CONNECT_S / 2
+
+
+def test_a_name_with_several_addresses_is_reached_at_the_one_that_listens():
+    with serving() as server:
+        names = {name for *_, name in socket.getaddrinfo("localhost", server.port, type=socket.SOCK_STREAM)}
+        assert names
+        with channel_to(server, host="localhost") as channel:
+            assert read(channel, 0, 8) == MEMORY[:8]
 
 
 def test_with_certificates_peers_of_one_authority_read(tmp_path):

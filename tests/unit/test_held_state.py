@@ -94,6 +94,8 @@ def test_texts_are_kept_as_they_are_and_their_places_must_fit() -> None:
     held = to_host(hold(1, {"name": "llama", "x": jnp.ones(2)}))
     restored = restore(describe(init), held, None)
     assert restored["name"] == "llama"
+    (text,) = hold(1, {"name": np.str_("llama")}).texts.values()
+    assert type(text) is str
     np.testing.assert_array_equal(restored["x"], np.ones(2))
     with pytest.raises(StateError, match=r"missing \[\"\['name'\]\"\]"):
         restore(describe(init), hold(1, {"x": jnp.ones(2)}), None)

@@ -9,6 +9,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from resilient_jax.erasure import choose_checksum
@@ -31,6 +32,7 @@ from resilient_jax.snapshot.manifest import (
     Manifest,
     PartContents,
     checksum_blocks,
+    decode_manifest,
     encode_manifest,
 )
 from resilient_jax.snapshot.messages import (
@@ -395,6 +397,18 @@ def test_a_manifest_of_another_part_or_a_damaged_one_is_not_kept(arena):
             held.store_manifest(PEER, manifest)
     with pytest.raises(ChecksumMismatch):
         held.store_manifest(PEER, make_manifest(id, part, PEER)[:-1] + b"?")
+    assert held.missing_manifests() == [PEER]
+
+
+def test_a_member_that_snapshots_another_state_is_refused(arena):
+    arena.open(make_layout())
+    id = make_id(1)
+    held = take(arena, id, Phase.PART)
+    theirs = msgspec.structs.replace(
+        decode_manifest(make_manifest(id, bytes(10), PEER)), contents=PartContents(texts={"['host']": "b"})
+    )
+    with pytest.raises(CallerError, match="b snapshots another state than a"):
+        held.store_manifest(PEER, encode_manifest(theirs))
     assert held.missing_manifests() == [PEER]
 
 

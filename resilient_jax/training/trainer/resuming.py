@@ -40,6 +40,8 @@ def restore_newest(
         StateError: the hosts see different checkpoints, or other things than checkpoints are there, or the newest that
             can be read holds another state.
     """
+    store.wait(world.note, world.check)
+    world.agree(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
     listing = store.look()
     refused: dict[int, str] = {}
     for name in listing.unfinished:
