@@ -201,6 +201,8 @@ class Bounds:
 
     def step_s(self, group: Group, batch: Microbatch, replicas: int) -> float:
         """A time that no plan of these axes and this microbatch on at most so many replicas can beat."""
+        if not replicas:
+            return math.inf
         quota = -(-self._pricing.microbatches(group, batch) // replicas)
         fill = (group.pipeline - 1) / self._pricing.question.rounds
         return (quota + fill) * self._slot_s(group, batch)

@@ -95,7 +95,10 @@ def visit(
             children = _with_batch(pricing, bounds, fixed, node)
         else:
             for layout in layouts_of(node.group, question.pool.devices_per_host, levels):
-                _visit_layout(pricing, fixed, layout, node.batch, limit_s, keep)
+                if bounds.step_s(node.group, node.batch, pricing.count_replicas(layout)) < limit_s(
+                    node.group
+                ):
+                    _visit_layout(pricing, fixed, layout, node.batch, limit_s, keep)
             continue
         for child in children:
             if child.least_s < limit_s(child.group):

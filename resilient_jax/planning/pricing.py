@@ -149,12 +149,16 @@ class Pricing:
             self._replicas[key] = self.question.pool.replicas(layout)
         return self._replicas[key]
 
+    def count_replicas(self, layout: Layout) -> int:
+        """How many the hosts can make."""
+        return sum(blocks for _, blocks in self.replicas(layout)) * layout.replicas_per_block
+
     def teams(self, layout: Layout, batch: Microbatch, limit_s: float = math.inf) -> tuple[Team, ...]:
         """The replicas that have the memory, fastest first; none, if even all of them would not be done by the
         limit."""
         blocks = self.replicas(layout)
         work = self._work(layout, batch)
-        count = sum(number for _, number in blocks) * layout.replicas_per_block
+        count = self.count_replicas(layout)
         if not count or self._least_s(layout, batch, work.parts, count) >= limit_s:
             return ()
         found = []

@@ -40,12 +40,14 @@ class StateBytes(NamedTuple):
 
     def stage(self, layers: int, *, is_first: bool, is_last: bool) -> PartBytes:
         """Of a device of a stage with so many layers."""
-        total = PartBytes(*(layers * number for number in self.layer))
-        if is_first:
-            total = total.plus(self.embedding)
-        if is_last:
-            total = total.plus(self.head)
-        return total.plus(self.tied) if is_first or is_last else total
+        return PartBytes(
+            *(
+                layers * layer + is_first * embedding + is_last * head + (is_first or is_last) * tied
+                for layer, embedding, head, tied in zip(
+                    self.layer, self.embedding, self.head, self.tied, strict=True
+                )
+            )
+        )
 
 
 def count_state(profile: Profile, group: Group) -> StateBytes:

@@ -3,6 +3,7 @@
 import typer
 
 from resilient_jax.cli.bench.erasure import erasure
+from resilient_jax.cli.bench.plan import plan
 from resilient_jax.cli.bench.snapshot import snapshot
 from resilient_jax.cli.bench.stall import stall
 from resilient_jax.cli.bench.step import step
@@ -16,6 +17,7 @@ def _measure() -> None:
 
 
 bench.command("erasure")(erasure)
+bench.command("plan")(plan)
 bench.command("snapshot")(snapshot)
 bench.command("stall")(stall)
 bench.command("step")(step)

@@ -1,0 +1,123 @@
+"""`resilient-jax bench plan`: how long the search takes, and how far its estimates are from published runs."""
+
+import statistics
+import time
+import tracemalloc
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from resilient_jax.cli.bench.plan_figures import (
+    CASES,
+    RUNS,
+    PlanFigures,
+    SearchCase,
+    describe_case,
+    estimate_run,
+    make_topology,
+)
+from resilient_jax.cli.bench.printing import describe_machine, open_console, print_line
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.model_file import load_model_shape
+from resilient_jax.planning.profile import Profile
+from resilient_jax.planning.search import search
+from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.topology import Topology
+
+AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
+MESH = "meshes/h100_2048x8.toml"
+
+
+def plan(
+    rounds: Annotated[int, typer.Option(help="Times that each search is timed.")] = 3,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Search time for 64 to 131,072 devices, and estimates beside published runs.
+
+    Hosts of meshes/h100_2048x8.toml, in as many pods as it takes. The keys of
+    the line of JSON, of N devices:
+
+    search_ms_N: until the best plan is there, all hosts healthy; median.
+
+    search_after_ms_N: the same with one host lost and another at 0.6.
+
+    search_cpu_ms_N, search_after_cpu_ms_N: processor time, which others on the
+    machine change less.
+
+    search_mib_N: memory that one search allocates at most.
+
+    published: for each run its measured MFU, the estimate's, and the error.
+
+    spread: least and most of each time. n: rounds.
+    """
+    if rounds < 1:
+        raise CallerError(f"bench plan: found --rounds {rounds}, expected 1 or more")
+    console = open_console(json_only)
+    mesh = find_in_checkout(MESH)
+    figures = PlanFigures(machine=describe_machine(), n=rounds)
+    for case in CASES:
+        profile = _profile(case.model)
+        healthy = make_topology(mesh, case.hosts)
+        changed = healthy.without(healthy.hosts[3].name).slowed(healthy.hosts[5].name, 0.6)
+        for name, topology in (("search", healthy), ("search_after", changed)):
+            _measure(figures, f"{name}_ms_{case.devices}", profile, topology, case, rounds)
+        figures.memory_mib[f"search_mib_{case.devices}"] = _measure_memory(profile, changed, case)
+        console.print(f"{case.devices} devices: {describe_case(case)}")
+    for run in RUNS:
+        shape = load_model_shape(find_in_checkout(f"configs/{run.model}.toml"))
+        figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
+    console.print(_tabulate_times(figures))
+    console.print(_tabulate_published(figures))
+    print_line(figures.line())
+
+
+def _profile(model: str) -> Profile:
+    shape = load_model_shape(find_in_checkout(f"configs/{model}.toml"))
+    return profile_transformer(shape.transformer, name=shape.name)
+
+
+def _measure(
+    figures: PlanFigures, key: str, profile: Profile, topology: Topology, case: SearchCase, rounds: int
+) -> None:
+    wall, processor = [], []
+    for _ in range(rounds):
+        started, used = time.perf_counter(), time.process_time()
+        search(profile, topology, global_batch=case.global_batch)
+        wall.append(1e3 * (time.perf_counter() - started))
+        processor.append(1e3 * (time.process_time() - used))
+    figures.times_ms[key] = statistics.median(wall)
+    figures.times_ms[key.replace("_ms_", "_cpu_ms_")] = statistics.median(processor)
+    figures.spread[key] = (min(wall), max(wall))
+
+
+def _measure_memory(profile: Profile, topology: Topology, case: SearchCase) -> float:
+    tracemalloc.start()
+    search(profile, topology, global_batch=case.global_batch)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most / 2**20
+
+
+def _tabulate_times(figures: PlanFigures) -> Table:
+    table = Table("devices", title=f"{figures.machine}, n = {figures.n}")
+    for name in ("search", "processor", "after a failure", "processor", "aim", "memory"):
+        table.add_column(name, justify="right")
+    for devices, aim in AIMS_MS.items():
+        times = [
+            figures.times_ms[f"{name}_ms_{devices}"]
+            for name in ("search", "search_cpu", "search_after", "search_after_cpu")
+        ]
+        memory = figures.memory_mib[f"search_mib_{devices}"]
+        table.add_row(str(devices), *(f"{t:.0f} ms" for t in times), f"{aim} ms", f"{memory:.0f} MiB")
+    return table
+
+
+def _tabulate_published(figures: PlanFigures) -> Table:
+    table = Table("run", "published MFU", "estimated", "error", "source", title="published runs")
+    for run in figures.published:
+        table.add_row(
+            run.name, f"{run.published_mfu:.0%}", f"{run.estimated_mfu:.1%}", f"{run.error:+.0%}", run.source
+        )
+    return table

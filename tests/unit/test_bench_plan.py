@@ -1,0 +1,56 @@
+"""`bench plan`: what is searched is what it says, and the line of JSON has the promised keys."""
+
+import json
+import sys
+
+import pytest
+from topologies import MESHES
+
+from resilient_jax.cli import main
+from resilient_jax.cli.bench import plan as bench
+from resilient_jax.cli.bench.plan_figures import CASES, RUNS, SearchCase, make_topology
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*arguments):
+        """Exit code, standard output and standard error of the command."""
+        monkeypatch.setattr(sys, "argv", ["resilient-jax", "bench", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_cases_are_the_promised_numbers_of_devices():
+    assert [case.devices for case in CASES] == list(bench.AIMS_MS) == [64, 1024, 16_384, 131_072]
+
+
+def test_a_topology_is_made_of_pods_like_the_files():
+    made = make_topology(MESHES / "h100_2048x8.toml", 800)
+    assert made.device_count == 6400
+    assert [len(domain.hosts) for domain in made.domains("pod")] == [384, 384, 32]
+    assert {len(domain.hosts) for domain in made.domains("rack")} == {2}
+
+
+def test_the_line_of_json_has_every_key(run, monkeypatch):
+    small = tuple(SearchCase(hosts=1 << i, model="llama3_8b", global_batch=16) for i in range(3, 5))
+    monkeypatch.setattr(bench, "CASES", small)
+    monkeypatch.setattr(bench, "AIMS_MS", {case.devices: 1 for case in small})
+    monkeypatch.setattr(bench, "RUNS", RUNS[:1])
+    code, shown, _ = run("--json", "--rounds", "1")
+    found = json.loads(shown)
+    assert code == 0
+    for devices in (64, 128):
+        for key in ("search_ms", "search_cpu_ms", "search_after_ms", "search_after_cpu_ms", "search_mib"):
+            assert found[f"{key}_{devices}"] > 0
+    (published,) = found["published"]
+    assert published["error"] == pytest.approx(published["estimated_mfu"] / 0.43 - 1, abs=1e-3)
+    assert "2407.21783" in published["source"]
+
+
+def test_no_rounds_are_refused(run):
+    code, _, errors = run("--rounds", "0")
+    assert code == 2
+    assert "found --rounds 0, expected 1 or more" in errors
