@@ -168,7 +168,7 @@ class Pricing:
             time = work.times[composition]
             if time.memory.total <= self.usable_bytes:
                 found.append(Team(composition=composition, blocks=number, time=time))
-        return tuple(sorted(found, key=lambda team: (team.time.slot_s, team.composition)))
+        return tuple(sorted(found, key=lambda team: (team.time.slot_s, team.time.kind, team.composition)))
 
     def _work(self, layout: Layout, batch: Microbatch) -> "_Work":
         """What is the same for all sizes of blocks; only the newest is remembered."""

@@ -224,3 +224,9 @@ def test_a_program_whose_dims_divide_by_nothing_is_refused():
     )
     with pytest.raises(CallerError, match="found dims that divide by nothing from 2 to 8"):
         search(prime, cluster([1.0] * 4), global_batch=12)
+
+
+def test_of_replicas_that_are_equally_fast_those_without_a_slow_host_are_taken():
+    """A slow host that has fewer layers holds up no microbatch, but the update."""
+    topology = cluster([1.0, 1.0, 0.6, 1.0], inner=1e8, network=1e7, latency_s=0.0, memory_bytes=74_000_000)
+    assert least_s(topology, 1) == pytest.approx(find_least_step_s(PROFILE, topology, 1), rel=1e-9)
