@@ -13,6 +13,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import NothingFits, PlanError
 from resilient_jax.planning.search import search, search_best
+from resilient_jax.planning.shape import Group, lay_out
 from resilient_jax.topology import TopologyError
 
 PROFILE = small_profile()
@@ -230,3 +231,31 @@ def test_of_replicas_that_are_equally_fast_those_without_a_slow_host_are_taken()
     """A slow host that has fewer layers holds up no microbatch, but the update."""
     topology = cluster([1.0, 1.0, 0.6, 1.0], inner=1e8, network=1e7, latency_s=0.0, memory_bytes=74_000_000)
     assert least_s(topology, 1) == pytest.approx(find_least_step_s(PROFILE, topology, 1), rel=1e-9)
+
+
+@pytest.mark.parametrize("axes", [{Axis.PIPELINE: 3}, {Axis.FSDP: 4}, {Axis.TENSOR: 4}, {}])
+def test_a_plan_that_just_fits_is_found(axes):
+    plan = search(PROFILE, cluster([1.0] * 4), global_batch=12, axes=axes)
+    enough = int(plan.memory.total / plan.question.calibration.usable_memory) + 1
+    tight = search(PROFILE, cluster([1.0] * 4, memory_bytes=enough), global_batch=12, axes=axes)
+    assert tight.step_time_s == plan.step_time_s
+
+
+def test_a_block_of_replicas_is_as_fast_as_its_slowest():
+    topology = cluster(
+        [1.0, 1.0, 0.3, 1.0, 1.0, 1.0],
+        devices=1,
+        network=1e8,
+        per_rack=3,
+        oversubscription=50.0,
+        latency_s=0.0,
+    )
+    plan = search(PROFILE, topology, global_batch=6)
+    assert plan.step_time_s == pytest.approx(find_least_step_s(PROFILE, topology, 6), rel=1e-9)
+    blocked = lay_out(Group(), room=1, level=1, block=3, outermost=2)
+    pool = plan.question.pool
+    blocks = pool.replicas(blocked)
+    assert sorted(pool.kinds[kind].speed for composition, _ in blocks for kind, _ in composition) == [
+        0.3,
+        1.0,
+    ]
