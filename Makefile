@@ -22,12 +22,12 @@ bench: $(VENV)/.installed ## measure the stalls of kills, what is computed again
 	$(BIN)/resilient-jax bench step
 	$(BIN)/resilient-jax bench erasure
 
-# Of processes and jobs three at a time on two cores: they wait (for leases, deadlines, a worker that comes back) about as
-# long as they compute. A file of process tests shares what it set up; e2e tests share nothing but a compilation cache.
+# Of processes and jobs two at a time: they wait (for leases, deadlines, a worker that comes back) about as long as they
+# compute. A file of process tests shares what it set up; e2e tests share nothing but a compilation cache.
 test: $(VENV)/.installed-dev ## all tests: unit, process, e2e
 	$(BIN)/python -m pytest tests/unit -n auto --dist loadfile
-	$(BIN)/python -m pytest tests/process -n 3 --dist loadfile
-	$(BIN)/python -m pytest tests/e2e -n 3 --dist worksteal
+	$(BIN)/python -m pytest tests/process -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -n 2 --dist worksteal
 
 check: $(VENV)/.installed-dev ## formatting, lint, types
 	$(BIN)/ruff format --check

@@ -125,6 +125,10 @@ class Pool:
         worker.end()
         self._workers.remove(worker)
 
+    def drop_all(self) -> None:
+        for worker in list(self._workers):
+            self.drop(worker)
+
     def serve(self, nodes: int) -> str:
         service = Service()
         self._services.append(service)
@@ -164,9 +168,13 @@ def shared_pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def pool(shared_pool: Pool) -> Iterator[Pool]:
+def pool(shared_pool: Pool, request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """After a test that failed the next one gets new workers: nobody knows what those of before are at."""
+    failed_before = request.session.testsfailed
     yield shared_pool
     shared_pool.end_services()
+    if request.session.testsfailed > failed_before:
+        shared_pool.drop_all()
 
 
 def everyone(workers: list[Worker], do: str, **words: object) -> list[dict]:
@@ -289,9 +297,10 @@ def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
         assert found["error"] in ("FormingInterrupted", "FormingFailed"), found
         assert found["collective"]
         assert seconds < PROMPT_S
-    pool.join(workers)
-    assert [found["total"] for found in everyone(workers, "reduce")] == [sum_to(2 * len(workers))] * len(
-        workers
+    joined, reduced = pool.join(workers), everyone(workers, "reduce")
+    assert [found.get("total") for found in reduced] == [sum_to(2 * len(workers))] * len(workers), (
+        joined,
+        reduced,
     )
     everyone(workers, "meet")
     pool.leave(workers)
