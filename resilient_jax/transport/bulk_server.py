@@ -119,16 +119,24 @@ class BulkServer(Generic[RequestT]):
     def _accept(self, listening: socket.socket) -> None:
         while self._wait_for_room():
             try:
-                accepted, _ = listening.accept()
-                with self._changed:
-                    self._connections.add(accepted)
-                threading.Thread(target=self._attend, args=(accepted,), name="rj-bulk", daemon=True).start()
+                self._begin(listening.accept()[0])
             except (OSError, RuntimeError) as error:  # stopped; or no descriptor or thread is left just now
                 with self._changed:
                     if self._listening is None:
                         return
                 logger.warning("a bulk server cannot accept a connection: %s; it tries again", error)
                 time.sleep(ACCEPT_AGAIN_S)
+
+    def _begin(self, accepted: socket.socket) -> None:
+        with self._changed:
+            self._connections.add(accepted)
+        try:
+            threading.Thread(target=self._attend, args=(accepted,), name="rj-bulk", daemon=True).start()
+        except RuntimeError:
+            with self._changed:
+                self._connections.discard(accepted)
+            accepted.close()
+            raise
 
     def _wait_for_room(self) -> bool:
         """While all places are taken clients wait, within their deadlines. False once there is nobody to accept for."""
