@@ -17,10 +17,10 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.snapshot.manifest import LeafInfo, Manifest
 from resilient_jax.training.held_state import LeafType, ShardingRule, match
-from resilient_jax.training.jax_runtime.handles import Device
-from resilient_jax.training.snapshots.boxes import Box, from_index, whole
+from resilient_jax.training.snapshots.boxes import Box, whole
 from resilient_jax.training.snapshots.gathering import Gatherer, Target
 from resilient_jax.training.snapshots.interfaces import PartReader, Reach, reach_nothing
+from resilient_jax.training.snapshots.shares import Share
 
 Tree = TypeVar("Tree")
 BATCH_BYTES: Final = 256 * 2**20
@@ -107,42 +107,29 @@ def _type_of(info: LeafInfo) -> LeafType:
 
 
 class _Wanted:
-    """A leaf on its way back: what this host's devices need of it, each box once."""
+    """A leaf on its way back."""
 
     def __init__(self, number: int, info: LeafInfo, sharding: Sharding | None) -> None:
         self._number = number
-        self._shape = info.shape
         self._dtype = np.dtype(info.dtype)
-        self._sharding = sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
-        indices = self._sharding.addressable_devices_indices_map(self._shape)
-        self._boxes: dict[Device, Box] = {
-            device: whole(self._shape) if index is None else from_index(index, self._shape)
-            for device, index in indices.items()
-        }
+        self._share = Share(info.shape, sharding or SingleDeviceSharding(jax.local_devices()[0]))
         self._buffers: dict[Box, np.ndarray] = {}
 
     @property
     def nbytes(self) -> int:
         """In this host's memory."""
-        return sum(box.size for box in set(self._boxes.values())) * self._dtype.itemsize
+        return self._share.size * self._dtype.itemsize
 
     def allocate(self, slabs: "Slabs") -> list[Target]:
         """Memory for it, to be filled."""
-        self._buffers = {box: slabs.take(box.shape, self._dtype) for box in set(self._boxes.values())}
-        return [Target(self._number, box, self._buffers[box]) for box in sorted(self._buffers)]
+        self._buffers = {box: slabs.take(box.shape, self._dtype) for box in self._share.boxes}
+        return [Target(self._number, box, buffer) for box, buffer in self._buffers.items()]
 
     def place(self) -> jax.Array:
-        """The array. Its shards may share our buffers: nobody else has them, and XLA never writes to memory that it
-        does not own, so that devices may share one.
-        """
-        shards = [
-            jax.device_put(
-                self._buffers[box], SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
-            )
-            for device, box in self._boxes.items()
-        ]
+        """The array, in that memory."""
+        array = self._share.assemble(self._buffers)
         self._buffers.clear()
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
+        return array
 
 
 class Slabs:

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
-from resilient_jax.training.jax_runtime.handles import Device
-from resilient_jax.training.snapshots.boxes import Box, from_index, whole
+from resilient_jax.training.snapshots.boxes import whole
+from resilient_jax.training.snapshots.shares import Share
 from resilient_jax.training.trainer.storage.leaves import Key, Piece, align, view
 
 BATCH_BYTES: Final = 64 * 2**20
@@ -40,20 +40,20 @@ class Arriving:
         """`sharding`: where it shall lie; None: whole, in host memory. An array without numbers `is_stored` nowhere."""
         self._path = path
         self._shape, self._dtype = wanted.shape, np.dtype(wanted.dtype)
-        self._sharding = sharding
+        self._share = Share(self._shape, sharding) if sharding is not None else None
         self._is_stored = is_stored
-        self._boxes = _boxes_of(self._shape, sharding)
+        self._boxes = self._share.boxes if self._share is not None else [whole(self._shape)]
         self.pieces: list[Piece] = []
 
     @property
     def nbytes(self) -> int:
         """That this host needs."""
-        return sum(box.size for box in set(self._boxes.values())) * self._dtype.itemsize
+        return sum(box.size for box in self._boxes) * self._dtype.itemsize
 
     def lay_out(self, offset: int) -> int:
         """Gives its boxes their places in memory from `offset` on; gives where they end."""
         self.pieces = []
-        for box in sorted(set(self._boxes.values())) if self._is_stored else ():
+        for box in self._boxes if self._is_stored else ():
             offset = align(offset)
             self.pieces.append(Piece(path=self._path, dtype=str(self._dtype), box=box, offset=offset))
             offset += self.pieces[-1].nbytes
@@ -63,16 +63,8 @@ class Arriving:
         """The array, of copies: the memory may be used again."""
         copies = {piece.box: np.array(view(piece, memory)) for piece in self.pieces}
         if not self._is_stored:
-            copies = {box: np.zeros(box.shape, self._dtype) for box in self._boxes.values()}
-        if self._sharding is None:
-            return copies[whole(self._shape)]
-        kind = self._sharding.memory_kind
-        # Devices may share a box's copy: nobody else has it, and XLA never writes to memory that it does not own.
-        shards = [
-            jax.device_put(copies[box], SingleDeviceSharding(device, memory_kind=kind))
-            for device, box in self._boxes.items()
-        ]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
+            copies = {box: np.zeros(box.shape, self._dtype) for box in self._boxes}
+        return copies[whole(self._shape)] if self._share is None else self._share.assemble(copies)
 
 
 def batches(arrays: Sequence[Arriving]) -> Iterator[list[Arriving]]:
@@ -92,15 +84,6 @@ def batches(arrays: Sequence[Arriving]) -> Iterator[list[Arriving]]:
 def size_of(batch: Sequence[Arriving]) -> int:
     """Bytes of memory that a batch takes."""
     return max((piece.offset + piece.nbytes for array in batch for piece in array.pieces), default=0)
-
-
-def _boxes_of(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Device, Box]:
-    if sharding is None:
-        return {None: whole(shape)}
-    return {
-        device: whole(shape) if index is None else from_index(index, shape)
-        for device, index in sharding.addressable_devices_indices_map(shape).items()
-    }
 
 
 def is_empty(leaf: Any) -> bool:  # noqa: ANN401 - anything with a shape
