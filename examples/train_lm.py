@@ -9,6 +9,7 @@ the end are the same bits.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from byte_lm.learning import loss, make_optimizer
 from byte_lm.model import ByteLM
@@ -22,8 +23,8 @@ from resilient_jax.errors import ConfigError
 DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml"
 
 
-def make_trainer(settings: Settings, text: Bytes) -> rj.Trainer:
-    """The whole of the training; touches no device."""
+def make_trainer(settings: Settings, text: Bytes, folder: Path) -> rj.Trainer:
+    """The whole of the training; touches no device. Files that the settings name are beside them, in `folder`."""
 
     def draw(step: int, index: int) -> Bytes:
         key = (settings.seed, step, index)
@@ -38,9 +39,18 @@ def make_trainer(settings: Settings, text: Bytes) -> rj.Trainer:
         microbatch_size=settings.sequences,
         seed=settings.seed,
         numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
-        # The model is small: each device takes microbatches of its own, and has nothing to say to the others.
-        sharing=rj.Sharing(replicas=rj.ReplicaShape(per_host="devices"), state=settings.state.sharing),
+        **share_work(settings, folder),
     )
+
+
+def share_work(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Says how devices work together, or that a plan is to be searched for those at hand."""
+    if settings.plan.topology is not None:
+        topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
+        return {"planning": rj.Planning(topology=topology, compile_ahead=ahead)}
+    # The model is small: each device takes microbatches of its own, and has nothing to say to the others.
+    replicas = rj.ReplicaShape(per_host="devices")
+    return {"sharing": rj.Sharing(replicas=replicas, state=settings.state.sharing)}
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
@@ -69,7 +79,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    result = make_trainer(settings, text).fit(settings.steps)
+    folder = Path(arguments.config).resolve().parent
+    result = make_trainer(settings, text, folder).fit(settings.steps)
     if result.host_index == 0:
         print(f"final loss {result.metrics['loss']:.6f} after {result.step} steps")
         if arguments.digest:

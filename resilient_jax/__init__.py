@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from resilient_jax.training.trainer.numerics import Numerics as Numerics
     from resilient_jax.training.trainer.order import Reading as Reading
     from resilient_jax.training.trainer.order import Sharing as Sharing
+    from resilient_jax.training.trainer.planning import Planning as Planning
     from resilient_jax.training.trainer.reports import StepReport as StepReport
     from resilient_jax.training.trainer.result import FitResult as FitResult
     from resilient_jax.training.trainer.trainer import Trainer as Trainer
@@ -49,6 +50,7 @@ _HOME = {
     "Numerics": "resilient_jax.training.trainer.numerics",
     "PackedDocuments": "resilient_jax.training.data.packing",
     "Plan": "resilient_jax.planning.plan",
+    "Planning": "resilient_jax.training.trainer.planning",
     "Prefetcher": "resilient_jax.training.data.prefetch",
     "Profile": "resilient_jax.planning.profile",
     "Reading": "resilient_jax.training.trainer.order",
@@ -82,6 +84,7 @@ __all__ = [
     "Numerics",
     "PackedDocuments",
     "Plan",
+    "Planning",
     "Prefetcher",
     "Profile",
     "Reading",

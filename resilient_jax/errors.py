@@ -19,6 +19,8 @@ class ExitCode(enum.IntEnum):
     DONE = 0
     USAGE = 2
     """Bad input: a flag, a file or a configuration; nothing was started."""
+    OUT_OF_RESOURCES = 75
+    """The machine had no descriptor, process or memory left for this agent: start it again (sysexits' EX_TEMPFAIL)."""
     STORE_LOST = 80
     """The store stayed unreachable until the deadline."""
     BUDGET_EXHAUSTED = 81
@@ -103,6 +105,12 @@ class AddressInUse(OperatorError):
 
 class LogUnwritable(OperatorError):
     """A log file cannot be written (disk full, permissions)."""
+
+
+class OutOfResources(OperatorError):
+    """The machine has no descriptor, process or memory left; trying again later may help."""
+
+    exit_code = ExitCode.OUT_OF_RESOURCES
 
 
 class Refused(OperatorError):

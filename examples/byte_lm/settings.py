@@ -44,6 +44,15 @@ class StateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """On every host, or cut over all of them; see `rj.Sharing`."""
 
 
+class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the trainer searches how to use the hosts' devices."""
+
+    topology: str | None = None
+    """What the hosts are, a file beside the settings'; without it each device computes microbatches of its own."""
+    compile_ahead: bool = True
+    """Compile the programs of the likely next worlds while training goes on."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the example can be told."""
 
@@ -57,3 +66,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: ModelSettings
     optimizer: OptimizerSettings
     state: StateSettings = StateSettings()
+    plan: PlanSettings = PlanSettings()

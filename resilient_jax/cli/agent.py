@@ -1,6 +1,7 @@
 """`resilient-jax agent`: what runs on each host of a pod."""
 
 import asyncio
+import errno
 import os
 import socket
 import sys
@@ -25,7 +26,7 @@ from resilient_jax.cli.options import (
     job_config,
     say,
 )
-from resilient_jax.errors import CallerError, ExitCode, TokenRefused
+from resilient_jax.errors import CallerError, ExitCode, OutOfResources, TokenRefused
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import Outcome, OutcomeKind
 from resilient_jax.store.embedded import serve_store
@@ -44,35 +45,43 @@ WAITING_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""
 
 
+THIS_HOST = socket.gethostname()
+StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
+JobOption = Annotated[str, typer.Option(help="Name of the job; the same on all its hosts.")]
+NameOption = Annotated[str, typer.Option(help="This host's name, unique in the job.")]
+ExpectedOption = Annotated[int, typer.Option(help="Hosts to wait for before the first step.")]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(help="Address of this host for the others. Default: the one that reaches the store."),
+]
+ServeOption = Annotated[
+    bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
+]
+TlsOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all control traffic."),
+]
+DomainOption = Annotated[
+    str,
+    typer.Option(
+        help="What fails together with this host, such as its rack: parity goes elsewhere. Default: as --topology says."
+    ),
+]
+
+
 def agent(
     script: ScriptArgument,
-    store: Annotated[str, typer.Option(help="host:port of the job's store.")],
-    job: Annotated[str, typer.Option(help="Name of the job; the same on all its hosts.")],
-    host_name: Annotated[
-        str, typer.Option(help="This host's name, unique in the job.")
-    ] = socket.gethostname(),
-    expected_hosts: Annotated[int, typer.Option(help="Hosts to wait for before the first step.")] = 1,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Address of this host for the others. Default: the one that reaches the store."),
-    ] = None,
-    serve_store_here: Annotated[
-        bool, typer.Option("--serve-store", help="Serve the embedded store at --store from this agent.")
-    ] = False,
+    store: StoreOption,
+    job: JobOption,
+    host_name: NameOption = THIS_HOST,
+    expected_hosts: ExpectedOption = 1,
+    address: AddressOption = None,
+    serve_store_here: ServeOption = False,
     devices_per_host: DevicesOption = None,
     platform: PlatformOption = None,
     config: ConfigOption = None,
-    tls: Annotated[
-        Path | None,
-        typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all control traffic."),
-    ] = None,
-    failure_domain: Annotated[
-        str,
-        typer.Option(
-            help="What fails together with this host, such as its rack: parity goes elsewhere. Default: as --topology "
-            "says."
-        ),
-    ] = "",
+    tls: TlsOption = None,
+    failure_domain: DomainOption = "",
     topology: TopologyOption = None,
     run_dir: RunDirectoryOption = Path("runs/agent"),
     verbose: VerboseOption = False,
@@ -85,12 +94,7 @@ def agent(
     done, the script's own for its error, 2 bad input, 80 store lost, 81 restart budget spent, 82 too few
     hosts, 83 refused, 84 left after a notice, 85 state lost, 130 interrupted.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        raise TokenRefused(
-            f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
-            "secret on all hosts, for example from `openssl rand -hex 16`"
-        )
+    token = _read_token()
     command = check_script(script)
     check_devices(devices_per_host)
     credentials = Credentials(token, _tls_files(tls))
@@ -98,10 +102,12 @@ def agent(
     here = address or _address_towards(store)
     environment = current_environment()
     environment.pop(TOKEN_VARIABLE, None)
+    settled = job_config(config, expected_hosts)
     environment |= worker_environment(
         platform=check_platform(platform),
         devices_per_host=devices_per_host,
         cache_dir=str((directory / "compile-cache").absolute()),
+        collective_timeout_s=settled.collective_timeout_s,
         base=environment,
     )
     settings = AgentSettings(
@@ -114,7 +120,7 @@ def agent(
         expected_hosts=expected_hosts,
         versions=installed_versions(),
         credentials=credentials,
-        config=job_config(config, expected_hosts),
+        config=settled,
         failure_domain=failure_domain or (domain_in(topology, host_name) if topology is not None else ""),
         run_directory=directory,
         show_everything=verbose,
@@ -123,6 +129,16 @@ def agent(
     if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.INTERRUPTED):
         say(f"[{host_name}] {_last_words(outcome)}")
     sys.exit(outcome.exit_code)
+
+
+def _read_token() -> str:
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise TokenRefused(
+            f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
+            "secret on all hosts, for example from `openssl rand -hex 16`"
+        )
+    return token
 
 
 def _last_words(outcome: Outcome) -> str:
@@ -134,6 +150,10 @@ def _last_words(outcome: Outcome) -> str:
         return f"this host ends: {message}"  # the others may go on
     where = f" on {outcome.host}" if outcome.host else ""
     return f"the job ended: {outcome.kind}{where}: {message}"
+
+
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
+"""What the kernel says when there is no more of something."""
 
 
 async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Outcome:
@@ -156,7 +176,16 @@ async def _supervise(settings: AgentSettings, address: str) -> Outcome:
         give_up_s=settings.config.lease_ttl_s,
     )
     async with store:
-        return await Agent(settings, store, say).run()
+        try:
+            return await Agent(settings, store, say).run()
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            raise OutOfResources(
+                f"host {settings.host}: the machine refused this agent something: {error}; expected free descriptors "
+                "(ulimit -n), processes (ulimit -u) and memory. This host leaves the job; raise the limit, and "
+                "start its agent again"
+            ) from error
 
 
 class _WaitingForStore:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from resilient_jax.cli.options import (
@@ -24,10 +25,19 @@ from resilient_jax.cli.options import (
     say,
 )
 from resilient_jax.cli.progress import ProgressLine
-from resilient_jax.errors import CallerError
+from resilient_jax.config import load
+from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.protocol.records import Outcome, OutcomeKind
-from resilient_jax.world.launcher import Launcher, LaunchSettings, host_names
+from resilient_jax.world.launcher import Launcher, LaunchSettings, Site, host_names
+
+
+class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the hosts of a job on this machine run; none: on its loopback device."""
+
+    store_host: str = "127.0.0.1"
+    sites: tuple[Site, ...] = ()
+
 
 MAX_HOSTS = 250
 """Every host has a loopback address of its own in 127.0.0.0/24."""
@@ -47,6 +57,15 @@ def launch(
     host_restart_delay: Annotated[
         float, typer.Option(help="Seconds until a killed host comes back; negative: it stays away.")
     ] = 1.0,
+    sites: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML that says where each host runs: `store_host`, and `[[sites]]` with `address` and `prefix`."
+        ),
+    ] = None,
+    host_restart_limit: Annotated[
+        int, typer.Option(help="Times that a killed host comes back within ten minutes.")
+    ] = 100,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts of this machine, each with an agent as on a pod.
@@ -72,6 +91,12 @@ def launch(
         options += ["--topology", str(topology)]
     if verbose:
         options += ["--verbose"]
+    places = load(sites, Sites) if sites is not None else Sites()
+    if places.sites and len(places.sites) != hosts:
+        raise ConfigError(
+            f"{sites}: key 'sites': found {len(places.sites)} for a job of {hosts} hosts, expected one for each. Add "
+            "the missing ones, or change --hosts"
+        )
     settings = LaunchSettings(
         job=JobName(directory.name),
         hosts=hosts,
@@ -80,6 +105,9 @@ def launch(
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
+        host_restart_limit=host_restart_limit,
+        sites=places.sites,
+        store_host=places.store_host,
     )
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)

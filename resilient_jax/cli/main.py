@@ -1,4 +1,4 @@
-"""The command line: `resilient-jax launch | agent | status | kill | plan | bench | demo`."""
+"""The command line: `resilient-jax launch | agent | status | kill | plan | bench | chaos | demo`."""
 
 import importlib
 import sys
@@ -14,6 +14,7 @@ HOME = {
     "status": "resilient_jax.cli.status",
     "kill": "resilient_jax.cli.kill",
     "plan": "resilient_jax.cli.plan",
+    "chaos": "resilient_jax.cli.chaos",
     "demo": "resilient_jax.cli.demo",
     "bench": "resilient_jax.cli.bench.commands",
 }

@@ -35,6 +35,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds for a worker to leave its collectives and acknowledge a change; then it is killed.
     Aborting takes milliseconds, a long local program may have to end first."""
 
+    collective_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new
+    generation. gloo may lose a message while a peer dies, and would wait for it for half an hour. Must be longer
+    than any host keeps the others waiting: while it compiles, or in a callback that only it makes."""
+
     start_deadline_s: Seconds = 300.0
     """Seconds from the launch until `min_hosts` have come; then the job ends with an error. Machines
     of one allocation come up minutes apart."""
@@ -73,6 +78,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     snapshot_every: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto"] = 1
     """Steps between two snapshots; `auto`: from what one costs and how often hosts fail (Young and Daly)."""
 
+    program_cache_mib: Annotated[int, Meta(ge=16, le=1_048_576)] = 4096
+    """MiB of compiled programs that a host keeps in its run folder, for workers that come back and for the plans that
+    may be next. What was used longest ago goes first."""
+
     snapshot_group_size: Annotated[int, Meta(ge=2, le=255)] = 8
     """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and
     lose everything with fewer failures in all."""
@@ -80,6 +89,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     failure_interval_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
     """Seconds between two failures anywhere in the job, as expected; used by `snapshot_every = "auto"`.
     Three hours: Llama 3's training on 16,384 GPUs."""
+
+    state_lost_patience_s: Seconds = 30.0
+    """Seconds that missing hosts are waited for before the state that they held counts as lost: they may only be cut
+    off by the network. What follows costs more: the job ends, or goes back to a checkpoint."""
 
     on_state_lost: Literal["checkpoint", "stop", "restart"] = "checkpoint"
     """When every holder of the training state died at once, and no snapshot can be restored: `checkpoint`: go on from

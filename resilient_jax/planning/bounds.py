@@ -1,24 +1,21 @@
-"""What no plan of a group can beat: a lower bound of its step, and of the memory that it needs."""
+"""What no plan of a group can beat: lower bounds of its step, quick ones and sharp ones."""
 
-import bisect
 import functools
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.collectives import Link, Spread, time_of
-from resilient_jax.planning.part_cost import exchange_s, share_of
+from resilient_jax.planning.collectives import Link, time_of
+from resilient_jax.planning.fitting import Fitting, QuickRoom
+from resilient_jax.planning.part_cost import Message, exchange_s, fsdp_messages, share_of
 from resilient_jax.planning.pricing import Pricing
 from resilient_jax.planning.profile import ExchangeKind, Part, Work
-from resilient_jax.planning.shape import Group, Layout, Microbatch, layouts_of
+from resilient_jax.planning.shape import Group, Layout, Microbatch, fill_host, layouts_of, spread_over
 from resilient_jax.planning.state_bytes import PartBytes
 
-ROUNDING = 1e-9
-"""Of sums in other orders."""
-
-
 NO_STATE = PartBytes()
+_EXCHANGING: tuple[Axis, ...] = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)
+"""Axes along which activations are exchanged."""
 
 
 class Load(NamedTuple):
@@ -31,10 +28,6 @@ class Load(NamedTuple):
     layer_compute_s: float
     layer_exchange_s: float
     ends_s: float
-
-    def total_s(self, layers: int) -> float:
-        """Through all the parts."""
-        return layers * (self.layer_compute_s + self.layer_exchange_s) + self.ends_s
 
 
 class Weights(NamedTuple):
@@ -50,10 +43,23 @@ class Weights(NamedTuple):
     """Gathered and scattered."""
 
 
+class Slot(NamedTuple):
+    """What a microbatch takes and needs at least: of b sequences a layer computes `fixed + b each`, and so on."""
+
+    fixed_s: float
+    each_s: float
+    exchange_fixed_s: float
+    exchange_each_s: float
+    fsdp_s: float
+    ends_s: float
+    room: QuickRoom
+
+
 class Bounds:
     """Lower bounds for one question; remembers what it computed."""
 
     def __init__(self, pricing: Pricing, levels: tuple[int, ...]) -> None:
+        self.fitting = Fitting(pricing)
         self._pricing = pricing
         self._levels = levels
         question = pricing.question
@@ -67,41 +73,58 @@ class Bounds:
         self._overhead_s = constants.layer_overhead_s / max(kind.speed for kind in kinds)
         self._free = tuple(Link(bytes_per_s=link.bytes_per_s, latency_s=0.0) for link in pricing.links)
         self._layers = question.profile.layers
+        self._batch, self._rounds = question.global_batch, question.rounds
         self._overlap = constants.fsdp_overlap
+        self._again = (False, True) if question.profile.can_rematerialise else (False,)
         self._loads: dict[tuple[int, int, int, bool], Load] = {}
-        self._weights: dict[tuple[int, ...], Weights] = {}
+        self._bare_loads: dict[tuple[int, int, int, bool], Load] = {}
+        self._times: dict[tuple[object, ...], float] = {}
+        self._lefts: dict[tuple[int, ...], frozenset[int]] = {}
+        self._slots: dict[tuple[int, int, int, int, bool], tuple[Slot, ...]] = {}
 
     def load(self, group: Group, again: bool) -> Load:
         """Of these axes, with or without rematerialisation."""
         key = (group.tensor, group.sequence, group.expert, again)
         if key not in self._loads:
-            self._loads[key] = self._load(group, again)
+            bare = self.bare_load(group, again)
+            exchanged = sum(
+                self._exchange_s(work, group, again)
+                for work in self._pricing.question.profile.work
+                if work.part is Part.LAYER
+            )
+            self._loads[key] = bare._replace(layer_exchange_s=exchanged)
         return self._loads[key]
 
-    def _load(self, group: Group, again: bool) -> Load:
+    def bare_load(self, group: Group, again: bool) -> Load:
+        """The same without what is exchanged, which takes longer to find."""
+        key = (group.tensor, group.sequence, group.expert, again)
+        if key not in self._bare_loads:
+            self._bare_loads[key] = self._bare_load(group, again)
+        return self._bare_loads[key]
+
+    def _bare_load(self, group: Group, again: bool) -> Load:
         profile = self._pricing.question.profile
-        layer_compute = layer_exchange = ends = 0.0
+        layer = ends = 0.0
         for work in profile.work:
-            repeated = again and work.part is Part.LAYER
-            flops = work.forward_flops + work.backward_flops
-            moved = work.forward_bytes + work.backward_bytes
-            if repeated:
+            flops, moved = work.step_flops, work.step_bytes
+            if again and work.part is Part.LAYER:
                 flops, moved = flops + work.recomputed_flops, moved + work.forward_bytes
             computing = share_of(profile, flops, group) / self._flops_per_s
             computing += share_of(profile, moved, group) / self._bytes_per_s
             if work.part is Part.LAYER:
-                layer_compute, layer_exchange = computing, self._exchange_s(work, group, again)
+                layer = computing
             else:
                 ends += computing
-        return Load(layer_compute, layer_exchange, ends)
+        return Load(layer, 0.0, ends)
 
     def _exchange_s(self, work: Work, group: Group, again: bool) -> float:
         """The least of all layouts."""
         narrow = group._replace(fsdp=1, pipeline=1)
         profile, batch = self._pricing.question.profile, Microbatch(1, again)
+        ways = {tuple(map(layout.spread_of, _EXCHANGING)) for layout in self._layouts(narrow)}
         times = []
-        for layout in self._layouts(narrow):
-            spreads = {axis: layout.spread_of(axis) for axis in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)}
+        for way in ways:
+            spreads = dict(zip(_EXCHANGING, way, strict=True))
             found = exchange_s(profile, work, NO_STATE, narrow, batch, spreads, self._free)
             times.append(sum(found.values()))
         return min(times) * (1 - self._pricing.question.calibration.activation_overlap)
@@ -109,28 +132,71 @@ class Bounds:
     def _layouts(self, group: Group) -> tuple[Layout, ...]:
         return layouts_of(group, self._pricing.question.pool.devices_per_host, self._levels)
 
-    def weights(self, group: Group) -> Weights:
+    def _weights(self, group: Group) -> Weights:
         """Of a layer under these axes."""
-        key = group[:4]
-        if key not in self._weights:
-            layer = self._pricing.state(group).layer
-            layouts = self._layouts(group._replace(pipeline=1))
-            summed = fsdp = 0.0
-            if group.sequence > 1:
-                shown = 1 - self._pricing.question.calibration.activation_overlap
-                spreads = {layout.spread_of(Axis.SEQUENCE) for layout in layouts}
-                summed = shown * self._least_s(ExchangeKind.ALL_REDUCE, layer.gradients, spreads)
-            if group.fsdp > 1:
-                spreads = {layout.spread_of(Axis.FSDP) for layout in layouts}
-                fsdp = 2 * self._least_s(ExchangeKind.ALL_GATHER, layer.gathered, spreads)
-                fsdp += self._least_s(ExchangeKind.REDUCE_SCATTER, layer.gathered_gradients, spreads)
-            self._weights[key] = Weights(
-                layer.gathered / self._bytes_per_s, 2 * layer.gradients / self._bytes_per_s, summed, fsdp
-            )
-        return self._weights[key]
+        layer = self._pricing.state(group).layer
+        shown = 1 - self._pricing.question.calibration.activation_overlap
+        return Weights(
+            pass_s=layer.gathered / self._bytes_per_s,
+            gradient_s=2 * layer.gradients / self._bytes_per_s,
+            summed_s=shown
+            * self._least_s(group, Axis.SEQUENCE, (Message(ExchangeKind.ALL_REDUCE, layer.gradients, 1),)),
+            fsdp_s=self._least_s(
+                group, Axis.FSDP, fsdp_messages(self._pricing.question.profile, Part.LAYER, layer)
+            ),
+        )
 
-    def _least_s(self, kind: ExchangeKind, message: float, spreads: Iterable[Spread]) -> float:
-        return min(time_of(kind, message, spread, self._pricing.links) for spread in spreads)
+    def _least_s(self, group: Group, axis: Axis, messages: tuple[Message, ...]) -> float:
+        """Of these collectives along an axis, wherever it is fastest; the same for many groups."""
+        if (size := getattr(group, axis)) == 1:
+            return 0.0
+        inside = frozenset(math.gcd(size, left) for left in self._left_by(group[: group._fields.index(axis)]))
+        if (key := (size, inside, messages)) not in self._times:
+            outermost = self._levels[-1]
+            ways = {spread_over(size, part, at, outermost) for part in inside for at in self._levels}
+            self._times[key] = min(
+                sum(time_of(kind, size, way, self._pricing.links, pieces) for kind, size, pieces in messages)
+                for way in ways
+            )
+        return self._times[key]
+
+    def _left_by(self, inner: tuple[int, ...]) -> frozenset[int]:
+        """How many devices of a host are left for the next axis."""
+        if inner not in self._lefts:
+            rooms = range(self._pricing.question.pool.devices_per_host, 0, -1)
+            self._lefts[inner] = frozenset(fill_host(inner, room)[1] for room in rooms)
+        return self._lefts[inner]
+
+    def slots(self, group: Group) -> tuple[Slot, ...]:
+        """Of these axes: without rematerialisation, and with it where the program can."""
+        tensor, sequence, expert, fsdp, stages = group
+        key = (tensor, sequence, expert, fsdp, stages > 1)
+        if key not in self._slots:
+            weights = self._weights(group)
+            self._slots[key] = tuple(self._slot(group, weights, again) for again in self._again)
+        return self._slots[key]
+
+    def _slot(self, group: Group, weights: Weights, again: bool) -> Slot:
+        load = self.load(group, again)
+        return Slot(
+            fixed_s=(3 if again else 2) * (self._overhead_s + weights.pass_s) + weights.gradient_s,
+            each_s=load.layer_compute_s,
+            exchange_fixed_s=weights.summed_s,
+            exchange_each_s=load.layer_exchange_s,
+            fsdp_s=weights.fsdp_s,
+            ends_s=load.ends_s,
+            room=self.fitting.quick_room(group, again),
+        )
+
+    def _slot_s(self, slot: Slot, stages: int, size: float) -> float:
+        """Of a microbatch on the slowest stage: the average of the stages, or the most layers."""
+        fixed, each, exchange_fixed, exchange_each, fsdp, ends, _ = slot
+        computing = fixed + size * each
+        layer = computing + exchange_fixed + size * exchange_each
+        if fsdp > self._overlap * computing:
+            layer += fsdp - self._overlap * computing
+        layers = self._layers
+        return max(-(-layers // stages) * layer, (layers * layer + size * ends) / stages)
 
     def narrow_step_s(self, group: Group) -> float:
         """A time that no plan of these axes can beat, whatever its FSDP, replicas and microbatches.
@@ -140,100 +206,61 @@ class Bounds:
         microbatches of all replicas make B, so one replica has at least `B m p / (N b)` of them, and the pipeline is
         filled once: `b = 1` is least.
         """
-        question = self._pricing.question
-        layers = self._layers
-        load = self.load(group, False)
-        longest = -(-layers // group.pipeline)
-        slot = max(
-            load.total_s(layers) / group.pipeline,
-            longest * (load.layer_compute_s + load.layer_exchange_s),
-        )
-        share = question.global_batch * group.devices / self._pricing.devices
-        return slot * (share + (group.pipeline - 1) / question.rounds)
+        return self._fill_s(group, self.load(group, False))
 
-    def group_step_s(self, group: Group, replicas: int) -> float:
+    def bare_step_s(self, group: Group) -> float:
+        """The same without what is exchanged."""
+        return self._fill_s(group, self.bare_load(group, False))
+
+    def _fill_s(self, group: Group, load: Load) -> float:
+        layers, stages = self._layers, group.pipeline
+        layer = load.layer_compute_s + load.layer_exchange_s
+        slot = max((layers * layer + load.ends_s) / stages, -(-layers // stages) * layer)
+        return slot * (self._batch * group.devices / self._pricing.devices + (stages - 1) / self._rounds)
+
+    def quick_step_s(self, group: Group, replicas: int) -> float:
         """A time that no plan of these axes on at most so many replicas can beat; infinite if none has the memory.
 
         A slot of b sequences takes `f + v b`, so less for each the larger b is, and b is at most what the memory has
         room for: `B / (F R) slot(b_max) / b_max`, and the pipeline is filled at least by slots of one.
         """
-        question = self._pricing.question
-        share = question.global_batch // group.fsdp
-        fill = (group.pipeline - 1) / question.rounds
+        stages, share = group.pipeline, self._batch // group.fsdp
+        longest = -(-self._layers // stages)
         least = math.inf
-        for again in (False, True) if question.profile.can_rematerialise else (False,):
-            if fitting := self._count_fitting(group, again, share):
-                most = divides_batch(share)[fitting - 1]
-                each = self._slot_s(group, Microbatch(most, again)) / most
-                first = self._slot_s(group, Microbatch(1, again)) if fill else 0.0
-                least = min(least, share / replicas * each + fill * first)
+        for slot in self.slots(group):
+            most = slot.room.most_sequences(longest)
+            if most >= 1:
+                least = min(least, self._least_with(slot, stages, share, replicas, min(most, share)))
+            if most >= share:
+                break  # to compute again would only take longer
         return least
 
-    def _count_fitting(self, group: Group, again: bool, share: int) -> int:
-        """How many sizes of microbatches there are for which the memory might do, from 1 up."""
+    def sharp_step_s(self, group: Group, replicas: int) -> float:
+        """The same with the largest microbatch that may fit."""
+        share = self._batch // group.fsdp
         sizes = divides_batch(share)
-        return bisect.bisect_left(
-            sizes, True, key=lambda size: not self.may_fit(group, Microbatch(size, again))
-        )
+        least = math.inf
+        for again, slot in zip(self._again, self.slots(group), strict=True):
+            if fitting := self.fitting.count_sizes(group, again, sizes):
+                most = sizes[fitting - 1]
+                least = min(least, self._least_with(slot, group.pipeline, share, replicas, most))
+        return least
 
-    def may_fit(self, group: Group, batch: Microbatch) -> bool:
-        """Whether the memory might do: False only if it is sure that it does not.
-
-        A stage that keeps k microbatches has room for at most `M / (w + k a)` layers of w bytes of state that keep a
-        bytes each; over stages with k = 1 ... K, K the lesser of stages and microbatches, that is at most
-        `M ln(1 + K a / w) / a`, an integral above the sum; all other stages keep K. Together they must have all layers.
-        """
-        pricing = self._pricing
-        one = pricing.activations(group, Microbatch(1, batch.rematerialise))
-        layer = one.layer * batch.sequences
-        room = pricing.usable_bytes - one.extra * batch.sequences - pricing.question.calibration.staging_bytes
-        state = pricing.state(group).layer
-        weight = state.parameters + state.gradients + state.optimizer
-        layers = self._layers
-        if room < -(-layers // group.pipeline) * (weight + layer):
-            return False
-        if not layers or not weight or not layer:
-            return True
-        deep = min(group.pipeline, pricing.microbatches(group, batch))
-        reach = math.log1p(deep * layer / weight) / layer
-        reach += (group.pipeline - deep) / (weight + deep * layer)
-        return room * reach >= layers * (1 - ROUNDING)
+    def _least_with(self, slot: Slot, stages: int, share: int, replicas: int, most: float) -> float:
+        """With microbatches of at most so many sequences."""
+        step = share / replicas * self._slot_s(slot, stages, most) / most
+        if stages > 1:
+            step += (stages - 1) / self._rounds * self._slot_s(slot, stages, 1)
+        return step
 
     def step_s(self, group: Group, batch: Microbatch, replicas: int) -> float:
         """A time that no plan of these axes and this microbatch on at most so many replicas can beat."""
         if not replicas:
             return math.inf
-        quota = -(-self._pricing.microbatches(group, batch) // replicas)
-        fill = (group.pipeline - 1) / self._pricing.question.rounds
-        return (quota + fill) * self._slot_s(group, batch)
-
-    def _slot_s(self, group: Group, batch: Microbatch) -> float:
-        """Of one microbatch on the slowest stage: the average of the stages, or the most layers."""
-        load, weights = self.load(group, batch.rematerialise), self.weights(group)
-        layers, stages = self._layers, group.pipeline
-        size, overlap = batch.sequences, self._overlap
-        computing = (
-            size * load.layer_compute_s
-            + (3 if batch.rematerialise else 2) * (self._overhead_s + weights.pass_s)
-            + weights.gradient_s
-        )
-        layer = computing + size * load.layer_exchange_s + weights.summed_s
-        if weights.fsdp_s > overlap * computing:
-            layer += weights.fsdp_s - overlap * computing
-        return max(-(-layers // stages) * layer, (layers * layer + size * load.ends_s) / stages)
-
-
-def state_bytes(pricing: Pricing, group: Group) -> float:
-    """Gives the bytes of state that some device holds at least: one stage has as many layers as the average, or
-    more."""
-    layers = -(-pricing.layers // group.pipeline)
-    state = pricing.state(group)
-    layer = layers * (state.layer.parameters + state.layer.gradients + state.layer.optimizer)
-    ends = [part.plus(state.tied) for part in (state.embedding, state.head)]
-    if group.pipeline == 1:
-        ends = [state.embedding.plus(state.head).plus(state.tied)]
-        return layer + sum(ends[0][:3])
-    return max(layer, *(sum(end[:3]) for end in ends))
+        quota = -(-(self._batch // (group.fsdp * batch.sequences)) // replicas)
+        fill = (group.pipeline - 1) / self._rounds
+        slot = self.slots(group)[batch.rematerialise]
+        return (quota + fill) * self._slot_s(slot, group.pipeline, batch.sequences)
 
 
 @functools.lru_cache(maxsize=4096)

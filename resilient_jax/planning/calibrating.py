@@ -9,12 +9,19 @@ from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.pricing import Pricing
 
-FITTED = ("matrix_efficiency", "memory_efficiency", "link_efficiency", "layer_overhead_s", "step_overhead_s")
+FITTED = (
+    "matrix_efficiency",
+    "memory_efficiency",
+    "link_efficiency",
+    "latency_factor",
+    "layer_overhead_s",
+    "step_overhead_s",
+)
 """In the order in which they are tried. The overlaps and memory are not: step times hardly tell them apart."""
 _PARTS = frozenset(FITTED[:3])
 FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
-LEAST_OVERHEAD_S = 1e-9
-"""So that a factor can change it."""
+LEAST = 1e-9
+"""Of what has no upper limit, so that a factor can change it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +91,7 @@ def calibrate(measurements: Sequence[Measurement], start: Calibration | None = N
 
 def _scaled(calibration: Calibration, name: str, factor: float) -> Calibration:
     value = getattr(calibration, name) * factor
-    value = min(value, 1.0) if name in _PARTS else max(value, LEAST_OVERHEAD_S)
+    value = min(value, 1.0) if name in _PARTS else max(value, LEAST)
     return dataclasses.replace(calibration, **{name: value})
 
 

@@ -24,6 +24,8 @@ class Calibration:
             reach 0.8 to 0.9, and not everything is fused.
         link_efficiency: part of a link's bandwidth that a large collective reaches. 0.8: bus bandwidth in published
             runs of nccl-tests is 0.75 to 0.9 of the line rate.
+        latency_factor: of a link's latency, what a message of a collective has. 1: data sheets and nccl-tests say what
+            NCCL's have. A machine whose devices share a few cores waits until each had its turn.
         layer_overhead_s: of each pass through a layer (forward, backward, again): launches and the ends of kernels.
             Makes efficiency a curve over the work w of a pass: `matrix_efficiency w / (w + w_half)`. 20 us: assumed.
         step_overhead_s: of each step: dispatch of the update, input. 1 ms: assumed.
@@ -40,6 +42,7 @@ class Calibration:
     matrix_efficiency: float = 0.75
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
+    latency_factor: float = 1.0
     layer_overhead_s: float = 20e-6
     step_overhead_s: float = 1e-3
     fsdp_overlap: float = 0.9

@@ -5,13 +5,14 @@ any FSDP and any microbatch that divide the batch; any number of replicas; layou
 of axes is skipped when its lower bound is not below the best found, or the least memory of it does not fit.
 """
 
+import enum
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, assert_never
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.bounds import Bounds, divides_batch, state_bytes
+from resilient_jax.planning.bounds import Bounds, divides_batch
 from resilient_jax.planning.cutting import find_sizes
 from resilient_jax.planning.pricing import Price, Pricing, Team
 from resilient_jax.planning.shape import Group, Layout, Microbatch, layouts_of
@@ -30,13 +31,15 @@ class Candidate(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What is not searched for. Axes by name; a microbatch, or None."""
+    """What is not searched for. Axes by name; a microbatch, or None; and how many replicas there are at least."""
 
     axes: Mapping[Axis, int]
     batch: Microbatch | None = None
+    min_replicas: int = 1
 
 
-FREE = Fixed({})
+NO_AXES: Mapping[Axis, int] = {}
+FREE = Fixed(NO_AXES)
 
 
 def useful_levels(pricing: Pricing) -> tuple[int, ...]:
@@ -76,112 +79,150 @@ def visit(
         limit_s: for a group of axes the step time from which on it is of no use; may only fall.
         keep: takes the candidate.
     """
-    levels = useful_levels(pricing)
-    bounds = Bounds(pricing, levels)
-    question = pricing.question
-    fsdps = [size for size in divides_batch(question.global_batch) if size == fixed.axes.get(Axis.FSDP, size)]
-    # Nodes of a tree: axes that cut a layer, then FSDP too, then the microbatch too. A child's bound is no less.
-    queue: list[_Node] = [
-        _Node(bounds.narrow_step_s(group), group, None, 0) for group in groups_of(pricing, fixed)
-    ]
-    heapq.heapify(queue)
-    while queue:
-        node = heapq.heappop(queue)
-        if node.least_s >= limit_s(FREE_GROUP):
-            return
-        if node.replicas == 0:
-            children = _with_fsdp(pricing, bounds, fixed, node.group, fsdps)
-        elif node.batch is None:
-            children = _with_batch(pricing, bounds, fixed, node)
-        else:
-            for layout in layouts_of(node.group, question.pool.devices_per_host, levels):
-                if bounds.step_s(node.group, node.batch, pricing.count_replicas(layout)) < limit_s(
-                    node.group
-                ):
-                    _visit_layout(pricing, fixed, layout, node.batch, limit_s, keep)
-            continue
-        for child in children:
-            if child.least_s < limit_s(child.group):
-                heapq.heappush(queue, child)
+    _Visit(pricing, fixed, limit_s, keep).run()
+
+
+class _Known(enum.IntEnum):
+    """What a node of the tree has: each step of the way its bound is no less, and takes longer to find."""
+
+    BARE = 0
+    """Axes that cut a layer, and the stages; the bound leaves out what is exchanged."""
+    NARROW = 1
+    """The same axes with what is exchanged. Most nodes never get here, so it is found only when they are next."""
+    FSDP = 2
+    """FSDP too, by its quick bound."""
+    SHARP = 3
+    """The same axes by their sharp bound."""
+    BATCH = 4
+    """The microbatch too."""
 
 
 class _Node(NamedTuple):
     least_s: float
     group: Group
-    batch: Microbatch | None
-    replicas: int
+    known: _Known
+    replicas: int = 0
+    batch: Microbatch | None = None
 
 
-FREE_GROUP = Group(0, 0, 0, 0, 0)
-"""No group: the limit of any that was not found yet."""
+NO_GROUP = Group(0, 0, 0, 0, 0)
+"""Its limit is that of any that was not found yet."""
 
 
-def _with_fsdp(
-    pricing: Pricing, bounds: Bounds, fixed: Fixed, narrow: Group, fsdps: Sequence[int]
-) -> Iterator[_Node]:
-    devices = pricing.devices
-    for fsdp in fsdps:
-        group = narrow._replace(fsdp=fsdp)
-        if group.devices > devices:
+class _Visit:
+    """One walk through the tree of plans, the least bound first."""
+
+    def __init__(
+        self,
+        pricing: Pricing,
+        fixed: Fixed,
+        limit_s: Callable[[Group], float],
+        keep: Callable[[Candidate], None],
+    ) -> None:
+        self._pricing = pricing
+        self._fixed = fixed
+        self._limit_s = limit_s
+        self._keep = keep
+        self._levels = useful_levels(pricing)
+        self._bounds = Bounds(pricing, self._levels)
+        wanted = fixed.axes.get(Axis.FSDP)
+        parts = divides_batch(pricing.question.global_batch)
+        self._fsdps = [size for size in parts if wanted in (None, size)]
+        self._layouts: dict[Group, tuple[tuple[Layout, int], ...]] = {}
+
+    def run(self) -> None:
+        """Until nothing is left that could be of use."""
+        groups = groups_of(self._pricing, self._fixed)
+        queue = [_Node(self._bounds.bare_step_s(group), group, _Known.BARE) for group in groups]
+        heapq.heapify(queue)
+        while queue:
+            node = heapq.heappop(queue)
+            if node.least_s >= self._limit_s(NO_GROUP):
+                return
+            for child in self._expand(node):
+                if child.least_s < self._limit_s(child.group):
+                    heapq.heappush(queue, child)
+
+    def _expand(self, node: _Node) -> Iterator[_Node]:
+        match node.known:
+            case _Known.BARE:
+                yield _Node(self._bounds.narrow_step_s(node.group), node.group, _Known.NARROW)
+            case _Known.NARROW:
+                yield from self._with_fsdp(node.group)
+            case _Known.FSDP:
+                sharp = self._bounds.sharp_step_s(node.group, node.replicas)
+                yield node._replace(least_s=sharp, known=_Known.SHARP)
+            case _Known.SHARP:
+                yield from self._with_batch(node)
+            case _Known.BATCH:
+                assert node.batch is not None
+                self._visit_batch(node.group, node.batch)
+            case _:
+                assert_never(node.known)
+
+    def _with_fsdp(self, narrow: Group) -> Iterator[_Node]:
+        tensor, sequence, expert, _, stages = narrow
+        each, devices = narrow.devices, self._pricing.devices
+        most = self._fixed.axes.get(Axis.REPLICA, devices)
+        least = self._fixed.min_replicas
+        for fsdp in self._fsdps:
+            replicas = min(devices // (each * fsdp), most)
+            if replicas < least:
+                return
+            group = Group(tensor, sequence, expert, fsdp, stages)
+            yield _Node(self._bounds.quick_step_s(group, replicas), group, _Known.FSDP, replicas)
+
+    def _with_batch(self, node: _Node) -> Iterator[_Node]:
+        question, group = self._pricing.question, node.group
+        share = question.global_batch // group.fsdp
+        for again in (False, True) if question.profile.can_rematerialise else (False,):
+            for size in divides_batch(share):
+                batch = Microbatch(size, again)
+                if share // size < self._fixed.min_replicas or not self._bounds.fitting.may_fit(group, batch):
+                    break  # a larger microbatch needs more still, and there are fewer of them
+                if self._fixed.batch in (None, batch):
+                    bound = self._bounds.step_s(group, batch, node.replicas)
+                    yield _Node(bound, group, _Known.BATCH, node.replicas, batch)
+
+    def _layouts_of(self, group: Group) -> tuple[tuple[Layout, int], ...]:
+        """With how many replicas the hosts can make of each."""
+        if group not in self._layouts:
+            layouts = layouts_of(group, self._pricing.question.pool.devices_per_host, self._levels)
+            self._layouts[group] = tuple((one, self._pricing.count_replicas(one)) for one in layouts)
+        return self._layouts[group]
+
+    def _visit_batch(self, group: Group, batch: Microbatch) -> None:
+        for layout, replicas in self._layouts_of(group):
+            if self._bounds.step_s(group, batch, replicas) < self._limit_s(group):
+                self._visit_layout(layout, batch)
+
+    def _visit_layout(self, layout: Layout, batch: Microbatch) -> None:
+        """Replicas one by one, then in blocks, which shorten nothing but the sum over replicas."""
+        pricing = self._pricing
+        teams = pricing.teams(layout, batch, self._limit_s(layout.group))
+        if not teams:
             return
-        if state_bytes(pricing, group) <= pricing.usable_bytes:
-            replicas = min(devices // group.devices, fixed.axes.get(Axis.REPLICA, devices))
-            yield _Node(bounds.group_step_s(group, replicas), group, None, replicas)
-
-
-def _with_batch(pricing: Pricing, bounds: Bounds, fixed: Fixed, node: _Node) -> Iterator[_Node]:
-    question, group = pricing.question, node.group
-    for again in (False, True) if question.profile.can_rematerialise else (False,):
-        for size in divides_batch(question.global_batch // group.fsdp):
-            batch = Microbatch(size, again)
-            if not bounds.may_fit(group, batch):
-                break  # a larger microbatch needs more still
-            if fixed.batch in (None, batch):
-                yield _Node(bounds.step_s(group, batch, node.replicas), group, batch, node.replicas)
-
-
-def _visit_layout(
-    pricing: Pricing,
-    fixed: Fixed,
-    layout: Layout,
-    batch: Microbatch,
-    limit_s: Callable[[Group], float],
-    keep: Callable[[Candidate], None],
-) -> None:
-    """Replicas one by one, then in blocks, which shorten nothing but the sum over replicas."""
-    teams = pricing.teams(layout, batch, limit_s(layout.group))
-    if not teams:
-        return
-    _keep_all(pricing, fixed, layout, batch, teams, limit_s, keep)
-    if layout.level == layout.outermost:
-        return
-    most = min(
-        sum(team.blocks for team in teams),
-        pricing.microbatches(layout.group, batch) // layout.replicas_inside,
-    )
-    if most < 2:
-        return
-    done_s = pricing.deal(layout, batch, teams, most).finish_s + pricing.question.calibration.step_overhead_s
-    for block in BLOCKS:
-        if block == 1:
-            continue
-        if block > most or done_s >= limit_s(layout.group):
+        self._keep_all(layout, batch, teams)
+        if layout.level == layout.outermost:
             return
-        blocked = layout._replace(block=block)
-        _keep_all(pricing, fixed, blocked, batch, pricing.teams(blocked, batch), limit_s, keep)
+        most = min(
+            sum(team.blocks for team in teams),
+            pricing.microbatches(layout.group, batch) // layout.replicas_inside,
+        )
+        if most < 2:
+            return
+        done_s = pricing.deal(layout, batch, teams, most).finish_s
+        done_s += pricing.question.calibration.step_overhead_s
+        for block in BLOCKS[1:]:
+            if block > most or done_s >= self._limit_s(layout.group):
+                return
+            blocked = layout._replace(block=block)
+            self._keep_all(blocked, batch, pricing.teams(blocked, batch))
 
-
-def _keep_all(
-    pricing: Pricing,
-    fixed: Fixed,
-    layout: Layout,
-    batch: Microbatch,
-    teams: tuple[Team, ...],
-    limit_s: Callable[[Group], float],
-    keep: Callable[[Candidate], None],
-) -> None:
-    for blocks, price in count_blocks(pricing, fixed, layout, batch, teams, limit_s(layout.group)):
-        keep(Candidate(price.step_s, layout, batch, blocks))
+    def _keep_all(self, layout: Layout, batch: Microbatch, teams: tuple[Team, ...]) -> None:
+        limit_s = self._limit_s(layout.group)
+        for blocks, price in count_blocks(self._pricing, self._fixed, layout, batch, teams, limit_s):
+            self._keep(Candidate(price.step_s, layout, batch, blocks))
 
 
 def count_blocks(
@@ -193,16 +234,17 @@ def count_blocks(
     quicker. Fewer are done later, so it ends where that alone is as late as the limit.
     """
     each = layout.replicas_per_block
+    fewest = -(-fixed.min_replicas // each)
     most = min(sum(team.blocks for team in teams), pricing.microbatches(layout.group, batch) // each)
     if (wanted := fixed.axes.get(Axis.REPLICA)) is not None:
-        if wanted % each == 0 and wanted // each <= most:
+        if wanted % each == 0 and fewest <= wanted // each <= most:
             yield wanted // each, pricing.price(layout, batch, teams, wanted // each)
         return
-    while most >= 1:
+    while most >= fewest:
         finish = pricing.deal(layout, batch, teams, most).finish_s
         if finish >= limit_s:
             return
-        low, high = 1, most
+        low, high = fewest, most
         while low < high:
             middle = (low + high) // 2
             if pricing.deal(layout, batch, teams, middle).finish_s <= finish:

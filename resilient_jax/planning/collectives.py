@@ -27,22 +27,28 @@ Spread = tuple[int, ...]
 """How many parts of a group meet at each level, from inside a host outward; their product is the group's size."""
 
 
-def links_of(topology: Topology, efficiency: float) -> tuple[Link, ...]:
+def links_of(topology: Topology, efficiency: float, latency_factor: float = 1.0) -> tuple[Link, ...]:
     """Gives the links of a topology as a device sees them while all devices of its host send.
 
     Args:
         topology: whose.
         efficiency: part of the bandwidth that a large collective reaches.
+        latency_factor: of a message in a collective.
     """
     senders = max(kind.devices for kind in topology.classes)
     return tuple(
-        Link(bytes_per_s=level.bandwidth_of_device(senders) * efficiency, latency_s=level.latency_s)
+        Link(
+            bytes_per_s=level.bandwidth_of_device(senders) * efficiency,
+            latency_s=level.latency_s * latency_factor,
+        )
         for level in topology.levels
     )
 
 
-def time_of(kind: ExchangeKind, message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
-    """Gives the seconds of one collective.
+def time_of(
+    kind: ExchangeKind, message_bytes: float, spread: Spread, links: Sequence[Link], pieces: int = 1
+) -> float:
+    """Gives the seconds of one collective, or of several after one another that send an array in pieces.
 
     With q parts at a level, and M bytes of the array left there: all-gather and reduce-scatter send
     `M (q - 1) / q` in `min(q - 1, 2 ceil(log2 q))` messages, the lesser of a ring and a tree; all-reduce is one of
@@ -54,6 +60,7 @@ def time_of(kind: ExchangeKind, message_bytes: float, spread: Spread, links: Seq
         message_bytes: M, the complete array over the group.
         spread: of the group; a level that is not named has one part.
         links: of the levels, from inside outward.
+        pieces: of the array; each pays for latency.
 
     >>> link = Link(bytes_per_s=1e9, latency_s=1e-6)
     >>> round(time_of(ExchangeKind.ALL_GATHER, 4e9, (4,), [link]), 6)
@@ -63,11 +70,11 @@ def time_of(kind: ExchangeKind, message_bytes: float, spread: Spread, links: Seq
     """
     match kind:
         case ExchangeKind.ALL_GATHER | ExchangeKind.REDUCE_SCATTER:
-            return _gather_s(message_bytes, spread, links)
+            return pieces * _gather_s(message_bytes / pieces, spread, links)
         case ExchangeKind.ALL_REDUCE:
-            return 2 * _gather_s(message_bytes, spread, links)
+            return 2 * pieces * _gather_s(message_bytes / pieces, spread, links)
         case ExchangeKind.ALL_TO_ALL:
-            return _exchange_s(message_bytes, spread, links)
+            return pieces * _exchange_s(message_bytes / pieces, spread, links)
         case _:
             assert_never(kind)
 

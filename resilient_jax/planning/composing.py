@@ -16,6 +16,9 @@ def compose(pricing: Pricing, candidate: Candidate) -> Plan:
     used = _used_teams(teams, candidate.blocks)
     step = _explain(pricing, candidate, used, price)
     memory = max((team.time.memory for team in used), key=lambda memory: memory.total)
+    most = max(number for shares in price.dealt.shares for _, number in shares)
+    if most == 1 and question.profile.backend is not None:
+        memory = memory.with_one_microbatch()
     placed = place_replicas(
         question.topology, question.pool, layout, [team.composition for team in teams], candidate.blocks
     )

@@ -4,14 +4,14 @@ The same arithmetic as of a step's units (`training.step.quotas`), for takers by
 cost as much as one.
 """
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
 
+import msgspec
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Takers:
+
+class Takers(msgspec.Struct, frozen=True, kw_only=True):
     """Takers that are alike.
 
     Attributes:
@@ -25,8 +25,7 @@ class Takers:
     piece_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Dealt:
+class Dealt(msgspec.Struct, frozen=True, kw_only=True):
     """Who takes how many.
 
     Attributes:

@@ -8,16 +8,23 @@ class PlanError(CallerError):
 
 
 class NothingFits(PlanError):
-    """No plan has the memory.
+    """No plan has the memory, or as many replicas as were asked for.
 
     Attributes:
         smallest_memory_bytes: of a device, with which these devices would do; None: with none.
         smallest_devices: so many of these devices would do; None: not found.
+        most_replicas: that could be asked for; None: asking for fewer would not do, or nothing was asked.
     """
 
     def __init__(
-        self, message: str, *, smallest_memory_bytes: int | None, smallest_devices: int | None
+        self,
+        message: str,
+        *,
+        smallest_memory_bytes: int | None,
+        smallest_devices: int | None,
+        most_replicas: int | None = None,
     ) -> None:
         super().__init__(message)
         self.smallest_memory_bytes = smallest_memory_bytes
         self.smallest_devices = smallest_devices
+        self.most_replicas = most_replicas

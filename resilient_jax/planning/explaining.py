@@ -9,27 +9,29 @@ _SHOWN = 0.005
 """Part of a step that is worth a word."""
 
 
-def explain_choice(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+def explain_choice(plans: Sequence[Plan], min_replicas: int = 1) -> tuple[Plan, ...]:
     """Gives the plans with their reasons: how each compares with the others, what limits it, what it leaves out.
 
     Args:
         plans: the fastest first.
+        min_replicas: that each has, because it was asked for.
     """
     explained = []
     for place, plan in enumerate(plans):
-        reasons = [_compare(plan, plans, place), _limits(plan)]
+        reasons = [_compare(plan, plans, place, min_replicas), _limits(plan)]
         reasons += [text for text in (_spares(plan), _speeds(plan)) if text]
         explained.append(dataclasses.replace(plan, reasons=tuple(reasons)))
     return tuple(explained)
 
 
-def _compare(plan: Plan, plans: Sequence[Plan], place: int) -> str:
+def _compare(plan: Plan, plans: Sequence[Plan], place: int, min_replicas: int) -> str:
+    asked = f" with {min_replicas} replicas or more" if min_replicas > 1 else ""
     if len(plans) == 1:
-        return f"{plan.shape}: the only axes that fit."
+        return f"{plan.shape}: the only axes that fit{asked}."
     if place == 0:
         other = plans[1]
         return (
-            f"{plan.shape}: the fastest of all plans; next best is {other.shape}, "
+            f"{plan.shape}: the fastest of all plans{asked}; next best is {other.shape}, "
             f"{other.step_time_s / plan.step_time_s - 1:.1%} slower."
         )
     return f"{plan.shape}: {plan.step_time_s / plans[0].step_time_s - 1:.1%} slower than {plans[0].shape}."

@@ -3,8 +3,8 @@
 import dataclasses
 
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.part_cost import share_of
-from resilient_jax.planning.profile import Part, Profile
+from resilient_jax.planning.part_cost import is_exchanged, share_of
+from resilient_jax.planning.profile import ExchangeKind, Part, Profile, Work
 from resilient_jax.planning.shape import Group, Microbatch
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
@@ -14,11 +14,13 @@ class Memory:
     """Bytes on one device, the fullest.
 
     Attributes:
-        parameters, gradients, optimizer: the device's part of them; gradients are the sum over microbatches.
+        parameters, gradients, optimizer: the device's part of them. Gradients are the sum over microbatches; 0 where a
+            profile was measured and no replica has more than one: nothing is added up then.
         activations: kept from forward to backward, of all microbatches in flight, and what one layer needs beside.
+        working: what a program needs beside, if its profile was measured: with `activations` it is
+            `max(copies of gradients, fixed + activations)`, since gradients are written where activations were.
         gathers: parameters that FSDP has gathered, of a layer in use and the next, and a layer's gradients before they
-            are scattered; without FSDP a layer's parameters in the type of matrix products. And what a profile that was
-            measured says that the program needs beside.
+            are scattered; without FSDP a layer's parameters in the type of matrix products, unless that was measured.
         staging: buffers for the copy of a snapshot to the host.
     """
 
@@ -26,15 +28,48 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
+    working: float
     gathers: float
     staging: float
 
     @property
     def total(self) -> float:
         """All terms."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.gathers + self.staging
-        )
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def with_one_microbatch(self) -> "Memory":
+        """Of a measured program that adds nothing up: its one gradient is in `working`."""
+        return dataclasses.replace(self, gradients=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a compiler was seen to need.
+
+    Attributes:
+        fixed_share: beside activations, whatever the batch, for each byte of parameters.
+        waits: for a collective when it is called. So FSDP gathers a layer when it is its turn, and gradients are summed
+            before they are cut: those of all layers at the end, or of each turn of a loop after it.
+        is_looped: the layers are turns of a loop.
+        gradient_copies: of what is summed at once: 2 where it is written anew.
+    """
+
+    fixed_share: float
+    waits: bool
+    is_looped: bool
+    gradient_copies: int
+
+
+def need_of(profile: Profile) -> Need | None:
+    """Gives what was measured with a profile; None: it is a closed form."""
+    if profile.backend is None:
+        return None
+    return Need(
+        fixed_share=profile.fixed_bytes / max(profile.parameter_bytes, 1),
+        waits=profile.waits,
+        is_looped=profile.is_looped,
+        gradient_copies=2 if profile.waits else 1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +91,32 @@ def count_activations(profile: Profile, group: Group, batch: Microbatch) -> Acti
     """Gives what the parts keep of a microbatch.
 
     With rematerialisation a layer keeps its input, and one layer at a time has all that it needs as well.
+    A sum over devices lies in memory where a compiler waits for it, and is kept; in a loop only what JAX says is.
     """
+    keeps_sums = profile.waits and not profile.is_looped
     kept = dict.fromkeys(Part, 0.0)
     extra = 0.0
     for work in profile.work:
         again = batch.rematerialise and work.part is Part.LAYER
         amounts = work.rematerialised_bytes if again else work.kept_bytes
         kept[work.part] = share_of(profile, amounts, group) * batch.sequences
-        more = work.working_bytes + work.kept_bytes if again else work.working_bytes
+        if keeps_sums and not again:
+            kept[work.part] += _count_sums(profile, work, group) * batch.sequences
+        more = work.working_bytes
+        if again:
+            more = more + work.kept_bytes if work.recomputing_bytes is None else work.recomputing_bytes
         extra = max(extra, share_of(profile, more, group) * batch.sequences)
     return Activations(
         embedding=kept[Part.EMBEDDING], layer=kept[Part.LAYER], head=kept[Part.HEAD], extra=extra
+    )
+
+
+def _count_sums(profile: Profile, work: Work, group: Group) -> float:
+    """Bytes that come out of a part's forward all-reduces, of one sequence on one device."""
+    return sum(
+        exchange.forward * exchange.message_bytes / group.sequence
+        for exchange in work.exchanges
+        if exchange.kind is ExchangeKind.ALL_REDUCE and is_exchanged(profile, exchange, group)
     )
 
 
@@ -91,7 +141,7 @@ def memory_of_stage(
     stages: int,
     microbatches: float,
     is_gathered: bool,
-    fixed_share: float = 0.0,
+    need: Need | None = None,
 ) -> Memory:
     """Gives the memory of a device of one stage.
 
@@ -106,27 +156,45 @@ def memory_of_stage(
         stages: P.
         microbatches: in flight on this stage.
         is_gathered: FSDP gathers the parameters.
-        fixed_share: what the program needs beside, for each byte of its parameters.
+        need: what was measured; None: nothing.
     """
     is_first, is_last = stage == 0, stage == stages - 1
     held = state.stage(layers, is_first=is_first, is_last=is_last)
     kept = layers * activations.layer
     kept += activations.embedding * is_first + activations.head * is_last
+    shown = microbatches * kept + activations.extra
+    gathers = _gathers(state, is_first or is_last, is_gathered, need)
+    working = 0.0 if need is None else _working(state, held, need, shown, gathers)
     return Memory(
         parameters=held.parameters,
         gradients=held.gradients,
         optimizer=held.optimizer,
-        activations=microbatches * kept + activations.extra,
-        gathers=_gathers(state, is_first or is_last, is_gathered) + fixed_share * held.parameters,
+        activations=shown,
+        working=working,
+        gathers=gathers,
         staging=constants.staging_bytes,
     )
 
 
-def _gathers(state: StateBytes, has_end: bool, is_gathered: bool) -> float:
+def _gathers(state: StateBytes, has_end: bool, is_gathered: bool, need: Need | None) -> float:
     parts: list[PartBytes] = [state.layer]
     if has_end:
         parts += [state.embedding.plus(state.tied), state.head.plus(state.tied)]
-    if not is_gathered:
-        return max(part.gathered for part in parts)
     used = max(part.gathered for part in parts)
+    if not is_gathered:
+        return used if need is None else 0.0
+    if need is not None and need.waits:
+        return used
     return used + state.layer.gathered + max(part.gathered_gradients for part in parts)
+
+
+def _working(state: StateBytes, held: PartBytes, need: Need, shown: float, gathers: float) -> float:
+    """Beside the activations and gathers that are shown."""
+    copies = need.gradient_copies
+    if not need.waits:
+        return max(need.fixed_share * held.parameters, copies * held.gradients - shown)
+    if not need.is_looped:
+        return max(need.fixed_share * held.parameters, copies * held.gathered_gradients - shown - gathers)
+    turn = max(part.gathered_gradients for part in state)
+    summed = max(copies * turn, copies * held.gradients - shown)
+    return max(need.fixed_share * held.parameters, summed - gathers)

@@ -7,7 +7,7 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import Link, Spread, time_of
 from resilient_jax.planning.cutting import divides
-from resilient_jax.planning.profile import Amounts, ExchangeKind, Part, Profile, Work
+from resilient_jax.planning.profile import Amounts, Exchange, ExchangeKind, Part, Profile, Work
 from resilient_jax.planning.shape import Group, Microbatch
 from resilient_jax.planning.state_bytes import PartBytes
 
@@ -39,7 +39,7 @@ def share_of(profile: Profile, amounts: Amounts, group: Group) -> float:
 
 def cuts_dim(profile: Profile, axis: Axis, name: str, size: int) -> bool:
     """Whether an axis of this size cuts the dims of a name; a program that does not list it has it cut."""
-    return all(divides(d, size) for d in profile.divisors if d.axis is axis and d.name == name)
+    return all(divides(divisor, size) for divisor in profile.divisors_of.get((axis, name), ()))
 
 
 def count_work(profile: Profile, work: Work, state: PartBytes, group: Group, batch: Microbatch) -> PartWork:
@@ -49,8 +49,8 @@ def count_work(profile: Profile, work: Work, state: PartBytes, group: Group, bat
     sum (read and written).
     """
     again = batch.rematerialise and work.part is Part.LAYER
-    flops = share_of(profile, work.forward_flops + work.backward_flops, group)
-    moved = share_of(profile, work.forward_bytes + work.backward_bytes, group)
+    flops = share_of(profile, work.step_flops, group)
+    moved = share_of(profile, work.step_bytes, group)
     if again:
         flops += share_of(profile, work.recomputed_flops, group)
         moved += share_of(profile, work.forward_bytes, group)
@@ -88,14 +88,14 @@ def exchange_s(
 ) -> dict[Axis, float]:
     """Gives the seconds of one copy's exchanges along each axis, before anything hides them.
 
-    Activations as the profile lists them. FSDP gathers parameters forward and backward and scatters the gradients once.
-    Devices along `SEQUENCE` have the same parameters, so they add their gradients.
+    Activations as the profile lists them. Devices along `SEQUENCE` have the same parameters, so they add up their
+    gradients.
     """
     found: dict[Axis, float] = {Axis.TENSOR: 0.0, Axis.SEQUENCE: 0.0, Axis.EXPERT: 0.0, Axis.FSDP: 0.0}
     again = batch.rematerialise and work.part is Part.LAYER
     for exchange in work.exchanges:
-        axis, size = exchange.axis, getattr(group, exchange.axis.value)
-        if size == 1 or (exchange.dim and not cuts_dim(profile, axis, exchange.dim, size)):
+        axis = exchange.axis
+        if not is_exchanged(profile, exchange, group):
             continue
         message = exchange.message_bytes * batch.sequences
         if axis is not Axis.SEQUENCE:
@@ -109,8 +109,32 @@ def exchange_s(
         reduced = time_of(ExchangeKind.ALL_REDUCE, state.gradients, spreads[Axis.SEQUENCE], links)
         found[Axis.SEQUENCE] += reduced
     if group.fsdp > 1 and state.gathered:
-        spread = spreads[Axis.FSDP]
-        gathered = time_of(ExchangeKind.ALL_GATHER, state.gathered, spread, links)
-        scattered = time_of(ExchangeKind.REDUCE_SCATTER, state.gathered_gradients, spread, links)
-        found[Axis.FSDP] += 2 * gathered + scattered
+        found[Axis.FSDP] += sum(
+            time_of(message.kind, message.bytes, spreads[Axis.FSDP], links, message.pieces)
+            for message in fsdp_messages(profile, work.part, state)
+        )
     return found
+
+
+def is_exchanged(profile: Profile, exchange: Exchange, group: Group) -> bool:
+    """Whether these axes ask for it."""
+    size = getattr(group, exchange.axis)
+    return size > 1 and (not exchange.dim or cuts_dim(profile, exchange.axis, exchange.dim, size))
+
+
+class Message(NamedTuple):
+    """An array that devices exchange, in so many collectives."""
+
+    kind: ExchangeKind
+    bytes: float
+    pieces: int
+
+
+def fsdp_messages(profile: Profile, part: Part, state: PartBytes) -> tuple[Message, ...]:
+    """Gives what FSDP sends for a microbatch: the part's parameters as often as they are gathered, and its gradients.
+
+    Where gradients are summed before they are cut (see `memory.Need`), that was measured to be as fast as a scatter.
+    """
+    passes, pieces = profile.gathers_of[part]
+    gathered = Message(ExchangeKind.ALL_GATHER, state.gathered, pieces)
+    return (*[gathered] * passes, Message(ExchangeKind.REDUCE_SCATTER, state.gathered_gradients, 1))

@@ -4,28 +4,35 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import Link, links_of, time_of
 from resilient_jax.planning.dealing import Dealt, Takers, deal_classes
 from resilient_jax.planning.host_pool import Composition, HostPool, Kind, stage_kinds
-from resilient_jax.planning.memory import Activations, Memory, count_activations, in_flight, memory_of_stage
+from resilient_jax.planning.memory import (
+    Activations,
+    Memory,
+    count_activations,
+    in_flight,
+    memory_of_stage,
+    need_of,
+)
 from resilient_jax.planning.profile import ExchangeKind, Profile
 from resilient_jax.planning.shape import Group, Layout, Microbatch
 from resilient_jax.planning.stage_cost import (
     PartTimes,
-    ReplicaWork,
     StageTime,
     time_parts,
     transfer_s,
     work_of_parts,
 )
 from resilient_jax.planning.stages import split_runs
-from resilient_jax.planning.state_bytes import StateBytes, count_state
+from resilient_jax.planning.state_bytes import StateBytes, StateCounter
 from resilient_jax.topology import Topology
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaTime:
+class ReplicaTime(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the replicas on one composition of hosts are.
 
     Attributes:
@@ -47,8 +54,7 @@ class ReplicaTime:
     kind: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Team:
+class Team(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of replicas that are alike."""
 
     composition: Composition
@@ -56,8 +62,7 @@ class Team:
     time: ReplicaTime
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Price(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan takes; the step ends when its slowest replica is done and all have updated.
 
     Attributes:
@@ -100,13 +105,16 @@ def _total_s(time: StageTime) -> float:
     return time.total_s
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+def _total_bytes(memory: Memory) -> float:
+    return memory.total
+
+
+class _Work(msgspec.Struct, frozen=True, kw_only=True):
     """What a layout's microbatch takes on each kind of host, and on compositions of them as far as asked."""
 
     key: tuple[object, ...]
     parts: list[PartTimes]
-    times: dict[Composition, ReplicaTime]
+    times: dict[Composition, ReplicaTime | None]
 
 
 class Pricing:
@@ -114,16 +122,21 @@ class Pricing:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.links: tuple[Link, ...] = links_of(question.topology, question.calibration.link_efficiency)
+        constants = question.calibration
+        self.links: tuple[Link, ...] = links_of(
+            question.topology, constants.link_efficiency, constants.latency_factor
+        )
         self.devices = question.pool.device_count
         self.layers = question.profile.layers
         self.usable_bytes = question.pool.memory_bytes * question.calibration.usable_memory
-        self._fixed_share = question.profile.fixed_bytes / max(question.profile.parameter_bytes, 1)
+        self.need = need_of(question.profile)
+        self._counter = StateCounter(question.profile)
         self._states: dict[tuple[int, int, int], StateBytes] = {}
         self._activations: dict[tuple[int, int, int, Microbatch], Activations] = {}
         self._replicas: dict[tuple[int, int, int, int], tuple[tuple[Composition, int], ...]] = {}
         self._newest: _Work | None = None
-        self._asked: dict[tuple[object, ...], ReplicaWork] = {}
+        self._parts: dict[tuple[object, ...], list[PartTimes]] = {}
+        self._fullest: dict[tuple[object, ...], Memory] = {}
         self._peaks = [
             kind.accelerator.peak_flops_per_s(question.number_format) for kind in question.pool.kinds
         ]
@@ -132,7 +145,7 @@ class Pricing:
         """What a device holds under these axes."""
         key = (group.tensor, group.expert, group.fsdp)
         if key not in self._states:
-            self._states[key] = count_state(self.question.profile, group)
+            self._states[key] = self._counter.count(group)
         return self._states[key]
 
     def activations(self, group: Group, batch: Microbatch) -> Activations:
@@ -165,8 +178,7 @@ class Pricing:
         for composition, number in blocks:
             if composition not in work.times:
                 work.times[composition] = self._time_replica(work.parts, layout, batch, composition)
-            time = work.times[composition]
-            if time.memory.total <= self.usable_bytes:
+            if (time := work.times[composition]) is not None:
                 found.append(Team(composition=composition, blocks=number, time=time))
         return tuple(sorted(found, key=lambda team: (team.time.slot_s, team.time.kind, team.composition)))
 
@@ -174,24 +186,22 @@ class Pricing:
         """What is the same for all sizes of blocks; only the newest is remembered."""
         key = (layout.group, layout.inside, layout.level, batch)
         if self._newest is None or self._newest.key != key:
-            asked = self._work_of_parts(layout, batch)
-            sending = transfer_s(self.question.profile, layout, batch, self.links)
-            parts = [
-                time_parts(asked, sending, kind, peak, self.question.calibration)
-                for kind, peak in zip(self.question.pool.kinds, self._peaks, strict=True)
-            ]
-            self._newest = _Work(key=key, parts=parts, times={})
+            self._newest = _Work(key=key, parts=self._time_parts(layout, batch), times={})
         return self._newest
 
-    def _work_of_parts(self, layout: Layout, batch: Microbatch) -> ReplicaWork:
-        """The same for any two or more stages: a search asks for each number of them."""
+    def _time_parts(self, layout: Layout, batch: Microbatch) -> list[PartTimes]:
+        """On each kind of host: the same for any two or more stages, and a search asks for each number of them."""
+        question = self.question
+        sending = transfer_s(question.profile, layout, batch, self.links)
         is_piped = layout.group.pipeline > 1
-        key = (layout.group[:-1], layout.inside[:-1], layout.level, is_piped, batch)
-        if key not in self._asked:
-            self._asked[key] = work_of_parts(
-                self.question.profile, self.state(layout.group), layout, batch, self.links
-            )
-        return self._asked[key]
+        key = (layout.group[:-1], layout.inside[:-1], layout.level, is_piped, batch, sending)
+        if key not in self._parts:
+            asked = work_of_parts(question.profile, self.state(layout.group), layout, batch, self.links)
+            self._parts[key] = [
+                time_parts(asked, sending, kind, peak, question.calibration)
+                for kind, peak in zip(question.pool.kinds, self._peaks, strict=True)
+            ]
+        return self._parts[key]
 
     def _least_s(self, layout: Layout, batch: Microbatch, parts: Sequence[PartTimes], replicas: int) -> float:
         """A time by which the last replica cannot be done: the slowest stage has the average of layers, or more."""
@@ -208,26 +218,27 @@ class Pricing:
         layout: Layout,
         batch: Microbatch,
         composition: Composition,
-    ) -> ReplicaTime:
+    ) -> ReplicaTime | None:
+        """On these hosts; None: some device has not the memory."""
         runs = stage_kinds(composition, layout)
-        stages = layout.group.pipeline
         split = self._split([(count, parts[kind]) for kind, count in runs])
-        state = self.state(layout.group)
-        slowest, memory = StageTime(), None
+        counts = tuple((count, layers) for _, count, layers in split)
+        memory = self._find_fullest(layout.group, batch, counts)
+        if memory.total > self.usable_bytes:
+            return None
+        stages, state = layout.group.pipeline, self.state(layout.group)
+        slowest = StageTime()
         synced = updated = 0.0
         stage = 0
-        for run, count, layers in split:  # of stages that are alike the first has most in flight
+        for run, count, layers in split:
             time = parts[runs[run][0]].stage(layers, stage, stages)
             slowest = max(slowest, time, key=_total_s)
-            needed = self._memory(layout.group, batch, layers, stage)
-            memory = needed if memory is None or needed.total > memory.total else memory
             held = state.stage(layers, is_first=stage == 0, is_last=stage == stages - 1)
             synced = max(synced, held.gradients)
             updated = max(updated, 2 * held.parameters + held.gradients + 2 * held.optimizer)
             stage += count
-        assert memory is not None
         return ReplicaTime(
-            split=tuple((count, layers) for _, count, layers in split),
+            split=counts,
             slot_s=slowest.total_s,
             slowest=slowest,
             memory=memory,
@@ -235,6 +246,17 @@ class Pricing:
             updated_bytes=updated,
             kind=max(kind for kind, _ in runs),
         )
+
+    def _find_fullest(self, group: Group, batch: Microbatch, split: tuple[tuple[int, int], ...]) -> Memory:
+        """Of the fullest device of a replica; the same wherever it stands, so layouts share it."""
+        key = (group, batch, split)
+        if key not in self._fullest:
+            stage, needs = 0, []
+            for count, layers in split:  # of stages that are alike the first has most in flight
+                needs.append(self._memory(group, batch, layers, stage))
+                stage += count
+            self._fullest[key] = max(needs, key=_total_bytes)
+        return self._fullest[key]
 
     def _kind(self, index: int) -> Kind:
         return self.question.pool.kinds[index]
@@ -244,7 +266,7 @@ class Pricing:
         layers = self.layers
         if stages == 1:
             return ((0, 1, layers),)
-        transfer = runs[0][1].transfer.total_s
+        transfer = runs[0][1].transfer_s
         timed = [(count, part.layer.total_s) for count, part in runs]
         return split_runs(
             layers,
@@ -264,7 +286,7 @@ class Pricing:
             stages=group.pipeline,
             microbatches=in_flight(stage, group.pipeline, self.microbatches(group, batch), question.rounds),
             is_gathered=group.fsdp > 1,
-            fixed_share=self._fixed_share,
+            need=self.need,
         )
 
     def microbatches(self, group: Group, batch: Microbatch) -> int:

@@ -7,8 +7,8 @@ it. Nothing in it depends on devices or on how many examples are in a microbatch
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Self
 
 from resilient_jax.planning.axes import Axis
 
@@ -50,6 +50,8 @@ class Tensor:
             numbers of several heads. Divides the dim.
         dtype_bytes: of one number.
         copies: how many equal ones: one in each layer.
+        stacked: the dim of the state's array over which the copies are stacked, which `shape` has not; None: each copy
+            is an array of its own.
     """
 
     path: str
@@ -61,6 +63,7 @@ class Tensor:
     units: tuple[int, ...]
     dtype_bytes: int
     copies: int = 1
+    stacked: int | None = None
 
     @property
     def size(self) -> int:
@@ -97,14 +100,23 @@ class Amounts:
         return self.whole + self.tensor + self.attention + self.vocabulary + self.expert
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in _KINDS})
+        return type(self)(
+            whole=self.whole + other.whole,
+            tensor=self.tensor + other.tensor,
+            attention=self.attention + other.attention,
+            vocabulary=self.vocabulary + other.vocabulary,
+            expert=self.expert + other.expert,
+        )
 
     def scaled(self, factor: float) -> Self:
         """Times a factor."""
-        return type(self)(**{name: getattr(self, name) * factor for name in _KINDS})
-
-
-_KINDS = tuple(field.name for field in dataclasses.fields(Amounts))
+        return type(self)(
+            whole=self.whole * factor,
+            tensor=self.tensor * factor,
+            attention=self.attention * factor,
+            vocabulary=self.vocabulary * factor,
+            expert=self.expert * factor,
+        )
 
 
 class ExchangeKind(enum.StrEnum):
@@ -159,7 +171,9 @@ class Work:
         rematerialised_bytes: what is kept instead, if the part is computed again: as a rule its input. Then one copy at
             a time needs `kept_bytes` as well.
         working_bytes: what the part's backward needs for a time, beyond what is kept.
+        recomputing_bytes: the same where it is computed again; None: `working_bytes` and `kept_bytes`.
         exchanges: between devices.
+        step_flops, step_bytes: forward and backward together.
     """
 
     part: Part
@@ -176,6 +190,13 @@ class Work:
     rematerialised_bytes: Amounts
     working_bytes: Amounts
     exchanges: tuple[Exchange, ...] = ()
+    recomputing_bytes: Amounts | None = None
+    step_flops: Amounts = dataclasses.field(init=False, repr=False, compare=False)
+    step_bytes: Amounts = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_flops", self.forward_flops + self.backward_flops)
+        object.__setattr__(self, "step_bytes", self.forward_bytes + self.backward_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +216,22 @@ class Divisor:
     required: bool
 
 
+class Gathers(NamedTuple):
+    """How FSDP gathers the parameters of a part.
+
+    Attributes:
+        passes: in which they are: 2: forward and backward; 1: once, and kept.
+        pieces: collectives of a pass.
+    """
+
+    passes: int
+    pieces: int
+
+
+WAITING_BACKENDS = frozenset({"cpu"})
+"""Whose collectives are done when they are called. What XLA makes of FSDP there: seen in what jax 0.10.2 compiles."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """All that a plan is judged by; the same whether it was computed from sizes or taken from a program.
@@ -211,7 +248,12 @@ class Profile:
         fixed_bytes: memory that the gradient's program needs beside parameters and activations, whatever the batch:
             gradients made before activations are freed, parameters in another type. Cut as parameters are. Its peak is
             parameters + max(gradients, fixed_bytes + activations); if it adds to a sum of gradients, that comes on top.
+        backend: of JAX, on which memory and bytes moved were measured; None: closed form, and `fixed_bytes` is 0.
         can_rematerialise: whether the program can compute layers again instead of keeping their activations.
+        divisors_of: those of an axis and a name, for whoever asks often.
+        gathers_of: how FSDP gathers each part, for whoever asks often. A compiler whose collectives wait gathers each
+            array by itself, and twice only if forward and backward are loops of their own; others gather all of a
+            layer at once.
     """
 
     name: str
@@ -223,7 +265,20 @@ class Profile:
     work: tuple[Work, ...]
     divisors: tuple[Divisor, ...]
     fixed_bytes: float = 0.0
+    backend: str | None = None
     can_rematerialise: bool = True
+    divisors_of: Mapping[tuple[Axis, str], tuple[Divisor, ...]] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
+    gathers_of: Mapping[Part, Gathers] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found: dict[tuple[Axis, str], tuple[Divisor, ...]] = {}
+        for divisor in self.divisors:
+            key = (divisor.axis, divisor.name)
+            found[key] = (*found.get(key, ()), divisor)
+        object.__setattr__(self, "divisors_of", found)
+        object.__setattr__(self, "gathers_of", {part: self._find_gathers(part) for part in Part})
 
     @property
     def layers(self) -> int:
@@ -259,6 +314,22 @@ class Profile:
     def other_flops(self) -> float:
         """Of everything but matrix products, forward and backward, one sequence."""
         return sum((work.forward_other_flops + work.backward_other_flops) * work.copies for work in self.work)
+
+    @property
+    def waits(self) -> bool:
+        """The compiler that was measured waits for a collective when it is called."""
+        return self.backend in WAITING_BACKENDS
+
+    @property
+    def is_looped(self) -> bool:
+        """The layers are turns of a loop."""
+        return any(tensor.stacked is not None for tensor in self.tensors)
+
+    def _find_gathers(self, part: Part) -> Gathers:
+        if not self.waits:
+            return Gathers(passes=2, pieces=1)
+        arrays = sum(part in tensor.parts for tensor in self._of(Role.PARAMETER))
+        return Gathers(passes=2 if self.is_looped and part is Part.LAYER else 1, pieces=max(arrays, 1))
 
     def _of(self, role: Role) -> Iterable[Tensor]:
         return (tensor for tensor in self.tensors if tensor.role is role)

@@ -1,6 +1,7 @@
 """When no plan fits: how much memory, or how many devices, would do."""
 
 import dataclasses
+import math
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.bounds import divides_batch
@@ -8,7 +9,7 @@ from resilient_jax.planning.candidates import Candidate, Fixed, groups_of, usefu
 from resilient_jax.planning.errors import NothingFits
 from resilient_jax.planning.host_pool import HostPool
 from resilient_jax.planning.pricing import Pricing
-from resilient_jax.planning.shape import Group, Microbatch, layouts_of
+from resilient_jax.planning.shape import Group, Layout, Microbatch, layouts_of
 
 MOST_HOSTS = 1 << 14
 """More are not tried: whoever asks has the wrong model or the wrong cluster."""
@@ -23,7 +24,10 @@ def refuse_all(pricing: Pricing, fixed: Fixed) -> NothingFits:
     question = pricing.question
     memory = find_smallest_memory(pricing, fixed)
     devices = find_smallest_devices(pricing, fixed)
+    replicas = find_most_replicas(pricing, fixed)
     ways = []
+    if replicas is not None:
+        ways.append(f"asking for {replicas} replica{'s'[: replicas != 1]} or fewer")
     if memory is not None:
         ways.append(f"devices of {_bytes(memory)} each")
     if devices is not None:
@@ -32,10 +36,11 @@ def refuse_all(pricing: Pricing, fixed: Fixed) -> NothingFits:
         f"{question.profile.name}: found no plan for the {question.topology.device_count} devices of topology "
         f"{question.topology.name!r} ({_bytes(question.pool.memory_bytes)} each, "
         f"of which {question.calibration.usable_memory:.0%} can be used) and a global batch of {question.global_batch}"
-        + (f" with {_named(fixed)}" if fixed.axes else "")
+        + (f" with {', '.join(named)}" if (named := _named(fixed)) else "")
         + f". What would do: {' or '.join(ways) if ways else 'nothing that was tried'}",
         smallest_memory_bytes=memory,
         smallest_devices=devices,
+        most_replicas=replicas,
     )
 
 
@@ -43,8 +48,9 @@ def _bytes(number: int) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
-def _named(fixed: Fixed) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in fixed.axes.items())
+def _named(fixed: Fixed) -> list[str]:
+    named = [f"{axis} {size}" for axis, size in fixed.axes.items()]
+    return [*named, f"at least {fixed.min_replicas} replicas"] if fixed.min_replicas > 1 else named
 
 
 def find_smallest_memory(pricing: Pricing, fixed: Fixed) -> int | None:
@@ -53,14 +59,28 @@ def find_smallest_memory(pricing: Pricing, fixed: Fixed) -> int | None:
     ample = Pricing(dataclasses.replace(question, pool=_with_memory(question.pool, 1 << 62)))
     batch = fixed.batch or Microbatch(1, question.profile.can_rematerialise)
     needs = [
-        team.time.memory.total
+        needed
         for group in _all_groups(ample, fixed)
+        if ample.microbatches(group, batch) >= _least_replicas(fixed)
         for layout in layouts_of(group, question.pool.devices_per_host, useful_levels(ample)[-1:])
-        for team in ample.teams(layout, batch)
+        if (needed := _memory_of_replicas(ample, layout, batch, _least_replicas(fixed))) is not None
     ]
     if not needs:
         return None
     return int(min(needs) / question.calibration.usable_memory) + 1
+
+
+def _least_replicas(fixed: Fixed) -> int:
+    return max(fixed.axes.get(Axis.REPLICA, 1), fixed.min_replicas)
+
+
+def _memory_of_replicas(pricing: Pricing, layout: Layout, batch: Microbatch, replicas: int) -> float | None:
+    """What so many replicas need of each device, those that need least; None: there are not as many."""
+    for team in sorted(pricing.teams(layout, batch), key=lambda team: team.time.memory.total):
+        replicas -= team.blocks * layout.replicas_per_block
+        if replicas <= 0:
+            return team.time.memory.total
+    return None
 
 
 def _with_memory(pool: HostPool, memory_bytes: int) -> HostPool:
@@ -75,8 +95,26 @@ def _all_groups(pricing: Pricing, fixed: Fixed) -> list[Group]:
         for narrow in groups_of(pricing, fixed)
         for fsdp in parts
         if fsdp == fixed.axes.get(Axis.FSDP, fsdp)
-        and narrow.devices * fsdp * fixed.axes.get(Axis.REPLICA, 1) <= devices
+        and narrow.devices * fsdp * _least_replicas(fixed) <= devices
     ]
+
+
+def find_most_replicas(pricing: Pricing, fixed: Fixed) -> int | None:
+    """Gives how many replicas could be asked for; None: it is not their number that is too large."""
+    low, high = 0, fixed.min_replicas
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _has_plan(pricing, fixed._replace(min_replicas=middle))
+        low, high = (middle, high) if fits else (low, middle)
+    return low or None
+
+
+def _has_plan(pricing: Pricing, fixed: Fixed) -> bool:
+    try:
+        visit(pricing, fixed, lambda _: math.inf, _stop)
+    except _Found:
+        return True
+    return False
 
 
 def find_smallest_devices(pricing: Pricing, fixed: Fixed) -> int | None:
@@ -92,11 +130,7 @@ def find_smallest_devices(pricing: Pricing, fixed: Fixed) -> int | None:
             domains=tuple(((((0, hosts),), 1),) for _ in question.pool.domains),
             memory_bytes=alone.accelerator.memory_bytes,
         )
-        try:
-            visit(Pricing(dataclasses.replace(question, pool=pool)), fixed, lambda _: float("inf"), _stop)
-        except _Found:
-            return True
-        return False
+        return _has_plan(Pricing(dataclasses.replace(question, pool=pool)), fixed)
 
     high = 1
     while not fits(high):

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 
-from resilient_jax.planning.candidates import FREE, Fixed
+from resilient_jax.planning.candidates import NO_AXES, Fixed
 from resilient_jax.planning.errors import NothingFits, PlanError
 from resilient_jax.planning.explaining import compare_with_before
 from resilient_jax.planning.moving import Move, Moves, find_moves
@@ -147,6 +147,7 @@ def replan(
     search_s: float = 0.0,
     compile_s: float = COMPILE_S,
     is_compiled: Callable[[Plan], bool] = _is_never_compiled,
+    min_replicas: int = 1,
 ) -> Replan:
     """Gives what to do now that the topology is another: a new plan, or keep the old one as far as it goes.
 
@@ -159,9 +160,10 @@ def replan(
         search_s: of the search that training has to wait for; 0 where it was done ahead.
         compile_s: of a program that is not compiled yet.
         is_compiled: whether a cache has the program of a plan; that of the plan before always is.
+        min_replicas: complete copies of the state, at least, whatever is done; as in `search`.
 
     Raises:
-        NothingFits: no plan has the memory any more; the message says what would do.
+        NothingFits: no plan has the memory any more, or as many replicas; the message says what would do.
 
     Example:
         >>> after = replan(plan, topology.without("host-07").slowed("host-11", 0.6))  # doctest: +SKIP
@@ -173,13 +175,13 @@ def replan(
             f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a time > 0 "
             "and times >= 0"
         )
-    new = _search(plan, topology, FREE)
+    new = _search(plan, topology, Fixed(NO_AXES, min_replicas=min_replicas))
     options = [
         _price(plan, new, horizon, search_s, 0.0 if _same(plan, new) or is_compiled(new) else compile_s)
     ]
-    if not _same(plan, new) and (kept := _try_keep(plan, topology)) is not None:
+    if not _same(plan, new) and (kept := _try_keep(plan, topology, min_replicas)) is not None:
         options.append(_price(plan, kept, horizon, 0.0, 0.0))
-    if (rerouted := _try_reroute(plan, topology, horizon)) is not None:
+    if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
         options.append(rerouted)
     options.sort(key=lambda option: (-option.score, option.step_time_s))
     return Replan(
@@ -212,11 +214,11 @@ def _same(plan: Plan, other: Plan) -> bool:
     )
 
 
-def _try_keep(plan: Plan, topology: Topology) -> Plan | None:
+def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
     group = plan.layout.group
     axes = {axis: size for axis, size in plan.sizes.items() if axis.value in group._fields}
     try:
-        kept = _search(plan, topology, Fixed(axes, plan.batch))
+        kept = _search(plan, topology, Fixed(axes, plan.batch, min_replicas))
     except (NothingFits, PlanError):
         return None
     return kept if _same(plan, kept) else None
@@ -240,8 +242,11 @@ def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s:
     )
 
 
-def _try_reroute(plan: Plan, topology: Topology, horizon: float) -> Option | None:
-    """Only of a pipeline, if hosts were lost and nothing else changed: peers of the lost stages do their work."""
+def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> Option | None:
+    """Only of a pipeline, if hosts were lost and nothing else changed: peers of the lost stages do their work.
+
+    There are then as many copies of the state as of the stage that lost most.
+    """
     if plan.layout.group.pipeline == 1 or plan.replicas == 1:
         return None
     team, *others = plan.teams
@@ -250,6 +255,8 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float) -> Option | Non
     if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
         return None
     failed = _count_failed(plan, set(now))
+    if plan.replicas - max(failed) < min_replicas:
+        return None
     slot, quota = team.microbatch_s, max(plan.quotas)
     time = rerouted_s(plan.layout.group.pipeline, quota, plan.replicas, failed, slot)
     if time is None:

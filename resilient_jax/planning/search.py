@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.bounds import divides_batch
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidates import FREE, Candidate, Fixed, visit
+from resilient_jax.planning.candidates import FREE, NO_AXES, Candidate, Fixed, visit
 from resilient_jax.planning.composing import compose
 from resilient_jax.planning.cutting import find_misfits, require_cuttable
 from resilient_jax.planning.errors import PlanError
@@ -20,7 +20,6 @@ from resilient_jax.planning.shape import Group
 from resilient_jax.topology import NumberFormat, Topology
 
 DEFAULTS = Calibration()
-NO_AXES: Mapping[Axis, int] = {}
 BFLOAT16_BYTES = 2
 
 
@@ -33,6 +32,7 @@ def search(
     axes: Mapping[Axis, int] = NO_AXES,
     number_format: str | None = None,
     rounds: int = 1,
+    min_replicas: int = 1,
 ) -> Plan:
     """Gives the plan with the least estimated step time.
 
@@ -47,10 +47,12 @@ def search(
         axes: sizes that are given; all others are searched for.
         number_format: of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
         rounds: chunks of layers on each stage of a pipeline (interleaved schedule).
+        min_replicas: complete copies of the state, at least. With two or more, a job goes on in place when one is lost;
+            replicas that share a host are lost together.
 
     Raises:
         PlanError: a number is out of range, or the program does not allow a given axis.
-        NothingFits: no plan has the memory; the message says what would do.
+        NothingFits: no plan has the memory, or as many replicas; the message says what would do.
         TopologyError: an accelerator has no peak for the number format.
         CallerError: the program's dims divide by nothing.
 
@@ -68,7 +70,7 @@ def search(
         topology,
         global_batch=global_batch,
         calibration=calibration,
-        fixed=Fixed(axes),
+        fixed=Fixed(axes, min_replicas=min_replicas),
         number_format=number_format,
         rounds=rounds,
     )[0]
@@ -88,7 +90,7 @@ def search_best(
     """Gives the best plans, no two with the same axes of a replica, the fastest first; the arguments are `search`'s.
 
     Args:
-        fixed: what is given: axes, and a microbatch.
+        fixed: what is given: axes, a microbatch, the least number of replicas.
         top: how many plans.
 
     Raises:
@@ -117,7 +119,7 @@ def search_best(
     if not ranked:
         raise refuse_all(pricings[0], fixed)
     plans = [compose(pricing, candidate) for candidate, pricing in ranked]
-    return explain_choice(plans)[:top]
+    return explain_choice(plans, fixed.min_replicas)[:top]
 
 
 class _Best:
@@ -161,7 +163,13 @@ def check_wish(
         PlanError: it says which number, what was expected and what to do.
         CallerError: the program's dims divide by nothing.
     """
-    for name, number in (("global_batch", global_batch), ("rounds", rounds), ("top", top)):
+    numbers = {
+        "global_batch": global_batch,
+        "rounds": rounds,
+        "top": top,
+        "min_replicas": fixed.min_replicas,
+    }
+    for name, number in numbers.items():
         if number < 1:
             raise PlanError(f"{name}: found {number}, expected 1 or more")
     if topology.device_count > 1:
@@ -175,22 +183,37 @@ def check_wish(
                 f"axis {axis}: found {size}, expected a size that {profile.name} allows; it has {named}. "
                 "Choose another size"
             )
-    if (fsdp := fixed.axes.get(Axis.FSDP, 1)) not in divides_batch(global_batch):
+    _check_sizes(topology, global_batch, fixed)
+
+
+def _check_sizes(topology: Topology, global_batch: int, fixed: Fixed) -> None:
+    """Refuses axes that together need more sequences or devices than there are."""
+    fsdp, replicas = fixed.axes.get(Axis.FSDP, 1), fixed.axes.get(Axis.REPLICA, 1)
+    if fsdp not in divides_batch(global_batch):
         raise PlanError(
             f"axis fsdp: found {fsdp}, expected a divisor of the global batch of {global_batch}: every device computes "
             "as many sequences. Change one of them"
         )
-    replicas = fixed.axes.get(Axis.REPLICA, 1) * fsdp
-    if replicas > global_batch:
+    if replicas * fsdp > global_batch:
         raise PlanError(
-            f"global_batch: found {global_batch}, expected at least {replicas}: a sequence for each of replica x fsdp "
-            "devices. Raise it or use fewer"
+            f"global_batch: found {global_batch}, expected at least {replicas * fsdp}: a sequence for each of replica "
+            "x fsdp devices. Raise it or use fewer"
         )
-    asked = 1
-    for size in fixed.axes.values():
-        asked *= size
+    asked = math.prod(fixed.axes.values())
     if asked > topology.device_count:
         raise PlanError(
             f"axes: found sizes that take {asked} devices, expected at most the {topology.device_count} of topology "
             f"{topology.name!r}. Make them smaller"
+        )
+    if Axis.REPLICA in fixed.axes and replicas < fixed.min_replicas:
+        raise PlanError(
+            f"min_replicas: found {fixed.min_replicas}, expected at most the {replicas} of the given axis replica. "
+            "Change one of them"
+        )
+    most = min(global_batch // fsdp, topology.device_count * replicas // asked)
+    if fixed.min_replicas > most:
+        raise PlanError(
+            f"min_replicas: found {fixed.min_replicas}, expected at most {most}: each takes {asked // replicas} or "
+            f"more of the {topology.device_count} devices and {fsdp} or more of a step's {global_batch} sequences. "
+            "Ask for fewer"
         )

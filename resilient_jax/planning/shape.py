@@ -1,6 +1,7 @@
 """What a plan decides for one replica, and where its devices stand on the links."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
@@ -82,11 +83,8 @@ class Layout(NamedTuple):
 
     def spread_of(self, axis: Axis) -> Spread:
         """How an axis of a replica crosses the levels."""
-        size, inside = getattr(self.group, axis.value), getattr(self.inside, axis.value)
-        parts = [1] * (self.outermost + 1)
-        parts[0] = inside
-        parts[self.level] *= size // inside
-        return tuple(parts)
+        size, inside = getattr(self.group, axis), getattr(self.inside, axis)
+        return spread_over(size, inside, self.level, self.outermost)
 
     def replica_spread(self, blocks: int) -> Spread:
         """How the replica axis crosses the levels, if there are so many blocks."""
@@ -97,6 +95,29 @@ class Layout(NamedTuple):
         return tuple(parts)
 
 
+def spread_over(size: int, inside: int, level: int, outermost: int) -> Spread:
+    """Gives how an axis crosses the levels if so many of its devices are inside each host and the rest at one level."""
+    parts = [1] * (outermost + 1)
+    parts[0] = inside
+    parts[level] *= size // inside
+    return tuple(parts)
+
+
+def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
+    """Gives what of each axis lies inside a host of so many devices, filled from the innermost axis outward, and how
+    many devices are left.
+
+    >>> fill_host((2, 3), 8)
+    ([2, 1], 4)
+    """
+    inside = []
+    for size in sizes:
+        part = math.gcd(size, room)
+        inside.append(part)
+        room //= part
+    return inside, room
+
+
 def lay_out(group: Group, room: int, level: int, block: int, outermost: int) -> Layout:
     """Gives the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
 
@@ -105,12 +126,7 @@ def lay_out(group: Group, room: int, level: int, block: int, outermost: int) -> 
     >>> lay_out(Group(tensor=2), room=8, level=1, block=1, outermost=1).replicas_inside
     4
     """
-    inside = []
-    left = room
-    for size in group:
-        part = math.gcd(size, left)
-        inside.append(part)
-        left //= part
+    inside, left = fill_host(group, room)
     filled = Group(*inside)
     return Layout(
         group=group,

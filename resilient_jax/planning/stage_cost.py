@@ -1,7 +1,9 @@
 """What one microbatch costs a stage of a pipeline, or all of a replica that has one stage: by term."""
 
-import dataclasses
+import operator
 from typing import NamedTuple
+
+import msgspec
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
@@ -31,28 +33,29 @@ class StageTime(NamedTuple):
         """All terms."""
         return sum(self)
 
+    def plus(self, other: "StageTime") -> "StageTime":
+        """Both together."""
+        return StageTime(*map(operator.add, self, other))
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PartTimes:
+
+class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
     """What parts take on one kind of host: of a stage of L layers `ends + L layer`."""
 
     embedding: StageTime
     layer: StageTime
     head: StageTime
-    transfer: StageTime
+    transfer_s: float
+    """To send to one neighbour and receive from it."""
 
     def stage(self, layers: int, stage: int, stages: int) -> StageTime:
         """Of one stage."""
         is_first, is_last = stage == 0, stage == stages - 1
-        ways = 2 - is_first - is_last
-        return StageTime(
-            *(
-                layers * layer + is_first * embedding + is_last * head + ways * transfer
-                for layer, embedding, head, transfer in zip(
-                    self.layer, self.embedding, self.head, self.transfer, strict=True
-                )
-            )
-        )
+        time = StageTime(*[layers * term for term in self.layer])
+        if is_first:
+            time = time.plus(self.embedding)
+        if is_last:
+            time = time.plus(self.head)
+        return time._replace(transfer_s=time.transfer_s + (2 - is_first - is_last) * self.transfer_s)
 
 
 class Unplaced(NamedTuple):
@@ -62,8 +65,7 @@ class Unplaced(NamedTuple):
     exchanges: dict[Axis, float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaWork:
+class ReplicaWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a microbatch asks of the devices of a replica, whichever hosts they are on."""
 
     embedding: Unplaced
@@ -130,5 +132,5 @@ def time_parts(
         embedding=time(asked.embedding),
         layer=time(asked.layer),
         head=time(asked.head),
-        transfer=StageTime(transfer_s=sending_s),
+        transfer_s=sending_s,
     )

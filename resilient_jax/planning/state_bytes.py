@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.cutting import count_parts
-from resilient_jax.planning.profile import Part, Profile, Role
+from resilient_jax.planning.profile import Part, Profile, Role, Tensor
 from resilient_jax.planning.shape import Group
 
 
@@ -27,7 +27,13 @@ class PartBytes(NamedTuple):
 
     def plus(self, other: "PartBytes") -> "PartBytes":
         """Both together."""
-        return PartBytes(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return PartBytes(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.gathered + other.gathered,
+            self.gathered_gradients + other.gathered_gradients,
+        )
 
 
 class StateBytes(NamedTuple):
@@ -40,39 +46,68 @@ class StateBytes(NamedTuple):
 
     def stage(self, layers: int, *, is_first: bool, is_last: bool) -> PartBytes:
         """Of a device of a stage with so many layers."""
-        return PartBytes(
-            *(
-                layers * layer + is_first * embedding + is_last * head + (is_first or is_last) * tied
-                for layer, embedding, head, tied in zip(
-                    self.layer, self.embedding, self.head, self.tied, strict=True
-                )
-            )
-        )
+        held = PartBytes(*[layers * number for number in self.layer])
+        if is_first:
+            held = held.plus(self.embedding)
+        if is_last:
+            held = held.plus(self.head)
+        return held.plus(self.tied) if is_first or is_last else held
 
 
 def count_state(profile: Profile, group: Group) -> StateBytes:
     """Gives what a device holds of each part under these axes; replicas, sequence and pipeline cut no tensor."""
-    sizes = group.cut_sizes
-    gathered_sizes = {**sizes, Axis.FSDP: 1}
-    parts: dict[tuple[object, ...], tuple[int, int]] = {}
-    totals = {"embedding": PartBytes(), "layer": PartBytes(), "head": PartBytes(), "tied": PartBytes()}
-    for tensor in profile.tensors:
-        key = (tensor.shape, tensor.axes, tensor.units)
-        if key not in parts:
-            parts[key] = (count_parts(tensor, sizes), count_parts(tensor, gathered_sizes))
-        own, whole = parts[key]
-        is_layer = tensor.parts == (Part.LAYER,)
-        copies = tensor.copies / (max(profile.layers, 1) if is_layer else 1)
-        numbers, held = tensor.size / tensor.copies * copies, copies * tensor.bytes / tensor.copies / own
-        place = "tied" if len(tensor.parts) > 1 else next(iter(tensor.parts)).value
-        if tensor.role is Role.PARAMETER:
-            more = PartBytes(
-                parameters=held,
-                gradients=numbers * profile.gradient_bytes / own,
-                gathered=numbers * profile.compute_bytes / whole,
-                gathered_gradients=numbers * profile.gradient_bytes / whole,
+    return StateCounter(profile).count(group)
+
+
+class _Row(NamedTuple):
+    """A tensor: where its bytes are counted, how many numbers and bytes one layer of it has, and which other tensors
+    are cut as it is."""
+
+    place: str
+    is_parameter: bool
+    numbers: float
+    bytes: float
+    alike: int
+
+
+class StateCounter:
+    """`count_state` of one program, for whoever asks for many axes."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._kinds: list[Tensor] = []
+        self._rows: list[_Row] = []
+        known: dict[tuple[object, ...], int] = {}
+        for tensor in profile.tensors:
+            key = (tensor.shape, tensor.axes, tensor.units)
+            if key not in known:
+                known[key] = len(self._kinds)
+                self._kinds.append(tensor)
+            copies = tensor.copies / (max(profile.layers, 1) if tensor.parts == (Part.LAYER,) else 1)
+            self._rows.append(
+                _Row(
+                    place="tied" if len(tensor.parts) > 1 else next(iter(tensor.parts)).value,
+                    is_parameter=tensor.role is Role.PARAMETER,
+                    numbers=tensor.size / tensor.copies * copies,
+                    bytes=copies * tensor.bytes / tensor.copies,
+                    alike=known[key],
+                )
             )
-        else:
-            more = PartBytes(optimizer=held)
-        totals[place] = totals[place].plus(more)
-    return StateBytes(**totals)
+
+    def count(self, group: Group) -> StateBytes:
+        """What a device holds of each part under these axes."""
+        profile, sizes = self._profile, group.cut_sizes
+        gathered_sizes = {**sizes, Axis.FSDP: 1}
+        parts = [(count_parts(one, sizes), count_parts(one, gathered_sizes)) for one in self._kinds]
+        totals = {place: [0.0] * len(PartBytes._fields) for place in StateBytes._fields}
+        for place, is_parameter, numbers, size, alike in self._rows:
+            own, whole = parts[alike]
+            total = totals[place]
+            if is_parameter:
+                total[0] += size / own
+                total[1] += numbers * profile.gradient_bytes / own
+                total[3] += numbers * profile.compute_bytes / whole
+                total[4] += numbers * profile.gradient_bytes / whole
+            else:
+                total[2] += size / own
+        return StateBytes(**{place: PartBytes(*total) for place, total in totals.items()})

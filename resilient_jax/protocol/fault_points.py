@@ -1,9 +1,11 @@
-"""Places in a worker where a test, a benchmark or the demo can hold it, so that faults come at logical times.
+"""Places in a worker where a test, a benchmark, the demo or a chaos campaign can hold or break it at a logical time.
 
-A controller writes an order into a folder that the worker's environment names; a worker that comes to the
-place says so in the same folder and waits until the order is gone. Without the variable nothing is read.
+A controller writes orders into a folder that the worker's environment names; a worker that comes to such a
+place says so in the same folder and waits until the order is gone, or fails as the order says. Without the variable
+nothing is read. This is the only place where a fault is made from inside a process.
 """
 
+import contextlib
 import enum
 import os
 import time
@@ -26,6 +28,8 @@ class Place(enum.StrEnum):
 
     BEFORE_MICROBATCH = "before_microbatch"
     """About to compute one microbatch."""
+    AFTER_MICROBATCH = "after_microbatch"
+    """Its gradient was handed to the devices."""
     BEFORE_SUM = "before_sum"
     """About to enter the reduction: the others wait inside it."""
     AFTER_SUM = "after_sum"
@@ -54,15 +58,67 @@ class Place(enum.StrEnum):
     """Part and parity are there, the mark does not say so."""
     BEFORE_COMMITTED = "before_committed"
     """All hosts are complete: on the root it is not decided yet, on others it is, and the mark does not say so."""
+    BEFORE_SEND = "before_send"
+    """Bytes of a snapshot are about to go to another process; their digest is made. Belongs to no step."""
 
 
-class HoldOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold these hosts at this place of this step."""
+class Hold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Waits until the order is gone."""
+
+
+class Exit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ends the process, as a script or a library does that calls `_exit`."""
+
+    code: int
+
+
+class Raise(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Raises `InjectedFault`, as an error in the user's code."""
+
+    text: str
+
+
+class Hang(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The thread does nothing more for so long; all other threads of the process go on."""
+
+    seconds: float
+
+
+class Spoil(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The numbers that were computed here become NaN; of bytes that are sent one bit is turned over."""
+
+
+Act = Hold | Exit | Raise | Hang | Spoil
+
+
+class InjectedFault(RuntimeError):
+    """An error in the user's code that a controller asked for."""
+
+
+class FaultOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What these hosts do when they come to this place of this step.
+
+    All but `Hold` is done once by a host.
+    """
 
     place: Place
     step: int
     hosts: tuple[str, ...]
     index: int = ANY_INDEX
+    act: Act = Hold()
+    name: str = "hold"
+
+    def covers(self, host: str, place: Place, step: int, index: int) -> bool:
+        """Whether it is meant for a host that is there."""
+        return (
+            self.place is place
+            and host in self.hosts
+            and self.step in (ANY_STEP, step)
+            and self.index in (ANY_INDEX, index)
+        )
+
+
+ORDERS_DECODER = msgspec.json.Decoder(tuple[FaultOrder, ...])
 
 
 class FaultPoints:
@@ -78,47 +134,89 @@ class FaultPoints:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
-    def reach(self, place: Place, step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
-        """Waits here for as long as an order says so."""
-        order = _read_order(self._directory)
-        if order is None or order.place is not place or self._host not in order.hosts:
-            return
-        if order.step not in (ANY_STEP, step) or order.index not in (ANY_INDEX, index):
-            return
-        (self._directory / f"at-{self._host}").touch()
-        end_s = time.monotonic() + HOLD_LIMIT_S
-        while _read_order(self._directory) == order and time.monotonic() < end_s:
-            time.sleep(POLL_S)
+    def reach(self, place: Place, step: int = ANY_STEP, index: int = ANY_INDEX) -> bool:
+        """Does what an order for this place says; gives whether the numbers that were computed here are to be spoiled.
+
+        Raises:
+            InjectedFault: an order says so.
+        """
+        spoils = False
+        for order in _read_orders(self._directory):
+            if order.covers(self._host, place, step, index) and self._arrive(order, step):
+                spoils |= self._obey(order)
+        return spoils
+
+    def _arrive(self, order: FaultOrder, step: int) -> bool:
+        """Says that the host is here; gives whether the order is still to be obeyed."""
+        mark = self._directory / f"at-{order.name}-{self._host}"
+        try:
+            with mark.open("w" if isinstance(order.act, Hold) else "x") as file:
+                file.write(str(step))
+        except OSError:
+            return isinstance(order.act, Hold)
+        return True
+
+    def _obey(self, order: FaultOrder) -> bool:
+        match order.act:
+            case Hold():
+                end_s = time.monotonic() + HOLD_LIMIT_S
+                while order in _read_orders(self._directory) and time.monotonic() < end_s:
+                    time.sleep(POLL_S)
+            case Exit(code=code):
+                os._exit(code)
+            case Raise(text=text):
+                raise InjectedFault(text)
+            case Hang(seconds=seconds):
+                time.sleep(seconds)
+            case Spoil():
+                return True
+        return False
 
 
 class FaultPointController:
-    """The controller's side."""
+    """The controller's side. Orders have names; one with the name of another replaces it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        self._orders: dict[str, FaultOrder] = {}
 
     def hold(self, place: Place, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
         """From now on these hosts wait at that place."""
-        self.release()
-        order = HoldOrder(place=place, step=step, hosts=tuple(hosts), index=index)
-        temporary = self.directory / "order.tmp"
-        temporary.write_bytes(msgspec.json.encode(order))
-        temporary.replace(self.directory / "order.json")
+        self.order(FaultOrder(place=place, step=step, hosts=tuple(hosts), index=index))
 
-    def held(self) -> frozenset[str]:
+    def order(self, order: FaultOrder) -> None:
+        """From now on that holds, until `release`."""
+        self._forget(order.name)
+        self._orders[order.name] = order
+        self._write()
+
+    def held(self, name: str = "hold") -> frozenset[str]:
         """The hosts that have come there."""
-        return frozenset(path.name.removeprefix("at-") for path in self.directory.glob("at-*"))
+        prefix = f"at-{name}-"
+        return frozenset(path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*"))
 
-    def release(self) -> None:
+    def release(self, name: str = "hold") -> None:
         """Everybody goes on."""
-        (self.directory / "order.json").unlink(missing_ok=True)
-        for path in self.directory.glob("at-*"):
+        self._forget(name)
+        self._write()
+
+    def _forget(self, name: str) -> None:
+        if self._orders.pop(name, None) is not None:
+            self._write()
+        for path in self.directory.glob(f"at-{name}-*"):
             path.unlink()
 
+    def _write(self) -> None:
+        if not self._orders:
+            (self.directory / "orders.json").unlink(missing_ok=True)
+            return
+        temporary = self.directory / "orders.tmp"
+        temporary.write_bytes(msgspec.json.encode(tuple(self._orders.values())))
+        temporary.replace(self.directory / "orders.json")
 
-def _read_order(directory: Path) -> HoldOrder | None:
-    try:
-        return msgspec.json.decode((directory / "order.json").read_bytes(), type=HoldOrder)
-    except (OSError, msgspec.DecodeError):
-        return None
+
+def _read_orders(directory: Path) -> tuple[FaultOrder, ...]:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return ORDERS_DECODER.decode((directory / "orders.json").read_bytes())
+    return ()

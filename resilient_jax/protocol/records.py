@@ -45,6 +45,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     host: HostName
     incarnation: Incarnation
     process_index: ProcessIndex
+    endpoint: str = ""
+    """Where the worker serves state and programs; empty: it has not said."""
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):

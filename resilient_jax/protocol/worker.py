@@ -130,6 +130,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
         failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
+        program_cache_bytes: of compiled programs on this host.
     """
 
     job: str
@@ -141,3 +142,4 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     forming_timeout_s: float = 30.0
     snapshots: SnapshotSettings = SnapshotSettings()
     failure_domain: str = ""
+    program_cache_bytes: int = 2**32

@@ -14,7 +14,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.profile import Profile, Role
 from resilient_jax.sharding.abstract_model import AbstractProgram, Loss, abstract_program
 from resilient_jax.sharding.division import TracedProgram, divide_work, trace_program
-from resilient_jax.sharding.measuring import measure, products_of_gradient
+from resilient_jax.sharding.measuring import measure, measure_temporary, products_of_gradient
 from resilient_jax.sharding.naming import Naming, Tree
 from resilient_jax.sharding.operations import has_unknown_loop
 from resilient_jax.sharding.state_tensors import (
@@ -74,10 +74,7 @@ def profile_of(
     traced = trace_program(program, parameters, naming)
     again = _trace_again(rematerialised, loss, program, parameters, naming)
     measured = measure(program)
-    others = [(program.others, Role.OTHER)]
-    if optimizer is not None:
-        others.append((jax.eval_shape(optimizer.init, program.params), Role.OPTIMIZER))
-    tensors = state_tensors(parameters, traced.uses, others, naming)
+    tensors = state_tensors(parameters, traced.uses, _others(program, optimizer), naming)
     return Profile(
         name=name,
         source=_describe_source(program),
@@ -88,8 +85,17 @@ def profile_of(
         work=divide_work(traced, again, measured),
         divisors=find_divisors(tensors, traced.layers, sequence_tokens),
         fixed_bytes=measured.fixed_bytes,
+        backend=jax.default_backend(),
         can_rematerialise=again is not None,
     )
+
+
+def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, Role]]:  # noqa: ANN401 - as above
+    """What of the state is no parameter."""
+    others: list[tuple[Tree, Role]] = [(program.others, Role.OTHER)]
+    if optimizer is not None:
+        others.append((jax.eval_shape(optimizer.init, program.params), Role.OPTIMIZER))
+    return others
 
 
 def _trace_again(
@@ -112,7 +118,9 @@ def _trace_again(
             "one of them only; expected the same model, with its layers rematerialised"
         )
     traced = trace_program(again, parameters, naming)
-    return dataclasses.replace(traced, gradient_products=products_of_gradient(again))
+    return dataclasses.replace(
+        traced, gradient_products=products_of_gradient(again), temporary_bytes=measure_temporary(again).each
+    )
 
 
 def _describe_source(program: AbstractProgram) -> str:

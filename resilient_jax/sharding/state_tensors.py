@@ -70,7 +70,7 @@ def state_tensors(
     for info in parameters:
         tensors.setdefault(
             info.place.path,
-            _tensor(info.place.path, Role.PARAMETER, info, info.itemsize, parts[info.path], naming),
+            tensor_of(info, info.place.path, Role.PARAMETER, parts[info.path], naming),
         )
     for number, (tree, role) in enumerate(others):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -79,9 +79,8 @@ def state_tensors(
     return tuple(tensors.values())
 
 
-def _tensor(
-    path: str, role: Role, info: ParameterInfo, itemsize: int, parts: tuple[Part, ...], naming: Naming
-) -> Tensor:
+def tensor_of(info: ParameterInfo, path: str, role: Role, parts: tuple[Part, ...], naming: Naming) -> Tensor:
+    """Gives an array of a state as a tensor: without the dim over which its layers are stacked."""
     kept = [dim for dim in range(len(info.shape)) if dim != info.place.dim]
     shape, names = tuple(info.shape[dim] for dim in kept), tuple(info.names[dim] for dim in kept)
     return Tensor(
@@ -92,8 +91,9 @@ def _tensor(
         names=names,
         axes=tuple(None if name is None or name == LAYERS else naming.axes[name] for name in names),
         units=units_of(names, shape, naming),
-        dtype_bytes=itemsize,
+        dtype_bytes=info.itemsize,
         copies=info.place.copies,
+        stacked=info.place.dim,
     )
 
 
@@ -108,7 +108,8 @@ def _other_tensor(
     for info in parameters:
         if leaf.shape == info.shape and (path == info.path or path.endswith(f"/{info.path}")):
             stem = path[: len(path) - len(info.path)] + info.place.path
-            return _tensor(stem, role, info, leaf.dtype.itemsize, parts[info.path], naming)
+            same = dataclasses.replace(info, itemsize=leaf.dtype.itemsize)
+            return tensor_of(same, stem, role, parts[info.path], naming)
     unknown = ParameterInfo(
         path=path,
         shape=leaf.shape,
@@ -116,7 +117,7 @@ def _other_tensor(
         names=(None,) * len(leaf.shape),
         place=Place(path=path),
     )
-    return _tensor(path, role, unknown, leaf.dtype.itemsize, (Part.EMBEDDING,), naming)
+    return tensor_of(unknown, path, role, (Part.EMBEDDING,), naming)
 
 
 def find_divisors(tensors: Sequence[Tensor], layers: int, sequence_tokens: int | None) -> tuple[Divisor, ...]:

@@ -8,7 +8,7 @@ the turns that are missing; only a `while` of unknown turns stays counted once.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.extend import core
@@ -92,14 +92,43 @@ class CompiledProgram:
     temporary_bytes: int
 
 
-def compile_and_read(function: Callable[..., Any], *arguments: Any) -> CompiledProgram:  # noqa: ANN401 - pytrees
-    """Compiles a program for the default device, and gives what XLA says of it."""
+class Spread(NamedTuple):
+    """The same program for several devices: what all of them get together, and where it lies.
+
+    Attributes:
+        arguments: of all devices.
+        shardings: of each argument: one, or a tree of them.
+        result: the same of what it gives.
+    """
+
+    arguments: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    result: Any
+
+    def compile(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - a compiled program
+        """One program for all devices."""
+        jitted = jax.jit(function, in_shardings=self.shardings, out_shardings=self.result)
+        return jitted.lower(*self.arguments).compile()
+
+
+def compile_and_read(
+    function: Callable[..., Any],
+    *arguments: Any,  # noqa: ANN401 - pytrees
+    spread: Spread | None = None,
+) -> CompiledProgram:
+    """Compiles a program, and gives what XLA says of it; of one device.
+
+    Args:
+        function: the program.
+        arguments: of one device.
+        spread: compile it for several devices; None: for the default device.
+    """
 
     def compile_(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
         return _read(jax.jit(function).lower(*arguments).compile())
 
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    compiled = jax.jit(function).lower(*arguments).compile()
+    compiled = jax.jit(function).lower(*arguments).compile() if spread is None else spread.compile(function)
     memory = compiled.memory_analysis()
     if memory is None:
         raise OperatorError(

@@ -89,6 +89,14 @@ class Tools:
         if self.faults is not None:
             self.faults.reach(place, id.step, index)
 
+    def put_on_the_wire(self, data: memoryview) -> memoryview:
+        """What another process will get: these bytes, unless a chaos campaign has one bit turned over on the way."""
+        if self.faults is None or not data or not self.faults.reach(Place.BEFORE_SEND):
+            return data
+        damaged = bytearray(data)
+        damaged[len(damaged) // 2] ^= 1
+        return memoryview(damaged)
+
 
 class Exchange:
     """One snapshot's way, from the part that is there to its end."""

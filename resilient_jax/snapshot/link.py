@@ -72,9 +72,19 @@ class Link:
         Raises:
             MessageError: none did.
         """
-        if not self._descriptors:
+        return self.take_descriptors(1)[0]
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Those that came with the message that was just received; the caller closes them.
+
+        Raises:
+            MessageError: fewer came; they are closed, so that the next message gets its own.
+        """
+        if len(self._descriptors) < count:
+            while self._descriptors:
+                os.close(self._descriptors.popleft())
             raise MessageError("a message names a descriptor that did not come with it")
-        return self._descriptors.popleft()
+        return [self._descriptors.popleft() for _ in range(count)]
 
     def shut_down(self) -> None:
         """Ends `receive` here and at the other side."""

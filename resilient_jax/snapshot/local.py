@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from resilient_jax.errors import InternalError, PeerUnreachable, SnapshotMissing
+from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, SnapshotMissing
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
 from resilient_jax.snapshot.link import Link
 from resilient_jax.snapshot.manifest import Manifest, PartContents, decode_manifest
@@ -251,7 +251,12 @@ class LocalServer:
             elif isinstance(message, Retired):
                 self._mapped.pop(message.number, None)
             else:
-                descriptors = self._take_descriptors(message)
+                descriptors: list[int] = []
+                try:
+                    descriptors = self._take_descriptors(message)
+                except MessageError as error:  # the kernel drops those that this process has no room for
+                    text = f"{error}: this process can open no more (ulimit -n). Raise its limit"
+                    message = Failed(call=message.call, error=PeerUnreachable.__name__, message=text)
                 if message.call in self._answers:
                     self._answers[message.call] = (message, descriptors)
                 else:  # whoever asked has given up
@@ -261,4 +266,4 @@ class LocalServer:
 
     def _take_descriptors(self, answer: ServerAnswer) -> list[int]:
         count = len(answer.slots) if isinstance(answer, Slots) else int(isinstance(answer, PartOf))
-        return [self._link.take_descriptor() for _ in range(count)]
+        return self._link.take_descriptors(count)

@@ -47,7 +47,9 @@ class SnapshotService:
         """Listens to nothing yet; `host` is an address of this machine."""
         self._tools = tools
         self._arena = tools.arena
-        self.bulk = BulkServer(host, credentials, ReadRequest, self.read, tools.checksum)
+        self.bulk = BulkServer(
+            host, credentials, ReadRequest, self.read, tools.checksum, tools.put_on_the_wire
+        )
 
     @property
     def handlers(self) -> dict[AnyMethod, UnaryHandler]:

@@ -173,25 +173,7 @@ class Slot:
         Raises:
             ChecksumMismatch: the mark is not one of ours, or is damaged.
         """
-        page, check = bytes(self.memory[: _MARK.size]), bytes(self.memory[_MARK.size :][: _CHECK.size])
-        magic, version, phase, rows, step, generation, part, block, chunk, *manifest, wall_s = _MARK.unpack(
-            page
-        )
-        (expected,) = _CHECK.unpack(check)
-        found = zlib.crc32(page)
-        if magic != _MAGIC or version != _VERSION or found != expected:
-            raise ChecksumMismatch(
-                f"mark of slot {self.number} is damaged: found magic {magic!r}, version {version} and CRC-32 "
-                f"{found:08x}, expected {_MAGIC!r}, {_VERSION} and {expected:08x}"
-            )
-        return Mark(
-            id=SnapshotId(step=step, generation=GenerationNumber(generation)),
-            phase=Phase(phase),
-            shape=SlotShape(part_bytes=part, rows=rows, grid=Grid(block, chunk)),
-            manifest_bytes=manifest[0],
-            manifest_crc=manifest[1],
-            wall_s=wall_s,
-        )
+        return parse_mark(self.memory, f"slot {self.number}")
 
     def close(self) -> None:
         """Lets go of the memory, whoever still knows this object; freed when the worker, too, lets go of it.
@@ -202,6 +184,31 @@ class Slot:
         with contextlib.suppress(BufferError):
             self._mapped.close()
         os.close(self.descriptor)
+
+
+def parse_mark(memory: bytes | memoryview, where: str = "a slot") -> Mark:
+    """The mark at the beginning of a slot's memory.
+
+    Raises:
+        ChecksumMismatch: it is not one of ours, or is damaged.
+    """
+    page, check = bytes(memory[: _MARK.size]), bytes(memory[_MARK.size :][: _CHECK.size])
+    magic, version, phase, rows, step, generation, part, block, chunk, *manifest, wall_s = _MARK.unpack(page)
+    (expected,) = _CHECK.unpack(check)
+    found = zlib.crc32(page)
+    if magic != _MAGIC or version != _VERSION or found != expected:
+        raise ChecksumMismatch(
+            f"mark of {where} is damaged: found magic {magic!r}, version {version} and CRC-32 "
+            f"{found:08x}, expected {_MAGIC!r}, {_VERSION} and {expected:08x}"
+        )
+    return Mark(
+        id=SnapshotId(step=step, generation=GenerationNumber(generation)),
+        phase=Phase(phase),
+        shape=SlotShape(part_bytes=part, rows=rows, grid=Grid(block, chunk)),
+        manifest_bytes=manifest[0],
+        manifest_crc=manifest[1],
+        wall_s=wall_s,
+    )
 
 
 def _prefault(mapped: mmap.mmap) -> None:

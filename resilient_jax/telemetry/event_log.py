@@ -19,7 +19,8 @@ class EventLog:
     """Appends events to a file, and keeps the newest in memory for tables.
 
     A line is one `write` of whole bytes, so a killed writer leaves at most one torn last line, which
-    `read_events` leaves out.
+    `read_events` leaves out. What a full disk does not take is written when there is space again; of more than `KEPT`
+    events only the number of the oldest, as an event.
     """
 
     KEPT = 1000
@@ -29,7 +30,7 @@ class EventLog:
         self.host = host
         self.recent: collections.deque[Event] = collections.deque(maxlen=self.KEPT)
         self._clock = clock or SystemClock()
-        self._file = LineFile(path) if path is not None else None
+        self._file = LineFile(path, kept=self.KEPT, tell_lost=self._encode_lost) if path is not None else None
 
     def record(
         self,
@@ -51,17 +52,27 @@ class EventLog:
         step: int | None = None,
     ) -> None:
         """As `record`, for details that come as a mapping."""
-        self.append(
-            Event(
-                kind=kind,
-                host=self.host,
-                monotonic_s=self._clock.monotonic_s(),
-                wall_s=self._clock.wall_s(),
-                generation=generation,
-                step=step,
-                detail=dict(detail),
-            )
+        self.append(self._make(kind, detail, generation, step))
+
+    def _make(
+        self,
+        kind: EventKind,
+        detail: Mapping[str, str | int | float | bool],
+        generation: int | None = None,
+        step: int | None = None,
+    ) -> Event:
+        return Event(
+            kind=kind,
+            host=self.host,
+            monotonic_s=self._clock.monotonic_s(),
+            wall_s=self._clock.wall_s(),
+            generation=generation,
+            step=step,
+            detail=dict(detail),
         )
+
+    def _encode_lost(self, lost: int) -> bytes:
+        return _ENCODER.encode(self._make(EventKind.LOG_UNWRITABLE, {"lost": lost}))
 
     def append(self, event: Event) -> None:
         """Writes an event that another process of this host saw."""

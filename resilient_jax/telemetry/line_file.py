@@ -1,13 +1,15 @@
 """A log file that may never take the training down with it: a full disk is said once, then retried."""
 
+import collections
 import contextlib
+import errno
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-RETRY_AFTER_S = 10.0
+RETRY_AFTER_S = 1.0
 """A full disk may be cleaned up; trying on every line would cost a system call a line for nothing."""
 
 
@@ -16,15 +18,31 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
+def _count(lost: int) -> bytes:
+    return f"({lost} lines were lost here)".encode()
+
+
 class LineFile:
     """Appends lines, one unbuffered write each. Never raises after it was opened.
 
-    Lines that could not be written are counted and the count is written when the file takes lines again.
+    Of lines that could not be written the newest `kept` are written when the file takes lines again; the others are
+    counted, and a line says how many. A line is written whole or not at all.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = _say) -> None:
+    def __init__(
+        self,
+        path: Path,
+        say: Callable[[str], None] = _say,
+        *,
+        kept: int = 0,
+        tell_lost: Callable[[int], bytes] = _count,
+    ) -> None:
+        """`tell_lost` makes the line that says how many were lost."""
         self.path = path
         self._say = say
+        self._kept = kept
+        self._tell_lost = tell_lost
+        self._waiting: collections.deque[bytes] = collections.deque()
         self._lost = 0
         self._retry_at_s = 0.0
         self._descriptor: int | None = None
@@ -32,26 +50,30 @@ class LineFile:
 
     def write(self, line: bytes) -> None:
         """Appends `line` and a newline."""
-        if self._descriptor is None:
-            if time.monotonic() < self._retry_at_s:
-                self._lost += 1
-                return
+        self._waiting.append(line)
+        if self._descriptor is None and time.monotonic() >= self._retry_at_s:
             self._open()
-        if self._descriptor is None:
+        if self._descriptor is not None:
+            self._flush(self._descriptor)
+        while len(self._waiting) > self._kept:
+            self._waiting.popleft()
             self._lost += 1
-            return
-        try:
-            whole = line + b"\n"
-            if os.write(self._descriptor, whole) != len(whole):
-                raise OSError(28, "No space left on device")
-        except OSError as error:
-            self._lost += 1
-            self._give_up_for_now(error)
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _flush(self, descriptor: int) -> None:
+        try:
+            if self._lost:
+                _append(descriptor, self._tell_lost(self._lost))
+                self._lost = 0
+            while self._waiting:
+                _append(descriptor, self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            self._give_up_for_now(error)
 
     def _open(self) -> None:
         try:
@@ -59,9 +81,6 @@ class LineFile:
             self._descriptor = os.open(
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
             )
-            if self._lost:
-                os.write(self._descriptor, f"({self._lost} lines were lost here)\n".encode())
-                self._lost = 0
         except OSError as error:
             self._give_up_for_now(error)
 
@@ -74,3 +93,18 @@ class LineFile:
         self._retry_at_s = time.monotonic() + RETRY_AFTER_S
         with contextlib.suppress(OSError):
             self.close()
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    """Writes a line.
+
+    Raises:
+        OSError: it did not fit; nothing of it is there.
+    """
+    whole = line + b"\n"
+    written = os.write(descriptor, whole)
+    if written != len(whole):
+        # Half a line would swallow the next one, and whoever reads lines of events refuses it.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -12,6 +12,7 @@ from typing import Final
 import jax
 import msgspec
 
+from resilient_jax.compile.ahead import LEAVING_S, AheadCompiler
 from resilient_jax.errors import CallerError, PeerError, SnapshotLost, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
@@ -27,6 +28,7 @@ from resilient_jax.protocol.worker import (
     Stop,
     WorkerSettings,
 )
+from resilient_jax.training.compiling import Compiling, program_folder
 from resilient_jax.training.held_state import HeldState, to_host
 from resilient_jax.training.jax_runtime.abort import abort_collectives
 from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
@@ -34,6 +36,7 @@ from resilient_jax.training.jax_runtime.distributed import Connection, connect, 
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming, is_detached
 from resilient_jax.training.jax_runtime.local_clique import form_local_clique
+from resilient_jax.training.ledger import Ledger
 from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.lookout import Lookout, NewestCheckpoint
 from resilient_jax.training.snapshots.keeping import SnapshotKeeper
@@ -96,9 +99,8 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
     _has_run = True
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
     tripwire = os.environ.pop(TRIPWIRE_VARIABLE, None)
-    _Worker(int(descriptor), settings, newest_checkpoint).run(
-        train, int(tripwire) if tripwire is not None else None
-    )
+    with contextlib.closing(_Worker(int(descriptor), settings, newest_checkpoint)) as worker:
+        worker.run(train, int(tripwire) if tripwire is not None else None)
 
 
 def _run_alone(train: Train) -> None:
@@ -112,6 +114,7 @@ def _run_alone(train: Train) -> None:
             link=SoloLink(host),
             change=str(Change.REFORM),
             reason="started without an agent",
+            ledger=Ledger.from_environment(host),
         )
     )
 
@@ -128,10 +131,11 @@ class _Worker:
         self._connection: Connection | None = None
         self._events: list[Event] = []
         self._fault_points = FaultPoints.from_environment(settings.host)
+        self._ledger = Ledger.from_environment(settings.host)
         self._interrupting_since_s: float | None = None
         self._local_clique_broken = False
         self._replicas_span_hosts = False
-        self._server = StateServer(settings.address, self._credentials)
+        self._server = StateServer(settings.address, self._credentials, program_folder())
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
         self._lookout = Lookout(newest_checkpoint, self._link.sees_checkpoint, self._link.happened)
         if newest_checkpoint is not None:
@@ -145,7 +149,9 @@ class _Worker:
             self._link,
             self._reach,
         )
-        if (warning := share_compilation_cache()) is not None:
+        self._compiling = Compiling(settings.host, self._credentials, self._link.happened)
+        self._ahead = AheadCompiler(self._compiling.compiled_ahead, self._compiling.refused_ahead)
+        if (warning := share_compilation_cache(self._compiling, settings.program_cache_bytes)) is not None:
             self._link.happened(EventKind.COMPILE_CACHE_OFF, why=warning)
 
     def run(self, train: Train, tripwire: int | None) -> None:
@@ -179,6 +185,10 @@ class _Worker:
                 failure=failure,
             )
 
+    def close(self) -> None:
+        """Ends what would disturb the end of this process."""
+        self._ahead.close()
+
     def _live_through(self, order: Form, train: Train) -> tuple[bool, Failure | None]:
         """One generation. Leaves no reference to its arrays or exceptions behind."""
         try:
@@ -186,6 +196,7 @@ class _Worker:
             try:
                 train(world)
             finally:
+                self._ahead.drop()
                 self._replicas_span_hosts = world.replicas_span_hosts
             return True, None
         except GenerationEnded:
@@ -242,6 +253,7 @@ class _Worker:
         generation = order.generation
         self._interrupting_since_s = None
         self._events.clear()
+        self._compiling.begin(generation.members)
         started_s = time.monotonic()
         if generation.change is Change.REFORM:
             self._reform(order)
@@ -268,7 +280,10 @@ class _Worker:
             lost=generation.lost,
             events=self._events,
             fault_points=self._fault_points,
+            ledger=self._ledger,
             snapshots=self._snapshots,
+            on_commit=self._compiling.say_once,
+            ahead=self._ahead,
         )
 
     def _reform(self, order: Form) -> None:
@@ -351,6 +366,7 @@ class _Worker:
         if connection is None:
             return
         started_s = time.monotonic()
+        self._ahead.wait(LEAVING_S)
         leftovers = disconnect(connection.gloo)
         self._link.left_world()
         self._note(

@@ -11,6 +11,8 @@ import ml_dtypes  # noqa: F401 - teaches numpy bfloat16 and the float8 types by 
 import msgspec
 import numpy as np
 
+from resilient_jax.compile import exchange
+from resilient_jax.compile.exchange import ProgramFolder
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import Source
@@ -25,6 +27,8 @@ CHUNK_BYTES = 2**22
 OFFER_DEADLINE_S = 30.0
 FETCH_DEADLINE_S = 600.0
 SERVICE = "state"
+THREADS = 16
+"""Hosts that wait for a program to be compiled have one each, and must not keep the state from others."""
 
 
 class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,13 +60,17 @@ FETCH = Method("fetch", FetchRequest, FetchPart, streams=True)
 
 
 class StateServer:
-    """Serves this worker's state to peers while a generation forms."""
+    """Serves this worker's state to peers while a generation forms, and its compiled programs at any time."""
 
-    def __init__(self, host_address: str, credentials: Credentials) -> None:
+    def __init__(
+        self, host_address: str, credentials: Credentials, programs: ProgramFolder | None = None
+    ) -> None:
         self._offered = threading.Condition()
         self._offer: tuple[GenerationNumber, HeldState] | None = None
-        self._server = ThreadServer(f"{host_address}:0", credentials=credentials)
+        self._server = ThreadServer(f"{host_address}:0", credentials=credentials, threads=THREADS)
         self._server.add(SERVICE, {FETCH: self._fetch})
+        if programs is not None:
+            self._server.add(exchange.SERVICE, {exchange.FETCH_PROGRAM: programs.serve})
         self._server.start()
 
     @property

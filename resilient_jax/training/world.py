@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from resilient_jax.compile.ahead import AheadCompiler, AheadJob
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
@@ -25,14 +27,17 @@ from resilient_jax.training.held_state import (
     restore,
 )
 from resilient_jax.training.jax_runtime.handles import Device
+from resilient_jax.training.ledger import Ledger
 from resilient_jax.training.snapshots.keeping import SnapshotKeeper
 from resilient_jax.training.snapshots.restoring import restore_snapshot
 from resilient_jax.training.step.assignment import Job, ReplicaShape
 from resilient_jax.training.step.contributions import Contributions
 from resilient_jax.training.step.quotas import unit_count
-from resilient_jax.training.step.sums import Batches, Microbatch, StepSums
+from resilient_jax.training.step.sums import Batches, Microbatch, StepSums, SumCall
 
 Tree = TypeVar("Tree")
+SETTLED_S = 2.0
+"""Seconds into a world before its losses are prepared for: until then other hosts may be about to join it."""
 ONE_HOST = ReplicaShape()
 """A replica on each host."""
 
@@ -117,7 +122,10 @@ class World:
         lost: StateLoss | None = None,
         events: Sequence[Event] = (),
         fault_points: FaultPoints | None = None,
+        ledger: Ledger | None = None,
         snapshots: SnapshotKeeper | None = None,
+        on_commit: Callable[[], None] = lambda: None,
+        ahead: AheadCompiler | None = None,
     ) -> None:
         self.generation = generation
         self.hosts = tuple(hosts[index] for index in sorted(hosts))
@@ -128,7 +136,10 @@ class World:
         self.lost = lost
         self._events = tuple(events)
         self._fault_points = fault_points
+        self._ledger = ledger
         self._snapshots = snapshots
+        self._on_commit = on_commit
+        self._ahead = ahead
         self._hosts_by_index = dict(hosts)
         self._indexes = sorted(hosts)
         self._holder = holder
@@ -136,8 +147,11 @@ class World:
         self._step: int | None = None
         self._is_resumed = False
         self._sums: StepSums | None = None
-        self._sums_made: set[str] = set()
-        """In this step."""
+        self._sums_made: dict[str, tuple[HostName, ...]] = {}
+        """In this step: who computed each microbatch."""
+        self._sum_calls: dict[str, SumCall] = {}
+        self._is_foreseen = True
+        """Whether all sums that were called are expected to be called among fewer hosts."""
 
     @property
     def is_fresh(self) -> bool:
@@ -194,6 +208,7 @@ class World:
             self._link.begin_step(step)
             self._step = step
             self._sums_made.clear()
+            self._foresee_losses()
             yield step
             self._link.check()
 
@@ -215,6 +230,7 @@ class World:
         held = self._holder.state
         if held is None:
             return place_initial(init(), sharding)
+        self._enter_restored(held)
         return restore(describe(init), held, sharding)
 
     def _restore_snapshot(
@@ -234,6 +250,7 @@ class World:
             )
         self._holder.state = hold(plan.id.step, state)
         self._holder.snapshot = None
+        self._enter_restored(self._holder.state)
         return state
 
     def snapshot(self, state: Any) -> None:  # noqa: ANN401 - any pytree
@@ -296,6 +313,15 @@ class World:
             {name: float(value) for name, value in metrics.items()},
             holds_state=self._holder.holds_state,
         )
+        self._on_commit()
+        if self._ledger is not None:
+            self._ledger.committed(
+                self._holder.state,
+                self.generation,
+                len(self.hosts),
+                self._sums_made,
+                is_first=self.host_index == 0,
+            )
         self._reach(Place.AFTER_COMMIT)
 
     def sum(self, tree: Tree) -> Tree:
@@ -362,7 +388,16 @@ class World:
         total = self._get_sums().sum_microbatches(
             job, add, zeros, data=data, shape=replicas, by_speed=by_speed
         )
-        self._sums_made.add(name)
+        self._sums_made[name] = tuple(self.hosts[place] for place in self._get_sums().owners)
+        if name not in self._sum_calls:
+            self._sum_calls[name] = SumCall(
+                devices=self.devices,
+                process_index=self.process_index,
+                job=job,
+                shape=replicas,
+                like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
+            )
+            self._is_foreseen = False
         return total
 
     def replica_count(self, replicas: ReplicaShape = ONE_HOST) -> int:
@@ -403,6 +438,24 @@ class World:
         if self._holder.is_empty:
             self._holder.first_step = step
 
+    def compile_ahead(self, jobs: Iterable[AheadJob], after_s: float = 0.0) -> None:
+        """Compiles these in the background while training goes on; what waits is forgotten with this world."""
+        if self._ahead is not None:
+            self._ahead.expect(jobs, after_s)
+
+    def _foresee_losses(self) -> None:
+        """What the sums of this world will call when one host is lost, and two, is compiled meanwhile."""
+        if self._is_foreseen:
+            return
+        self._is_foreseen = True
+        jobs = [
+            AheadJob(f"sums over {count} hosts", functools.partial(call.compile_for, count, call.shape))
+            for count in (len(self.hosts) - 1, len(self.hosts) - 2)
+            if count > 0
+            for call in self._sum_calls.values()
+        ]
+        self.compile_ahead(jobs, SETTLED_S)
+
     def _get_sums(self) -> StepSums:
         if self._sums is None:
             self._sums = StepSums(
@@ -414,9 +467,16 @@ class World:
         if self._fault_points is not None:
             self._fault_points.reach(place, step)
 
-    def _reach(self, place: Place, index: int = ANY_INDEX) -> None:
-        if self._fault_points is not None and self._step is not None:
-            self._fault_points.reach(place, self._step, index)
+    def _reach(self, place: Place, index: int = ANY_INDEX) -> bool:
+        if self._step is None:
+            return False
+        if self._ledger is not None and place is Place.BEFORE_MICROBATCH:
+            self._ledger.begun(self._step, index, self.generation)
+        return self._fault_points is not None and self._fault_points.reach(place, self._step, index)
+
+    def _enter_restored(self, held: HeldState) -> None:
+        if self._ledger is not None:
+            self._ledger.restored(held, self.generation, len(self.hosts), is_first=self.host_index == 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -428,8 +488,8 @@ class _Surroundings:
     def check(self) -> None:
         self.world._link.check()
 
-    def reach(self, place: Place, index: int) -> None:
-        self.world._reach(place, index)
+    def reach(self, place: Place, index: int) -> bool:
+        return self.world._reach(place, index)
 
 
 def _refuse_to_begin_anew(lost: StateLoss | None) -> None:

@@ -73,6 +73,7 @@ class BulkServer(Generic[RequestT]):
         request: type[RequestT],
         serve: Callable[[RequestT], Answer],
         checksum: Checksum,
+        on_the_way: Callable[[memoryview], memoryview] = lambda data: data,
     ) -> None:
         """Listens to nothing yet.
 
@@ -82,6 +83,7 @@ class BulkServer(Generic[RequestT]):
             request: what clients send.
             serve: answers a request, or raises; called from many threads.
             checksum: of what is sent.
+            on_the_way: what becomes of the bytes after their digest was made.
         """
         self.port = 0
         self.ticket = secrets.token_bytes(TICKET_BYTES)
@@ -89,6 +91,7 @@ class BulkServer(Generic[RequestT]):
         self._request = request
         self._serve = serve
         self._checksum = checksum
+        self._on_the_way = on_the_way
         self._tls = server_context(credentials.tls) if credentials.tls is not None else None
         self._changed = threading.Condition()  # guards what follows
         self._listening: socket.socket | None = None
@@ -198,4 +201,4 @@ class BulkServer(Generic[RequestT]):
             return
         end_s = time.monotonic() + SEND_S
         send_frame(connection, head, end_s)
-        send(connection, data, end_s)
+        send(connection, self._on_the_way(data), end_s)

@@ -25,6 +25,8 @@ from resilient_jax.transport.credentials import TlsFiles, check_pem
 TICKET_BYTES: Final = 16
 HEAD_LIMIT_BYTES: Final = 65_536
 """A longer request or head is not one of ours."""
+TLS_ALERT: Final = b"\x15\x03"
+"""With this begins what a server with TLS says to a client without (RFC 8446, 5.1). As a length it would be 350 MB."""
 _TIMEVAL: Final = struct.Struct("ll")
 
 
@@ -90,10 +92,13 @@ def receive_frame(connection: socket.socket, end_s: float) -> bytes:
 
     Raises:
         MessageError: it is too long to be one.
+        EOFError: the other side refuses a connection without TLS.
         LateError, OSError, EOFError: as `receive_into`.
     """
     header = bytearray(HEADER.size)
     receive_into(connection, memoryview(header), end_s)
+    if header.startswith(TLS_ALERT):
+        raise EOFError("the other side uses TLS and we do not; give this process the job's certificates too")
     (length,) = HEADER.unpack(header)
     if length > HEAD_LIMIT_BYTES:
         raise MessageError(f"bulk frame of {length} bytes, expected {HEAD_LIMIT_BYTES} at most")

@@ -11,7 +11,7 @@ import enum
 import os
 import signal
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import ExitCode, PeerError, StoreUnreachable
@@ -53,6 +53,7 @@ PROGRESS_INTERVAL_S = 0.25
 """How often step and metrics go to the store, for people to look at."""
 RELAY_GRACE_S = 10.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
+CANCEL_AGAIN_S = 1.0
 DRAIN_DEADLINE_S = 25.0
 """Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
 
@@ -214,9 +215,7 @@ class Agent:
                     raise error
             raise AssertionError("a session's tasks end only by an error")
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end_all(tasks)
 
     async def _retrying(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Does `work` again when the store was away for a moment; the lease decides when that is too long."""
@@ -231,8 +230,7 @@ class Agent:
         while True:
             session = self._new_session()
             try:
-                known = await self._read_generation()
-                self._void = known.number if known is not None else None
+                self._void = self._seat_of_before(await self._read_generation())
                 await session.open()
                 return session
             except PeerError as error:
@@ -245,9 +243,18 @@ class Agent:
                 await asyncio.sleep(0.2)
 
     async def _read_generation(self) -> Generation | None:
-        """The generation that stands when this host comes (back): a seat that it has there is void."""
+        """The generation that stands when this host comes (back)."""
         record = await self._store.get(generation_key(self._settings.job))
         return GENERATION_DECODER.decode(record.value) if record is not None else None
+
+    def _seat_of_before(self, known: Generation | None) -> GenerationNumber | None:
+        """The generation in which this host has a seat from before it lost the store: that seat is void.
+
+        Where it has none, the generation may be one that is just being changed, and take it in.
+        """
+        if known is None or known.member(self._settings.host) is None:
+            return None
+        return known.number
 
     def _leader(self) -> Leader:
         config = self._settings.config
@@ -260,6 +267,7 @@ class Agent:
                 min_hosts=config.min_hosts,
                 start_deadline_s=config.start_deadline_s,
                 regroup_s=config.lease_ttl_s + 2.0,
+                lost_patience_s=config.state_lost_patience_s,
                 quiesce_deadline_s=config.quiesce_deadline_s,
                 forming_deadline_s=config.forming_deadline_s,
                 collective_retry_limit=config.collective_retry_limit,
@@ -427,3 +435,13 @@ class Agent:
                 await session.close()
         self._log.record(EventKind.AGENT_STOPPED)
         self._log.close()
+
+
+async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    """Cancels tasks until they are done: one that swallowed a cancellation must not keep a host away for ever."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)  # their errors are known, or of no interest any more

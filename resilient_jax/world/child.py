@@ -61,7 +61,12 @@ class Child:
             pass_fds=tuple(pass_fds),
             start_new_session=True,
         )
-        self._pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.process.pid)
+        except OSError:  # no descriptor left: a child that nobody can watch must not be
+            with self.process:
+                self.kill()
+            raise
         self._exited: asyncio.Event = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 

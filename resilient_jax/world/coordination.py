@@ -122,7 +122,8 @@ class _Waiting:
             self.child.process.stdin.flush()
         except OSError:
             return False
-        answer = await asyncio.wait_for(self._lines.readline(), START_TIMEOUT_S)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            answer = await self._lines.readline()
         return answer.startswith(b"serving")
 
 
@@ -135,7 +136,8 @@ async def _start_waiting() -> _Waiting:
     try:
         assert child.process.stdout is not None, "started with a pipe"
         lines = await read_lines(child.process.stdout.fileno())
-        answer = await asyncio.wait_for(lines.readline(), START_TIMEOUT_S)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            answer = await lines.readline()
         if answer.strip() != b"ready":
             raise InternalError(f"the coordination service said {answer!r} instead of being ready")
     except BaseException:

@@ -160,6 +160,7 @@ def _assign_seats(
                 host=status.host,
                 incarnation=status.worker.incarnation,
                 process_index=ProcessIndex(index),
+                endpoint=status.worker.report.endpoint,
             )
         )
     return tuple(sorted(members, key=lambda m: m.process_index))

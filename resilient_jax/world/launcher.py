@@ -43,6 +43,18 @@ OWN_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
 """Agents end with another positive one only for the script."""
 
 
+class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a host of the job is on this machine.
+
+    Attributes:
+        address: that it listens at.
+        prefix: the words before its agent's command that make it run there, such as `ip netns exec NAME`.
+    """
+
+    address: str
+    prefix: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
     """A job on this machine.
@@ -50,6 +62,8 @@ class LaunchSettings:
     Attributes:
         agent_options: options for every agent's command line.
         host_restart_delay_s: how long a killed host stays away; None: for good.
+        sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
+        store_host: address that the store listens at.
     """
 
     job: JobName
@@ -60,6 +74,8 @@ class LaunchSettings:
     environment: Mapping[str, str]
     host_restart_delay_s: float | None = 1.0
     host_restart_limit: int = 100
+    sites: tuple[Site, ...] = ()
+    store_host: str = "127.0.0.1"
 
 
 class JobView:
@@ -127,7 +143,7 @@ class Launcher:
         log = EventLog(directory / "launcher.events.jsonl", "launcher")
         store = MemoryStore()
         server = Server(
-            "127.0.0.1:0",
+            f"{self._settings.store_host}:0",
             credentials=self._credentials,
             on_event=lambda kind, detail: log.note(kind, detail),
         )
@@ -230,17 +246,22 @@ class Launcher:
                 self._on_signal(signal.SIGINT)  # what one agent was refused for, all were started with
                 return
             delay_s = self._settings.host_restart_delay_s
-            if code >= 0 or self._interrupted or self.view.outcome is not None or delay_s is None:
+            is_down = code < 0 or code == ExitCode.OUT_OF_RESOURCES
+            if not is_down or self._interrupted or self.view.outcome is not None or delay_s is None:
                 return
             budget, backoff_s = budget.spend(asyncio.get_running_loop().time())
             if backoff_s is None:
                 return
-            self._on_line(f"[{name}] the host is down ({signal.Signals(-code).name})".encode())
+            why = signal.Signals(-code).name if code < 0 else ExitCode(code).name
+            self._on_line(f"[{name}] the host is down ({why})".encode())
             await asyncio.sleep(delay_s + backoff_s)
 
     def _start_agent(self, name: HostName, index: int) -> Child:
         settings = self._settings
+        # An address of its own: loopback has 2^24 of them, and each host of a pod has one, too.
+        site = settings.sites[index] if settings.sites else Site(address=f"127.0.0.{index + 2}")
         command = [
+            *site.prefix,
             sys.executable,
             "-m",
             "resilient_jax.cli.main",
@@ -248,8 +269,7 @@ class Launcher:
             *("--store", self.address),
             *("--job", settings.job),
             *("--host-name", name),
-            # An address of its own: loopback has 2^24 of them, and each host of a pod has one, too.
-            *("--address", f"127.0.0.{index + 2}"),
+            *("--address", site.address),
             *("--expected-hosts", str(settings.hosts)),
             *("--run-dir", str(settings.run_directory)),
             *settings.agent_options,

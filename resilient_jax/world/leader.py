@@ -120,6 +120,18 @@ class Leader:
                     return
 
 
+async def next_event(inbox: "asyncio.Queue[MembershipEvent]") -> MembershipEvent:
+    """What comes next; a tick if nothing does for a while.
+
+    Not `asyncio.wait_for`: until Python 3.12 it swallows a cancellation that comes together with the result.
+    """
+    try:
+        async with asyncio.timeout(TICK_S):
+            return await inbox.get()
+    except TimeoutError:
+        return Tick()
+
+
 class _Rule:
     """One term of leadership."""
 
@@ -159,10 +171,7 @@ class _Rule:
     ) -> MembershipEvent:
         if watching.done():
             watching.result()  # raises what ended it
-        try:
-            return await asyncio.wait_for(inbox.get(), TICK_S)
-        except TimeoutError:
-            return Tick()
+        return await next_event(inbox)
 
     async def _watch(self, prefix: str, revision: Revision, emit: Callable[[MembershipEvent], None]) -> None:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
@@ -212,6 +221,8 @@ class _Rule:
             change=str(generation.change),
             hosts=len(generation.members),
             reason=generation.reason,
+            token=self._token,
+            revision=result.revision,
         )
         if generation.lost is not None and (before is None or generation.lost != before.lost):
             self._announce(generation, generation.lost)

@@ -21,6 +21,7 @@ from resilient_jax.protocol.fault_points import (
     ANY_INDEX,
     ANY_STEP,
     DIRECTORY_VARIABLE,
+    FaultOrder,
     FaultPointController,
     Place,
 )
@@ -124,6 +125,23 @@ class LocalJob:
     def release(self) -> None:
         """Lets held hosts go on."""
         self._points.release()
+
+    def order(self, order: FaultOrder) -> None:
+        """Has hosts wait or fail at a place, until `release_order`."""
+        self._points.order(order)
+
+    def came(self, name: str) -> frozenset[str]:
+        """The hosts that have come to the place of the order of that name."""
+        return self._points.held(name)
+
+    def release_order(self, name: str) -> None:
+        """Ends an order; who is held goes on."""
+        self._points.release(name)
+
+    @property
+    def launcher_pid(self) -> int:
+        """The process that serves the store and starts the agents."""
+        return self.process.pid
 
     def wait_report(
         self, what: str, holds: Callable[[JobReport], bool], deadline_s: float = 60.0

@@ -23,7 +23,7 @@ mean is in evidence.py, how the next world is built in forming.py, what a lost s
 """
 
 import dataclasses
-from typing import assert_never
+from typing import Final, assert_never
 
 import msgspec
 
@@ -62,6 +62,9 @@ from resilient_jax.world.evidence import (
 from resilient_jax.world.forming import Origin, PrepareService, find_origin, form_next
 from resilient_jax.world.state_loss import AfterStateLoss, are_looking, decide_after_loss, end_with_loss
 
+ALL_LATE: Final = 4
+"""So many times longer than for some is waited where nobody stops, before all start again from a snapshot."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -72,6 +75,9 @@ class Rules:
     start_deadline_s: float = 300.0
     regroup_s: float = 5.0
     """How long to wait for the others when all come back at once, holding state (the store was away)."""
+    lost_patience_s: float = 0.0
+    """How long to wait, if more than `regroup_s`, for hosts that are missing when the state is lost without them:
+    nobody here can tell a host that is cut off from one that is dead."""
     quiesce_deadline_s: float = 5.0
     compile_deadline_s: float = 600.0
     """A worker that compiles cannot be interrupted; it is waited for this long instead."""
@@ -222,11 +228,14 @@ def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generati
             waiting.append((member, worker))
     # Leaving out everybody who holds the state would lose it: then patience is the better part. Only who
     # is idle knows what it holds: a worker that fetches or commits just now has not said so yet.
-    state_is_safe = any(w.report.holds_state for w in here) or find_snapshot(state) is not None
-    patient = not here or (safe_progress(state) > 0 and not state_is_safe)
+    if any(w.report.holds_state for w in here) or find_snapshot(state) is not None:
+        # All at once are rather a slow machine than hung together, but gloo has hung all that a dead host left.
+        patience_s = rules.quiesce_deadline_s * (1 if here else ALL_LATE)
+    else:
+        patient = not here or safe_progress(state) > 0
+        patience_s = rules.compile_deadline_s if patient else rules.quiesce_deadline_s
     for _, worker in waiting:
-        slow = patient or worker.report.busy
-        if waited_s <= (rules.compile_deadline_s if slow else rules.quiesce_deadline_s):
+        if waited_s <= (rules.compile_deadline_s if worker.report.busy else patience_s):
             return None
     if waiting:
         late = [member for member, _ in waiting]
@@ -332,7 +341,10 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
     waited_s = now - state.phase_since_s
     lost: StateLoss | None = None
     if generation.progress > 0 and not origin.exists and (kept or joiners):
-        if waited_s <= rules.regroup_s:
+        is_everybody_here = len(state.hosts) >= rules.expected_hosts
+        if waited_s <= (
+            rules.regroup_s if is_everybody_here else max(rules.regroup_s, rules.lost_patience_s)
+        ):
             return None  # a host that only lost the store for a moment comes back with its state
         if waited_s <= rules.look_deadline_s and are_looking([*kept, *joiners], rules.after_state_loss):
             return None  # storage that hangs must not keep the job waiting for ever

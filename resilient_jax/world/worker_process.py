@@ -1,6 +1,7 @@
 """One host's worker process: started, spoken to, watched, ended."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -70,10 +71,19 @@ class WorkerProcess:
         clock: Clock,
         snapshot_link: socket.socket,
     ) -> "WorkerProcess":
-        """Starts `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`."""
-        ours, theirs = socket.socketpair()
-        tripwire, held = os.pipe()
-        with theirs, snapshot_link, os.fdopen(held, "wb"):
+        """Starts `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`.
+
+        Raises:
+            OSError: there is no descriptor, process or memory left for it.
+        """
+        with contextlib.ExitStack() as theirs_too, contextlib.ExitStack() as unless_started:
+            theirs_too.enter_context(snapshot_link)
+            ours, theirs = socket.socketpair()
+            unless_started.enter_context(ours)
+            theirs_too.enter_context(theirs)
+            tripwire, held = os.pipe()
+            unless_started.callback(os.close, tripwire)
+            theirs_too.callback(os.close, held)
             child = Child(
                 [sys.executable, "-u", *command],
                 env={
@@ -85,6 +95,7 @@ class WorkerProcess:
                 },
                 pass_fds=(theirs.fileno(), held, snapshot_link.fileno()),
             )
+            unless_started.pop_all()
         ours.setblocking(False)
         return cls(incarnation, child, ours, tripwire, clock)
 

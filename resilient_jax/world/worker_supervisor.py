@@ -32,6 +32,8 @@ from resilient_jax.world.worker_process import WorkerProcess
 
 STOP_GRACE_S = 2.0
 """A worker that was told to stop because the job failed gets this long before SIGKILL."""
+NOT_STARTED_PAUSE_S = 1.0
+"""When the machine has no descriptor, process or memory left for a worker, until it is tried again."""
 FINISH_GRACE_S = 60.0
 """After the job is done the script may still save or print; this bounds it."""
 
@@ -92,7 +94,16 @@ class WorkerSupervisor:
         while True:
             # From the clock, so that it also differs from those of an agent that ran here before.
             number = max(number + 1, int(self._clock.wall_s() * 1000))
-            worker = self._start(Incarnation(number))
+            try:
+                worker = self._start(Incarnation(number))
+            except OSError as error:
+                self._log.record(EventKind.WORKER_NOT_STARTED, error=str(error))
+                self._say(f"{self._settings.host}: no worker could be started: {error}; trying again")
+                delay_s = self._spend_restart()
+                if delay_s is None:
+                    return self._out_of_budget()
+                await asyncio.sleep(max(delay_s, NOT_STARTED_PAUSE_S))
+                continue
             try:
                 code = await worker.follow(
                     self._output,
@@ -144,6 +155,7 @@ class WorkerSupervisor:
                     failure_interval_s=settings.config.failure_interval_s,
                 ),
                 failure_domain=settings.failure_domain,
+                program_cache_bytes=settings.config.program_cache_mib * 2**20,
             ),
             self._clock,
             self._snapshots.connect_worker(),

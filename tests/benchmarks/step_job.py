@@ -26,20 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bench_model import CONTEXT, OPTIMIZER, Params, init_params, init_state, loss_of, tokens_of
 from byte_lm.text import draw_microbatch, read_standard_library
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from stall_job import (
-    CONTEXT,
-    OPTIMIZER,
-    Params,
-    connect_bare,
-    init_params,
-    init_state,
-    loss_of,
-    tokens_of,
-    write_times,
-)
+from stall_job import connect_bare, write_times
 
 import resilient_jax as rj
 

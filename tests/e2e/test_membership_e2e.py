@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from agents import served_store, wait_until
-from pod import Pod, loopback_sites, may_build_networks, network, wait_steps
+from pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
+from resilient_jax.chaos.network import built
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.fault_points import Place
@@ -137,21 +138,21 @@ def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -
     if (why_not := may_build_networks()) is not None:
         pytest.skip(why_not)
     with (
-        network(3) as wires,
-        served_store(f"{wires.gateway}:0") as store,
-        Pod(tmp_path, store, wires.sites()) as pod,
+        built(3) as network,
+        served_store(f"{network.gateway}:0") as store,
+        Pod(tmp_path, store, network.sites()) as pod,
     ):
         report = pod.wait_training(3)
         assert report.leader is not None
         lost = report.leader
-        wires.cut(lost)
+        mend = network.cut(lost)
         pod.agents[lost].wait_said("training stops here until the store is back")
         report = pod.wait_training(2, number_of(report))
         stopped_at = pod.steps_of(lost)[-1]
         wait_steps(pod, 10)
         assert pod.steps_of(lost)[-1] == stopped_at, "the minority trains on"
         worker = [path for path in os.listdir(tmp_path) if path.startswith(f"steps-{lost}-")]
-        wires.mend(lost)
+        mend()
         pod.wait_training(3, number_of(report))
         pod.finish()
         assert len(worker) >= 1

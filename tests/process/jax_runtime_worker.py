@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.training.jax_runtime import distributed, forming
 from resilient_jax.training.jax_runtime.abort import abort_collectives
-from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
+from resilient_jax.training.jax_runtime.compile_cache import NoHooks, share_compilation_cache
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.gloo import GlooSockets
 from resilient_jax.training.jax_runtime.handles import RuntimeClient
@@ -214,7 +214,7 @@ def count_clients() -> dict:
 
 
 def share_cache() -> dict:
-    return {"warning": share_compilation_cache()}
+    return {"warning": share_compilation_cache(NoHooks(), 2**30)}
 
 
 def kill_self() -> None:

@@ -80,7 +80,9 @@ class Worker(Child):
 
     def __init__(self, cache_dir: str | None = None) -> None:
         base = dict(os.environ)
-        ours = worker_environment(platform="cpu", devices_per_host=2, cache_dir=cache_dir, base=base)
+        ours = worker_environment(
+            platform="cpu", devices_per_host=2, cache_dir=cache_dir, collective_timeout_s=60.0, base=base
+        )
         super().__init__(sys.executable, str(WORKER), env=base | ours)
 
     def tell(self, do: str, **words: object) -> None:

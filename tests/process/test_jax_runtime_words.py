@@ -50,16 +50,25 @@ def test_the_users_flags_win_and_ours_are_added() -> None:
         platform="cpu",
         devices_per_host=2,
         cache_dir="/c",
+        collective_timeout_s=2.5,
         base={"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_x=1"},
     )
-    assert "XLA_FLAGS" not in found
+    assert found["XLA_FLAGS"].split() == [
+        "--xla_cpu_collective_timeout_seconds=3",
+        "--xla_force_host_platform_device_count=8",
+        "--xla_x=1",
+    ]
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/c"
     assert found["JAX_ENABLE_PREEMPTION_SERVICE"] == "false"
 
 
 def test_on_gpu_nccl_does_not_end_the_process() -> None:
     found = worker_environment(
-        platform="gpu", devices_per_host=None, cache_dir=None, base={"XLA_FLAGS": "--a=b"}
+        platform="gpu",
+        devices_per_host=None,
+        cache_dir=None,
+        collective_timeout_s=60.0,
+        base={"XLA_FLAGS": "--a=b"},
     )
     assert "--xla_gpu_nccl_terminate_on_error=false" in found["XLA_FLAGS"].split()
     assert found["XLA_FLAGS"].endswith("--a=b")

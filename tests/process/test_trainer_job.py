@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from resilient_jax.errors import ExitCode
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import FaultOrder, Hang, Place
 from resilient_jax.world.inspection import Part
 from resilient_jax.world.local_job import LocalJob
 
@@ -18,9 +19,9 @@ DEADLINE_S = 150.0
 CONFIG = "restart_limit = 10\nrestart_backoff_s = 0.0\n"
 
 
-def launch(work, *words, hosts):
+def launch(work, *words, hosts, config=CONFIG):
     work.mkdir(exist_ok=True)
-    (work / "job.toml").write_text(CONFIG)
+    (work / "job.toml").write_text(config)
     return LocalJob(
         [str(JOB), str(work), *words],
         hosts=hosts,
@@ -49,15 +50,51 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", [Place.BEFORE_SUM, Place.AFTER_COMMIT])
-def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run(place, undisturbed, tmp_path):
+def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_compiled(
+    place, undisturbed, tmp_path
+):
+    survivors = ("host-1", "host-2")
     with launch(tmp_path, hosts=3) as job:
         job.hold(place, ["host-0"], 6)
         job.wait_held(["host-0"], DEADLINE_S)
-        job.kill(Part.WORKER, "host-0")
+        for name in survivors:
+            job.wait_event(
+                f"{name} has compiled ahead",
+                lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+                DEADLINE_S,
+            )
+        killed_s = job.kill(Part.WORKER, "host-0")
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.tail()
         found = re.findall(r"step 14 digest \w{64}", job.output())
+        compiled = {
+            event.host: event.detail["compiled"]
+            for event in job.events()
+            if event.monotonic_s > killed_s
+            and event.kind is EventKind.PROGRAMS_READY
+            and event.host in survivors
+        }
     assert found, job.output()
+    assert set(found) == {undisturbed}
+    assert compiled == dict.fromkeys(survivors, 0)
+
+
+def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_configured(
+    undisturbed, tmp_path
+):
+    """As one whose message gloo has lost: nobody died, and no connection broke."""
+    config = CONFIG + "collective_timeout_s = 4.0\nquiesce_deadline_s = 2.0\n"
+    with launch(tmp_path, hosts=2, config=config) as job:
+        hang = Hang(seconds=DEADLINE_S)
+        job.order(FaultOrder(place=Place.BEFORE_SUM, step=6, hosts=("host-1",), act=hang, name="hang"))
+        failed = job.wait_event(
+            "host-0 gave up a collective",
+            lambda event: event.kind is EventKind.COLLECTIVE_FAILED and event.host == "host-0",
+            DEADLINE_S,
+        )
+        assert job.wait(DEADLINE_S) == 0, job.tail()
+        found = re.findall(r"step 14 digest \w{64}", job.output())
+    assert "Timed out waiting" in str(failed.detail["error"])
     assert set(found) == {undisturbed}
 
 

@@ -324,3 +324,24 @@ def test_with_certificates_a_stranger_is_refused_even_with_the_ticket(tmp_path):
         for credentials in (CREDENTIALS, Credentials("token", other.sign("stranger"))):
             with channel_to(server, credentials) as channel, pytest.raises(PeerUnreachable):
                 read(channel, 0, 5)
+
+
+def test_a_client_without_certificates_is_told_that_the_server_has_them():
+    alert = bytes.fromhex("15 0303 0002 0228")  # a handshake failure; whether a real one arrives is a race
+    with contextlib.ExitStack() as owned:
+        listener = owned.enter_context(socket.create_server(("127.0.0.1", 0)))
+        told = threading.Event()
+
+        def refuse():
+            with listener.accept()[0] as accepted:
+                accepted.sendall(alert)
+                told.wait(WAIT_S)  # to close before would take back what was not read yet
+
+        server = threading.Thread(target=refuse)
+        server.start()
+        owned.callback(server.join, WAIT_S)
+        owned.callback(told.set)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        channel = owned.enter_context(contextlib.closing(BulkChannel(address, bytes(16), CREDENTIALS)))
+        with pytest.raises(PeerUnreachable, match="uses TLS and we do not"):
+            read(channel, 0, 5)

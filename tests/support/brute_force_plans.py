@@ -18,8 +18,8 @@ from resilient_jax.planning.stage_cost import time_parts, transfer_s, work_of_pa
 from resilient_jax.planning.state_bytes import count_state
 
 
-def find_least_step_s(profile, topology, global_batch, number_format="bf16"):
-    """The least step time of all plans; infinite if none fits."""
+def find_least_step_s(profile, topology, global_batch, number_format="bf16", min_replicas=1):
+    """The least step time of all plans with so many replicas or more; infinite if none fits."""
     best = math.inf
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
         pool = pool_hosts(topology, number_format, memory)
@@ -33,7 +33,7 @@ def find_least_step_s(profile, topology, global_batch, number_format="bf16"):
         )
         pricing = Pricing(question)
         for layout, batch in _choices(pricing):
-            best = min(best, _least_of(pricing, layout, batch))
+            best = min(best, _least_of(pricing, layout, batch, min_replicas))
     return best
 
 
@@ -64,7 +64,7 @@ def _choices(pricing):
                 yield layout, Microbatch(size, again)
 
 
-def _least_of(pricing, layout, batch):
+def _least_of(pricing, layout, batch, min_replicas):
     question = pricing.question
     blocks = _blocks_that_fit(pricing, layout, batch)
     blocks.sort()
@@ -74,6 +74,8 @@ def _least_of(pricing, layout, batch):
         replicas = count * layout.replicas_per_block
         if replicas > microbatches:
             break
+        if replicas < min_replicas:
+            continue
         used = blocks[:count]
         finish = _deal(
             microbatches, [slot for slot, *_ in used for _ in range(layout.replicas_per_block)], layout

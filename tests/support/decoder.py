@@ -11,7 +11,24 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from resilient_jax.planning.profile import Profile
 from resilient_jax.planning.transformer import TransformerShape
+from resilient_jax.planning.transformer_operations import AttentionKind
+from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.planning.transformer_work import SINGLE
+
+LLAMA = TransformerShape(
+    layers=3,
+    width=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    feed_forward=160,
+    vocabulary_tokens=128,
+    sequence_tokens=32,
+)
+"""A small one, of the kind that most tests use."""
+EXAMPLES = 4
 
 KERNEL = nnx.initializers.lecun_normal()
 SMALL = nnx.initializers.normal(0.02)
@@ -23,6 +40,16 @@ def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
     logits = model(tokens).astype(jnp.float32)
     labels = jnp.roll(tokens, -1, axis=1)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def tokens(shape: TransformerShape, examples: int = EXAMPLES) -> jax.ShapeDtypeStruct:
+    """An abstract batch."""
+    return jax.ShapeDtypeStruct((examples, shape.sequence_tokens), jnp.int32)
+
+
+def closed_form(shape: TransformerShape) -> Profile:
+    """What the planner says of the decoder: in float32, its attention computes the full square."""
+    return profile_transformer(shape, precision=SINGLE, attention=AttentionKind.SQUARE)
 
 
 def rotate(x: jax.Array) -> jax.Array:

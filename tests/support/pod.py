@@ -1,36 +1,26 @@
 """Hosts of the tiny job as on a pod: agents started by hand, with a store of its own process."""
 
 import asyncio
-import contextlib
-import dataclasses
 import os
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from agents import TOKEN, HandStartedAgent, wait_until
 from tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, is_training, newest_step, read_logs
 
+from resilient_jax.chaos.network import Network
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.events import Event
 from resilient_jax.telemetry.event_log import read_events
 from resilient_jax.world.inspection import JobReport, read_report
+from resilient_jax.world.launcher import Site
 from resilient_jax.world.run_directory import Contact
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Where a host is: its address, and the words before a command that make it run there."""
-
-    host: str
-    address: str
-    prefix: tuple[str, ...] = ()
 
 
 def loopback_sites(hosts: int) -> list[Site]:
     """Hosts on this machine's loopback device, each with an address of its own."""
-    return [Site(host=f"host-{index}", address=f"127.0.1.{index + 2}") for index in range(hosts)]
+    return [Site(address=f"127.0.1.{index + 2}") for index in range(hosts)]
 
 
 class Pod:
@@ -40,7 +30,7 @@ class Pod:
         self.work = work
         self.agents: dict[str, HandStartedAgent] = {}
         self._store = store
-        self._sites = {site.host: site for site in sites}
+        self._sites = {f"host-{index}": site for index, site in enumerate(sites)}
         (work / "job.toml").write_text(CONFIG)
 
     def __enter__(self) -> "Pod":
@@ -111,70 +101,13 @@ class Pod:
         check_steps(self.work)
 
 
-class Network:
-    """Namespaces with a link each to one bridge, whose other end is this machine."""
-
-    def __init__(self, hosts: int) -> None:
-        number = os.getpid() % 50_000
-        self._bridge = f"rjb{number}"
-        self._subnet = f"10.{200 + number // 250 % 50}.{number % 250}"
-        self.gateway = f"{self._subnet}.1"
-        self._names = {f"host-{index}": f"rj{number}-{index}" for index in range(hosts)}
-
-    def sites(self) -> list[Site]:
-        return [
-            Site(host=host, address=f"{self._subnet}.{index + 2}", prefix=("ip", "netns", "exec", name))
-            for index, (host, name) in enumerate(self._names.items())
-        ]
-
-    def cut(self, host: str) -> None:
-        """Takes the host's link down: packets vanish, and nobody is told."""
-        _ip("link", "set", self._names[host], "down")
-
-    def mend(self, host: str) -> None:
-        _ip("link", "set", self._names[host], "up")
-
-    def build(self) -> None:
-        """Raises CalledProcessError where this is not permitted."""
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("address", "add", f"{self.gateway}/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
-        for site, name in zip(self.sites(), self._names.values(), strict=True):
-            _ip("netns", "add", name)
-            _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", name, "master", self._bridge, "up")
-            _ip("-n", name, "address", "add", f"{site.address}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-
-    def remove(self) -> None:
-        """Undoes `build`, also half of it."""
-        for words in (
-            *(("netns", "delete", name) for name in self._names.values()),
-            ("link", "delete", self._bridge),
-        ):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip(*words)
-
-
-@contextlib.contextmanager
-def network(hosts: int) -> Iterator[Network]:
-    """A network of namespaces for the time of the block."""
-    built = Network(hosts)
-    try:
-        built.build()
-        yield built
-    finally:
-        built.remove()
-
-
 def may_build_networks() -> str | None:
     """None if this process may; else why not."""
     probe = Network(1)
     try:
         probe.build()
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"no network namespaces here: {getattr(error, 'stderr', '') or error}"
+    except OSError as error:
+        return f"no network namespaces here: {error}"
     finally:
         probe.remove()
     return None
@@ -184,7 +117,3 @@ def wait_steps(pod: Pod, count: int) -> None:
     """Waits until so many more steps are done."""
     goal = pod.step() + count
     wait_until(f"step {goal}", lambda: pod.step() >= goal, RECOVERY_S)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)

@@ -13,6 +13,7 @@ from resilient_jax.training.step.assignment import (
     assign,
     common_progress,
     seat_replicas,
+    widths_after_loss,
 )
 
 
@@ -115,3 +116,14 @@ def test_too_few_hosts_for_a_replica_is_an_error() -> None:
 def test_an_impossible_shape_is_an_error(hosts: int, per_host: int) -> None:
     with pytest.raises(CallerError, match=f"hosts={hosts}, per_host={per_host}"):
         ReplicaShape(hosts=hosts, per_host=per_host)
+
+
+def test_what_a_host_may_own_after_a_loss_is_foreseen_for_the_beginning_and_the_end_of_a_step() -> None:
+    job, two_each = job_of(12, 1), ReplicaShape(per_host=2)
+    before, after = seat_replicas(range(4), ReplicaShape()), seat_replicas(range(3), two_each, 2)
+    # Anew: 4 for each of 3. What the lost host had: 3 more for 6 replicas, of which two are on the first host.
+    assert widths_after_loss(job, before, after) == {4, 5}
+    assert widths_after_loss(job, before, seat_replicas(range(3), ReplicaShape())) == {4}
+    # 5, 4 and 4 of 13: with the first host more is lost than with another.
+    thirteen, three = job_of(13, 1), seat_replicas(range(3), ReplicaShape())
+    assert widths_after_loss(thirteen, three, seat_replicas(range(2), ReplicaShape())) == {7}

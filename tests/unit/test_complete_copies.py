@@ -93,7 +93,7 @@ class ByHand(Placement):
 
     __slots__ = ()
 
-    def spec(self, leaf):
+    def spec(self, path, leaf):
         return P("b", None, ("c", "a"))
 
 

@@ -102,6 +102,54 @@ def test_a_disk_that_has_space_again_gets_the_number_of_lost_lines(tmp_path, mon
     assert len(said) == 1
 
 
+def test_events_that_a_full_disk_did_not_take_are_written_when_there_is_space_again(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    log = EventLog(path, "host-0")
+    log.record(EventKind.HOST_LOST, lost="host-1")
+    log.record(EventKind.HOST_LOST, lost="host-2")
+    path.unlink()
+    now_s += RETRY_AFTER_S
+    log.record(EventKind.HOST_LOST, lost="host-3")
+    log.close()
+    assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
+
+
+def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    log = EventLog(path, "host-0")
+    for number in range(EventLog.KEPT + 3):
+        log.record(EventKind.WORKER_READY, number=number)
+    path.unlink()
+    now_s += RETRY_AFTER_S
+    log.record(EventKind.WORKER_READY, number=-1)
+    log.close()
+    first, *others = read_events(path)
+    assert (first.kind, first.detail["lost"]) == (EventKind.LOG_UNWRITABLE, 3)
+    assert [event.detail["number"] for event in others] == [*range(3, EventLog.KEPT + 3), -1]
+
+
+def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    path = tmp_path / "log"
+    log = EventLog(path, "host-0")
+    log.record(EventKind.HOST_LOST, lost="host-1")
+    write = os.write
+    monkeypatch.setattr(line_file.os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+    log.record(EventKind.HOST_LOST, lost="host-2")
+    monkeypatch.setattr(line_file.os, "write", write)
+    now_s += RETRY_AFTER_S
+    log.record(EventKind.HOST_LOST, lost="host-3")
+    log.close()
+    assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
+
+
 def test_a_disk_that_stays_full_is_tried_again_without_a_word(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)

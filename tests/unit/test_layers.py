@@ -28,12 +28,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"snapshot", "policy", "dashboard", "sharding"}),
     frozenset({"cluster", "compile"}),
     frozenset({"world", "simulation", "training"}),
+    frozenset({"chaos"}),
     frozenset({"cli", "testing", "integrations"}),
     frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
 )
 STARRED = frozenset({"erasure_kernels", "sharding", "compile", "training", "integrations"})
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
+
+LATE_LOADERS = frozenset({"resilient_jax.cli.main", "resilient_jax.planning.plan"})
+"""Modules that load others by a name that is not written there: the commands, and a plan's half that
+needs JAX and stands above it, for callers who ask a plan for a mesh or a program."""
 
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
@@ -165,6 +170,21 @@ def test_a_package_without_a_star_loads_neither_jax_nor_numpy(package):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [], f"importing {modules} loads these"
+
+
+@each_file
+def test_only_those_known_for_it_load_modules_late(file):
+    if file.is_package:  # a lazily loading __init__ may
+        return
+    calls = [
+        node
+        for node in ast.walk(ast.parse(file.path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "import_module"
+        and not (node.args and isinstance(node.args[0], ast.Constant))
+    ]
+    assert not calls or file.module in LATE_LOADERS
 
 
 VIOLATIONS = {

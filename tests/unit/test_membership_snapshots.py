@@ -43,6 +43,43 @@ def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
     assert "b, c are; a, d survive" in outcome.message
 
 
+def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_as_lost():
+    job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
+    away = {name: job.status(name) for name in "bc"}
+    for name in "bc":
+        job.give(HostGone(HostName(name)))
+    job.acknowledge("a", "d", step=6)
+    job.wait(20.0)
+    assert job.phase is Phase.QUIESCE, "a link that is down for some seconds must not end the job"
+    job.change("b", snapshot_server=away["b"].snapshot_server, snapshots=away["b"].snapshots)
+    job.serve()
+    assert job.phase is Phase.FORM
+    assert job.generation.snapshot is not None
+    assert job.generation.snapshot.id.step == 5
+
+
+def test_hosts_that_stay_away_are_not_waited_for_for_ever():
+    job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
+    for name in "bc":
+        job.give(HostGone(HostName(name)))
+    job.acknowledge("a", "d", step=6)
+    job.wait(31.0)
+    assert job.generation.outcome is not None
+    assert job.generation.outcome.kind is OutcomeKind.STATE_LOST
+
+
+def test_when_all_hosts_are_back_without_the_state_nobody_is_waited_for():
+    job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
+    for name in "bc":
+        job.give(HostGone(HostName(name)))
+    job.acknowledge("a", "d", step=6)
+    for name in "bc":
+        job.change(name, snapshot_server=None, snapshots=())
+    job.wait(6.0)
+    assert job.generation.outcome is not None
+    assert job.generation.outcome.kind is OutcomeKind.STATE_LOST
+
+
 def test_a_snapshot_before_the_job_began_again_is_void():
     job = sharded("abcd", regroup_s=5.0, after_state_loss=AfterStateLoss.RESTART)
     held = job.status("b")
@@ -121,6 +158,31 @@ def test_a_hung_worker_is_left_out_in_time_though_nobody_holds_the_whole_state()
     job.acknowledge("a", "c", step=5)
     job.wait(5.5)
     assert job.members == ["a", "c"], "the snapshot is safe without d"
+
+
+def test_workers_that_hang_together_start_again_from_the_snapshot():
+    job = sharded("abc", compile_deadline_s=600.0)
+    job.worker("b", exit_code=-9)
+    job.wait(19.0)
+    assert job.members == ["a", "c"], "a slow machine makes all late, too"
+    job.wait(2.0)
+    assert job.members == []
+    assert job.generation.reason == "a, c did not stop within 21.0 s"
+    for name in "abc":
+        job.worker(name, exit_code=-9)  # their agents' doing
+        job.restart(name)
+    job.serve()
+    assert (job.phase, job.members) == (Phase.FORM, ["a", "b", "c"])
+    assert job.generation.snapshot is not None
+    assert job.generation.step == 5
+
+
+def test_who_compiles_is_waited_for_though_nobody_stops_and_there_is_a_snapshot():
+    job = sharded("abc", compile_deadline_s=60.0)
+    job.worker("b", exit_code=-9)
+    job.report("a", busy=True)
+    job.wait(50.0)
+    assert job.members == ["a", "c"]
 
 
 def test_the_records_survive_the_store():

@@ -44,10 +44,13 @@ def possible_cuts(mesh, shape):
                 yield pieces
 
 
+PATH = "['x']"
+
+
 @given(sizes, shapes)
 def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(sizes, shape):
     mesh = mesh_of(*sizes)
-    cuts = cuts_of(fully_sharded(mesh).spec(leaf_of(*shape)))
+    cuts = cuts_of(fully_sharded(mesh).spec(PATH, leaf_of(*shape)))
     best = max(possible_cuts(mesh, shape), default=1) if math.prod(shape) >= SMALLEST else 1
     assert len(cuts) <= 1
     pieces = [math.prod(mesh.shape[axis] for axis in axes) for _, axes in cuts]
@@ -58,7 +61,7 @@ def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(
 @given(sizes, shapes)
 def test_it_is_the_largest_dim_that_divides_so(sizes, shape):
     mesh = mesh_of(*sizes)
-    for dim, axes in cuts_of(fully_sharded(mesh).spec(leaf_of(*shape))):
+    for dim, axes in cuts_of(fully_sharded(mesh).spec(PATH, leaf_of(*shape))):
         pieces = math.prod(mesh.shape[axis] for axis in axes)
         assert shape[dim] == max(size for size in shape if size % pieces == 0)
 
@@ -75,20 +78,25 @@ def test_it_is_the_largest_dim_that_divides_so(sizes, shape):
     ],
 )
 def test_hosts_come_before_the_devices_of_a_host(hosts, local, shape, expected):
-    assert fully_sharded(mesh_of(hosts, local)).spec(leaf_of(*shape)) == expected
+    assert fully_sharded(mesh_of(hosts, local)).spec(PATH, leaf_of(*shape)) == expected
 
 
 def test_gradients_and_moments_lie_where_their_parameter_lies_whatever_their_type():
     place = fully_sharded(mesh_of(4, 2))
     types = (jnp.bfloat16, jnp.float32, jnp.int8)
-    assert len({place.spec(leaf_of(64, 16, dtype=dtype)) for dtype in types}) == 1
+    assert len({place.spec(PATH, leaf_of(64, 16, dtype=dtype)) for dtype in types}) == 1
 
 
 def test_small_leaves_and_random_keys_stay_whole():
     place = fully_sharded(mesh_of(4, 2))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4096))
-    assert place.spec(leaf_of()) == place.spec(leaf_of(SMALLEST - 8)) == place.spec(keys) == P()
-    assert place.spec(leaf_of(SMALLEST)) != P()
+    assert (
+        place.spec(PATH, leaf_of())
+        == place.spec(PATH, leaf_of(SMALLEST - 8))
+        == place.spec(PATH, keys)
+        == P()
+    )
+    assert place.spec(PATH, leaf_of(SMALLEST)) != P()
 
 
 def test_placements_are_equal_if_they_place_alike():

@@ -93,6 +93,14 @@ def test_axes_can_be_given(run):
     assert {plan["axes"]["tensor"] for plan in json.loads(shown)["plans"]} == {4}
 
 
+def test_a_least_number_of_replicas_can_be_given(run):
+    code, shown, _ = run(*CHANGED, "--min-replicas", "60", "--json")
+    found = json.loads(shown)
+    assert code == ExitCode.DONE
+    assert {plan["axes"]["replica"] >= 60 for plan in found["plans"]} == {True}
+    assert "of all plans with 60 replicas or more" in found["plans"][0]["reason"]
+
+
 def test_constants_beside_the_topology_are_used(run, tmp_path):
     (tmp_path / "mine.toml").write_text((MESHES / "h100_1x8.toml").read_text("utf-8"), "utf-8")
     asked = ("--topology", str(tmp_path / "mine.toml"), *ASKED[2:], "--json")
@@ -110,6 +118,16 @@ def test_constants_beside_the_topology_are_used(run, tmp_path):
         ((*ASKED, "--slow", "host-0=fast"), "--slow: found 'host-0=fast', expected a number"),
         ((*ASKED, "--fix", "tensor=three"), "--fix: found 'tensor=three', expected AXIS=SIZE"),
         ((*ASKED, "--fix", "tensor=3"), "axis tensor: found 3"),
+        ((*ASKED, "--fix", "tensor=2", "--fix", "tensor=4"), "--fix: found 'tensor' twice, expected it once"),
+        (
+            (*ASKED, "--slow", "host-0=0.5", "--slow", "host-0=0.6"),
+            "--slow: found 'host-0' twice, expected it once",
+        ),
+        ((*ASKED, "--min-replicas", "9"), "min_replicas: found 9, expected at most 8"),
+        (
+            (*ASKED, "--min-replicas", "8"),
+            "with at least 8 replicas. What would do: asking for ",
+        ),
         ((*ASKED[:5], "0"), "global_batch: found 0, expected 1 or more"),
         ((*ASKED[:3], str(CONFIGS / "llama3_70b.toml"), *ASKED[4:]), "What would do: devices of"),
     ],

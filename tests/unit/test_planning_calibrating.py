@@ -11,7 +11,13 @@ from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.search import search
 
-TRUE = Calibration(matrix_efficiency=0.41, link_efficiency=0.55, layer_overhead_s=8e-5, step_overhead_s=3e-3)
+TRUE = Calibration(
+    matrix_efficiency=0.41,
+    link_efficiency=0.55,
+    latency_factor=3.0,
+    layer_overhead_s=8e-5,
+    step_overhead_s=3e-3,
+)
 
 
 def plans_of(profile):

@@ -11,8 +11,8 @@ from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.planning.calibration import Calibration, load_calibration, save_calibration
 from resilient_jax.planning.collectives import Link, links_of, send_s, time_of
 from resilient_jax.planning.memory import count_activations, memory_of_stage
-from resilient_jax.planning.part_cost import compute_s, count_work
-from resilient_jax.planning.profile import ExchangeKind, Part
+from resilient_jax.planning.part_cost import compute_s, count_work, fsdp_messages
+from resilient_jax.planning.profile import ExchangeKind, Part, Role
 from resilient_jax.planning.shape import Group, Microbatch, lay_out
 from resilient_jax.planning.state_bytes import count_state
 
@@ -24,6 +24,10 @@ def test_a_ring_sends_all_but_a_devices_own_part():
     assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
     assert time_of(ExchangeKind.REDUCE_SCATTER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
     assert time_of(ExchangeKind.ALL_REDUCE, 8e9, (4,), [FAST]) == pytest.approx(12 + 6e-6)
+
+
+def test_an_array_in_pieces_pays_for_each_ones_latency():
+    assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4,), [FAST], pieces=5) == pytest.approx(6 + 5 * 3e-6)
 
 
 def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_counts():
@@ -57,6 +61,29 @@ def test_a_faster_link_is_never_slower(kind, inside, outside, message, factor):
 def test_devices_share_the_port_of_their_host():
     topology = cluster([1.0, 1.0], devices=4)
     assert [link.bytes_per_s for link in links_of(topology, 0.5)] == [5e8, 5e7]
+    assert [link.latency_s for link in links_of(topology, 0.5, 3.0)] == pytest.approx([3e-6, 3e-5])
+
+
+def test_fsdp_gathers_a_layer_twice_at_once_where_collectives_go_on_alone():
+    state = count_state(PROFILE, Group(fsdp=4)).layer
+    assert fsdp_messages(PROFILE, Part.LAYER, state) == (
+        (ExchangeKind.ALL_GATHER, state.gathered, 1),
+        (ExchangeKind.ALL_GATHER, state.gathered, 1),
+        (ExchangeKind.REDUCE_SCATTER, state.gathered_gradients, 1),
+    )
+
+
+@pytest.mark.parametrize(("stacked", "passes"), [(None, 1), (0, 2)], ids=["one by one", "a loop"])
+def test_where_they_are_waited_for_each_array_of_a_layer_is_gathered_alone(stacked, passes):
+    tensors = tuple(dataclasses.replace(tensor, stacked=stacked) for tensor in PROFILE.tensors)
+    profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
+    state = count_state(profile, Group(fsdp=4)).layer
+    arrays = sum(tensor.role is Role.PARAMETER and Part.LAYER in tensor.parts for tensor in tensors)
+    assert arrays > 1
+    *gathers, _ = fsdp_messages(profile, Part.LAYER, state)
+    assert gathers == [(ExchangeKind.ALL_GATHER, state.gathered, arrays)] * passes
+    *gathers, _ = fsdp_messages(profile, Part.HEAD, state)
+    assert len(gathers) == 1
 
 
 def test_computing_is_products_then_memory_then_overhead():

@@ -127,6 +127,16 @@ def test_a_new_plan_pays_only_if_the_next_failure_is_far():
     assert "Not new" in soon.reason
 
 
+def test_no_option_has_fewer_copies_of_the_state_than_were_asked_for():
+    """Rerouting keeps as many as the stage that lost most."""
+    plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1, replica=2)
+    left = FULL.without("host-01")
+    some, more = (replan(plan, left, next_failure_s=1e3, min_replicas=least) for least in (1, 2))
+    assert Choice.REROUTE in {option.choice for option in (some.chosen, *some.others)}
+    assert Choice.REROUTE not in {option.choice for option in (more.chosen, *more.others)}
+    assert all(option.plan.replicas >= 2 for option in (more.chosen, *more.others))
+
+
 def test_rerouting_costs_what_chameleon_says():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)

@@ -20,12 +20,14 @@ PROFILE = small_profile()
 ROUNDED = 1 + 1e-9
 
 
-def least_s(topology, global_batch=12, profile=PROFILE):
+def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1):
     """Of the search; infinite if nothing fits."""
     try:
-        return search(profile, topology, global_batch=global_batch).step_time_s
+        plan = search(profile, topology, global_batch=global_batch, min_replicas=min_replicas)
     except NothingFits:
         return math.inf
+    assert plan.replicas >= min_replicas
+    return plan.step_time_s
 
 
 @settings(max_examples=25, deadline=None)
@@ -33,6 +35,21 @@ def least_s(topology, global_batch=12, profile=PROFILE):
 def test_the_search_is_equal_to_trying_everything(topology, global_batch):
     wanted = find_least_step_s(PROFILE, topology, global_batch)
     assert least_s(topology, global_batch) == pytest.approx(wanted, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(clusters(), st.sampled_from([4, 6]), st.data())
+def test_the_search_with_a_least_number_of_replicas_is_equal_to_trying_everything(
+    topology, global_batch, data
+):
+    least = data.draw(st.integers(2, global_batch))
+    wanted = find_least_step_s(PROFILE, topology, global_batch, min_replicas=least)
+    if least > topology.device_count:
+        assert wanted == math.inf
+        with pytest.raises(PlanError, match=f"min_replicas: found {least}, expected at most"):
+            least_s(topology, global_batch, min_replicas=least)
+    else:
+        assert least_s(topology, global_batch, min_replicas=least) == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
@@ -182,9 +199,50 @@ def test_what_would_do_is_said_where_nothing_fits_and_does():
             search(PROFILE, less, global_batch=12)
 
 
+def test_a_plan_with_two_replicas_goes_on_in_place_when_one_is_lost():
+    """Alone the fastest plan is one replica over all devices: its state would be lost with any of them."""
+    topology = cluster([1.0] * 4, devices=1, memory_bytes=75_500_000, network=1e10, latency_s=0.0)
+    alone = search(PROFILE, topology, global_batch=12, axes={Axis.REPLICA: 1})
+    plan = search(PROFILE, topology, global_batch=12, min_replicas=2)
+    assert alone.replicas == 1
+    assert plan.replicas >= 2
+    assert "of all plans with 2 replicas or more" in plan.reason
+
+
+def test_fewer_replicas_are_named_where_as_many_as_asked_for_do_not_fit():
+    """A replica needs two of these devices; the message is right about what would do."""
+    topology = cluster([1.0] * 4, devices=1, memory_bytes=74_600_000)
+    with pytest.raises(
+        NothingFits,
+        match=r"with at least 4 replicas. What would do: asking for \d replicas? or fewer or devices of",
+    ) as caught:
+        search(PROFILE, topology, global_batch=12, min_replicas=4)
+    most, memory, devices = (
+        caught.value.most_replicas,
+        caught.value.smallest_memory_bytes,
+        caught.value.smallest_devices,
+    )
+    assert most is not None
+    assert memory is not None
+    assert devices is not None
+    assert search(PROFILE, topology, global_batch=12, min_replicas=most).replicas >= most
+    for enough in (
+        cluster([1.0] * 4, devices=1, memory_bytes=memory),
+        cluster([1.0] * devices, devices=1, memory_bytes=74_600_000),
+    ):
+        assert search(PROFILE, enough, global_batch=12, min_replicas=4).replicas >= 4
+    with pytest.raises(NothingFits):
+        search(PROFILE, topology, global_batch=12, min_replicas=most + 1)
+
+
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
+        ({"min_replicas": 0}, "min_replicas: found 0, expected 1 or more"),
+        ({"min_replicas": 9}, "min_replicas: found 9, expected at most 8"),
+        ({"min_replicas": 5, "axes": {Axis.TENSOR: 2}}, "min_replicas: found 5, expected at most 4"),
+        ({"min_replicas": 4, "axes": {Axis.FSDP: 4}}, "min_replicas: found 4, expected at most 2"),
+        ({"min_replicas": 3, "axes": {Axis.REPLICA: 2}}, "min_replicas: found 3, expected at most the 2 of"),
         ({"global_batch": 0}, "global_batch: found 0, expected 1 or more"),
         ({"rounds": 0}, "rounds: found 0"),
         (

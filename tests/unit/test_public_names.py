@@ -18,6 +18,7 @@ PUBLIC = {
         "Numerics",
         "PackedDocuments",
         "Plan",
+        "Planning",
         "Prefetcher",
         "Profile",
         "Reading",

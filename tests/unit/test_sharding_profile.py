@@ -7,47 +7,24 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import pytest
-from decoder import Decoder, loss_of
+from decoder import EXAMPLES, LLAMA, Decoder, closed_form, loss_of, tokens
 from flax import nnx
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.cutting import find_sizes
 from resilient_jax.planning.profile import Part, Role
-from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_profile import profile_transformer
-from resilient_jax.planning.transformer_work import SINGLE
 from resilient_jax.sharding import program_profile
 from resilient_jax.sharding.abstract_model import abstract_program
 from resilient_jax.sharding.naming import Naming
 from resilient_jax.sharding.program_profile import profile_of
 from resilient_jax.sharding.xla_cost import count_flops
 
-LLAMA = TransformerShape(
-    layers=3,
-    width=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    feed_forward=160,
-    vocabulary_tokens=128,
-    sequence_tokens=32,
-)
 GPT = msgspec.structs.replace(
     LLAMA, kv_heads=4, gated=False, norm="layer", biases="all", positions="table", tied_embedding=True
 )
 QWEN = msgspec.structs.replace(LLAMA, layers=2, width=96, head_dim=32, sequence_tokens=64, biases="qkv")
 SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
-EXAMPLES = 4
-
-
-def tokens(shape, examples=EXAMPLES):
-    return jax.ShapeDtypeStruct((examples, shape.sequence_tokens), jnp.int32)
-
-
-def closed_form(shape):
-    return profile_transformer(shape, precision=SINGLE, attention=AttentionKind.SQUARE)
 
 
 @pytest.mark.parametrize("name", SHAPES)

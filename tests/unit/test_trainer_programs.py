@@ -51,11 +51,11 @@ def build(model=linear, loss=squared, optimizer=None, **numerics):
 def run_step(programs, state, batches=BATCHES, step=0):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     here = NamedSharding(mesh, P())
-    state, total = jax.device_put(state, here), zeros_like(programs.abstract_total, here)
+    state, total = jax.device_put(state, here), zeros_like(programs.abstract_total, Complete(mesh))
     for index, batch in enumerate(batches):
         placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
         where = locate(step, index)
-        total = programs.accumulate(total, state.variables, placed, where, mesh=mesh.abstract_mesh)
+        total = programs.accumulate(total, state.variables, placed, where, laid=Complete(mesh.abstract_mesh))
     measures, metrics = programs.measure(total)
     where = Complete(mesh.abstract_mesh)
     # A copy: the programs that are tested are given the state again.

@@ -4,6 +4,7 @@ import typer
 
 from resilient_jax.cli.bench.erasure import erasure
 from resilient_jax.cli.bench.plan import plan
+from resilient_jax.cli.bench.resilience import resilience
 from resilient_jax.cli.bench.snapshot import snapshot
 from resilient_jax.cli.bench.stall import stall
 from resilient_jax.cli.bench.step import step
@@ -18,6 +19,7 @@ def _measure() -> None:
 
 bench.command("erasure")(erasure)
 bench.command("plan")(plan)
+bench.command("resilience")(resilience)
 bench.command("snapshot")(snapshot)
 bench.command("stall")(stall)
 bench.command("step")(step)

@@ -1,8 +1,5 @@
 """The loss of a run that loses half its hosts, beside that of an undisturbed one, as a picture."""
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -10,14 +7,11 @@ import msgspec
 
 from resilient_jax.cli.bench.redone_work import read_digest
 from resilient_jax.cli.bench.runs import (
-    ERROR_CHARACTERS,
     PATIENCE_S,
-    RUN_LIMIT_S,
     run_alone,
     run_job,
     wait_success,
 )
-from resilient_jax.errors import CallerError, InternalError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.world.inspection import Part
@@ -51,22 +45,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool
 
 
-def check_can_draw(path: Path) -> None:
-    """Refuses early what would fail after a long run.
-
-    Raises:
-        CallerError: matplotlib is missing, or the folder is.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CallerError(
-            f"--plot {path}: found no matplotlib in this Python, expected it: pip install 'resilient_jax[plot]'"
-        )
-    if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise CallerError(
-            f"--plot {path}: found no such folder, or another suffix; expected a path to a .png file"
-        )
-
-
 def record_curve(script: Path, work: Path) -> Curve:
     """Trains a small model twice: half of the workers killed at one step, and undisturbed on one host."""
     disturbed, alone = work / "half", work / "whole"
@@ -90,28 +68,6 @@ def record_curve(script: Path, work: Path) -> Curve:
         hosts=[members[found[step].generation] for step in range(1, STEPS + 1)],
         equal=read_digest(disturbed) == read_digest(alone),
     )
-
-
-def draw_curve(script: Path, curve: Curve, work: Path, path: Path) -> None:
-    """Has the picture drawn, by a process of its own: nothing here loads matplotlib and numpy.
-
-    Raises:
-        InternalError: it failed.
-    """
-    data = work / "curve.json"
-    data.write_bytes(msgspec.json.encode(curve))
-    done = subprocess.run(
-        [sys.executable, str(script), str(data), str(path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise InternalError(
-            f"{script}: found exit code {done.returncode}:\n{done.stderr[-ERROR_CHARACTERS:]}"
-        )
 
 
 def _read_rows(work: Path) -> dict[int, _Row]:

@@ -1,11 +1,16 @@
 """`resilient-jax bench plan`: how long the search takes, and how far its estimates are from published runs."""
 
 import statistics
+import tempfile
 import time
 import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from resilient_jax.cli.bench.plan_figures import (
@@ -17,7 +22,10 @@ from resilient_jax.cli.bench.plan_figures import (
     estimate_run,
     make_topology,
 )
+from resilient_jax.cli.bench.plan_regret import PlanMeasurements, ProgramFigures, judge_programs
+from resilient_jax.cli.bench.plan_stall import PlanStall, measure_stall
 from resilient_jax.cli.bench.printing import describe_machine, open_console, print_line
+from resilient_jax.cli.bench.runs import run_alone
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
@@ -27,11 +35,17 @@ from resilient_jax.planning.transformer_profile import profile_transformer
 from resilient_jax.topology import Topology
 
 AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
+PROGRAMS_LIMIT_S = 3600.0
+"""Of eighty programs compiled and timed; ten minutes on two idle cores, and others may use them."""
+STALLS = {"compile_in_stall_s": True, "compile_in_stall_uncached_s": False}
+"""Keys of the line, and whether programs are compiled ahead."""
 MESH = "meshes/h100_2048x8.toml"
 
 
 def plan(
     rounds: Annotated[int, typer.Option(help="Times that each search is timed.")] = 3,
+    programs: Annotated[bool, typer.Option(help="Compile and time real programs of plans.")] = True,
+    job: Annotated[bool, typer.Option(help="Kill a worker of a planned job, twice.")] = True,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Search time for 64 to 131,072 devices, and estimates beside published runs.
@@ -50,7 +64,21 @@ def plan(
 
     published: for each run its measured MFU, the estimate's, and the error.
 
-    spread: least and most of each time. n: rounds.
+    memory_error: largest and median relative error of the memory of a device,
+    over a grid of real training steps compiled for eight CPU devices.
+
+    regret, rank_correlation: of three models, all feasible plans of eight CPU
+    devices run; the worst model's regret of the plan with the least estimate,
+    and its rank correlation. The constants come from a fourth model. models:
+    each of the three, by the time of a step and by processor time.
+
+    compile_in_stall_s, compile_in_stall_uncached_s: that the first step after a
+    kill waited for programs, where the plan changed; compiled ahead and kept,
+    and not. --no-job leaves them out.
+
+    spread: least and most of each time. n: rounds. programs_n: rounds in which
+    programs were timed. --no-programs leaves out what compiles programs: it
+    takes ten minutes on two idle cores.
     """
     if rounds < 1:
         raise CallerError(f"bench plan: found --rounds {rounds}, expected 1 or more")
@@ -68,6 +96,13 @@ def plan(
     for run in RUNS:
         shape = load_model_shape(find_in_checkout(f"configs/{run.model}.toml"))
         figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
+    if programs:
+        console.print("all plans of four models on eight CPU devices")
+        figures.programs = judge_programs(_measure_programs(rounds))
+        console.print(_tabulate_programs(figures.programs))
+    if job:
+        figures.stalls = _measure_stalls(console)
+        console.print(_tabulate_stalls(figures.stalls))
     console.print(_tabulate_times(figures))
     console.print(_tabulate_published(figures))
     print_line(figures.line())
@@ -98,6 +133,69 @@ def _measure_memory(profile: Profile, topology: Topology, case: SearchCase) -> f
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return most / 2**20
+
+
+def _measure_programs(rounds: int) -> PlanMeasurements:
+    """In a process of its own, which loads JAX and has eight devices.
+
+    Raises:
+        InternalError: it failed.
+    """
+    script = find_in_checkout("tests/benchmarks/plan_programs.py")
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        found = Path(folder) / "found.json"
+        environment = {
+            "PYTHONPATH": str(script.parents[2]),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_PLATFORMS": "cpu",
+        }
+        run_alone([str(script), str(found), str(rounds)], Path(folder), environment, PROGRAMS_LIMIT_S)
+        return msgspec.json.decode(found.read_bytes(), type=PlanMeasurements)
+
+
+def _measure_stalls(console: Console) -> dict[str, PlanStall]:
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        return {
+            key: measure_stall(Path(folder) / key, console, is_cached=is_cached)
+            for key, is_cached in STALLS.items()
+        }
+
+
+def _tabulate_stalls(stalls: Mapping[str, PlanStall]) -> Table:
+    table = Table(
+        "programs", "plan", title="a worker killed in the reduction; seconds on the slowest host, n = 1"
+    )
+    for name in ("waited for programs", "compiled", "stall"):
+        table.add_column(name, justify="right")
+    for key, found in stalls.items():
+        table.add_row(
+            "compiled ahead" if STALLS[key] else "compiled when needed",
+            f"{found.before} -> {found.after}",
+            f"{found.programs_s:.2f} s",
+            str(found.compiled),
+            f"{found.stall.total_s:.2f} s",
+        )
+    return table
+
+
+def _tabulate_programs(figures: ProgramFigures) -> Table:
+    title = f"memory_error {figures.memory_error}, constants from {figures.calibrated_on!r}"
+    table = Table("model", "plans", "chosen", "best", title=title)
+    for name in ("regret", "rank correlation", "of two halves", "by processor time", ""):
+        table.add_column(name, justify="right")
+    for model in figures.models:
+        table.add_row(
+            model.name,
+            str(model.plans),
+            model.chosen,
+            model.best,
+            f"{model.regret:.1%}",
+            f"{model.rank_correlation:.2f}",
+            f"{model.repeatability:.2f}",
+            f"{model.regret_cpu:.1%}",
+            f"{model.rank_correlation_cpu:.2f}",
+        )
+    return table
 
 
 def _tabulate_times(figures: PlanFigures) -> Table:

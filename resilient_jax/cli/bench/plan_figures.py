@@ -5,6 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from resilient_jax.cli.bench.plan_regret import ProgramFigures
+from resilient_jax.cli.bench.plan_stall import PlanStall
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.model_file import ModelShape
@@ -65,46 +67,32 @@ class PublishedRun:
     source: str
 
 
-_SOURCE = "arXiv 2407.21783, table 4"
-_AXES = ((Axis.TENSOR, 8), (Axis.PIPELINE, 16))
-_ROUNDS = 7
-"""Assumed: the schedule is interleaved, its chunks are not published; 126 layers on 16 stages in chunks of one or
-two."""
+def _train_llama3_405b(
+    *, hosts: int, mfu: float, sequences: int = 2048, tokens: int = 8192, sequence: int = 1
+) -> PublishedRun:
+    """A row of the table: tensor 8 and pipeline 16 in all of them.
+
+    The schedule is interleaved, its chunks are not published. Seven are assumed: 126 layers on 16 stages in chunks of
+    one or two.
+    """
+    long = f", sequences of {tokens:,}" if sequence > 1 else ""
+    return PublishedRun(
+        name=f"Llama 3 405B on {hosts * DEVICES_PER_HOST:,} H100{long}",
+        model="llama3_405b",
+        hosts=hosts,
+        sequence_tokens=tokens,
+        global_batch=sequences,
+        axes=((Axis.TENSOR, 8), (Axis.PIPELINE, 16), (Axis.SEQUENCE, sequence)),
+        rounds=7,
+        mfu=mfu,
+        source="arXiv 2407.21783, table 4",
+    )
+
 
 RUNS = (
-    PublishedRun(
-        name="Llama 3 405B on 8,192 H100",
-        model="llama3_405b",
-        hosts=1024,
-        sequence_tokens=8192,
-        global_batch=2048,
-        axes=(*_AXES, (Axis.SEQUENCE, 1)),
-        rounds=_ROUNDS,
-        mfu=0.43,
-        source=_SOURCE,
-    ),
-    PublishedRun(
-        name="Llama 3 405B on 16,384 H100",
-        model="llama3_405b",
-        hosts=2048,
-        sequence_tokens=8192,
-        global_batch=2048,
-        axes=(*_AXES, (Axis.SEQUENCE, 1)),
-        rounds=_ROUNDS,
-        mfu=0.41,
-        source=_SOURCE,
-    ),
-    PublishedRun(
-        name="Llama 3 405B on 16,384 H100, sequences of 131,072",
-        model="llama3_405b",
-        hosts=2048,
-        sequence_tokens=131_072,
-        global_batch=128,
-        axes=(*_AXES, (Axis.SEQUENCE, 16)),
-        rounds=_ROUNDS,
-        mfu=0.38,
-        source=_SOURCE,
-    ),
+    _train_llama3_405b(hosts=1024, mfu=0.43),
+    _train_llama3_405b(hosts=2048, mfu=0.41),
+    _train_llama3_405b(hosts=2048, mfu=0.38, sequences=128, tokens=131_072, sequence=16),
 )
 
 
@@ -129,6 +117,9 @@ class PlanFigures:
     memory_mib: dict[str, float] = dataclasses.field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     published: list[RunEstimate] = dataclasses.field(default_factory=list)
+    programs: ProgramFigures | None = None
+    stalls: dict[str, PlanStall] = dataclasses.field(default_factory=dict)
+    """By the name of the figure in the line."""
 
     def line(self) -> msgspec.Struct:
         """The line of JSON: each time and each memory is a key of its own."""
@@ -137,6 +128,8 @@ class PlanFigures:
             **numbers,
             "spread": self.spread,
             "published": self.published,
+            **(msgspec.structs.asdict(self.programs) if self.programs else {}),
+            **{key: round(found.programs_s, 3) for key, found in self.stalls.items()},
             "n": self.n,
             "machine": self.machine,
         }

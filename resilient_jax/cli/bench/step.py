@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from resilient_jax.cli.bench.loss_curve import check_can_draw, draw_curve, record_curve
+from resilient_jax.cli.bench.drawing import check_can_draw, draw
+from resilient_jax.cli.bench.loss_curve import record_curve
 from resilient_jax.cli.bench.printing import describe_machine, open_console, print_line
 from resilient_jax.cli.bench.redone_work import MICROBATCHES, Campaign, run_campaign
 from resilient_jax.cli.bench.runs import COMPILING_STEPS, HOSTS
@@ -93,7 +94,7 @@ def step(
         campaign = run_campaign(script, work, kills, console)
         if plot is not None:
             console.print("loss curve: half of the hosts die at one step")
-            draw_curve(drawing, record_curve(script, work), work, plot)
+            draw(drawing, record_curve(script, work), work, plot)
             console.print(f"  {plot}")
     figures = make_figures(times, campaign)
     for table in (_times_table(times), _work_table(campaign), _summary_table(figures, campaign)):

@@ -11,7 +11,7 @@ from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.fault_points import Place
-from resilient_jax.protocol.records import Generation, HostStatus, Phase
+from resilient_jax.protocol.records import Generation, HostStatus, Member, Phase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall, read_stall
 from resilient_jax.world.inspection import JobReport, Part
@@ -68,6 +68,16 @@ class Story:
         self._wait_all_train("both hosts come back")
         self._break("a worker while its part of a snapshot is copied", self._kill_worker_in_copy)
 
+    def play_plans(self) -> None:
+        """The trainer follows a plan: kills a worker, when the programs of the next plan are there."""
+        self._wait_all_train(f"{HOSTS} hosts train, as the fastest plan for them says")
+        self._say_plan()
+        self._wait_prepared()
+        self._break("one worker; the others have another fastest plan", self._kill_worker_in_collective)
+        self._say_plan()
+        self._wait_all_train("the worker comes back and asks to join")
+        self._say_plan()
+
     def watch_to_the_end(self) -> None:
         """Shows progress until the job has ended."""
         self._console.print("nothing more is broken; training to the end")
@@ -76,6 +86,33 @@ class Story:
             time.sleep(0.1)
         if self._job.process.returncode:
             raise InternalError(f"the demo's job failed:\n{self._job.tail()}")
+
+    def _wait_prepared(self) -> None:
+        """Until every host has compiled what it would need if one of them died."""
+        self._console.print("[dim]the programs of the next plan are compiled while training goes on[/]")
+        for host in [member.host for member in _members(self._report())]:
+            self._job.wait_event(
+                "programs compiled ahead",
+                lambda event, host=host: event.kind is EventKind.PROGRAM_AHEAD and event.host == host,
+                PATIENCE_S,
+            )
+
+    def _say_plan(self) -> None:
+        """The plan of the newest generation, why, and what its first step waited for programs."""
+        events = self._job.events()
+        plan = max(
+            (e for e in events if e.kind is EventKind.PLAN_CHOSEN), key=lambda e: e.monotonic_s, default=None
+        )
+        if plan is None:
+            return
+        ready = [e for e in events if e.kind is EventKind.PROGRAMS_READY and e.generation == plan.generation]
+        waited_s = max((float(e.detail["seconds"]) for e in ready), default=0.0)
+        compiled = max((int(e.detail["compiled"]) for e in ready), default=0)
+        before = f" (before: {plan.detail['before']})" if plan.detail["before"] else ""
+        self._console.print(
+            f"[bold]plan[/]{before}: {plan.detail['reason']}\n"
+            f"  its first step waited {waited_s:.2f} s for programs; {compiled} of them had to be compiled"
+        )
 
     # What is broken.
 
@@ -195,11 +232,14 @@ def _describe(what: str, stall: Stall, before: JobReport, events: Sequence[Event
     )
 
 
+def _members(report: JobReport) -> tuple[Member, ...]:
+    assert report.generation is not None, "waited for"
+    return report.generation.members
+
+
 def _others(report: JobReport) -> list[HostName]:
     """The hosts that do not lead."""
-    generation = report.generation
-    assert generation is not None, "waited for"
-    return [m.host for m in generation.members if m.host != report.leader]
+    return [m.host for m in _members(report) if m.host != report.leader]
 
 
 def _is_protected(host: HostStatus, generation: Generation) -> bool:

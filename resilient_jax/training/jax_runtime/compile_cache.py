@@ -2,14 +2,16 @@
 
 JAX's own is written by process 0 alone, and on CPU its key contains the device ids and a fingerprint of the
 whole topology, so it misses whenever a world is re-formed or a worker comes back under another index
-(jax_facts 12). Here, for programs on devices of one process only:
+(jax_facts 12). Here, on CPU:
 
-- the key holds the number and kind of the devices in place of their ids, and the processor's features, so
-  that a machine never loads code for another;
-- the program is loaded for the devices of now: `deserialize_executable` takes the new device assignment.
+- the key holds the number and kind of the devices, and which of them share a process, in place of their ids, and the
+  processor's features, so that a machine never loads code for another;
+- the program is loaded for the devices of now: `deserialize_executable` takes the new device assignment. What was
+  compiled for any three of four hosts serves any other three.
 
-Programs that span processes keep JAX's own key: they hit in a world of the same shape only. Entries appear
-whole or not at all (a rename), whoever is killed while writing; several processes may share the folder.
+On other platforms the key is JAX's own. Entries appear whole or not at all (a rename), whoever is killed while writing;
+several processes may share the folder. The folder is bounded: what was used longest ago goes first. What is not in it
+may be fetched from another host.
 """
 
 import contextlib
@@ -17,11 +19,13 @@ import copy
 import functools
 import hashlib
 import inspect
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
+import jax
 import numpy as np
 from jax._src import cache_key, compiler, lru_cache
 from jax._src import distributed as jax_distributed
@@ -35,17 +39,43 @@ EXPECTED_PARAMETERS: Final = (
         ("cache_key", "compile_time_secs", "module_name", "backend", "executable"),
     ),
     (lru_cache.LRUCache.put, ("self", "key", "value")),
+    (lru_cache.LRUCache.get, ("self", "key")),
 )
 """What is replaced, and how it must begin to be what this was written for."""
 
 Untyped: TypeAlias = Any
 """An object of JAX's or jaxlib's that has no usable type; the parameter's name says which."""
 
+CACHE_SUFFIX: Final = lru_cache._CACHE_SUFFIX
 _shared = False
 
 
-def share_compilation_cache() -> str | None:
+class CacheHooks(Protocol):
+    """What the cache asks and tells; on whichever thread compiles."""
+
+    def fetch(self, key: str) -> bytes | None:
+        """An entry that is not in the folder, from elsewhere; None: it is nowhere."""
+
+    def missed(self, name: str, seconds: float) -> None:
+        """A program had to be compiled."""
+
+
+class NoHooks:
+    """For a process on its own: nobody else has programs, and nobody is told."""
+
+    def fetch(self, key: str) -> bytes | None:
+        """It is nowhere."""
+
+    def missed(self, name: str, seconds: float) -> None:
+        """Nobody listens."""
+
+
+def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     """Makes JAX's persistent cache work for every process; once per process, before the first compilation.
+
+    Args:
+        hooks: for what is not in the folder.
+        limit_bytes: of the folder.
 
     Returns:
         None when it is on; else why not, for the caller's event: JAX's own cache then stays as it is.
@@ -64,20 +94,35 @@ def share_compilation_cache() -> str | None:
     cache_key._hash_accelerator_config = functools.partial(
         _hash_accelerators, cache_key._hash_accelerator_config
     )
-    compiler._cache_write = functools.partial(_write, compiler._cache_write)
-    own_put = lru_cache.LRUCache.put
+    compiler._cache_write = functools.partial(_write, compiler._cache_write, hooks)
+    own_put, own_get = lru_cache.LRUCache.put, lru_cache.LRUCache.get
 
     def put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
-        _put(own_put, self, key, value)
+        _put(own_put, self, key, value, limit_bytes)
+
+    def get(self: lru_cache.LRUCache, key: str) -> bytes | None:
+        value = own_get(self, key)
+        if value is not None:
+            _touch(self, key)
+        elif (value := hooks.fetch(key)) is not None:
+            put(self, key, value)
+        return value
 
     lru_cache.LRUCache.put = put
+    lru_cache.LRUCache.get = get
     _shared = True
     return None
 
 
-def _is_local_cpu(devices: Untyped) -> bool:
-    flat = list(devices.flat)
-    return flat[0].platform == "cpu" and len({device.process_index for device in flat}) == 1
+def knows_no_ids(device: Untyped) -> bool:
+    """Whether the key of a program for devices like this one is the same for others, as many on as many processes."""
+    return _shared and device.platform == "cpu"
+
+
+def serves_others(device: Untyped) -> bool:
+    """Whether a program that is compiled for devices like this one is kept, and found again for others."""
+    is_kept = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is not None
+    return is_kept and knows_no_ids(device)
 
 
 def _key(
@@ -88,7 +133,7 @@ def _key(
     *rest: Untyped,
     **more: Untyped,
 ) -> str:
-    if _is_local_cpu(devices) and compile_options.device_assignment is not None:
+    if knows_no_ids(devices.flat[0]) and compile_options.device_assignment is not None:
         assignment = compile_options.device_assignment
         shape = (assignment.replica_count(), assignment.computation_count())
         compile_options = copy.deepcopy(compile_options)
@@ -99,11 +144,12 @@ def _key(
 
 
 def _hash_accelerators(original: Untyped, hash_obj: Untyped, accelerators: Untyped) -> None:
-    if not _is_local_cpu(accelerators):
+    if not knows_no_ids(accelerators.flat[0]):
         original(hash_obj, accelerators)
         return
-    kinds = ",".join(device.device_kind for device in accelerators.flat)
-    hash_obj.update(f"one process: {kinds}; {_processor()}".encode())
+    processes = list(dict.fromkeys(device.process_index for device in accelerators.flat))
+    where = [(device.device_kind, processes.index(device.process_index)) for device in accelerators.flat]
+    hash_obj.update(f"{where}; {_processor()}".encode())
 
 
 @functools.cache
@@ -119,6 +165,7 @@ def _processor() -> str:
 
 def _write(
     original: Untyped,
+    hooks: CacheHooks,
     key: str,
     seconds: float,
     name: str,
@@ -127,6 +174,7 @@ def _write(
     *rest: Untyped,
 ) -> None:
     """As JAX's own, by whatever process."""
+    hooks.missed(name, seconds)
     with _as_process_0():
         original(key, seconds, name, backend, executable, *rest)
 
@@ -141,12 +189,18 @@ def _as_process_0() -> Iterator[None]:
         state.process_id = index
 
 
-def _put(original: Callable[[Untyped, str, bytes], None], cache: Untyped, key: str, value: bytes) -> None:
+def _put(
+    original: Callable[[Untyped, str, bytes], None],
+    cache: Untyped,
+    key: str,
+    value: bytes,
+    limit_bytes: int,
+) -> None:
     """As JAX's own, but the entry appears whole or not at all."""
     if cache.eviction_enabled or "://" in str(cache.path):
         original(cache, key, value)  # under its lock, or on an object store, where a write is atomic
         return
-    path = Path(str(cache.path)) / f"{key}{lru_cache._CACHE_SUFFIX}"
+    path = Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}"
     if path.exists():
         return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -155,3 +209,29 @@ def _put(original: Callable[[Untyped, str, bytes], None], cache: Untyped, key: s
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    drop_oldest(path.parent, limit_bytes)
+
+
+def _touch(cache: Untyped, key: str) -> None:
+    if "://" not in str(cache.path):
+        with contextlib.suppress(OSError):  # another process dropped it meanwhile, or the folder is read-only
+            os.utime(Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}")
+
+
+def drop_oldest(folder: Path, limit_bytes: int) -> int:
+    """Removes entries, those used longest ago first, until the rest fits; gives how many. The newest one stays."""
+    entries = []
+    for path in folder.glob(f"*{CACHE_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # dropped by another process
+            found = path.stat()
+            entries.append((found.st_mtime_ns, found.st_size, path))
+    entries.sort()
+    size = sum(entry[1] for entry in entries)
+    dropped = 0
+    for _, bytes_here, path in entries[:-1]:
+        if size <= limit_bytes:
+            break
+        path.unlink(missing_ok=True)
+        size -= bytes_here
+        dropped += 1
+    return dropped

@@ -1,5 +1,6 @@
 """The environment of a worker: what must be set before it imports jax. Imports no jax."""
 
+import math
 from collections.abc import Mapping
 from typing import Final, Literal
 
@@ -23,6 +24,7 @@ def worker_environment(
     platform: Platform | None,
     devices_per_host: int | None,
     cache_dir: str | None,
+    collective_timeout_s: float,
     base: Mapping[str, str],
 ) -> dict[str, str]:
     """Gives the variables to add to `base` for a worker that has to survive its peers.
@@ -35,16 +37,19 @@ def worker_environment(
         platform: where the worker computes; None leaves the choice to JAX.
         devices_per_host: number of CPU devices to make; on GPU the devices to show; None for all.
         cache_dir: the persistent compilation cache; None for no cache.
+        collective_timeout_s: of a collective between CPUs.
         base: the environment that the worker inherits; read, not changed.
 
     Returns:
         Only what differs from `base`.
 
     Example:
-        >>> worker_environment(platform="cpu", devices_per_host=2, cache_dir=None, base={})["JAX_PLATFORMS"]
+        >>> worker_environment(
+        ...     platform="cpu", devices_per_host=2, cache_dir=None, collective_timeout_s=60.0, base={}
+        ... )["JAX_PLATFORMS"]
         'cpu'
     """
-    flags: dict[str, str] = {}
+    flags = {"--xla_cpu_collective_timeout_seconds": str(math.ceil(collective_timeout_s))}
     found: dict[str, str] = {
         "JAX_ENABLE_RECOVERABILITY": "true",
         "JAX_ENABLE_PREEMPTION_SERVICE": "false",

@@ -1,13 +1,21 @@
 """Which host has which units of a sum, and who computes those that nobody has. Pure."""
 
 import dataclasses
+import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from resilient_jax.errors import CallerError
 from resilient_jax.training.step.quotas import deal, indexes_of, unit_count
+
+DATA: Final = "data"
+"""The one axis of a replica's mesh, if nobody says otherwise."""
+MOST_LOSSES_OF: Final = 8
+"""Of so many hosts every loss is looked at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,8 @@ class ReplicaShape:
         hosts: of a replica; 1 if a host has several.
         per_host: replicas of a host, or "devices": each device is one, and devices need not talk to each other while
             they compute microbatches. 1 if a replica spans hosts.
+        axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. The first
+            cuts a microbatch's examples. (): one axis "data" over all devices.
 
     Raises:
         CallerError: a number below 1, or both above 1.
@@ -55,6 +65,7 @@ class ReplicaShape:
 
     hosts: int = 1
     per_host: int | Literal["devices"] = 1
+    axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         many = self.per_host == "devices" or (isinstance(self.per_host, int) and self.per_host > 1)
@@ -81,6 +92,20 @@ class ReplicaShape:
     def devices_of(self, devices: int) -> int:
         """How many devices a replica has where each host has so many."""
         return devices * self.hosts // self.count_on(devices)
+
+    def axes_on(self, devices: int) -> dict[str, int]:
+        """The axes of the mesh of a replica that has so many devices.
+
+        Raises:
+            CallerError: they have others than `axes`.
+        """
+        axes = dict(self.axes) or {DATA: devices}
+        if math.prod(axes.values()) != devices or next(iter(axes.values())) % self.hosts:
+            raise CallerError(
+                f"replicas: found axes {axes} for a replica of {devices} devices on {self.hosts} hosts, expected sizes "
+                "that multiply to its devices, and a first one, which cuts examples, that its hosts divide"
+            )
+        return axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,6 +187,33 @@ def assign(job: Job, seats: tuple[Seat, ...], progress: np.ndarray, speeds: np.n
         for turn, unit in enumerate(units):
             owners[unit] = seat.hosts[turn % len(seat.hosts)]
     return Assignment(seats=seats, dealt=dealt, owners=tuple(owners[unit] for unit in range(job.units)))
+
+
+def widths_after_loss(job: Job, before: tuple[Seat, ...], after: tuple[Seat, ...]) -> set[int]:
+    """How many units the host with the most may own where hosts are lost, as a step begins or as it ends.
+
+    Args:
+        job: the sum.
+        before: the seats of now.
+        after: the seats among those that are left.
+    """
+    hosts, left = _count_hosts(before), _count_hosts(after)
+    owners = assign(job, before, np.zeros((hosts, job.units), np.int32), np.ones(hosts)).owners
+    sizes = np.array([len(job.indexes_of(unit)) for unit in range(job.units)])
+    # Which hosts are lost makes as much of a difference as between the first and the last: most units and fewest.
+    ends = range(hosts) if hosts <= MOST_LOSSES_OF else (0, 1, hosts - 2, hosts - 1)
+    widths = set()
+    for lost in itertools.combinations(ends, hosts - left):
+        survivors = np.setdiff1d(np.arange(hosts), lost)
+        at_end = (survivors[:, None] == np.array(owners)) * sizes
+        for progress in (np.zeros_like(at_end), at_end):
+            found = assign(job, after, progress, np.ones(left)).owners
+            widths.add(max(Counter(found).values()))
+    return widths
+
+
+def _count_hosts(seats: tuple[Seat, ...]) -> int:
+    return 1 + max(place for seat in seats for place in seat.hosts)
 
 
 def common_progress(progress: np.ndarray, seat: Seat, unit: int) -> int:

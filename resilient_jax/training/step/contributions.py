@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from resilient_jax.training.jax_runtime.handles import JaxRuntimeError
 from resilient_jax.training.step.assignment import Job
 
 Tree = Any
@@ -49,10 +50,14 @@ class Contributions:
         self.pooled.clear()
 
     def drop_unusable(self) -> None:
-        """Forgets everything if an array is gone: the user's function donated it and then failed."""
-        leaves = jax.tree.leaves([part.total for part in self.parts.values()])
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        """Forgets what is gone, donated by the user's function before it failed, or was never computed: its program was
+        handed to the devices, and their collective was broken. Of a pooled job nobody could say which units that were.
+        """
+        unusable = [number for number, part in self.parts.items() if not _is_usable(part.total)]
+        if unusable and self.job.pooled:
             self.forget()
+        for number in unusable:
+            self.parts.pop(number, None)
 
     def move_to_host(self) -> None:
         """Copies every part to host memory: the devices' backend is about to go."""
@@ -81,3 +86,13 @@ class Contributions:
             if unit >= 0:
                 found[unit] = part.count
         return found
+
+
+def _is_usable(total: Tree) -> bool:
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(total)):
+        return False
+    try:
+        jax.block_until_ready(total)
+    except (JaxRuntimeError, ValueError):  # jit's fast path raises gloo's errors as ValueError
+        return False
+    return True

@@ -55,6 +55,14 @@ class HostGrid:
             [shard.data for shard in packed.addressable_shards],
         )
 
+    def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
+        """What `pack` gives for leaves of these shapes."""
+        size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
+        whole = size + -size % self.local.size
+        return jax.ShapeDtypeStruct(
+            (self.hosts, whole), jnp.result_type(leaves[0]), sharding=NamedSharding(self.mesh, P(HOST, LOCAL))
+        )
+
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
         """The leaves in a vector [n] that is cut over this host's devices; each gets the shape of its origin, and lies
         where that lies.
@@ -69,6 +77,18 @@ class HostGrid:
     def gather(self, rows: jax.Array) -> jax.Array:
         """[hosts, n], cut over both, as this host's own array: every row, cut over this host's devices."""
         return self.lower(_gather(self.mesh)(rows))
+
+    def compile_gather(self, rows: jax.ShapeDtypeStruct) -> None:
+        """Compiles what `gather` calls for such rows."""
+        _make_gather(self.mesh).lower(rows).compile()
+
+    def compile_join(self, slices: jax.ShapeDtypeStruct, size: int) -> None:
+        """Compiles what `join` calls for what was gathered from such slices."""
+        _join(self.local, size).lower(
+            jax.ShapeDtypeStruct(
+                slices.shape, slices.dtype, sharding=NamedSharding(self.local, P(None, LOCAL))
+            )
+        ).compile()
 
     def join(self, slices: jax.Array, size: int) -> jax.Array:
         """[size] of [hosts, n / hosts], where each device has as many slices of its part; what filled them up goes."""
@@ -103,13 +123,15 @@ def _lay_like(origin: object, total: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
 
 
-@functools.cache
-def _gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL)))
     def gather(rows: jax.Array) -> jax.Array:
         return rows
 
     return gather
+
+
+_gather = functools.cache(_make_gather)
 
 
 @functools.cache

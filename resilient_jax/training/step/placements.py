@@ -1,6 +1,6 @@
 """Where each leaf of a training state lies between steps: whole on every device, or cut over all hosts.
 
-A placement is a pure function of a leaf's shape and of a mesh's axes, so every host finds the same, and gradients and
+A placement is a pure function of a leaf and of a mesh's axes, so every host finds the same, and gradients and
 moments lie where their parameter lies. With the mesh's shape alone (`without_devices`) it may stand in a program.
 """
 
@@ -20,6 +20,9 @@ SMALLEST: Final = 1024
 """Numbers in a leaf that is worth a cut: below it, names and offsets of pieces outweigh what they hold. Numbers and not
 bytes, so that a gradient is cut as its parameter is, whatever their types."""
 
+Table = tuple[tuple[str, tuple[int, ...], P], ...]
+"""Path, shape and spec of each parameter."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement(abc.ABC):
@@ -32,16 +35,20 @@ class Placement(abc.ABC):
     mesh: Mesh | AbstractMesh
 
     @abc.abstractmethod
-    def spec(self, leaf: jax.ShapeDtypeStruct) -> P:
-        """Which dims of a leaf are cut, over which axes."""
+    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+        """Which dims of a leaf are cut, over which axes. Its path is as `jax.tree_util.keystr` writes it."""
 
     def __call__(self, path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Where the leaf lies; its path makes no difference."""
-        return NamedSharding(self.mesh, self.spec(leaf))
+        """Where the leaf lies."""
+        return NamedSharding(self.mesh, self.spec(path, leaf))
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Self:
+        """The same over another mesh, with devices or its shape alone."""
+        return dataclasses.replace(self, mesh=mesh)
 
     def without_devices(self) -> Self:
         """The same over the mesh's shape."""
-        return dataclasses.replace(self, mesh=self.mesh.abstract_mesh)
+        return self.on(self.mesh.abstract_mesh)
 
 
 class Complete(Placement):
@@ -49,9 +56,31 @@ class Complete(Placement):
 
     __slots__ = ()
 
-    def spec(self, leaf: jax.ShapeDtypeStruct) -> P:
+    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
         """No dim."""
         return P()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByParameter(Placement):
+    """Every leaf cut as a table says of the parameter whose path ends its own and whose shape is its; others whole.
+
+    Attributes:
+        table: of the parameters.
+    """
+
+    table: Table
+
+    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+        """That of the parameter with the longest path that fits."""
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return P()
+        fitting = [
+            (parameter, spec)
+            for parameter, shape, spec in self.table
+            if shape == tuple(leaf.shape) and path.endswith(parameter)
+        ]
+        return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else P()
 
 
 class FullySharded(Placement):
@@ -62,7 +91,7 @@ class FullySharded(Placement):
 
     __slots__ = ()
 
-    def spec(self, leaf: jax.ShapeDtypeStruct) -> P:
+    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
         """One dim, over one or several axes: most devices first, then the mesh's first axes, then the largest dim."""
         if math.prod(leaf.shape) < SMALLEST or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return P()
@@ -94,7 +123,7 @@ def fully_sharded(mesh: Mesh | AbstractMesh) -> FullySharded:
 
     >>> from jax.sharding import AbstractMesh
     >>> rule = fully_sharded(AbstractMesh((3, 2), ("host", "local")))
-    >>> [tuple(rule.spec(jax.ShapeDtypeStruct(shape, jnp.float32))) for shape in ((160, 192), (160, 160), (9,))]
+    >>> [tuple(rule.spec("", jax.ShapeDtypeStruct(shape, jnp.float32))) for shape in ((160, 192), (160, 160), (9,))]
     [(None, ('host', 'local')), ('local',), ()]
     """
     return FullySharded(mesh)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.compile.ahead import Check
 from resilient_jax.training.step import complete_copies, host_grid
 from resilient_jax.training.step.host_grid import HOST, LOCAL, HostGrid, positions_by_dtype
 
@@ -46,6 +47,14 @@ class HostSum:
             for position, leaf in zip(positions, self._grid.unpack(total, origins), strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
+
+    def compile(self, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
+        """Compiles, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
+        leaves = jax.tree.leaves(like)
+        for positions in positions_by_dtype(leaves) if self._grid.hosts > 1 else ():
+            check()
+            packed = self._grid.abstract_pack([leaves[i] for i in positions])
+            _make_reduce(self._grid.mesh).lower(packed).compile()
 
 
 class OrderedSum:
@@ -83,9 +92,25 @@ class OrderedSum:
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
 
+    def compile(self, units: int, width: int, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
+        """Compiles, for the persistent cache, what depends on the number of hosts in a sum of so many units, of which
+        the host with the most owns `width`.
+        """
+        grid, leaves = self._grid, jax.tree.leaves(like)
+        cut = NamedSharding(grid.mesh, P(HOST, LOCAL))
+        for positions in positions_by_dtype(leaves):
+            row = grid.abstract_pack([leaves[i] for i in positions])
+            check()
+            add = _make_add_in_order(grid.mesh).lower([row] * width, np.zeros(units, np.int32))
+            add.compile()
+            slices = jax.ShapeDtypeStruct(add.out_info.shape, add.out_info.dtype, sharding=cut)
+            check()
+            grid.compile_gather(slices)
+            check()
+            grid.compile_join(slices, row.shape[1])
 
-@functools.cache
-def _reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+
+def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(LOCAL)))
     def reduce(stacked: jax.Array) -> jax.Array:
         return stacked.sum(axis=0)
@@ -93,8 +118,7 @@ def _reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return reduce
 
 
-@functools.cache
-def _add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     hosts = mesh.shape[HOST]
 
     @jax.jit
@@ -122,6 +146,11 @@ def _add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
         return total.astype(rows.dtype)[None]
 
     return add_in_order
+
+
+# What is compiled for other worlds is not kept: it would hold their meshes after `forget_programs`.
+_reduce = functools.cache(_make_reduce)
+_add_in_order = functools.cache(_make_add_in_order)
 
 
 def forget_programs() -> None:

@@ -19,8 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from resilient_jax.compile.ahead import Check
+from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.protocol.fault_points import ANY_INDEX, Place
+from resilient_jax.training.jax_runtime.compile_cache import serves_others
 from resilient_jax.training.jax_runtime.handles import Device
 from resilient_jax.training.step.assignment import (
     Assignment,
@@ -30,6 +33,7 @@ from resilient_jax.training.step.assignment import (
     common_progress,
     seat_replicas,
     speeds_of,
+    widths_after_loss,
 )
 from resilient_jax.training.step.contributions import Contributions, Job, Part
 from resilient_jax.training.step.host_grid import HostGrid
@@ -76,8 +80,9 @@ class Surroundings(Protocol):
     def check(self) -> None:
         """Raises when this generation has ended."""
 
-    def reach(self, place: Place, index: int) -> None:
-        """Here a test can hold this host."""
+    def reach(self, place: Place, index: int) -> bool:
+        """Here a test can hold or break this host; gives whether the numbers computed here are to be spoiled."""
+        ...
 
 
 class StepSums:
@@ -194,8 +199,7 @@ class StepSums:
         if mine.job.name in self._agreed:
             return progress
         progress[self._me] = mine.progress()
-        # In a vector whose length is the same for fewer hosts: its programs are there already.
-        padded = np.zeros(-(-progress.size // AGREEMENT_SIZE) * AGREEMENT_SIZE, np.int32)
+        padded = np.zeros(_agreement_size(progress.size), np.int32)
         padded[: progress.size] = progress.reshape(-1)
         found = np.asarray(self.sum_hosts(padded))[: progress.size].reshape(progress.shape)
         self._agreed.add(mine.job.name)
@@ -256,6 +260,59 @@ class StepSums:
         where = jax.tree.map(lambda leaf: leaf.sharding, zeros)
         totals = [jax.device_put(mine.parts[number].total, where) for number in sorted(mine.parts)]
         return HostSum(self._grid)(functools.reduce(_add_trees, totals, zeros))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SumCall:
+    """A sum over all microbatches as it is called now, to compile ahead what it will need among fewer hosts.
+
+    Attributes:
+        devices: of the live hosts.
+        process_index: of this one.
+        job: what is added up.
+        shape: of the replicas.
+        like: shapes and types of the total.
+    """
+
+    devices: Sequence[Device]
+    process_index: ProcessIndex
+    job: Job
+    shape: ReplicaShape
+    like: Any
+
+    def compile_for(self, count: int, shape: ReplicaShape, check: Check) -> bool:
+        """Compiles, for the persistent cache, the exchanges between that many hosts. False: it would be of no use.
+
+        What is compiled for some hosts serves any as many (on CPU: see `compile_cache`). More than live now cannot be
+        compiled for: nobody has their devices.
+        """
+        hosts = sorted({device.process_index for device in self.devices})
+        if count > len(hosts) or not serves_others(self.devices[0]):
+            return False
+        hosts.remove(self.process_index)
+        chosen = {self.process_index, *hosts[: count - 1]}
+        grid = HostGrid([d for d in self.devices if d.process_index in chosen], self.process_index)
+        per_host = grid.local.size
+        try:
+            before = seat_replicas(range(len(hosts) + 1), self.shape, per_host)
+            after = seat_replicas(range(count), shape, per_host)
+        except CallerError:  # such a world is refused, with the reason, when it comes
+            return False
+        summing = HostSum(grid)
+        # What all have added up, and whether to stop (the trainer): asked as a generation begins.
+        for numbers in (_agreement_size(count * self.job.units), 1):
+            summing.compile(np.zeros(numbers, np.int32), check)
+        if self.job.pooled:
+            summing.compile(self.like, check)
+        else:
+            for width in widths_after_loss(self.job, before, after):
+                OrderedSum(grid).compile(self.job.units, width, self.like, check)
+        return True
+
+
+def _agreement_size(numbers: int) -> int:
+    """Of a vector for so many: mostly the same for fewer hosts, so that its programs are there already."""
+    return -(-numbers // AGREEMENT_SIZE) * AGREEMENT_SIZE
 
 
 def _announce(
@@ -322,9 +379,16 @@ class _Adder:
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._first_calls.in_turn(self._job.name, replica):
             total = self._add(total, microbatch)
+        if self._surroundings.reach(Place.AFTER_MICROBATCH, index):
+            total = jax.tree.map(_spoil, total)
         if replica.part != (0, 1):
             jax.block_until_ready(total)  # one program with collectives at a time: see jax_runtime's README
         return total
+
+
+def _spoil(leaf: jax.Array) -> jax.Array:
+    """NaN where there can be; as a processor that computes wrongly leaves it."""
+    return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
 
 
 def _compute_share(
@@ -356,11 +420,22 @@ def _compute_share(
                 mine.pooled.add(unit)
         return
     for unit, count in begun.items():
-        total = replica.lift(mine.parts[unit].total) if count else nothing
+        total = _lay_like(nothing, replica.lift(mine.parts[unit].total)) if count else nothing
         for index in mine.job.indexes_of(unit)[count:]:
             total = adder(replica, total, index)
             count += 1
             mine.parts[unit] = Part(count, replica.lower(total))
+
+
+def _lay_like(like: Tree, total: Tree) -> Tree:
+    """A total that was begun under another arrangement as totals lie now: the program is compiled for that."""
+
+    def lay(origin: jax.Array, leaf: jax.Array) -> jax.Array:
+        if leaf.sharding == origin.sharding or not leaf.is_fully_addressable:
+            return leaf
+        return jax.device_put(leaf, origin.sharding)
+
+    return jax.tree.map(lay, like, total)
 
 
 @jax.jit

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from resilient_jax.training.step.placements import Placement
 from resilient_jax.training.step.sums import Microbatch
 from resilient_jax.training.trainer.models import Variables
 from resilient_jax.training.trainer.programs import locate
@@ -14,9 +15,16 @@ Tree = Any
 
 
 def make_adder(
-    accumulate: Callable[..., Tree], variables: Variables, as_step: int | None = None
+    accumulate: Callable[..., Tree], variables: Variables, placement: Placement, as_step: int | None = None
 ) -> Callable[[Tree, Microbatch], Tree]:
-    """Adds microbatches to a total. The variables are taken up to a replica's mesh once, not for each."""
+    """Adds microbatches to a total. The variables are taken up to a replica's mesh once, not for each.
+
+    Args:
+        accumulate: the program.
+        variables: on this host's devices.
+        placement: of variables and totals.
+        as_step: for the keys of microbatches, in place of the step.
+    """
     lifted: dict[jax.sharding.Mesh, Variables] = {}
 
     def add(total: Tree, microbatch: Microbatch) -> Tree:
@@ -29,7 +37,7 @@ def make_adder(
             lifted[replica.mesh],
             replica.place(microbatch.batch),
             locate(step, microbatch.index),
-            mesh=replica.mesh.abstract_mesh,
+            laid=placement.on(replica.mesh.abstract_mesh),
         )
 
     return add

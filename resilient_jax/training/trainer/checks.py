@@ -3,38 +3,39 @@
 import numpy as np
 
 from resilient_jax.errors import CallerError, StateError
+from resilient_jax.training.step.assignment import ReplicaShape
 from resilient_jax.training.trainer.checkpoints import Checkpoints
 from resilient_jax.training.trainer.order import Order
 from resilient_jax.training.world import World
 
 
-def check_devices(world: World, order: Order) -> None:
+def check_devices(world: World, order: Order, shape: ReplicaShape) -> None:
     """Refuses microbatches that cannot be cut evenly over a replica.
 
     Raises:
         CallerError: says the numbers.
     """
-    shape, here = order.sharing.replicas, len(world.local_devices)
-    devices = shape.devices_of(here)
+    devices = shape.devices_of(len(world.local_devices))
+    cuts = next(iter(shape.axes_on(devices).values()))
     sizes = {"microbatch_size": order.microbatch_size}
     if order.evaluation is not None:
         size = order.evaluation.microbatch_size or order.microbatch_size
         sizes["the evaluation's microbatch_size"] = size
     for name, size in sizes.items():
-        if size % devices:
+        if size % cuts:
             raise CallerError(
-                f"{name}: found {size} on host {world.host}, expected a multiple of {devices}, the devices of a "
+                f"{name}: found {size} on host {world.host}, expected a multiple of {cuts}, the devices of a "
                 "replica: its examples are cut over them. Change it, or the devices per host"
             )
 
 
-def check_replicas(world: World, order: Order) -> None:
+def check_replicas(world: World, order: Order, shape: ReplicaShape) -> None:
     """Refuses a job that begins with more replicas than microbatches.
 
     Raises:
         CallerError: says the numbers.
     """
-    replicas, microbatches = world.replica_count(order.sharing.replicas), order.recipe.microbatches
+    replicas, microbatches = world.replica_count(shape), order.recipe.microbatches
     if microbatches < replicas:
         size = order.microbatch_size
         raise CallerError(

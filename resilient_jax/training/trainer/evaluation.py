@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from resilient_jax.errors import CallerError
 from resilient_jax.training.data.microbatches import MicrobatchData, microbatch_data
 from resilient_jax.training.data.random_access import RandomAccessData
 from resilient_jax.training.data.rows import WHOLE, Part
+from resilient_jax.training.step.placements import Placement
 from resilient_jax.training.trainer.loss import EVALUATION_PREFIX, Loss
 from resilient_jax.training.trainer.models import Model, Variables
 from resilient_jax.training.trainer.numerics import Numerics, cast_floats
-from resilient_jax.training.trainer.programs import microbatch_key, replicate
+from resilient_jax.training.trainer.programs import lay, microbatch_key
 
 Tree = Any
 """A pytree of arrays."""
@@ -110,7 +110,7 @@ class EvaluationProgram:
     """The program that adds one microbatch's loss.
 
     Attributes:
-        accumulate: `accumulate(total, variables, batch, where, mesh=) -> EvaluationTotal`, as of `Programs`.
+        accumulate: `accumulate(total, variables, batch, where, laid=) -> EvaluationTotal`, as of `Programs`.
         abstract_total: the shapes of a total.
     """
 
@@ -123,7 +123,7 @@ class EvaluationProgram:
             CallerError: the loss gives no scalar.
         """
         self._model, self._loss, self._numerics, self._seed = model, loss, numerics, seed
-        self.accumulate = jax.jit(self._accumulate, static_argnames="mesh")
+        self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
         where = jax.ShapeDtypeStruct((2,), jnp.uint32)
         self.abstract_total = jax.eval_shape(self._measure, variables, example, where)
 
@@ -142,10 +142,10 @@ class EvaluationProgram:
         batch: Tree,
         where: jax.Array,
         *,
-        mesh: AbstractMesh,
+        laid: Placement,
     ) -> EvaluationTotal:
         found = self._measure(variables, batch, where)
-        return replicate(jax.tree.map(jnp.add, total, found), mesh)
+        return lay(jax.tree.map(jnp.add, total, found), laid)
 
 
 def read_metrics(total: EvaluationTotal, microbatches: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Makes the evaluations of one `fit`."""
 
-from jax.sharding import NamedSharding
-
 from resilient_jax.training.data.prefetch import Prefetcher
+from resilient_jax.training.step.assignment import ReplicaShape
+from resilient_jax.training.step.placements import Placement
 from resilient_jax.training.trainer.adding import abstract_of, make_adder
 from resilient_jax.training.trainer.evaluation import EvaluationProgram, read_metrics
 from resilient_jax.training.trainer.models import Variables
@@ -35,16 +35,18 @@ class Evaluator:
         """Whether to evaluate when `step` steps are committed."""
         return self._evaluation.is_due(step, self._steps)
 
-    def evaluate(self, world: World, variables: Variables, everywhere: NamedSharding) -> dict[str, float]:
+    def evaluate(
+        self, world: World, variables: Variables, placement: Placement, replicas: ReplicaShape
+    ) -> dict[str, float]:
         """The means over all microbatches."""
         total = world.sum_microbatches(
             self._microbatches,
-            make_adder(self._program.accumulate, variables, as_step=EVALUATION),
-            zeros_like(self._program.abstract_total, everywhere),
+            make_adder(self._program.accumulate, variables, placement, as_step=EVALUATION),
+            zeros_like(self._program.abstract_total, placement),
             data=self._data,
             unit=self._sharing.unit,
             reproducible=self._sharing.reproducible,
-            replicas=self._sharing.replicas,
+            replicas=replicas,
             name="evaluate",
         )
         return read_metrics(total, self._microbatches)

@@ -17,8 +17,10 @@ import numpy as np
 from resilient_jax.training.data.prefetch import Prefetcher
 from resilient_jax.training.step.placements import Placement
 from resilient_jax.training.trainer.adding import abstract_of, make_adder
+from resilient_jax.training.trainer.arranging import Arranger
 from resilient_jax.training.trainer.checks import check_devices, check_replicas
 from resilient_jax.training.trainer.evaluator import Evaluator
+from resilient_jax.training.trainer.forecast import Forecast
 from resilient_jax.training.trainer.judging import judge
 from resilient_jax.training.trainer.keeping import Keeping, keep_state
 from resilient_jax.training.trainer.models import Variables
@@ -43,6 +45,8 @@ class Fitting:
         self._log: JsonLog | None = None
         self._data: Prefetcher | None = None
         self._programs: Programs | None = None
+        self._arranger = Arranger(order)
+        self._forecast: Forecast | None = None
         self._evaluator: Evaluator | None = None
         self._saving = Saving(order.checkpoints, order.steps) if order.checkpoints is not None else None
         self._metrics: dict[str, float] = {}
@@ -60,16 +64,21 @@ class Fitting:
         """Trains from the last committed step to the last one, with the hosts that are there now."""
         order = self._order
         programs = self._open(world)
-        check_devices(world, order)
-        keeping = keep_state(world, order.sharing.state)
-        state = keeping.restore(programs.init, lambda placement: self._load(world, programs, placement))
-        zeros = zeros_like(programs.abstract_total, keeping.local)
+        arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
+        check_devices(world, order, arrangement.shape)
+        keeping = keep_state(world, order.sharing.state, arrangement)
+        state = keeping.restore(programs.init, lambda placement: self._load(keeping, programs, placement))
+        zeros = zeros_like(programs.abstract_total, arrangement.placement)
+        is_ahead = False
         if not self._is_stopped(world, int(state.step)):
             for step in world.steps(order.steps + (order.evaluation is not None)):
                 state = self._evaluate(keeping, state, step)
                 if step >= order.steps or self._stop is not None:
                     break
                 state = self._step(keeping, programs, state, step, zeros)
+                if self._forecast is not None and not is_ahead:
+                    world.compile_ahead(self._forecast.jobs(world, arrangement))
+                    is_ahead = True
                 if self._stop is not None:
                     break
         if self._saving is not None:
@@ -106,15 +115,19 @@ class Fitting:
                 order.recipe.microbatches,
             )
         self._programs = programs
+        planner = self._arranger.planner
+        if planner is not None and order.planning is not None and order.planning.compile_ahead:
+            self._forecast = Forecast(planner, order, programs, example)
         return programs
 
     def find_checkpoint(self) -> int | None:
         """The step of the newest checkpoint on storage. May be called on any thread."""
         return self._saving.find_newest() if self._saving is not None else None
 
-    def _load(self, world: World, programs: Programs, placement: Placement) -> TrainingState | None:
+    def _load(self, keeping: Keeping, programs: Programs, placement: Placement) -> TrainingState | None:
         """The state where nothing is committed, from storage; None: the job begins."""
-        check_replicas(world, self._order)
+        world = keeping.world
+        check_replicas(world, self._order, keeping.arrangement.shape)
         if self._saving is None:
             return None
         found = self._saving.restore(world, programs.abstract_state, placement)
@@ -142,7 +155,12 @@ class Fitting:
         if evaluator is None or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
-        metrics = evaluator.evaluate(keeping.world, keeping.gather(state.variables), keeping.local)
+        metrics = evaluator.evaluate(
+            keeping.world,
+            keeping.gather(state.variables),
+            keeping.arrangement.placement,
+            keeping.arrangement.shape,
+        )
         if order.early_stop is not None:
             assert isinstance(state.patience, Patience), "it is made together with early_stop"
             patience, stops, reason = order.early_stop.judge(jax.device_get(state.patience), metrics)
@@ -178,12 +196,12 @@ class Fitting:
         order, sharing, world = self._order, self._order.sharing, keeping.world
         total = world.sum_microbatches(
             order.recipe.microbatches,
-            make_adder(programs.accumulate, keeping.gather(variables)),
+            make_adder(programs.accumulate, keeping.gather(variables), keeping.arrangement.placement),
             zeros,
             data=self._data,
             unit=sharing.unit,
             reproducible=sharing.reproducible,
-            replicas=sharing.replicas,
+            replicas=keeping.arrangement.shape,
             by_speed=sharing.by_speed,
         )
         judge(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())

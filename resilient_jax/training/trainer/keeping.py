@@ -19,8 +19,8 @@ from jax.stages import Compiled
 from resilient_jax.events import EventKind
 from resilient_jax.training.step import complete_copies
 from resilient_jax.training.step.host_grid import HOST, LOCAL
-from resilient_jax.training.step.placements import Complete, Placement, fully_sharded
-from resilient_jax.training.step.replicas import DATA
+from resilient_jax.training.step.placements import Placement, fully_sharded
+from resilient_jax.training.trainer.arranging import Arrangement
 from resilient_jax.training.trainer.order import StateSharing
 from resilient_jax.training.trainer.programs import Programs
 from resilient_jax.training.trainer.state import Measures, TrainingState, is_key
@@ -41,14 +41,19 @@ class Keeping(abc.ABC):
     """What the loop does with a state, whichever way it is kept.
 
     Attributes:
-        local: replicated over this host's devices: where steps are computed.
+        arrangement: which replicas compute steps, and where parameters and totals lie on this host's devices.
         placement: where the state's leaves lie between steps.
     """
 
-    def __init__(self, world: World, placement: Placement) -> None:
+    def __init__(self, world: World, placement: Placement, arrangement: Arrangement) -> None:
         self.world = world
-        self.local = NamedSharding(world.local_mesh(DATA), P())
+        self.arrangement = arrangement
         self.placement = placement
+
+    @property
+    def local(self) -> NamedSharding:
+        """Whole on each of this host's devices."""
+        return NamedSharding(self.arrangement.placement.mesh, P())
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
@@ -88,8 +93,8 @@ class Keeping(abc.ABC):
 class CompleteState(Keeping):
     """Every host has all of it, and is all that a failure may leave."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world, Complete(world.local_mesh(DATA)))
+    def __init__(self, world: World, arrangement: Arrangement) -> None:
+        super().__init__(world, arrangement.placement, arrangement)
 
     def gather(self, tree: Tree) -> Tree:
         """It is complete here."""
@@ -112,9 +117,9 @@ class CompleteState(Keeping):
 class ShardedState(Keeping):
     """Every host has its share; snapshots hold what a dead host had."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, arrangement: Arrangement) -> None:
         mesh = world.mesh({HOST: len(world.hosts), LOCAL: -1})
-        super().__init__(world, fully_sharded(mesh))
+        super().__init__(world, fully_sharded(mesh), arrangement)
         self._update: Compiled | None = None
 
     def restore(
@@ -162,9 +167,10 @@ class ShardedState(Keeping):
         self.world.snapshot(state)
 
 
-def keep_state(world: World, sharing: StateSharing | str) -> Keeping:
+def keep_state(world: World, sharing: StateSharing | str, arrangement: Arrangement) -> Keeping:
     """The state's keeping in this generation."""
-    return ShardedState(world) if sharing == StateSharing.SHARDED else CompleteState(world)
+    kind = ShardedState if sharing == StateSharing.SHARDED else CompleteState
+    return kind(world, arrangement)
 
 
 def _note_shares(world: World, state: TrainingState) -> None:

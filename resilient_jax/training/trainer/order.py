@@ -12,6 +12,7 @@ from resilient_jax.training.trainer.checkpoints import Checkpoints
 from resilient_jax.training.trainer.early_stop import EarlyStop
 from resilient_jax.training.trainer.evaluation import Evaluation
 from resilient_jax.training.trainer.loss import Loss
+from resilient_jax.training.trainer.planning import Planning
 from resilient_jax.training.trainer.programs import Recipe
 from resilient_jax.training.trainer.reports import Callback
 from resilient_jax.training.world import ONE_HOST
@@ -82,14 +83,18 @@ class Order:
     Attributes:
         steps: to have committed in the end.
         data: of the training.
+        model: as the user gave it.
+        planning: what plans are searched for; None: the user has said how steps are computed.
         evaluation: with its loss, data and microbatch size; None: none.
     """
 
     steps: int
     recipe: Recipe
     microbatch_size: int
+    model: object
     data: MicrobatchData
     sharing: Sharing
+    planning: Planning | None
     reading: Reading
     evaluation: Evaluation | None
     evaluation_loss: Loss

@@ -23,8 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.training.step.placements import Placement
@@ -63,8 +61,8 @@ class Programs:
 
     Attributes:
         init: `init() -> TrainingState` before step 0, the same on every host.
-        accumulate: `accumulate(total, variables, batch, where, mesh=) -> Total`; `where` is `locate(step, index)`,
-            `mesh` the replica's `abstract_mesh`.
+        accumulate: `accumulate(total, variables, batch, where, laid=) -> Total`; `where` is `locate(step, index)`,
+            `laid` says where the total lies, without devices.
         measure: `measure(total) -> (Measures, metrics)`.
         update: `update(state, (gradients, statistics), measures, where=) -> TrainingState`; it takes sums, and divides
             them; `where` is the state's placement, without devices.
@@ -86,7 +84,7 @@ class Programs:
         self._recipe = recipe
         self._example = example
         self.init = jax.jit(self._init)
-        self.accumulate = jax.jit(self._accumulate, static_argnames="mesh")
+        self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
         self.measure = jax.jit(self._measure)
         self.update = jax.jit(self._update, static_argnames="where", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
@@ -139,7 +137,7 @@ class Programs:
         return loss, (metrics, statistics)
 
     def _accumulate(
-        self, total: Total, variables: Variables, batch: Tree, where: jax.Array, *, mesh: AbstractMesh
+        self, total: Total, variables: Variables, batch: Tree, where: jax.Array, *, laid: Placement
     ) -> Total:
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
             return self._loss(params, variables, batch, microbatch_key(self._recipe.seed, where))
@@ -153,7 +151,8 @@ class Programs:
         if self._recipe.numerics.non_finite == NonFinite.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
         new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
-        return replicate(jax.tree.map(jnp.add, total, new), mesh)
+        # The compiler would else be free to cut results as batches are cut.
+        return lay(jax.tree.map(jnp.add, total, new), laid)
 
     def _measure(self, total: Total) -> tuple[Measures, Metrics]:
         """Of the mean: total / B. Without the microbatches that are skipped."""
@@ -213,12 +212,6 @@ def microbatch_key(seed: int, where: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), where[0]), where[1])
 
 
-def replicate(tree: Tree, mesh: AbstractMesh) -> Tree:
-    """The tree, whole on every device: the compiler would else be free to cut results as batches are cut."""
-    everywhere = NamedSharding(mesh, P())
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, everywhere), tree)
-
-
 def lay(tree: Tree, where: Placement) -> Tree:
     """The tree as a placement says, which has no devices."""
     return jax.tree_util.tree_map_with_path(
@@ -227,9 +220,14 @@ def lay(tree: Tree, where: Placement) -> Tree:
     )
 
 
-def zeros_like(abstract: Tree, sharding: NamedSharding) -> Tree:
+def zeros_like(abstract: Tree, where: Placement) -> Tree:
     """Zeros in these shapes. Made on the host: no program, so nothing to compile in a new generation."""
-    return jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract), sharding)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.device_put(
+            np.zeros(leaf.shape, leaf.dtype), where(jax.tree_util.keystr(path), leaf)
+        ),
+        abstract,
+    )
 
 
 def _divide(tree: Tree, count: jax.Array) -> Tree:

@@ -16,11 +16,13 @@ from resilient_jax.training.trainer.fitting import Fitting
 from resilient_jax.training.trainer.loss import EVALUATION_PREFIX, read_loss
 from resilient_jax.training.trainer.models import adapt
 from resilient_jax.training.trainer.numerics import Numerics
-from resilient_jax.training.trainer.order import Order, Reading, Sharing
+from resilient_jax.training.trainer.order import Order, Reading, Sharing, StateSharing
+from resilient_jax.training.trainer.planning import Planning
 from resilient_jax.training.trainer.programs import Recipe, read_optimizer
 from resilient_jax.training.trainer.progress import ProgressBar, is_wanted
 from resilient_jax.training.trainer.reports import Callback
 from resilient_jax.training.trainer.result import FitResult
+from resilient_jax.training.world import ONE_HOST
 
 MAX_SEED = 2**32
 """Seeds are 32 bits wide wherever they go: JAX's keys, the shuffle."""
@@ -62,6 +64,7 @@ class Trainer:
         seed: int = 0,
         numerics: Numerics = Numerics(),  # noqa: B008 - frozen
         sharing: Sharing = Sharing(),  # noqa: B008 - frozen
+        planning: Planning | None = None,
         reading: Reading = Reading(),  # noqa: B008 - frozen
         evaluation: Evaluation | None = None,
         early_stop: EarlyStop | None = None,
@@ -84,6 +87,7 @@ class Trainer:
             seed: of the first weights, the shuffle and all keys.
             numerics: precision, clipping, rematerialisation, and what to do about numbers that are not finite.
             sharing: how microbatches are shared out over hosts and added up, and how the state is kept between steps.
+            planning: search the fastest plan for the live hosts in every generation; None: replicas as in `sharing`.
             reading: how the data is read.
             evaluation: on other data, now and then.
             early_stop: when the evaluation gets no better.
@@ -104,6 +108,8 @@ class Trainer:
             raise CallerError(f"seed: found {seed}, expected a number from 0 to 2**32 - 1")
         if early_stop is not None:
             _check_early_stop(early_stop, evaluation)
+        if planning is not None:
+            _check_planning(sharing)
         training_loss = read_loss(loss)
         evaluation_loss = evaluation.loss if evaluation is not None else None
         self._evaluation_loss = training_loss if evaluation_loss is None else read_loss(evaluation_loss)
@@ -120,7 +126,8 @@ class Trainer:
             data, microbatches=microbatches, size=microbatch_size, seed=seed, shuffle=reading.shuffle
         )
         self._microbatch_size = microbatch_size
-        self._sharing, self._reading = sharing, reading
+        self._sharing, self._planning, self._reading = sharing, planning, reading
+        self._model = model
         self._evaluation, self._early_stop, self._checkpoints = evaluation, early_stop, checkpoints
         self._callbacks, self._log = tuple(callbacks), log
 
@@ -142,7 +149,9 @@ class Trainer:
             recipe=self._recipe,
             microbatch_size=self._microbatch_size,
             data=self._data,
+            model=self._model,
             sharing=self._sharing,
+            planning=self._planning,
             reading=self._reading,
             evaluation=self._evaluation,
             evaluation_loss=self._evaluation_loss,
@@ -163,6 +172,15 @@ class Trainer:
             # This worker came (back) when the others had finished: it has no weights, and nothing is left to do.
             raise SystemExit(0)
         return fitting.result
+
+
+def _check_planning(sharing: Sharing) -> None:
+    if sharing.replicas != ONE_HOST or sharing.state != StateSharing.COMPLETE:
+        raise CallerError(
+            f"planning: found Sharing(replicas={sharing.replicas}, state={sharing.state!r}), expected neither to "
+            "be given: the plan says how many replicas a host has, and each host keeps the whole state, cut over its "
+            "devices. For a state that is cut over hosts leave planning out, or use Plan.compile in a loop of your own"
+        )
 
 
 def _check_early_stop(early_stop: EarlyStop, evaluation: Evaluation | None) -> None:

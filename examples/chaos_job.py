@@ -1,0 +1,117 @@
+"""A tiny job for campaigns of `resilient-jax chaos`: seconds to start, the same bits whoever dies.
+
+    resilient-jax chaos configs/chaos/process.toml -- examples/chaos_job.py
+    resilient-jax chaos configs/chaos/snapshots.toml -- examples/chaos_job.py --state sharded
+
+It trains until the file that RESILIENT_JAX_CHAOS_END names says at which step to stop; without one for `--steps`.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import resilient_jax as rj
+from resilient_jax.training.step.complete_copies import cut, gather
+from resilient_jax.training.step.placements import FullySharded, fully_sharded
+
+SIZE, MICROBATCHES, UNIT, ROWS = 48, 12, 2, 8
+RATE, DECAY, TINY = 0.01, 0.9, 1e-8
+END_VARIABLE = "RESILIENT_JAX_CHAOS_END"
+NEVER = 10**9
+
+Arrays = dict[str, jax.Array]
+State = dict[str, Any]
+Total = tuple[jax.Array, Arrays]
+
+
+def read_end(default: int) -> int:
+    """The step at which to stop. Written whole and well ahead, so that all hosts stop at the same."""
+    path = os.environ.get(END_VARIABLE)
+    if path is None:
+        return default
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return default
+
+
+def init_state() -> State:
+    """Parameters and what the optimizer remembers."""
+    random = np.random.default_rng(0)
+    params = {name: jnp.asarray(random.standard_normal((SIZE, SIZE), np.float32)) for name in "ab"}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return {"params": params, "mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
+
+
+def loss_of(params: Arrays, rows: jax.Array) -> jax.Array:
+    """Of one microbatch: each row is to become the row shifted by one."""
+    return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - jnp.roll(rows, 1, axis=1)) ** 2)
+
+
+@jax.jit
+def accumulate(total: Total, params: Arrays, rows: jax.Array) -> Total:
+    """The total with one microbatch's loss and gradient in it."""
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
+
+
+@jax.jit
+def update(state: State, gradients: Arrays) -> State:
+    """RMSProp with momentum: each number for itself, so that it does not matter how they are cut."""
+    gradients = jax.tree.map(lambda g: g / MICROBATCHES, gradients)
+    mean = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, state["mean"], gradients)
+    square = jax.tree.map(lambda s, g: DECAY * s + (1 - DECAY) * g * g, state["square"], gradients)
+    params = jax.tree.map(lambda p, m, s: p - RATE * m / jnp.sqrt(s + TINY), state["params"], mean, square)
+    return {"params": params, "mean": mean, "square": square, "count": state["count"] + 1}
+
+
+def train(world: rj.World, options: argparse.Namespace) -> None:
+    """Called again in every generation."""
+    whole = NamedSharding(world.local_mesh("data"), P())
+    is_sharded = options.state == "sharded"
+    rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1})) if is_sharded else whole
+    state = world.restore_or_init(init_state, sharding=rule)
+    zeros = jax.device_put(
+        (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), whole
+    )
+    is_watched = world.host != "localhost"
+    for step in world.steps(options.steps):
+        if step >= read_end(options.steps):
+            return
+        params = gather(state["params"], whole) if is_sharded else state["params"]
+
+        def add(total: Total, microbatch: rj.Microbatch, params: Arrays = params) -> Total:
+            key = (microbatch.step, microbatch.index)
+            rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
+            replica = microbatch.replica
+            return accumulate(total, replica.lift(params), replica.place(rows))
+
+        loss, gradients = world.sum_microbatches(MICROBATCHES, add, zeros, unit=UNIT)
+        state = update(state, cut(gradients, rule) if isinstance(rule, FullySharded) else gradients)
+        world.commit(state, loss=float(loss) / MICROBATCHES)
+        if is_sharded or options.snapshots:
+            world.snapshot(state)
+        if is_watched:
+            time.sleep(options.pace)
+
+
+def main() -> None:
+    """Runs the job."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=NEVER)
+    parser.add_argument("--state", choices=("whole", "sharded"), default="whole")
+    parser.add_argument("--snapshots", action="store_true", help="take snapshots of a whole state, too")
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds of rest after each step")
+    options = parser.parse_args()
+    rj.run(lambda world: train(world, options))
+
+
+if __name__ == "__main__":
+    main()

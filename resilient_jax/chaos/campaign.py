@@ -1,0 +1,377 @@
+"""Lives through a campaign with a job, and checks it after every incident and in the end.
+
+One thread does everything in turn: wait for an incident's trigger, do it, wait until it is over and everybody trains
+again, check. Only lifetimes end on threads of their own.
+"""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from resilient_jax.chaos.commits import check_commits, check_complete
+from resilient_jax.chaos.faults import Exit, Kill, Raise, Stop, kind_of, lifetime_s
+from resilient_jax.chaos.growth import Growth, Sample, measure_growth
+from resilient_jax.chaos.injecting import Skipped, Surroundings, act_of, inject
+from resilient_jax.chaos.leaks import Identity, identify, left_in, sample, shared_segments
+from resilient_jax.chaos.lifetimes import Lifetimes
+from resilient_jax.chaos.manifest import Incident, Manifest, TargetPart
+from resilient_jax.chaos.record import check_membership
+from resilient_jax.chaos.reference import Reference
+from resilient_jax.chaos.targets import (
+    all_processes,
+    hosts_of,
+    is_training,
+    processes_of,
+    service_host,
+)
+from resilient_jax.chaos.telltales import Done, check_told
+from resilient_jax.chaos.violations import Invariant, Violation, tell_story, without_repeats
+from resilient_jax.chaos.watch import Broken, Ended, Watch
+from resilient_jax.config import JobConfig, override
+from resilient_jax.protocol.fault_points import ANY_STEP, Act, FaultOrder, Hold
+from resilient_jax.world.inspection import JobReport, Part, pids_of
+
+END_AHEAD_STEPS = 30
+"""Everybody has to read at which step to stop before he has come to it."""
+TRAINED_STEPS = 2
+"""After an incident everybody must have finished so many."""
+HELD_S = 15.0
+"""For a worker to come to the place where it is to be held: it may be dead itself just now."""
+TOLD_S = 10.0
+"""For an event to be written: the disk may just have been full."""
+LEFT_S = 15.0
+"""For the kernel to take away what has been killed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What came of a campaign.
+
+    Attributes:
+        done: every incident, also those that were skipped.
+        samples: of the long-lived processes, in order of time.
+        story: the last events of all hosts; empty if nothing was violated.
+        steps: that were done.
+    """
+
+    done: tuple[Done, ...]
+    violations: tuple[Violation, ...]
+    samples: tuple[Sample, ...]
+    story: tuple[str, ...]
+    steps: int
+    seconds: float
+
+    @property
+    def growth(self) -> Growth:
+        return measure_growth(self.samples)
+
+    @property
+    def skipped(self) -> tuple[Done, ...]:
+        return tuple(item for item in self.done if item.skipped)
+
+
+class Campaign:
+    """One job that is broken as a manifest says."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        watch: Watch,
+        lifetimes: Lifetimes,
+        reference: Reference,
+        around: Surroundings,
+        end: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """`end` is the file that tells a script without a fixed length at which step to stop."""
+        self._manifest = manifest
+        self._watch = watch
+        self._job = watch.job
+        self._lifetimes = lifetimes
+        self._reference = reference
+        self._around = around
+        self._end = end
+        self._say = say
+        self._chance = random.Random(manifest.seed)
+        self._hosts = frozenset(f"host-{index}" for index in range(manifest.job.hosts))
+        self._away: set[str] = set()
+        """Stopped for good: nobody expects them back."""
+        self._gone: set[Identity] = set()
+        """Processes that must not be seen again."""
+        self._samples: list[Sample] = []
+        self._notes: list[tuple[float, str]] = []
+        self._done: list[Done] = []
+        self._told = 0
+        """So many of them have been told of."""
+        self._base_step = 0
+        self._lease_ttl_s = override(JobConfig(), manifest.job.config, source="job.config").lease_ttl_s
+
+    def run(self) -> Findings:
+        """To the job's end."""
+        began_s = time.monotonic()
+        segments = shared_segments()
+        violations: list[Violation] = []
+        try:
+            try:
+                self._live()
+            finally:
+                self._lifetimes.end_all()
+            violations += self._check_end(segments)
+        except Broken as broken:
+            violations += broken.violations
+        self._watch.events.look()
+        found = without_repeats(violations)
+        return Findings(
+            done=tuple(self._done),
+            violations=tuple(found),
+            samples=tuple(self._samples),
+            story=tuple(tell_story(self._watch.events.records, self._notes)) if found else (),
+            steps=self._watch.step,
+            seconds=time.monotonic() - began_s,
+        )
+
+    def _live(self) -> None:
+        incidents = self._manifest.incidents
+        try:
+            self._wait_trains("everybody trains at first")
+            for number, incident in enumerate(incidents):
+                is_last = number == len(incidents) - 1
+                self._live_through(number, incident, waits=is_last or not incidents[number + 1].overlaps)
+            self._finish()
+        except Ended:
+            expected = self._manifest.ending.exit_code != 0
+            for number in range(len(self._done), len(incidents)):
+                why = "the job had ended, as it should" if expected else "the job had ended"
+                self._done.append(Done(number=number, incident=incidents[number], skipped=why))
+
+    # One incident.
+
+    def _live_through(self, number: int, incident: Incident, *, waits: bool) -> None:
+        self._wait_trigger(incident)
+        done = self._do(number, incident)
+        self._done.append(done)
+        self._note(f"{done.describe()}" + (f": skipped: {done.skipped}" if done.skipped else ""))
+        is_last = number == len(self._manifest.incidents) - 1
+        if not waits or (is_last and self._manifest.ending.exit_code):
+            return
+        self._wait_over(incident)
+        self._check_now()
+        self._take_samples()
+
+    def _wait_trigger(self, incident: Incident) -> None:
+        """All but the place; then the place is where the worker is held, or breaks."""
+        at, patience_s = incident.at, self._manifest.recovery_s
+        is_exact = at.step is not None and at.place is not None
+        for what, goal in (("step", at.step), ("step", at.steps and self._base_step + at.steps)):
+            if goal is not None and not is_exact:
+                self._watch.wait(f"{what} {goal}", lambda _, goal=goal: self._watch.step >= goal, patience_s)
+        if at.seconds:
+            self._watch.try_wait(lambda: False, at.seconds)
+        if at.event is not None and not self._watch.try_wait_event(at, patience_s):
+            self._note(f"no {at.event} came within {patience_s:g} s; going on without")
+
+    def _do(self, number: int, incident: Incident) -> Done:
+        at, act = incident.at, act_of(incident.fault)
+        report = self._watch.wait("the store's records", lambda report: True, self._manifest.recovery_s)
+        hosts = self._hosts_hit(incident, report)
+        if not hosts:
+            return Done(number=number, incident=incident, skipped="no host is meant by the target just now")
+        name = f"incident-{number}"
+        held = hosts_of((at.host,), report) if at.host is not None else hosts[:1]
+        if at.place is not None:
+            who, what = (hosts, act) if act is not None else (held, Hold())
+            self._order(name, incident, who, what)
+            if act is None:  # who breaks by himself may be gone by now, and another process in his place
+                report = self._watch.look() or report
+        try:
+            return self._hit(number, incident, hosts, report)
+        finally:
+            if at.place is not None:
+                self._job.release_order(name)
+
+    def _order(self, name: str, incident: Incident, hosts: tuple[str, ...], act: Act) -> None:
+        at = incident.at
+        assert at.place is not None, "asked before"
+        step = at.step if at.step is not None else ANY_STEP
+        self._job.order(FaultOrder(place=at.place, step=step, hosts=hosts, act=act, name=name))
+        patience_s = HELD_S if at.step is None else self._manifest.recovery_s
+        if not self._watch.try_wait(lambda: self._job.came(name) >= set(hosts), patience_s):
+            missing = sorted(set(hosts) - self._job.came(name))
+            self._note(f"{', '.join(missing)} did not come to {at.place} within {patience_s:g} s")
+
+    def _hit(self, number: int, incident: Incident, hosts: tuple[str, ...], report: JobReport) -> Done:
+        fault, target = incident.fault, incident.target
+        begun_s = time.monotonic()
+        done = Done(number=number, incident=incident, hosts=hosts, begun_s=begun_s)
+        if act_of(fault) is not None:
+            came = self._job.came(f"incident-{number}")
+            if isinstance(fault, Exit | Raise):
+                pids = [pid for host in came for pid in processes_of(target, host, report)]
+                self._gone |= {found for pid in pids if (found := identify(pid)) is not None}
+            if not came:
+                return dataclasses.replace(done, skipped=f"no worker came to {incident.at.place}")
+            # The worker broke some moments before it was seen to have come.
+            return dataclasses.replace(done, hosts=tuple(sorted(came)), begun_s=begun_s - HELD_S)
+        processes = self._processes_hit(incident, hosts, report)
+        needs_processes = target.part is not TargetPart.LINK and kind_of(fault) not in (
+            "full_disk",
+            "clock_jump",
+        )
+        if needs_processes and not processes:
+            return dataclasses.replace(done, skipped=f"{', '.join(hosts)} runs no {target.part} just now")
+        try:
+            pids = tuple(process.pid for process in processes)
+            text = inject(fault, hosts, pids, self._around, self._lifetimes, self._chance)
+        except Skipped as skipped:
+            return dataclasses.replace(done, skipped=str(skipped))
+        self._note(text)
+        self._expect_gone(incident, hosts, processes)
+        return done
+
+    def _hosts_hit(self, incident: Incident, report: JobReport) -> tuple[str, ...]:
+        if incident.target.part is TargetPart.SERVICE and "leader" in incident.target.hosts:
+            found = service_host(report)
+            return (found,) if found is not None else ()
+        if incident.target.part is TargetPart.STORE:
+            return tuple(sorted(self._hosts))
+        return hosts_of(incident.target.hosts, report)
+
+    def _processes_hit(
+        self, incident: Incident, hosts: tuple[str, ...], report: JobReport
+    ) -> tuple[Identity, ...]:
+        """Those that live: the store may not know yet."""
+        if incident.target.part is TargetPart.STORE:
+            pids = [self._job.launcher_pid]
+        else:
+            pids = [pid for host in hosts for pid in processes_of(incident.target, host, report)]
+        return tuple(found for pid in pids if (found := identify(pid)) is not None)
+
+    def _expect_gone(
+        self, incident: Incident, hosts: tuple[str, ...], processes: tuple[Identity, ...]
+    ) -> None:
+        fault, part = incident.fault, incident.target.part
+        is_for_good = isinstance(fault, Stop) and fault.for_s is None and fault.until is None
+        if isinstance(fault, Kill) or (is_for_good and part not in (TargetPart.AGENT, TargetPart.HOST)):
+            self._gone |= set(processes)
+        elif is_for_good:
+            self._away |= set(hosts)
+
+    # Waiting and checking.
+
+    def _wait_over(self, incident: Incident) -> None:
+        lasts_s = lifetime_s(incident.fault) or 0.0
+        patience_s = self._manifest.recovery_s
+        if not self._watch.try_wait(lambda: self._lifetimes.timed == 0, lasts_s + patience_s):
+            self._note(f"{kind_of(incident.fault)} lasts on; no event ended it within {patience_s:g} s")
+            self._lifetimes.end_all()
+        self._wait_trains(f"everybody trains again after {kind_of(incident.fault)} {incident.target.part}")
+
+    def _wait_trains(self, what: str) -> None:
+        expected = self._hosts - self._away
+        base = self._watch.step
+
+        def holds(report: JobReport) -> bool:
+            return (
+                is_training(report, expected)
+                and not self._gone & set(map(identify, all_processes(report)))
+                and self._watch.step >= base + TRAINED_STEPS
+            )
+
+        self._watch.wait(what, holds, self._manifest.recovery_s)
+        self._base_step = self._watch.step
+
+    def _check_now(self) -> None:
+        """What must be true of a running job.
+
+        Raises:
+            Broken: it is not.
+        """
+        self._watch.try_wait(lambda: not self._untold(), TOLD_S)
+        found = [
+            *check_commits(self._watch.ledger_until_now(), self._reference.digests),
+            *check_membership(self._watch.events.records),
+            *self._untold(),
+        ]
+        if found:
+            raise Broken(*found)
+
+    def _untold(self) -> list[Violation]:
+        """Of incidents since the last call that gave none: what has been told once stays told."""
+        found = check_told(self._done[self._told :], self._watch.events.records, self._lease_ttl_s)
+        if not found:
+            self._told = len(self._done)
+        return found
+
+    def _take_samples(self) -> None:
+        """Of what lives long: the launcher, and by host agent and snapshot server."""
+        report = self._watch.look()
+        if report is None:
+            return
+        named = [(self._job.launcher_pid, "launcher")]
+        for host in (status.host for status in report.hosts):
+            agent = "leading agent" if host == report.leader else "agent"
+            for part, what in ((Part.AGENT, agent), (Part.SNAPSHOTS, "snapshot server")):
+                named += [(pid, f"{what} of {host}") for pid in pids_of(report, part, host)]
+        self._samples += [found for pid, name in named if (found := sample(pid, name)) is not None]
+
+    # The end.
+
+    def _finish(self) -> None:
+        """Wakes what was stopped for good, then lets the job end by itself."""
+        patience_s = self._manifest.recovery_s
+        if self._away:
+            self._note("what was stopped for good is woken up")
+            self._lifetimes.end_all()
+            self._away.clear()
+            self._wait_trains("everybody trains again after a zombie woke up")
+        if self._manifest.ending.exit_code == 0 and self._manifest.job.steps == 0:
+            temporary = self._end.with_suffix(".tmp")
+            temporary.write_text(str(self._watch.step + END_AHEAD_STEPS))
+            temporary.replace(self._end)
+        while True:
+            step = self._watch.step
+            self._watch.wait(
+                "the end of the job, or a step",
+                lambda _, step=step: self._watch.step > step,
+                patience_s,
+                Invariant.ENDING,
+            )
+
+    def _check_end(self, segments: frozenset[str]) -> list[Violation]:
+        expected, code = self._manifest.ending.exit_code, self._job.process.returncode
+        found: list[Violation] = []
+        if code != expected:
+            text = (
+                f"found exit code {code}, expected {expected}; the end of its output:\n{self._job.tail(15)}"
+            )
+            found.append(Violation(invariant=Invariant.ENDING, found=text))
+        self._watch.events.look()
+        events, lines = self._watch.events.records, self._watch.ledger_until_now()
+        steps = self._manifest.job.steps or (int(self._end.read_text()) if self._end.exists() else None)
+        if expected != 0 or code != 0:
+            steps = None  # it ended on the way
+        digests = self._reference.reach(steps or self._watch.step + 1)
+        found += check_commits(lines, digests)
+        found += check_complete(lines, steps, digests)
+        found += check_membership(events)
+        found += self._untold()
+        return found + self._leftovers(segments)
+
+    def _leftovers(self, segments: frozenset[str]) -> list[Violation]:
+        end_s = time.monotonic() + LEFT_S
+        while (found := self._find_leftovers(segments)) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return [Violation(invariant=Invariant.NOTHING_LEFT, found=text) for text in found]
+
+    def _find_leftovers(self, segments: frozenset[str]) -> list[str]:
+        return [
+            *(f"process {pid}" for pid in self._job.processes()),
+            *(f"shared memory {name}" for name in shared_segments() - segments),
+            *(f"{name} in the run folder" for name in left_in(self._job.run_directory)),
+        ]
+
+    def _note(self, text: str) -> None:
+        self._notes.append((time.monotonic(), text))
+        self._say(f"step {self._watch.step}: {text}")

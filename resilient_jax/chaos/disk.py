@@ -1,0 +1,52 @@
+"""A small disk for a run folder, that can be filled to the last byte."""
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+FILLER = "filler-of-the-chaos-campaign"
+CHUNK_BYTES = 65_536
+
+
+class Disk:
+    """A file system in memory, mounted over a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fill(self) -> Callable[[], None]:
+        """Not one byte is left; gives what ends that."""
+        filler = self.folder / FILLER
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * CHUNK_BYTES)
+        with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0")
+        return lambda: filler.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size_mib: int) -> Iterator[Disk]:
+    """A disk of that size for the time of the block. What is on it is gone afterwards, so it is copied out first.
+
+    Raises:
+        OSError: not permitted here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "resilient-jax-chaos", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(done.stderr.strip() or "mount failed")
+    try:
+        yield Disk(folder)
+    finally:
+        kept = folder.with_name(f"{folder.name}-kept")
+        subprocess.run(["cp", "-a", f"{folder}/.", str(kept)], check=False, capture_output=True)
+        # Lazily: a process of the job that was left behind may still have a file open, which is told elsewhere.
+        subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)

@@ -1,0 +1,64 @@
+"""Faults that end: what undoes each, done in time and in any case before the campaign ends."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable
+
+from resilient_jax.events import Event
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    undo: Callable[[], None]
+    until: str | None
+    timer: threading.Timer | None
+
+
+class Lifetimes:
+    """The faults that last. `end_all` must be called in the end.
+
+    They end on threads of their own: a campaign may be waiting for a store that it has stopped itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Guards the pending ones: each is undone once."""
+        self._pending: list[_Pending] = []
+
+    def add(self, undo: Callable[[], None], *, after_s: float | None, until: str | None = None) -> None:
+        """`undo` is called after so many seconds, or when an event of this kind is seen, or in the end."""
+        pending = _Pending(undo, until, None)
+        if after_s is not None:
+            pending.timer = threading.Timer(after_s, self._end, (pending,))
+            pending.timer.daemon = True
+        with self._lock:
+            self._pending.append(pending)
+        if pending.timer is not None:
+            pending.timer.start()
+
+    def see(self, events: Iterable[Event]) -> None:
+        """Ends what was to last until one of these."""
+        kinds = {str(event.kind) for event in events}
+        for pending in list(self._pending):
+            if pending.until in kinds:
+                self._end(pending)
+
+    @property
+    def timed(self) -> int:
+        """How many still last that will end by themselves."""
+        with self._lock:
+            return sum(p.timer is not None or p.until is not None for p in self._pending)
+
+    def end_all(self) -> None:
+        """Undoes everything that still lasts."""
+        for pending in list(self._pending):
+            self._end(pending)
+
+    def _end(self, pending: _Pending) -> None:
+        with self._lock:
+            if pending not in self._pending:
+                return
+            self._pending.remove(pending)
+        if pending.timer is not None:
+            pending.timer.cancel()
+        pending.undo()

@@ -1,0 +1,38 @@
+"""A process that gets no more of something: the kernel refuses what lies beyond what it has."""
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+
+def refuse_memory(pid: int) -> Callable[[], None]:
+    """The process can map nothing more; gives what ends that.
+
+    Raises:
+        OSError: not permitted.
+    """
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    return _limit(pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def refuse_descriptors(pid: int) -> Callable[[], None]:
+    """The process can open nothing more; gives what ends that.
+
+    Raises:
+        OSError: not permitted.
+    """
+    highest = max(map(int, os.listdir(f"/proc/{pid}/fd")), default=0)
+    return _limit(pid, resource.RLIMIT_NOFILE, highest + 1)
+
+
+def _limit(pid: int, what: int, soft: int) -> Callable[[], None]:
+    before = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (soft, before[1]))
+
+    def lift() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, what, before)
+
+    return lift

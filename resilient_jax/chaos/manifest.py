@@ -1,0 +1,204 @@
+"""The manifest of a campaign: what is done to a job, when, and how the job must end.
+
+A manifest is complete: the same one on the same machine does the same things at the same logical times.
+"""
+
+import enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from resilient_jax.chaos.faults import (
+    INNER_FAULTS,
+    NETWORK_FAULTS,
+    ClockJump,
+    Fault,
+    Flip,
+    FullDisk,
+    is_of_message,
+    kind_of,
+)
+from resilient_jax.config import JobConfig, decode, load, override
+from resilient_jax.config.job import Seconds
+from resilient_jax.errors import ConfigError
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import Place
+
+Natural = Annotated[int, Meta(ge=0, le=1_000_000)]
+HostIndex = Annotated[str, Meta(pattern="^(host-[0-9]+|leader|follower|all)$")]
+
+
+class TargetPart(enum.StrEnum):
+    """What a fault is done to."""
+
+    WORKER = "worker"
+    AGENT = "agent"
+    SNAPSHOTS = "snapshots"
+    SERVICE = "service"
+    STORE = "store"
+    HOST = "host"
+    LINK = "link"
+
+
+class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When. With several of `step`, `steps`, `seconds` and `event`: all in turn, in this order, then `place`.
+
+    Attributes:
+        step: when so many steps are committed.
+        steps: when so many more are than at the end of the incident before.
+        seconds: so much later.
+        event: when an event of this kind comes, as `events.EventKind` names them; with these values in its detail.
+        place: when a worker comes to this place (`protocol.fault_points.Place`), where it is held meanwhile.
+        host: that is waited for and held there; default: the target's first.
+    """
+
+    step: Natural | None = None
+    steps: Natural | None = None
+    seconds: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+    event: str | None = None
+    detail: dict[str, str] = {}
+    place: Place | None = None
+    host: HostIndex | None = None
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """To whom.
+
+    Attributes:
+        hosts: "host-2"; "leader" and "follower" (the last that does not lead) as it is by then; "all".
+    """
+
+    part: TargetPart
+    hosts: tuple[HostIndex, ...] = ("leader",)
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing that is done.
+
+    Attributes:
+        overlaps: with the one before: it is not waited for that all have recovered from that.
+        needs: events of which at least one must follow, besides what the tool expects by itself; empty: none.
+    """
+
+    at: Trigger
+    target: Target
+    fault: Fault
+    overlaps: bool = False
+    needs: tuple[str, ...] = ()
+
+
+class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The job that the script is run as.
+
+    Attributes:
+        steps: that the script trains; 0: until the tool says so, in the file that RESILIENT_JAX_CHAOS_END names.
+        network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
+        disk_mib: of a disk of its own for the run folder; 0: none. Needs root.
+        may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
+        config: keys of `config.job.JobConfig`.
+    """
+
+    hosts: Annotated[int, Meta(ge=1, le=64)] = 4
+    devices_per_host: Annotated[int, Meta(ge=1, le=64)] = 1
+    steps: Natural = 0
+    network: Literal["loopback", "namespaces"] = "loopback"
+    disk_mib: Natural = 0
+    may_set_clock: bool = False
+    config: dict[str, float | int | str] = {}
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the job must end.
+
+    Attributes:
+        exit_code: of `resilient-jax launch`.
+    """
+
+    exit_code: Annotated[int, Meta(ge=-64, le=255)] = 0
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A campaign.
+
+    Attributes:
+        seed: of what is left to chance: which bits are turned over; and that it was drawn with, if it was.
+        script: with its arguments, when the command line names none; relative to the checkout.
+        recovery_s: within which everybody must train again after an incident.
+    """
+
+    seed: Natural = 0
+    about: str = ""
+    script: tuple[str, ...] = ()
+    recovery_s: Seconds = 120.0
+    job: JobShape = JobShape()
+    ending: Ending = Ending()
+    incidents: tuple[Incident, ...] = ()
+
+
+def load_manifest(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        ConfigError: it cannot be read or does not fit; names file and key.
+    """
+    return _check(load(path, Manifest), str(path))
+
+
+def parse_manifest(text: str, *, source: str) -> Manifest:
+    """As `load_manifest`, from a text that messages call `source`."""
+    return _check(decode(text, Manifest, source=source), source)
+
+
+def _check(manifest: Manifest, source: str) -> Manifest:
+    override(JobConfig(), manifest.job.config, source=f"{source}, job.config")
+    for number, incident in enumerate(manifest.incidents):
+        for key, found, expected in _misfits(incident, manifest.job):
+            raise ConfigError(
+                f"{source}: key 'incidents[{number}].{key}': found {found}, expected {expected}. Change the value."
+            )
+    return manifest
+
+
+def _misfits(incident: Incident, job: JobShape) -> list[tuple[str, str, str]]:
+    """Key, found, expected, for each rule that the incident breaks."""
+    found: list[tuple[str, str, str]] = []
+    at, target, fault = incident.at, incident.target, incident.fault
+    kinds = frozenset(map(str, EventKind))
+    names = [("at.event", at.event), *((f"needs[{i}]", name) for i, name in enumerate(incident.needs))]
+    names.append(("fault.until", getattr(fault, "until", None)))
+    found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
+    if at == Trigger():
+        found.append(("at", "an empty table", "one of step, steps, seconds, event, place"))
+    known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
+    found += [
+        (f"target.hosts[{index}]", repr(host), f"one of {', '.join(sorted(known))}")
+        for index, host in enumerate(target.hosts)
+        if host not in known
+    ]
+    if not target.hosts:
+        found.append(("target.hosts", "none", "at least one"))
+    if isinstance(fault, INNER_FAULTS) and (target.part is not TargetPart.WORKER or at.place is None):
+        found.append(("fault.kind", kind_of(fault), "a worker as target and a place in `at`"))
+    if isinstance(fault, NETWORK_FAULTS) and (
+        target.part is not TargetPart.LINK or job.network != "namespaces"
+    ):
+        found.append(("fault.kind", kind_of(fault), 'a link as target and job.network = "namespaces"'))
+    if is_of_message(fault) and (
+        target.part is not TargetPart.SNAPSHOTS or at.place is not Place.BEFORE_SEND
+    ):
+        found.append(
+            ("fault.where", "message", f"snapshots as target and {Place.BEFORE_SEND} as place in `at`")
+        )
+    if isinstance(fault, ClockJump) and not job.may_set_clock:
+        found.append(
+            ("fault.kind", kind_of(fault), "job.may_set_clock = true: all programs here will see it")
+        )
+    if isinstance(fault, FullDisk) and not job.disk_mib:
+        found.append(("fault.kind", kind_of(fault), "job.disk_mib, the size of the disk to fill"))
+    if target.part is TargetPart.LINK and not isinstance(fault, NETWORK_FAULTS):
+        found.append(("target.part", "link", f"another part for {kind_of(fault)}"))
+    if isinstance(fault, Flip) and fault.where == "checkpoint" and not fault.path:
+        found.append(("fault.path", "nothing", "the folder that the script keeps checkpoints in"))
+    return found

@@ -1,0 +1,125 @@
+"""A network of namespaces: each host has its own, with a link to one bridge, whose other end is this machine."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+
+from resilient_jax.world.launcher import Site
+
+TBF = ("burst", "32kbit", "latency", "400ms")
+
+
+class Network:
+    """The namespaces of a job's hosts. `build` it, and `remove` it in any case.
+
+    Attributes:
+        gateway: the address of this machine, where the store listens.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        number = os.getpid() % 50_000
+        self._bridge = f"rjb{number}"
+        self._subnet = f"10.{200 + number // 250 % 50}.{number % 250}"
+        self.gateway = f"{self._subnet}.1"
+        self._names = {f"host-{index}": f"rj{number}-{index}" for index in range(hosts)}
+
+    def sites(self) -> tuple[Site, ...]:
+        """Where each host runs, in order."""
+        return tuple(
+            Site(address=f"{self._subnet}.{index + 2}", prefix=("ip", "netns", "exec", name))
+            for index, name in enumerate(self._names.values())
+        )
+
+    def cut(self, host: str) -> Callable[[], None]:
+        """Takes the host's link down; gives what takes it up again."""
+        run("ip", "link", "set", self._names[host], "down")
+        return lambda: run("ip", "link", "set", self._names[host], "up")
+
+    def throttle(self, host: str, mbit_s: float) -> Callable[[], None]:
+        """The host's link carries no more, in either direction; gives what ends that."""
+        return self._queue(host, "tbf", "rate", f"{mbit_s}mbit", *TBF)
+
+    def lose(self, host: str, percent: float) -> Callable[[], None]:
+        """The host's link loses packets in either direction; gives what ends that.
+
+        Raises:
+            OSError: the kernel has no netem.
+        """
+        return self._queue(host, "netem", "loss", f"{percent}%")
+
+    def _queue(self, host: str, *words: str) -> Callable[[], None]:
+        name = self._names[host]
+        ends = (("tc", "-n", name), "eth0"), (("tc",), name)
+        done: list[tuple[tuple[str, ...], str]] = []
+
+        def undo() -> None:
+            for command, device in done:
+                with contextlib.suppress(OSError):
+                    run(*command, "qdisc", "delete", "dev", device, "root")
+
+        try:
+            for command, device in ends:
+                run(*command, "qdisc", "replace", "dev", device, "root", *words)
+                done.append((command, device))
+        except OSError:
+            undo()
+            raise
+        return undo
+
+    def build(self) -> None:
+        """Makes it.
+
+        Raises:
+            OSError: not permitted here.
+        """
+        run("ip", "link", "add", self._bridge, "type", "bridge")
+        run("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
+        run("ip", "link", "set", self._bridge, "up")
+        for site, name in zip(self.sites(), self._names.values(), strict=True):
+            run("ip", "netns", "add", name)
+            run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "link", "set", name, "master", self._bridge, "up")
+            run("ip", "-n", name, "address", "add", f"{site.address}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def remove(self) -> None:
+        """Undoes `build`, also half of it."""
+        for words in (
+            *(("netns", "delete", name) for name in self._names.values()),
+            ("link", "delete", self._bridge),
+        ):
+            with contextlib.suppress(OSError):
+                run("ip", *words)
+
+    def leftovers(self) -> list[str]:
+        """Namespaces that are still there."""
+        found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+        return sorted(set(self._names.values()) & {line.split()[0] for line in found.splitlines() if line})
+
+
+@contextlib.contextmanager
+def built(hosts: int) -> Iterator[Network]:
+    """A network for the time of the block.
+
+    Raises:
+        OSError: not permitted here.
+    """
+    network = Network(hosts)
+    try:
+        network.build()
+        yield network
+    finally:
+        network.remove()
+
+
+def run(*words: str) -> None:
+    """Runs a command of the system.
+
+    Raises:
+        OSError: it failed; says what it said.
+    """
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+    if done.returncode:
+        raise OSError(f"`{' '.join(words)}`: {done.stderr.strip()}")

@@ -1,0 +1,82 @@
+"""A process that gets a share of a core: by a quota of a control group, else by stopping it again and again."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+PERIOD_US = 100_000
+CYCLE_S = 0.04
+"""Of stopping and going on: shorter than an agent's two looks at whether its worker is stopped."""
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def slow_down(pid: int, share: float) -> Callable[[], None]:
+    """From now on the process gets this share of one core; gives what ends that."""
+    for attempt in (_by_version_2, _by_version_1):
+        with contextlib.suppress(OSError):
+            return attempt(pid, share)
+    return _by_stopping(pid, share)
+
+
+def _by_version_2(pid: int, share: float) -> Callable[[], None]:
+    if "cpu" not in (GROUPS / "cgroup.subtree_control").read_text().split():
+        raise OSError("no cpu controller")
+    group = GROUPS / f"resilient-jax-chaos-{pid}"
+    group.mkdir()
+    return _enter(group, pid, "cgroup.procs", "cpu.max", f"{int(share * PERIOD_US)} {PERIOD_US}")
+
+
+def _by_version_1(pid: int, share: float) -> Callable[[], None]:
+    home = GROUPS / "cpu"
+    if not (home / "cpu.cfs_quota_us").exists() and not (home / "tasks").exists():
+        raise OSError("no cpu controller")
+    group = home / f"resilient-jax-chaos-{pid}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+    except OSError:
+        group.rmdir()
+        raise
+    return _enter(group, pid, "cgroup.procs", "cpu.cfs_quota_us", str(int(share * PERIOD_US)))
+
+
+def _enter(group: Path, pid: int, members: str, key: str, value: str) -> Callable[[], None]:
+    def leave() -> None:
+        for member in (group / members).read_text().split():
+            with contextlib.suppress(OSError):
+                (group.parent / members).write_text(member)
+        with contextlib.suppress(
+            OSError
+        ):  # a process that just dies still holds it; the kernel takes it along
+            group.rmdir()
+
+    try:
+        (group / key).write_text(value)
+        (group / members).write_text(str(pid))
+    except OSError:
+        leave()
+        raise
+    return leave
+
+
+def _by_stopping(pid: int, share: float) -> Callable[[], None]:
+    over = threading.Event()
+
+    def cycle() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not over.wait(CYCLE_S * share):
+                os.kill(pid, signal.SIGSTOP)
+                over.wait(CYCLE_S * (1 - share))
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=cycle, name="resilient-jax-slow", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(1.0)
+
+    return end

@@ -1,0 +1,137 @@
+"""Sets up what a campaign needs on this machine (a network, a disk, the job's process), and runs it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from resilient_jax.chaos.campaign import Campaign, Findings
+from resilient_jax.chaos.disk import Disk, mounted
+from resilient_jax.chaos.injecting import Surroundings
+from resilient_jax.chaos.lifetimes import Lifetimes
+from resilient_jax.chaos.manifest import Manifest
+from resilient_jax.chaos.network import Network, built
+from resilient_jax.chaos.reference import END_VARIABLE, Reference
+from resilient_jax.chaos.watch import Watch
+from resilient_jax.chaos.watching import tail_events, tail_ledger
+from resilient_jax.chaos.writing import write_manifest, write_table
+from resilient_jax.protocol.ledger import LEDGER_VARIABLE
+from resilient_jax.world.local_job import LocalJob
+
+QUICK_CONFIG: dict[str, float | int | str] = {
+    "lease_ttl_s": 2.0,
+    "restart_limit": 1000,
+    "restart_backoff_s": 0.0,
+    "forming_deadline_s": 20.0,
+    "store_deadline_s": 30.0,
+    "collective_timeout_s": 40.0,
+}
+"""For jobs that are broken every few seconds: nobody is given up. What a manifest says of these counts."""
+HOST_RESTART_LIMIT = 10_000
+REFERENCE_STEPS = 200
+"""Of the undisturbed run at first: enough for a short campaign."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where and how a campaign runs.
+
+    Attributes:
+        command: the script and its arguments.
+        directory: for everything that is written.
+        cache: JAX's persistent compilation cache, shared by all runs.
+        reference: folder of the undisturbed run, shared by campaigns of the same script.
+    """
+
+    command: tuple[str, ...]
+    directory: Path
+    cache: Path
+    reference: Path
+
+
+def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None]) -> Findings:
+    """Runs the job under the campaign, to its end.
+
+    Raises:
+        CallerError: the script does not even work undisturbed.
+    """
+    directory = setting.directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "manifest.toml").write_text(write_manifest(manifest))
+    environment = {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": str(setting.cache.absolute())}
+    reference = Reference(setting.command, setting.reference, manifest.job.devices_per_host, environment)
+    reference.reach(manifest.job.steps or REFERENCE_STEPS)
+    with contextlib.ExitStack() as stack:
+        network = _enter_network(stack, manifest, say)
+        disk = _enter_disk(stack, manifest, directory / "run", say)
+        lifetimes = Lifetimes()
+        end, ledger = directory / "end", directory / "ledger"
+        job = stack.enter_context(
+            LocalJob(
+                setting.command,
+                hosts=manifest.job.hosts,
+                run_directory=directory / "run",
+                options=_options(manifest, directory, network),
+                environment={
+                    **os.environ,
+                    **environment,
+                    LEDGER_VARIABLE: str(ledger),
+                    END_VARIABLE: str(end),
+                },
+            )
+        )
+        watch = Watch(job, tail_events(job.run_directory), tail_ledger(ledger), lifetimes)
+        around = Surroundings(network=network, disk=disk, checkpoints=directory)
+        findings = Campaign(manifest, watch, lifetimes, reference, around, end, say).run()
+    (directory / "samples.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(s) + b"\n" for s in findings.samples)
+    )
+    return findings
+
+
+def _options(manifest: Manifest, directory: Path, network: Network | None) -> list[str]:
+    config = directory / "job.toml"
+    config.write_text(write_table({**QUICK_CONFIG, **manifest.job.config}))
+    options = ["--config", str(config), "--devices-per-host", str(manifest.job.devices_per_host)]
+    options += ["--host-restart-limit", str(HOST_RESTART_LIMIT)]
+    if network is not None:
+        sites = directory / "sites.toml"
+        sites.write_text(_write_sites(network))
+        options += ["--sites", str(sites)]
+    return options
+
+
+def _write_sites(network: Network) -> str:
+    tables = [
+        f"[[sites]]\naddress = {json.dumps(site.address)}\nprefix = {json.dumps(site.prefix)}\n"
+        for site in network.sites()
+    ]
+    return f"store_host = {json.dumps(network.gateway)}\n" + "\n".join(tables)
+
+
+def _enter_network(
+    stack: contextlib.ExitStack, manifest: Manifest, say: Callable[[str], None]
+) -> Network | None:
+    if manifest.job.network != "namespaces":
+        return None
+    try:
+        return stack.enter_context(built(manifest.job.hosts))
+    except OSError as error:
+        say(f"skipped: no network namespaces here, so the hosts have no links to break: {error}")
+        return None
+
+
+def _enter_disk(
+    stack: contextlib.ExitStack, manifest: Manifest, folder: Path, say: Callable[[str], None]
+) -> Disk | None:
+    if not manifest.job.disk_mib:
+        return None
+    try:
+        return stack.enter_context(mounted(folder, manifest.job.disk_mib))
+    except OSError as error:
+        say(f"skipped: no disk of its own for the run folder here: {error}")
+        return None

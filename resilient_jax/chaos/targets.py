@@ -1,0 +1,85 @@
+"""Who is meant by a target, in a job as it is now. Pure."""
+
+from collections.abc import Collection
+
+from resilient_jax.chaos.manifest import Target, TargetPart
+from resilient_jax.protocol.records import Phase
+from resilient_jax.protocol.snapshots import SnapshotPhase
+from resilient_jax.world.inspection import JobReport, Part, pids_of
+
+PARTS = {
+    TargetPart.WORKER: Part.WORKER,
+    TargetPart.AGENT: Part.AGENT,
+    TargetPart.SNAPSHOTS: Part.SNAPSHOTS,
+    TargetPart.SERVICE: Part.SERVICE,
+    TargetPart.HOST: Part.HOST,
+}
+
+
+def hosts_of(names: Collection[str], report: JobReport) -> tuple[str, ...]:
+    """The hosts that are meant, each once; a leader that does not exist just now is left out."""
+    found: list[str] = []
+    for name in names:
+        if name == "all":
+            found += [host.host for host in report.hosts]
+        elif name == "leader":
+            found += [report.leader] if report.leader is not None else []
+        elif name == "follower":
+            found += sorted(h.host for h in report.hosts if h.host != report.leader)[-1:]
+        else:
+            found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def processes_of(target: Target, host: str, report: JobReport) -> tuple[int, ...]:
+    """The processes on one host that a fault is done to; none if they do not run just now."""
+    part = PARTS.get(target.part)
+    if part is None or all(h.host != host for h in report.hosts):
+        return ()
+    return tuple(pids_of(report, part, host))
+
+
+def service_host(report: JobReport) -> str | None:
+    """Where the coordination service of the present world runs."""
+    world = report.generation.world if report.generation is not None else None
+    running = [
+        (s.world, h.host) for h in report.hosts for s in h.services if world is None or s.world == world
+    ]
+    return max(running)[1] if running else None
+
+
+def all_processes(report: JobReport) -> frozenset[int]:
+    """Every process that the store knows of."""
+    found: set[int] = set()
+    for host in report.hosts:
+        found |= set(pids_of(report, Part.HOST, host.host))
+    return frozenset(found)
+
+
+def is_training(report: JobReport, hosts: Collection[str]) -> bool:
+    """Whether exactly these hosts train together and each has finished a step, with a snapshot if they take some."""
+    generation = report.generation
+    if generation is None or generation.phase is not Phase.ACTIVE:
+        return False
+    if {member.host for member in generation.members} != set(hosts):
+        return False
+    by_host = {status.host: status for status in report.hosts}
+    for member in generation.members:
+        status = by_host.get(member.host)
+        worker = status.worker if status is not None else None
+        if status is None or worker is None or worker.incarnation != member.incarnation or not worker.alive:
+            return False
+        if not worker.report.steady or worker.report.generation != generation.number:
+            return False
+    if all(status.snapshot_server is None for status in report.hosts):
+        return True
+    return any(
+        s.phase is SnapshotPhase.COMMITTED and s.id.generation == generation.number
+        for status in report.hosts
+        for s in status.snapshots
+    )
+
+
+def newest_step(report: JobReport) -> int:
+    """So many steps are done."""
+    return max((host.step for host in report.hosts), default=0)

@@ -1,0 +1,191 @@
+"""`resilient-jax chaos`: break a job by a plan, and check that it keeps its promise."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient_jax.chaos.campaign import Findings
+from resilient_jax.chaos.drawing import Draw, draw_campaign
+from resilient_jax.chaos.manifest import JobShape, Manifest, load_manifest
+from resilient_jax.chaos.minimising import minimise
+from resilient_jax.chaos.running import Setting, run_campaign
+from resilient_jax.chaos.writing import write_manifest
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.cli.options import check_script, say
+from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
+
+CAMPAIGNS = "configs/chaos"
+
+
+class CampaignFailed(ResilientJaxError):
+    """An invariant was violated."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+def chaos(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The manifest (a .toml file), then the script.", metavar="[MANIFEST] -- SCRIPT [ARGS...]"
+        ),
+    ] = None,
+    campaign: Annotated[
+        str | None, typer.Option(help=f"A manifest of {CAMPAIGNS} by its name, such as process or soak.")
+    ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Draw the incidents from published failure rates.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of a random campaign.")] = 0,
+    incidents: Annotated[int, typer.Option(help="Of a random campaign.")] = 20,
+    gap: Annotated[
+        float, typer.Option(help="Mean steps between two incidents anywhere in a random campaign.")
+    ] = 12.0,
+    hosts: Annotated[int, typer.Option(help="Of a random campaign's job.")] = 4,
+    tolerated: Annotated[
+        int | None,
+        typer.Option(help="Hosts that may be lost at once in a random campaign. Default: all but one."),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Random campaign: hosts in network namespaces, links may fail.")
+    ] = False,
+    shrink: Annotated[
+        bool, typer.Option("--minimise", help="If it fails: find the fewest incidents that still do.")
+    ] = False,
+    repeat: Annotated[
+        int, typer.Option(help="Runs of each trial when minimising: some failures are rare.")
+    ] = 1,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="For logs, events, manifest. Default: a new folder in /tmp."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Figures as one JSON object.")] = False,
+) -> None:
+    """Break a job by a plan: kill, stop, slow down, cut off, damage its parts; check that it keeps its promise.
+
+    The job's steps are compared, bit for bit, with those of the same script on this machine alone. A violation prints
+    the last events of all hosts and the manifest to replay it, and exits with 89.
+
+    Example: resilient-jax chaos --random --seed 7 --incidents 20 -- examples/chaos_job.py
+    """
+    manifest, script = _read_words(words or [], campaign)
+    if random:
+        if manifest is not None:
+            raise CallerError("--random: found a manifest besides, expected none: leave one of them out")
+        shape = JobShape(hosts=hosts, network="namespaces" if network else "loopback")
+        wanted = Draw(seed=seed, incidents=incidents, gap_steps=gap, tolerated=tolerated)
+        manifest = draw_campaign(shape, wanted)
+    if manifest is None:
+        raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
+    command = _find_script(script, manifest)
+    directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-"))
+    tell = _Teller(quiet=as_json)
+    tell(f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {directory}")
+    findings = _run(manifest, command, directory, directory / "campaign", tell)
+    _report(findings, directory / "campaign" / "manifest.toml", as_json=as_json)
+    if findings.violations and shrink:
+        smallest = _shrink(manifest, command, directory, repeat, tell)
+        tell(
+            f"the smallest manifest that still fails has {len(smallest.incidents)} incidents: {directory}/minimal.toml"
+        )
+    if findings.violations:
+        raise CampaignFailed(
+            f"{len(findings.violations)} invariants do not hold; replay: resilient-jax chaos "
+            f"{directory / 'campaign' / 'manifest.toml'} -- {' '.join(command)}"
+        )
+
+
+def _read_words(words: list[str], campaign: str | None) -> tuple[Manifest | None, list[str]]:
+    if campaign is not None:
+        return load_manifest(find_in_checkout(f"{CAMPAIGNS}/{campaign}.toml")), words
+    if words and words[0].endswith(".toml"):
+        return load_manifest(Path(words[0])), words[1:]
+    return None, words
+
+
+def _find_script(script: list[str], manifest: Manifest) -> tuple[str, ...]:
+    if not (script or manifest.script):
+        raise CallerError(
+            "chaos: found no script, expected one after `--`, or the key script in the manifest"
+        )
+    return check_script(script or [str(find_in_checkout(manifest.script[0])), *manifest.script[1:]])
+
+
+def _run(
+    manifest: Manifest, command: tuple[str, ...], top: Path, directory: Path, tell: "_Teller"
+) -> Findings:
+    setting = Setting(
+        command=command,
+        directory=directory,
+        cache=Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", top / "compile-cache")),
+        reference=top / "reference",
+    )
+    return run_campaign(manifest, setting, tell)
+
+
+def _shrink(
+    manifest: Manifest, command: tuple[str, ...], directory: Path, repeat: int, tell: "_Teller"
+) -> Manifest:
+    tries = 0
+
+    def fails(candidate: Manifest) -> bool:
+        nonlocal tries
+        for _ in range(repeat):
+            tries += 1
+            tell(f"trial {tries}: {len(candidate.incidents)} incidents")
+            if _run(candidate, command, directory, directory / f"trial-{tries}", tell).violations:
+                return True
+        return False
+
+    smallest = minimise(manifest, fails)
+    (directory / "minimal.toml").write_text(write_manifest(smallest))
+    return smallest
+
+
+class _Teller:
+    """Progress lines with the seconds since the beginning; to standard error if standard output is for figures."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._began_s = time.monotonic()
+        self._quiet = quiet
+
+    def __call__(self, text: str) -> None:
+        line = f"{time.monotonic() - self._began_s:7.1f} s  {text}"
+        if self._quiet:
+            sys.stderr.write(line + "\n")
+        else:
+            say(line)
+
+
+def _report(findings: Findings, manifest: Path, *, as_json: bool) -> None:
+    for line in findings.story:
+        sys.stderr.write(line + "\n")
+    for violation in findings.violations:
+        sys.stderr.write(f"VIOLATED {violation}\n")
+    growth = findings.growth
+    figures = {
+        "incidents": len(findings.done) - len(findings.skipped),
+        "violations": len(findings.violations),
+        "skipped": len(findings.skipped),
+        "rss_growth_mib": round(growth.rss_mib, 2),
+        "rss_growth_of": growth.rss_of,
+        "rss_growth_late_mib": round(growth.late_rss_mib, 2),
+        "fd_growth": growth.descriptors,
+        "fd_growth_of": growth.descriptors_of,
+        "grown_processes": growth.processes,
+        "steps": findings.steps,
+        "seconds": round(findings.seconds, 1),
+        "manifest": str(manifest),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    for item in findings.skipped:
+        say(f"skipped {item.describe()}: {item.skipped}")
+    say(", ".join(f"{name} {value}" for name, value in figures.items()))

@@ -1,0 +1,107 @@
+"""Options of `resilient-jax plan`, and what they mean."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.calibration import Calibration, load_calibration
+from resilient_jax.topology import Topology
+
+CheckOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Validate a topology file and show what it describes.")
+]
+ClusterOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The cluster, such as meshes/h100_32x8.toml.")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The model, such as configs/llama3_70b.toml.")
+]
+BatchOption = Annotated[int | None, typer.Option(help="Sequences in a step, whoever lives.")]
+LoseOption = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A host that died; repeat.")]
+SlowOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST=SPEED", help="A host at a part of its speed, such as host-11=0.6; repeat."),
+]
+FixOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="AXIS=SIZE", help="An axis that is given, such as tensor=8; repeat."),
+]
+MinReplicasOption = Annotated[
+    int,
+    typer.Option(
+        metavar="R",
+        help="Complete copies of the state, at least: with 2 or more a job goes on in place when one is lost.",
+    ),
+]
+TopOption = Annotated[int, typer.Option(help="How many plans to show.")]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Constants of the estimate. Default: those beside the topology, if any."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+
+
+def constants_for(path: Path | None, topology: Path) -> Calibration:
+    """Those in the file, or beside the topology, or the defaults.
+
+    Raises:
+        ConfigError: the file does not fit.
+    """
+    beside = topology.with_suffix(".calibration.toml")
+    if path is None:
+        return load_calibration(beside) if beside.is_file() else Calibration()
+    return load_calibration(path)
+
+
+def change_topology(topology: Topology, lost: Iterable[str], slow: Iterable[str]) -> Topology:
+    """After hosts were lost, and others became slow.
+
+    Raises:
+        CallerError: a text is not as the option has it, or there is no such host.
+    """
+    known: set[str] = set()
+    for text in slow:
+        name, found, speed = text.partition("=")
+        if not found:
+            raise CallerError(f"--slow: found {text!r}, expected HOST=SPEED, such as host-11=0.6")
+        _refuse_twice("--slow", name, known)
+        topology = topology.slowed(name, _number(speed, "--slow", text))
+    return topology.without(*lost)
+
+
+def _number(text: str, option: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise CallerError(f"{option}: found {whole!r}, expected a number after the '='") from error
+
+
+def _refuse_twice(option: str, name: str, known: set[str]) -> None:
+    if name in known:
+        raise CallerError(f"{option}: found {name!r} twice, expected it once. Leave one of them out")
+    known.add(name)
+
+
+def parse_axes(texts: Iterable[str]) -> dict[Axis, int]:
+    """Sizes of axes.
+
+    Raises:
+        CallerError: a text is not as the option has it.
+    """
+    known: set[str] = set()
+    axes: dict[Axis, int] = {}
+    for text in texts:
+        name, _, size = text.partition("=")
+        if name not in list(Axis) or not (size.isascii() and size.isdecimal()):
+            raise CallerError(
+                f"--fix: found {text!r}, expected AXIS=SIZE with an axis of {', '.join(Axis)}, such as tensor=8"
+            )
+        _refuse_twice("--fix", name, known)
+        axes[Axis(name)] = int(size)
+    return axes

@@ -1,0 +1,166 @@
+"""Compiled programs, passed on between hosts: of a program that all need only one host compiles it.
+
+Rules:
+- A program's key is a digest of all that it was made from (the program itself, versions, flags, kinds of devices), so
+  a host that has an entry under a key has the right one, however old.
+- Every key has one owner among the live hosts. Whoever lacks a program asks the owner, and compiles only if that does
+  not have it in time. The owner asks nobody.
+- In a background thread one waits for the owner, which is compiling the same just then; where training waits one does
+  not.
+- What arrives is checked (CRC-32 and length) before it is kept. Callers and servers are those of the job: they have its
+  token, and certificates where they are configured.
+"""
+
+import dataclasses
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError
+from resilient_jax.ids import HostName
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.method import Method
+from resilient_jax.transport.sync_channel import SyncChannel
+
+SERVICE: Final = "programs"
+CHUNK_BYTES: Final = 2**22
+POLL_S: Final = 0.05
+LONGEST_WAIT_S: Final = 60.0
+"""For an owner that is compiling: longer than that, and two hosts compile it."""
+ASK_DEADLINE_S: Final = 2.0
+"""Where training waits: a host that is gone answers late or never."""
+KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.<>")
+
+
+class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for a program; `wait_s`: so long at most, if it is not there yet."""
+
+    key: str
+    wait_s: float = 0.0
+
+
+class ProgramPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Size and CRC-32 (first; a size of -1: not there), then bytes."""
+
+    size: int = 0
+    crc32: int = 0
+    data: bytes = b""
+
+
+FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramPart, streams=True)
+
+
+class ProgramFolder:
+    """This host's programs, as files that appear whole or not at all.
+
+    Args:
+        folder: of the files.
+        suffix: that follows the key in their names.
+    """
+
+    def __init__(self, folder: Path, suffix: str) -> None:
+        self._folder, self._suffix = folder, suffix
+
+    def read(self, key: str) -> bytes | None:
+        """A program; None: it is not there.
+
+        Raises:
+            MessageError: that is no key.
+        """
+        if not key or key.startswith(".") or not set(key) <= KEY_CHARACTERS:
+            raise MessageError(
+                f"programs: found the key {key[:80]!r}, expected a digest with a name in front"
+            )
+        try:
+            return (self._folder / f"{key}{self._suffix}").read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def serve(self, request: ProgramRequest) -> Iterator[ProgramPart]:
+        """Answers another host, when the program is there or its patience is over."""
+        deadline_s = time.monotonic() + min(request.wait_s, LONGEST_WAIT_S)
+        while (found := self.read(request.key)) is None and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        if found is None:
+            yield ProgramPart(size=-1)
+            return
+        yield ProgramPart(size=len(found), crc32=zlib.crc32(found))
+        for start in range(0, len(found), CHUNK_BYTES):
+            yield ProgramPart(data=found[start : start + CHUNK_BYTES])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A live host that serves its programs."""
+
+    host: HostName
+    endpoint: str
+
+
+class PeerPrograms:
+    """Fetches programs from their owners.
+
+    Args:
+        host: this one.
+        credentials: of the job.
+        is_patient: whether the calling thread may wait for an owner that is compiling.
+        on_failure: told of an owner that could not be asked, or gave something else.
+    """
+
+    def __init__(
+        self,
+        host: HostName,
+        credentials: Credentials,
+        is_patient: Callable[[], bool],
+        on_failure: Callable[[HostName, str], None],
+    ) -> None:
+        self._host, self._credentials = host, credentials
+        self._is_patient, self._on_failure = is_patient, on_failure
+        self._lock = threading.Lock()
+        self._peers: tuple[Peer, ...] = ()
+        """Guarded by the lock."""
+
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        """Says who lives in this generation, this host among them; the same on every host."""
+        with self._lock:
+            self._peers = tuple(sorted(peers, key=lambda peer: peer.host))
+
+    def fetch(self, key: str) -> bytes | None:
+        """A program from its owner; None: compile it here."""
+        with self._lock:
+            peers = self._peers
+        owner = find_owner(key, peers)
+        if owner is None or owner.host == self._host:
+            return None
+        wait_s = LONGEST_WAIT_S if self._is_patient() else 0.0
+        try:
+            return _fetch_from(owner, key, wait_s, self._credentials)
+        except PeerError as error:
+            self._on_failure(owner.host, str(error))
+            return None
+
+
+def find_owner(key: str, peers: Sequence[Peer]) -> Peer | None:
+    """Gives the host that compiles a program for all of them."""
+    return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None
+
+
+def _fetch_from(owner: Peer, key: str, wait_s: float, credentials: Credentials) -> bytes | None:
+    with SyncChannel(owner.endpoint, credentials) as channel:
+        request = ProgramRequest(key=key, wait_s=wait_s)
+        parts = channel.stream(SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + ASK_DEADLINE_S)
+        head = next(parts, None)
+        if head is None or head.size < 0:
+            return None
+        found = b"".join(part.data for part in parts)
+    if len(found) != head.size or zlib.crc32(found) != head.crc32:
+        raise ChecksumMismatch(
+            f"program {key} from {owner.host}: found {len(found)} bytes with CRC-32 {zlib.crc32(found):08x}, expected "
+            f"{head.size} with {head.crc32:08x}; it is compiled here instead"
+        )
+    return found

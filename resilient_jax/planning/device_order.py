@@ -1,0 +1,49 @@
+"""Which device of the topology stands at which place of a plan's axes."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.placement import PlacedReplicas, place_replicas
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.shape import Layout
+
+MESH_AXES = (Axis.REPLICA, Axis.PIPELINE, Axis.FSDP, Axis.EXPERT, Axis.SEQUENCE, Axis.TENSOR)
+"""Of a plan's mesh, outermost first."""
+
+
+def find_device_order(plan: Plan) -> list[int]:
+    """Gives the numbers of the devices in the order of the plan's mesh, `MESH_AXES`, the last changing fastest.
+
+    Devices are numbered as the topology lists its hosts, each with all of its devices. Spares are left out. So the
+    devices of replica r are those from `r n` to `(r + 1) n`, if a replica has n.
+    """
+    question, layout = plan.question, plan.layout
+    hosts = question.topology.hosts
+    free = list(itertools.accumulate((host.devices for host in hosts), initial=0))[:-1]
+    placed = place_replicas(question.topology, question.pool, layout, plan.order, plan.blocks)
+    order: list[int] = []
+    for cells in placed:
+        starts = []
+        for place in cells:
+            starts.append(free[place])
+            free[place] += layout.cell_devices
+        order += _order_replicas(layout, cells, starts)
+    return order
+
+
+def _order_replicas(layout: Layout, cells: PlacedReplicas, starts: Sequence[int]) -> Iterator[int]:
+    """Of one replica on its cells, or of the replicas that share one cell."""
+    if layout.replicas_inside > 1:
+        assert len(cells) == 1, "replicas that share a host have one cell"
+        yield from range(starts[0], starts[0] + layout.cell_devices)
+        return
+    group, inside = layout.group, layout.inside
+    # Both number their places with tensor changing fastest; the mesh has pipeline outermost in a replica, as `Group`.
+    for coordinates in itertools.product(*(range(size) for size in reversed(group))):
+        cell = slot = 0
+        for coordinate, part, size in zip(coordinates, reversed(inside), reversed(group), strict=True):
+            outer, inner = divmod(coordinate, part)
+            cell = cell * (size // part) + outer
+            slot = slot * part + inner
+        yield starts[cell] + slot

@@ -1,0 +1,80 @@
+"""What was committed, step by step, as each worker saw it: for whoever checks a job's promise from outside.
+
+A controller names a folder in the environment; each worker then appends to a file of its own there. Without the
+variable nothing is computed or written. Lines are written by `training.ledger` and read by `chaos`.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+LEDGER_VARIABLE = "RESILIENT_JAX_LEDGER"
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
+    """One host has committed a step.
+
+    Attributes:
+        process: that did, on its host.
+        step: the index of the step that is done.
+        hosts: so many commit it in this generation.
+        sha256: of the whole state after the step; empty where the host has only a part of it.
+        sum: of this host's part of the state, in 32 hexadecimal digits: those of all hosts add up, modulo 2^128, to the
+            same number however the state is cut.
+        owners: who computed each microbatch, by the name of the sum.
+    """
+
+    host: str
+    process: int
+    generation: int
+    step: int
+    hosts: int
+    monotonic_s: float
+    sha256: str
+    sum: str
+    owners: dict[str, tuple[str, ...]]
+
+
+class Restored(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
+    """One host goes on from a state that it did not compute in this generation; fields as in `Committed`.
+
+    Attributes:
+        steps: so many are in the state.
+    """
+
+    host: str
+    process: int
+    generation: int
+    steps: int
+    hosts: int
+    monotonic_s: float
+    sha256: str
+    sum: str
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun", kw_only=True):
+    """One host began to compute a microbatch."""
+
+    host: str
+    process: int
+    generation: int
+    step: int
+    index: int
+
+
+Line = Committed | Restored | Begun
+
+LINE_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+LINE_ENCODER = msgspec.json.Encoder()
+
+
+def read_ledger(paths: Iterable[Path]) -> list[Line]:
+    """All whole lines of these files, in the order of each. A torn last line (its writer was killed) is left out."""
+    lines: list[Line] = []
+    for path in sorted(paths):
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            with contextlib.suppress(msgspec.DecodeError):  # torn by a full disk: it vouches for nothing
+                lines.append(LINE_DECODER.decode(line))
+    return lines

@@ -1,0 +1,103 @@
+"""Campaigns of each family, as anybody can run them; and jobs that break their promise, which must be found out."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from agents import COMMAND
+from pod import may_build_networks
+
+from resilient_jax.chaos.manifest import load_manifest
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = ("process", "snapshots", "step", "network", "resources")
+REGRESSIONS = sorted(path.stem for path in (ROOT / "configs" / "chaos" / "regressions").glob("*.toml"))
+INCIDENTS = 10
+CAMPAIGN_S = 400
+
+pytestmark = pytest.mark.timeout(CAMPAIGN_S + 20)
+
+
+def run_chaos(*words: str) -> tuple[int, dict, str]:
+    """Exit code, figures, and what was told."""
+    done = subprocess.run(
+        [*COMMAND, "chaos", "--json", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=CAMPAIGN_S,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}, done.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_job_lives_through_the_campaign_of_a_family(family: str, tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", family, "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert figures["violations"] == 0, told
+    assert figures["incidents"] + figures["skipped"] == INCIDENTS, told
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_a_campaign_once_broke_stays_mended(name: str, tmp_path: Path) -> None:
+    manifest = load_manifest(ROOT / "configs" / "chaos" / "regressions" / f"{name}.toml")
+    if manifest.job.network == "namespaces" and (why_not := may_build_networks()) is not None:
+        pytest.skip(why_not)
+    code, figures, told = run_chaos("--campaign", f"regressions/{name}", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert figures["violations"] == figures["skipped"] == 0, told
+
+
+def test_a_snapshot_that_is_damaged_where_it_lies_or_on_its_way_is_not_taken(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "flips", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (7, 0, 0), told
+
+
+def write_manifest(path: Path, *incidents: str) -> Path:
+    path.write_text("[job]\nhosts = 2\n\n" + "\n\n".join(f"[[incidents]]\n{text}" for text in incidents))
+    return path
+
+
+KILL = 'at = { steps = 2 }\ntarget = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }'
+
+
+def test_weights_that_depend_on_who_lives_are_found_out(tmp_path: Path) -> None:
+    """And told with the story and a manifest that is complete."""
+    script = tmp_path / "unstable.py"
+    source = (ROOT / "examples" / "chaos_job.py").read_text()
+    healthy = "state = update(state, "
+    assert source.count(healthy) == 1
+    script.write_text(
+        source.replace(
+            healthy,
+            "state = update(state if len(world.hosts) != 1 or "
+            "world.host == 'localhost' else jax.tree.map(lambda x: x + 1, state), ",
+        )
+    )
+    manifest = write_manifest(tmp_path / "one.toml", KILL)
+    code, figures, told = run_chaos(str(manifest), "--run-dir", str(tmp_path / "run"), "--", str(script))
+    assert code == 89
+    assert figures["violations"] > 0
+    assert "VIOLATED weights and optimizer state are bit for bit" in told
+    assert "campaign: SIGKILL to [" in told, "no story"
+    assert " worker.exited" in told, "the story lacks the events of a host"
+    assert Path(figures["manifest"]).read_text() == (
+        "\n[job]\nhosts = 2\n\n[[incidents]]\nat = { steps = 2 }\n"
+        'target = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }\n'
+    )
+
+
+def test_a_manifest_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path / "bad.toml", KILL.replace("kill", "kil"))
+    done = subprocess.run(
+        [*COMMAND, "chaos", str(manifest), "--", "examples/chaos_job.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"{manifest}: key 'incidents[0].fault.kind'" in done.stderr

@@ -1,0 +1,130 @@
+"""A process that can open nothing more says so and goes on, or leaves nothing behind."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from agents import wait_until
+
+from resilient_jax.clock import SystemClock
+from resilient_jax.errors import PeerUnreachable
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.worker import WorkerSettings
+from resilient_jax.snapshot.link import Link
+from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.messages import WORKER_REQUEST_DECODER, Abandon, Begin, PartOf, SlotSize
+from resilient_jax.world.child import Child
+from resilient_jax.world.worker_process import WorkerProcess
+
+ID = SnapshotId(step=1, generation=GenerationNumber(1))
+
+
+@contextlib.contextmanager
+def free_descriptors(count: int) -> Iterator[None]:
+    """This process can open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    used = set(map(int, os.listdir("/proc/self/fd"))) - {probe}
+    limit = probe
+    while count > 0 or limit in used:
+        count -= limit not in used
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> None:
+    ours, theirs = socket.socketpair()
+    local, server = LocalServer(ours.detach()), Link(theirs.detach())
+    memory = os.memfd_create("part")
+    os.ftruncate(memory, 4096)
+
+    def answer_begin() -> None:
+        (asked,) = [request for request in requests() if isinstance(request, Begin)]
+        slot = SlotSize(number=0, mapped_bytes=4096)
+        server.send(PartOf(call=asked.call, slot=slot, offset=0, part_bytes=8), [memory])
+
+    def requests() -> list[object]:
+        from_worker = server.receive()
+        return [WORKER_REQUEST_DECODER.decode(message) for message in from_worker]
+
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        with free_descriptors(0):
+            begun = pool.submit(local.begin, ID)
+            answer_begin()
+            with pytest.raises(PeerUnreachable, match="can open no more"):
+                begun.result(10.0)
+        assert any(isinstance(request, Abandon) for request in requests()), "the slot waits for a worker"
+        begun = pool.submit(local.begin, ID)
+        answer_begin()
+        assert len(begun.result(10.0)) == 8
+    local.close()
+    server.close()
+    os.close(memory)
+
+
+@pytest.mark.parametrize("free", range(12))
+def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_path: Path) -> None:
+    async def start() -> None:
+        ours, theirs = socket.socketpair()
+        before = set(os.listdir("/proc/self/fd"))
+        started: WorkerProcess | None = None
+        with ours:
+            number = theirs.detach()
+            try:
+                with free_descriptors(free):
+                    started = WorkerProcess.start(
+                        Incarnation(1),
+                        ["-c", f"import time; open({str(tmp_path / 'ran')!r}, 'w').close(); time.sleep(60)"],
+                        dict(os.environ),
+                        WorkerSettings(
+                            job="job", host=HostName("host-0"), address="127.0.0.1", token="token"
+                        ),
+                        SystemClock(),
+                        socket.socket(fileno=number),
+                    )
+            except OSError:
+                left = set(os.listdir("/proc/self/fd")) - before
+                assert left == set(), "descriptors were left behind"
+                assert children() == []
+            if started is not None:
+                with started.child.process:
+                    await started.child.end()
+                started._link.close()
+                os.close(started._tripwire)
+
+    asyncio.run(start())
+
+
+def children() -> list[str]:
+    """Processes that this one has started and not seen end."""
+    task = Path(f"/proc/self/task/{os.getpid()}/children")
+    return task.read_text().split()
+
+
+def test_a_child_that_cannot_be_watched_is_ended() -> None:
+    async def start() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(pid: int, flags: int = 0) -> int:
+                raise OSError(24, "Too many open files")
+
+            patch.setattr(os, "pidfd_open", refuse)
+            with pytest.raises(OSError, match="Too many open files"):
+                Child([sys.executable, "-c", "import time; time.sleep(60)"])
+        wait_until("the child's end", lambda: children() == [], 10.0)
+
+    asyncio.run(start())

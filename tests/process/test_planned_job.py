@@ -1,0 +1,137 @@
+"""A real job whose trainer searches its plans: what it follows changes with the hosts, and training goes on."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.errors import ExitCode
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import Place
+from resilient_jax.world.inspection import Part
+from resilient_jax.world.local_job import LocalJob
+
+JOB = Path(__file__).with_name("planned_job.py")
+TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
+DEADLINE_S = 240.0
+STEPS = 10
+MANY_STEPS = 100_000
+"""The test ends the job."""
+
+
+def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):
+    work.mkdir(exist_ok=True)
+    (work / "job.toml").write_text("restart_limit = 10\nrestart_backoff_s = 0.0\n")
+    return LocalJob(
+        [str(JOB), str(topology), str(steps), *words],
+        hosts=hosts,
+        run_directory=work / "run",
+        options=["--config", str(work / "job.toml"), "--devices-per-host", str(devices)],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def plans_of(job, host):
+    """The plans that a host followed, in order."""
+    events = sorted(job.events(), key=lambda event: event.monotonic_s)
+    return [event.detail["plan"] for event in events if event.kind == "plan.chosen" and event.host == host]
+
+
+def ending(job):
+    """(SHA-256 of the weights, loss)."""
+    words = job.output().rpartition("sha256 ")[2].split()
+    return words[0], float(words[2])
+
+
+def run_and_kill(work, *words):
+    """Kills a worker inside the reduction of step 3; the first plans that another host followed, and the ending."""
+    with launch(work, *words) as job:
+        job.hold(Place.BEFORE_SUM, ["host-1"], 3)
+        job.wait_held(["host-1"], DEADLINE_S)
+        job.kill(Part.WORKER, "host-1")
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.tail()
+        return plans_of(job, "host-0")[:2], ending(job)
+
+
+def run_undisturbed(work, *words):
+    with launch(work, *words) as job:
+        assert job.wait(DEADLINE_S) == 0, job.tail()
+        return plans_of(job, "host-0"), ending(job)
+
+
+def test_when_a_host_dies_the_axes_change_and_training_goes_on_to_the_same_loss(tmp_path):
+    plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed")
+    assert plans == ["replica 4 x fsdp 2"], "of 12 microbatches 3 for each of 4, not 2 for some of 8"
+    plans, (_, loss) = run_and_kill(tmp_path / "killed")
+    assert plans == ["replica 4 x fsdp 2", "replica 6"]
+    # Other axes, other orders of addition: equal within rounding.
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_where_only_replicas_are_lost_the_weights_are_the_same_bits(tmp_path):
+    plans, expected = run_undisturbed(tmp_path / "undisturbed", "named")
+    assert plans == ["replica 4 x tensor 2"]
+    plans, found = run_and_kill(tmp_path / "killed", "named")
+    assert plans == ["replica 4 x tensor 2", "replica 3 x tensor 2"]
+    assert found == expected
+
+
+@pytest.mark.parametrize("victim", ["host-0", "host-1", "host-2", "host-3"])
+def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
+    survivors = {f"host-{index}" for index in range(4)} - {victim}
+    with launch(tmp_path) as job:
+        job.hold(Place.BEFORE_SUM, [victim], 3)
+        job.wait_held([victim], DEADLINE_S)
+        for name in survivors:
+            job.wait_event(
+                f"{name} has compiled ahead",
+                lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+                DEADLINE_S,
+            )
+        killed_s = job.kill(Part.WORKER, victim)
+        job.release()
+        assert job.wait(DEADLINE_S) == 0, job.tail()
+        later = [event for event in job.events() if event.monotonic_s > killed_s and event.host in survivors]
+    assert {event.detail["plan"] for event in later if event.kind is EventKind.PLAN_CHOSEN} >= {"replica 6"}
+    compiled = {
+        event.host: event.detail["compiled"] for event in later if event.kind is EventKind.PROGRAMS_READY
+    }
+    assert compiled == dict.fromkeys(survivors, 0)
+
+
+def test_a_world_that_is_left_leaves_no_devices_behind_with_programs_compiled_for_it(tmp_path):
+    with launch(tmp_path, steps=MANY_STEPS) as job:
+        for name in ("host-0", "host-2"):
+            job.wait_event(
+                f"{name} has compiled ahead",
+                lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+                DEADLINE_S,
+            )
+        job.kill(Part.WORKER, "host-1")  # which comes back: the others form a world with it
+        for name in ("host-0", "host-2"):
+            left = job.wait_event(
+                f"{name} left its world",
+                lambda event, name=name: event.kind is EventKind.WORLD_LEFT and event.host == name,
+                DEADLINE_S,
+            )
+            assert left.detail["leaked_backends"] == 0
+
+
+def test_a_host_that_the_topology_does_not_have_ends_the_job_with_what_to_do(tmp_path):
+    topology = tmp_path / "other.toml"
+    topology.write_text(TOPOLOGY.read_text().replace("host-{0..3}", "node-{0..3}"))
+    with launch(tmp_path, hosts=2, topology=topology) as job:
+        assert job.wait(DEADLINE_S) != ExitCode.DONE
+        said = job.output()
+    assert (
+        "planning: found the hosts host-0, host-1, expected names of topology local_4x2 (node-0, ...)" in said
+    )
+
+
+def test_other_devices_than_the_topology_says_end_the_job_with_both_numbers(tmp_path):
+    with launch(tmp_path, hosts=2, devices=1) as job:
+        assert job.wait(DEADLINE_S) != ExitCode.DONE
+        said = job.output()
+    assert "found 1 devices on host host-" in said
+    assert "expected 2 as topology local_4x2 says" in said

@@ -1,0 +1,83 @@
+"""Compiled programs on disk: found again by another process, and never where code, shapes or flags are others."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from resilient_jax.training.jax_runtime.compile_cache import NoHooks, share_compilation_cache
+
+class Hooks(NoHooks):
+    missed_programs = []
+    def missed(self, name, seconds):
+        self.missed_programs.append(name)
+
+factor, width = float(sys.argv[1]), int(sys.argv[2])
+assert share_compilation_cache(Hooks(), 2**30) is None
+
+@jax.jit
+def program(x):
+    return jnp.tanh(x) * factor
+
+found = program(np.ones(width, np.float32))
+print(json.dumps({"missed": "jit_program" in Hooks.missed_programs, "found": np.asarray(found).tolist()}))
+"""
+TANH_OF_1 = 0.7615941559557649
+
+
+def run(cache, *, factor=2.0, width=3, flags=""):
+    """Whether the program had to be compiled, and what it gave."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(factor), str(width)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "XLA_FLAGS": flags,
+        },
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["found"] == pytest.approx([TANH_OF_1 * factor] * width, rel=1e-5)
+    return said["missed"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    assert run(folder), "nothing is there yet"
+    return folder
+
+
+def test_another_process_finds_the_same_program(cache):
+    assert not run(cache)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"factor": 3.0}, {"width": 4}, {"flags": "--xla_cpu_enable_fast_math=true"}],
+    ids=["code", "shapes", "flags"],
+)
+def test_a_program_of_other_code_shapes_or_flags_is_not_taken_for_it(cache, change):
+    assert run(cache, **change)
+    assert not run(cache, **change), "and is found again itself"
+    assert not run(cache)
+
+
+def test_a_damaged_entry_is_compiled_again_and_gives_the_right_numbers(cache):
+    entries = list(cache.glob("jit_program*-cache"))
+    assert entries
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:-40])
+    assert run(cache)

@@ -1,0 +1,129 @@
+"""Compiled programs passed on between hosts, over real sockets and into real folders."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.compile.exchange import (
+    FETCH_PROGRAM,
+    SERVICE,
+    Peer,
+    PeerPrograms,
+    ProgramFolder,
+    ProgramPart,
+    find_owner,
+)
+from resilient_jax.errors import MessageError
+from resilient_jax.ids import HostName
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.thread_server import ThreadServer
+
+CREDENTIALS = Credentials("secret", None)
+NAMES = tuple(HostName(f"host-{i}") for i in range(3))
+SUFFIX = "-cache"
+
+
+class Host:
+    """A host that serves a folder of programs, and fetches from the others."""
+
+    def __init__(self, name: HostName, folder: Path, handler=None):
+        folder.mkdir()
+        self.folder, self.failures, self.is_patient = folder, [], False
+        programs = ProgramFolder(folder, SUFFIX)
+        self.server = ThreadServer("127.0.0.1:0", credentials=CREDENTIALS)
+        self.server.add(SERVICE, {FETCH_PROGRAM: handler or programs.serve})
+        self.server.start()
+        self.peer = Peer(host=name, endpoint=self.server.address)
+        self.programs = PeerPrograms(
+            name, CREDENTIALS, lambda: self.is_patient, lambda *words: self.failures.append(words)
+        )
+
+    def keep(self, key: str, data: bytes) -> None:
+        (self.folder / f"{key}{SUFFIX}").write_bytes(data)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    found = [Host(name, tmp_path / name) for name in NAMES]
+    for host in found:
+        host.programs.set_peers([other.peer for other in found])
+    yield found
+    for host in found:
+        host.server.stop()
+
+
+def key_of(owner: Host, hosts) -> str:
+    """A key that a host owns."""
+    peers = tuple(host.peer for host in hosts)
+    return next(key for i in range(99) if find_owner(key := f"jit_step-{i:02}", peers) == owner.peer)
+
+
+def test_a_program_comes_from_its_owner_whole_whatever_its_size(hosts):
+    owner, other, _ = hosts
+    key, data = key_of(owner, hosts), bytes(range(256)) * 40_000
+    owner.keep(key, data)
+    assert other.programs.fetch(key) == data
+
+
+def test_the_owner_asks_nobody(hosts):
+    owner, other, _ = hosts
+    key = key_of(owner, hosts)
+    other.keep(key, b"program")
+    assert owner.programs.fetch(key) is None
+    assert not owner.failures
+
+
+def test_where_training_waits_an_owner_without_it_is_not_waited_for(hosts):
+    owner, other, _ = hosts
+    assert other.programs.fetch(key_of(owner, hosts)) is None
+    assert not other.failures
+
+
+def test_ahead_of_time_an_owner_that_is_compiling_is_waited_for(hosts):
+    owner, other, _ = hosts
+    key, found = key_of(owner, hosts), []
+    other.is_patient = True
+    asking = threading.Thread(target=lambda: found.append(other.programs.fetch(key)))
+    asking.start()
+    asking.join(0.3)
+    assert asking.is_alive()
+    owner.keep(key, b"program")
+    asking.join(30)
+    assert found == [b"program"]
+
+
+def test_an_owner_that_is_gone_is_said_and_the_program_is_compiled_here(hosts):
+    owner, other, _ = hosts
+    owner.server.stop()
+    assert other.programs.fetch(key_of(owner, hosts)) is None
+    assert [host for host, _ in other.failures] == [owner.peer.host]
+
+
+def test_changed_bytes_are_refused(tmp_path):
+    def lie(request):
+        yield ProgramPart(size=7, crc32=1)
+        yield ProgramPart(data=b"program")
+
+    owner, other = Host(NAMES[0], tmp_path / "owner", lie), Host(NAMES[1], tmp_path / "other")
+    both = [owner, other]
+    other.programs.set_peers([host.peer for host in both])
+    assert other.programs.fetch(key_of(owner, both)) is None
+    assert "CRC-32" in other.failures[0][1]
+    for host in both:
+        host.server.stop()
+
+
+@pytest.mark.parametrize("key", ["", "../secret", "a/b", ".hidden", "a\x00b"])
+def test_a_key_that_is_no_digest_reads_no_file(tmp_path, key):
+    (tmp_path / f"secret{SUFFIX}").write_bytes(b"no")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(MessageError, match="found the key"):
+        ProgramFolder(tmp_path / "folder", SUFFIX).read(key)
+
+
+def test_every_key_has_one_owner_whoever_asks(hosts):
+    peers = tuple(host.peer for host in hosts)
+    owners = {find_owner(f"jit_step-{i}", peers) for i in range(60)}
+    assert owners == set(peers)
+    assert find_owner("jit_step-0", ()) is None

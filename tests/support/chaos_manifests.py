@@ -1,0 +1,91 @@
+"""Any manifest of a chaos campaign, for hypothesis."""
+
+import string
+
+from hypothesis import strategies as st
+
+from resilient_jax.chaos import faults
+from resilient_jax.chaos.manifest import Ending, Incident, JobShape, Manifest, Target, TargetPart, Trigger
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.fault_points import Place
+
+SECONDS = st.floats(0.1, 1000, allow_nan=False)
+HOSTS = ("host-0", "host-1", "leader", "follower", "all")
+TEXT = st.text(string.printable + "äé\x7f", max_size=20)
+
+OUTER = st.one_of(
+    st.just(faults.Kill()),
+    st.builds(faults.Stop, for_s=st.none() | SECONDS, until=st.none() | st.just(str(EventKind.HOST_LOST))),
+    st.builds(faults.Slow, share=st.floats(0.01, 0.99), for_s=SECONDS),
+    st.builds(faults.FullMemory, for_s=SECONDS),
+    st.builds(faults.NoDescriptors, for_s=SECONDS),
+    st.builds(faults.ClockJump, seconds=st.floats(-1000, 1000), for_s=SECONDS),
+    st.builds(
+        faults.Flip, where=st.sampled_from(["arena", "parity", "mark", "manifest"]), count=st.integers(1, 9)
+    ),
+)
+LINKS = st.one_of(
+    st.builds(faults.Partition, for_s=SECONDS),
+    st.builds(faults.SlowLink, mbit_s=st.floats(0.1, 1000), for_s=SECONDS),
+    st.builds(faults.LossyLink, percent=st.floats(0.1, 100), for_s=SECONDS),
+)
+INNER = st.one_of(
+    st.builds(faults.Exit, code=st.integers(0, 255)),
+    st.just(faults.Raise()),
+    st.builds(faults.Hang, for_s=SECONDS),
+    st.just(faults.Nan()),
+)
+EVENTS = st.sampled_from([str(kind) for kind in EventKind])
+
+
+@st.composite
+def incidents(draw: st.DrawFn) -> Incident:
+    """One that a job of two hosts or more in namespaces can have."""
+    kind = draw(st.sampled_from(["outer", "link", "inner", "sent"]))
+    place = draw(st.sampled_from(list(Place))) if kind == "inner" or draw(st.booleans()) else None
+    match kind:
+        case "link":
+            part, fault = TargetPart.LINK, draw(LINKS)
+        case "inner":
+            part, fault = TargetPart.WORKER, draw(INNER)
+        case "sent":
+            part, fault, place = TargetPart.SNAPSHOTS, faults.Flip(where="message"), Place.BEFORE_SEND
+        case _:
+            parts = [part for part in TargetPart if part is not TargetPart.LINK]
+            part, fault = draw(st.sampled_from(parts)), draw(OUTER)
+    hosts = tuple(draw(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=3, unique=True)))
+    return Incident(
+        at=Trigger(
+            steps=draw(st.integers(0, 1000)),
+            seconds=draw(st.none() | SECONDS),
+            event=draw(st.none() | EVENTS),
+            place=place,
+        ),
+        target=Target(part=part, hosts=hosts),
+        fault=fault,
+        overlaps=draw(st.booleans()),
+        needs=tuple(draw(st.lists(EVENTS, max_size=2))),
+    )
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Any that is allowed."""
+    return Manifest(
+        seed=draw(st.integers(0, 1000)),
+        about=draw(TEXT),
+        script=tuple(draw(st.lists(TEXT, max_size=3))),
+        recovery_s=draw(SECONDS),
+        job=JobShape(
+            hosts=draw(st.integers(2, 8)),
+            steps=draw(st.integers(0, 1000)),
+            network="namespaces",
+            disk_mib=draw(st.integers(0, 100)),
+            may_set_clock=True,
+            config=draw(
+                st.fixed_dictionaries({}, optional={"lease_ttl_s": SECONDS, "on_state_lost": st.just("stop")})
+            ),
+        ),
+        ending=Ending(exit_code=draw(st.integers(0, 255))),
+        incidents=tuple(draw(st.lists(incidents(), max_size=5))),
+    )

@@ -1,0 +1,174 @@
+"""Training programs small enough to run on eight CPU devices under any plan, and plans with given axes for them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import resilient_jax as rj
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.transformer import TransformerShape
+from tests.support.decoder import Decoder, LoopedDecoder, loss_of
+from tests.support.plan_topologies import cluster
+
+SHAPE = TransformerShape(
+    layers=2,
+    width=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    feed_forward=128,
+    vocabulary_tokens=64,
+    sequence_tokens=32,
+)
+OPTIMIZER = optax.adam(1e-2)
+BATCH = 8
+MESHES = [
+    {Axis.REPLICA: 8},
+    {Axis.FSDP: 8},
+    {Axis.TENSOR: 4, Axis.REPLICA: 2},
+    {Axis.SEQUENCE: 4, Axis.REPLICA: 2},
+    {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.SEQUENCE: 2},
+    {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2},
+]
+"""Of eight devices."""
+
+
+class NnxProgram:
+    """A decoder in NNX, layer by layer, trained with Adam: state {"params", "optimizer"} of plain dicts."""
+
+    def __init__(self, shape: TransformerShape = SHAPE, rematerialised: bool = False):
+        self.sequence_tokens = shape.sequence_tokens
+        self.make = functools.partial(_make_nnx, shape, rematerialised)
+        with nnx.use_eager_sharding(False):
+            self.graph, self.abstract = nnx.split(
+                nnx.eval_shape(lambda: self.make(rngs=nnx.Rngs(0))), nnx.Param
+            )
+        self.vocabulary = shape.vocabulary_tokens
+
+    name = "nnx"
+
+    @property
+    def model(self) -> object:
+        """As `profile_of` takes it."""
+        return self.make
+
+    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.Profile:
+        tokens = jax.ShapeDtypeStruct((examples, self.sequence_tokens), jnp.int32)
+        return rj.profile_of(
+            self.model,
+            loss_of,
+            tokens,
+            name=self.name,
+            optimizer=OPTIMIZER,
+            sequence_tokens=self.sequence_tokens,
+            rematerialised=rematerialised,
+        )
+
+    def init(self):
+        with nnx.use_eager_sharding(False):
+            params = nnx.to_pure_dict(nnx.split(self.make(rngs=nnx.Rngs(0)), nnx.Param)[1])
+        return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+    def loss(self, params, batch):
+        with nnx.use_eager_sharding(False):
+            return loss_of(nnx.merge(self.graph, params), batch)
+
+    def step(self, state, tokens):
+        return train_step(self.loss, state, tokens)
+
+    def batch(self, seed=0, examples=BATCH):
+        return jax.random.randint(jax.random.key(seed), (examples, self.sequence_tokens), 0, self.vocabulary)
+
+
+def _make_nnx(shape, rematerialised, rngs):
+    return Decoder(shape, rngs, rematerialised=rematerialised)
+
+
+class LinenProgram(NnxProgram):
+    """The same as a loop over stacked layers in Linen, with logical names; the state keeps its boxes."""
+
+    def __init__(self, shape: TransformerShape = SHAPE, rematerialised: bool = False):
+        self.sequence_tokens, self.vocabulary = shape.sequence_tokens, shape.vocabulary_tokens
+        self.module = LoopedDecoder(shape, rematerialised=rematerialised)
+
+    name = "linen"
+
+    @property
+    def model(self) -> object:
+        return self.module
+
+    def init(self):
+        params = self.module.init(jax.random.key(0), self.batch())["params"]
+        return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+    def loss(self, params, batch):
+        return loss_of(lambda given: self.module.apply({"params": params}, given), batch)
+
+
+EXPERTS, WIDTH, HIDDEN = 4, 32, 64
+EXPERT_NAMES = rj.Naming(
+    rules=[
+        ("router", ("embed", "router")),
+        ("up", ("experts", "embed", "mlp")),
+        ("down", ("experts", "mlp", "embed")),
+    ]
+)
+
+
+class ExpertProgram(NnxProgram):
+    """A layer of experts as a plain function; every expert sees every row, weighed by the router."""
+
+    sequence_tokens = None
+
+    def __init__(self):
+        pass
+
+    def make(self, key):
+        keys = jax.random.split(key, 3)
+        return {
+            "router": jax.random.normal(keys[0], (WIDTH, EXPERTS)),
+            "up": jax.random.normal(keys[1], (EXPERTS, WIDTH, HIDDEN)) / 8,
+            "down": jax.random.normal(keys[2], (EXPERTS, HIDDEN, WIDTH)) / 8,
+        }
+
+    def loss(self, params, batch):
+        chosen = jax.nn.softmax(batch @ params["router"])
+        hidden = jnp.tanh(jnp.einsum("bd,edh->beh", batch, params["up"]))
+        out = jnp.einsum("beh,ehd,be->bd", hidden, params["down"], chosen)
+        return jnp.mean((out - batch) ** 2)
+
+    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.Profile:
+        rows = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
+        return rj.profile_of(
+            lambda key: self.make(key),
+            self.loss,
+            rows,
+            name="experts",
+            optimizer=OPTIMIZER,
+            naming=EXPERT_NAMES,
+        )
+
+    def init(self):
+        params = self.make(jax.random.key(0))
+        return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+    def batch(self, seed=0, examples=BATCH):
+        return jax.random.normal(jax.random.key(seed), (examples, WIDTH))
+
+
+def train_step(loss, state, batch):
+    """One step of Adam: (state, loss)."""
+    value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+    updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
+
+
+def plan_with(profile: rj.Profile, axes, hosts: int = 4, devices: int = 2, batch: int = BATCH) -> rj.Plan:
+    """The best plan with these axes; those that are not named are 1."""
+    given = dict.fromkeys((a for a in Axis if a is not Axis.REPLICA), 1) | dict(axes)
+    return rj.search(
+        profile, cluster([1.0] * hosts, devices=devices), global_batch=batch, axes=given, number_format="bf16"
+    )

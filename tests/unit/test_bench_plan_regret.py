@@ -1,0 +1,65 @@
+"""Regret, rank correlation and errors of memory, by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.cli.bench.plan_regret import (
+    MemoryCase,
+    PlanMeasurements,
+    TimedModel,
+    TimedPlan,
+    correlate_ranks,
+    judge_memory,
+    judge_programs,
+)
+
+
+def model(name, *rows):
+    """A model of (estimate, step, processor) for each plan; the halves of the steps differ as the last two do."""
+    return TimedModel(
+        name=name,
+        plans=[
+            TimedPlan(plan=f"plan {i}", estimated_s=e, step_s=s, cpu_s=c, halves_s=(s, c))
+            for i, (e, s, c) in enumerate(rows)
+        ],
+    )
+
+
+def case(estimated, measured):
+    return MemoryCase(name=f"{estimated}", estimated_bytes=estimated, measured_bytes=measured)
+
+
+def test_regret_is_what_the_chosen_plan_takes_beyond_the_best_and_the_worst_model_counts():
+    found = judge_programs(
+        PlanMeasurements(
+            memory=[case(1.0, 1.0)],
+            models=[
+                model("right", (1, 10, 5), (2, 20, 6), (3, 30, 7)),
+                model("wrong", (1, 12, 5), (2, 10, 6), (3, 30, 7)),
+            ],
+            calibrated_on="another",
+            calibration={},
+            fit_error=0.1,
+            rounds=3,
+        )
+    )
+    assert [one.regret for one in found.models] == [0, pytest.approx(0.2)]
+    assert (found.models[1].chosen, found.models[1].best) == ("plan 0", "plan 1")
+    assert found.models[1].regret_cpu == 0
+    assert [one.repeatability for one in found.models] == [pytest.approx(1), pytest.approx(0.5)]
+    assert (found.regret, found.rank_correlation) == (pytest.approx(0.2), pytest.approx(0.5))
+
+
+def test_the_error_of_memory_has_no_sign_and_largest_and_median_are_told():
+    assert judge_memory([case(90, 100), case(105, 100), case(100, 100)]) == {"largest": 0.1, "median": 0.05}
+
+
+def test_equal_values_share_a_rank():
+    assert correlate_ranks([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
+    assert correlate_ranks([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=3, max_size=20, unique=True))
+def test_a_growing_function_of_the_estimates_has_correlation_one(values):
+    assert correlate_ranks(values, [value**3 for value in values]) == pytest.approx(1)

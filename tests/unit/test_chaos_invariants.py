@@ -1,0 +1,277 @@
+"""The invariants find what they are there for, and nothing in a record of a job that went well."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from resilient_jax.chaos.commits import Digest, add_sums, check_commits, check_complete
+from resilient_jax.chaos.faults import Flip, Kill, Stop
+from resilient_jax.chaos.growth import MIB, SETTLED, Growth, Sample, measure_growth
+from resilient_jax.chaos.manifest import Incident, Target, TargetPart, Trigger
+from resilient_jax.chaos.record import check_membership
+from resilient_jax.chaos.telltales import Done, check_told
+from resilient_jax.chaos.violations import Invariant, tell_story
+from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.ledger import Begun, Committed, Line, Restored
+
+HOSTS = ("host-0", "host-1")
+OWNERS = {"train": ("host-0", "host-1", "host-0")}
+REFERENCE = {step: Digest(f"sha-{step}", f"{step:032x}") for step in range(4)}
+
+
+def commit(host: str, step: int, generation: int = 1, **changes: object) -> Committed:
+    line = Committed(
+        host=host,
+        process=7,
+        generation=generation,
+        step=step,
+        hosts=2,
+        monotonic_s=100.0 * generation + step,
+        sha256=f"sha-{step}",
+        sum=f"{step:032x}",
+        owners=OWNERS,
+    )
+    return msgspec.structs.replace(line, **changes)
+
+
+def good_lines() -> list[Line]:
+    """Two hosts, steps 0 and 1 in generation 1, then 2 and 3 in generation 2."""
+    lines: list[Line] = []
+    for host in HOSTS:
+        for step in range(4):
+            generation = 1 if step < 2 else 2
+            mine = [index for index, owner in enumerate(OWNERS["train"]) if owner == host]
+            lines += [
+                Begun(host=host, process=7, generation=generation, step=step, index=index) for index in mine
+            ]
+            lines.append(commit(host, step, generation))
+        lines.append(
+            Restored(
+                host=host,
+                process=7,
+                generation=2,
+                steps=2,
+                hosts=2,
+                monotonic_s=150.0,
+                sha256="sha-1",
+                sum=f"{1:032x}",
+            )
+        )
+    return lines
+
+
+def test_a_good_record_violates_nothing() -> None:
+    assert check_commits(good_lines(), REFERENCE) == []
+    assert check_complete(good_lines(), 4, REFERENCE) == []
+
+
+def change(lines: list[Line], where: Callable[[Line], bool], **changes: object) -> list[Line]:
+    return [msgspec.structs.replace(line, **changes) if where(line) else line for line in lines]
+
+
+def is_commit(line: Line, host: str, step: int) -> bool:
+    return isinstance(line, Committed) and line.host == host and line.step == step
+
+
+BROKEN: dict[str, tuple[Invariant, Callable[[list[Line]], list[Line]]]] = {
+    "other bits on one host": (
+        Invariant.BITS,
+        lambda lines: change(lines, lambda line: is_commit(line, "host-1", 2), sha256="sha-x"),
+    ),
+    "a restored state that nobody committed": (
+        Invariant.RESTORED,
+        lambda lines: change(lines, lambda line: isinstance(line, Restored), sha256="sha-x"),
+    ),
+    "a step left out by a process": (
+        Invariant.STEPS,
+        lambda lines: (
+            [line for line in lines if not is_commit(line, "host-0", 2)] + [commit("host-0", 5, 2, owners={})]
+        ),
+    ),
+    "a step twice by a process": (Invariant.STEPS, lambda lines: [*lines, commit("host-0", 3, 2)]),
+    "hosts that disagree about who computed what": (
+        Invariant.MICROBATCHES,
+        lambda lines: change(
+            lines,
+            lambda line: is_commit(line, "host-1", 2),
+            owners={"train": ("host-1", "host-1", "host-0")},
+        ),
+    ),
+    "a microbatch too few": (
+        Invariant.MICROBATCHES,
+        lambda lines: change(
+            lines,
+            lambda line: isinstance(line, Committed) and line.step == 3,
+            owners={"train": ("host-0", "host-1")},
+        ),
+    ),
+    "a microbatch that nobody computed": (
+        Invariant.MICROBATCHES,
+        lambda lines: [
+            line
+            for line in lines
+            if not (isinstance(line, Begun) and (line.host, line.step, line.index) == ("host-0", 1, 2))
+        ],
+    ),
+    "a zombie that trains on beside the others": (
+        Invariant.FENCED,
+        lambda lines: [
+            *lines,
+            Begun(host="host-1", process=9, generation=1, step=3, index=1),
+            commit("host-1", 3, 1, process=9, monotonic_s=999.0),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_ledger_is_found(case: str) -> None:
+    invariant, damage = BROKEN[case]
+    found = check_commits(damage(good_lines()), REFERENCE)
+    assert {violation.invariant for violation in found} == {invariant}, found
+
+
+def test_a_zombie_may_finish_the_step_that_it_was_in() -> None:
+    lines = [*good_lines(), commit("host-1", 2, 1, process=9, monotonic_s=999.0)]
+    assert check_commits(lines, REFERENCE) == []
+
+
+def test_missing_steps_are_found() -> None:
+    lines = [line for line in good_lines() if not (isinstance(line, Committed) and line.step == 3)]
+    assert [v.invariant for v in check_complete(lines, 4, REFERENCE)] == [Invariant.STEPS]
+    assert [v.invariant for v in check_complete(good_lines(), 3, REFERENCE)] == [Invariant.STEPS]
+    assert [v.invariant for v in check_complete(good_lines(), 4, {})] == [Invariant.BITS]
+
+
+def test_parts_are_added_up_and_compared() -> None:
+    def part(host: str, number: int) -> Committed:
+        return commit(host, 0, sha256="", sum=f"{number:016x}{number:016x}", owners={})
+
+    whole = {0: Digest("sha-0", add_sums([f"{3:016x}{3:016x}", f"{4:016x}{4:016x}"]))}
+    assert check_commits([part("host-0", 3), part("host-1", 4)], whole) == []
+    assert check_commits([part("host-0", 3)], whole) == [], "a part alone says nothing"
+    found = check_commits([part("host-0", 3), part("host-1", 5)], whole)
+    assert [violation.invariant for violation in found] == [Invariant.BITS]
+
+
+def decided(number: int, phase: str, token: int, revision: int, host: str = "host-0") -> Event:
+    return Event(
+        kind=EventKind.GENERATION_PHASE,
+        host=host,
+        monotonic_s=float(revision),
+        wall_s=0.0,
+        generation=number,
+        detail={"phase": phase, "token": token, "revision": revision, "reason": "why"},
+    )
+
+
+GOOD_DECISIONS = (
+    decided(1, "form", 10, 11),
+    decided(1, "active", 10, 12),
+    decided(2, "quiesce", 20, 21, "host-1"),
+    decided(2, "form", 20, 22, "host-1"),
+)
+
+
+def test_good_decisions_violate_nothing_in_whatever_order_they_are_written() -> None:
+    assert check_membership(GOOD_DECISIONS) == []
+    assert check_membership(GOOD_DECISIONS[::-1]) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "invariant"),
+    [
+        (decided(2, "active", 10, 23), Invariant.LEADERS),
+        (decided(1, "form", 20, 23, "host-1"), Invariant.NUMBERS),
+        (decided(2, "quiesce", 20, 23, "host-1"), Invariant.NUMBERS),
+    ],
+)
+def test_bad_decisions_are_found(bad: Event, invariant: Invariant) -> None:
+    assert [v.invariant for v in check_membership([*GOOD_DECISIONS, bad])] == [invariant]
+
+
+def test_a_token_that_two_hosts_got_is_found() -> None:
+    events = [
+        Event(kind=EventKind.LEADER_ELECTED, host=host, monotonic_s=0.0, wall_s=0.0, detail={"token": 5})
+        for host in HOSTS
+    ]
+    assert [v.invariant for v in check_membership(events)] == [Invariant.LEADERS]
+
+
+def test_a_change_without_a_reason_is_found() -> None:
+    event = decided(2, "quiesce", 20, 21)
+    silent = msgspec.structs.replace(event, detail={**event.detail, "reason": ""})
+    assert [v.invariant for v in check_membership([silent])] == [Invariant.EVENTS]
+
+
+def killed(part: TargetPart, fault: Kill | Stop | Flip = Kill(), needs: tuple[str, ...] = ()) -> Done:  # noqa: B008
+    incident = Incident(at=Trigger(step=1), target=Target(part=part), fault=fault, needs=needs)
+    return Done(number=0, incident=incident, hosts=("host-1",), begun_s=50.0)
+
+
+def happened(kind: EventKind, host: str = "host-1", at_s: float = 51.0, **detail: str) -> Event:
+    return Event(kind=kind, host=host, monotonic_s=at_s, wall_s=0.0, detail=dict(detail))
+
+
+def test_a_fault_that_nobody_tells_of_is_found() -> None:
+    done = killed(TargetPart.WORKER)
+    told = functools.partial(check_told, [done], lease_ttl_s=2.0)
+    assert told([happened(EventKind.WORKER_EXITED)]) == []
+    assert len(told([])) == 1
+    assert len(told([happened(EventKind.WORKER_EXITED, "host-0")])) == 1, "it is of another host"
+    assert len(told([happened(EventKind.WORKER_EXITED, at_s=49.0)])) == 1, "it was before"
+    assert check_told([dataclasses.replace(done, skipped="why")], [], 2.0) == []
+    lost = [happened(EventKind.HOST_LOST, "host-0", lost="host-1")]
+    assert check_told([killed(TargetPart.HOST)], lost, 2.0) == []
+
+
+def test_a_blink_need_not_be_told() -> None:
+    assert check_told([killed(TargetPart.WORKER, Stop(for_s=0.3))], [], 2.0) == []
+    assert len(check_told([killed(TargetPart.WORKER, Stop(for_s=3.0))], [], 2.0)) == 1
+    assert check_told([killed(TargetPart.AGENT, Stop(for_s=3.0))], [], 2.0) == []
+    assert len(check_told([killed(TargetPart.AGENT, Stop(for_s=6.0))], [], 2.0)) == 1
+
+
+def test_what_a_manifest_needs_must_come() -> None:
+    done = killed(TargetPart.SNAPSHOTS, Flip(), needs=("snapshot.block_bad",))
+    assert len(check_told([done], [], 2.0)) == 1
+    assert check_told([done], [happened(EventKind.SNAPSHOT_BLOCK_BAD, "host-0")], 2.0) == []
+
+
+def test_growth_is_counted_from_the_tenth_sample_of_each_process() -> None:
+    def samples(process: int, sizes: list[int]) -> list[Sample]:
+        name = f"process {process}"
+        return [
+            Sample(name=name, process=process, started=1, rss_bytes=size * MIB, descriptors=size)
+            for size in sizes
+        ]
+
+    warm = [50] * (SETTLED - 1)
+    grown = samples(1, [*warm, 60, 61, 64]) + samples(2, [*warm, 60, 60]) + samples(3, [1, 99])
+    one = "process 1"
+    assert measure_growth(grown) == Growth(
+        rss_mib=4.0, rss_of=one, late_rss_mib=3.0, descriptors=4, descriptors_of=one, processes=2
+    )
+    assert measure_growth(samples(3, [1, 99])) == Growth()
+    busy = measure_growth(samples(4, [*warm, *[60, 69] * 5, *[61, 90] * 5]))
+    assert (busy.rss_mib, busy.descriptors) == (1.0, 1), "what passes does not count"
+    full = measure_growth(samples(5, [*warm, *range(60, 70), *[70] * 12]))
+    assert (full.rss_mib, full.late_rss_mib) == (10.0, 0.0), "what is full grows no more"
+    later = Sample(name=one, process=1, started=2, rss_bytes=MIB, descriptors=1)
+    assert measure_growth([*samples(1, [*warm, 60]), later]).processes == 0
+
+
+def test_a_story_is_in_order_of_time() -> None:
+    events = [
+        happened(EventKind.HOST_LOST, at_s=3.0, lost="host-2"),
+        happened(EventKind.WORKER_EXITED, at_s=1.0),
+    ]
+    story = tell_story(events, [(2.0, "SIGKILL to [5]")])
+    assert story == [
+        "1.000 host-1 worker.exited",
+        "2.000 campaign: SIGKILL to [5]",
+        "3.000 host-1 host.lost lost=host-2",
+    ]

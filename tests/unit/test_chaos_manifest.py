@@ -1,0 +1,120 @@
+"""Manifests: refused with file and key, written so that they read back as they were."""
+
+from pathlib import Path
+
+import pytest
+from chaos_manifests import manifests
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.chaos.drawing import Draw, causes, draw_campaign
+from resilient_jax.chaos.manifest import JobShape, TargetPart, load_manifest, parse_manifest
+from resilient_jax.chaos.writing import write_manifest
+from resilient_jax.errors import ConfigError
+
+GOOD = """
+[[incidents]]
+at = { steps = 3, place = "before_sum" }
+target = { part = "worker", hosts = ["host-1"] }
+fault = { kind = "stop", for_s = 2.0 }
+"""
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "chaos").rglob("*.toml"))
+SOAK_INCIDENTS = 200
+
+REFUSED = {
+    "a kind of fault that there is not": ('kind = "stop", for_s = 2.0', 'kind = "stip"', "fault"),
+    "a key that the fault has not": ("for_s", "for_x", "incidents[0].fault.for_x"),
+    "a place that there is not": ("before_sum", "befor_sum", "incidents[0].at.place"),
+    "a host that the job has not": ("host-1", "host-9", "incidents[0].target.hosts[0]"),
+    "no trigger": ('steps = 3, place = "before_sum"', "", "incidents[0].at"),
+    "an event that there is not": ("steps = 3", 'event = "snapshot.begun"', "incidents[0].at.event"),
+    "a link without namespaces": (
+        'kind = "stop", for_s = 2.0',
+        'kind = "partition", for_s = 2.0',
+        "incidents[0].fault.kind",
+    ),
+    "an exception of an agent": (
+        'part = "worker", hosts = ["host-1"] }\nfault = { kind = "stop", for_s = 2.0',
+        'part = "agent", hosts = ["host-1"] }\nfault = { kind = "raise"',
+        "incidents[0].fault.kind",
+    ),
+    "a full disk without a disk": (
+        'kind = "stop", for_s = 2.0',
+        'kind = "full_disk", for_s = 2.0',
+        "incidents[0].fault.kind",
+    ),
+    "a checkpoint without a folder": (
+        'kind = "stop", for_s = 2.0',
+        'kind = "flip", where = "checkpoint"',
+        "incidents[0].fault.path",
+    ),
+    "damage on the way from a worker": (
+        'kind = "stop", for_s = 2.0',
+        'kind = "flip", where = "message"',
+        "incidents[0].fault.where",
+    ),
+    "a clock that may not be set": (
+        'kind = "stop", for_s = 2.0',
+        'kind = "clock_jump", seconds = 60.0',
+        "incidents[0].fault.kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_manifest_is_refused_by_file_and_key(case: str) -> None:
+    old, new, key = REFUSED[case]
+    assert old in GOOD
+    with pytest.raises(ConfigError, match=r"^broken\.toml: key '") as caught:
+        parse_manifest(GOOD.replace(old, new), source="broken.toml")
+    assert key in str(caught.value)
+
+
+def test_a_job_that_cannot_be_configured_so_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"broken\.toml, job\.config: key 'lease_ttl'"):
+        parse_manifest("[job]\nconfig = { lease_ttl = 3 }", source="broken.toml")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_manifest_names_a_script_and_is_as_long_as_promised(path: Path) -> None:
+    manifest = load_manifest(path)
+    assert (path.parents[2] / manifest.script[0]).exists() or path.parent.name == "regressions"
+    if path.stem == "soak":
+        assert len(manifest.incidents) == SOAK_INCIDENTS
+        drawn = draw_campaign(manifest.job, Draw(seed=manifest.seed, incidents=SOAK_INCIDENTS, gap_steps=6.0))
+        assert manifest.incidents == drawn.incidents, "it is not what its first line says"
+
+
+@given(manifests())
+def test_what_is_written_reads_back(manifest) -> None:
+    assert parse_manifest(write_manifest(manifest), source="written") == manifest
+
+
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.booleans())
+def test_a_drawn_campaign_is_a_manifest_and_the_same_each_time(seed, count, hosts, has_links) -> None:
+    shape = JobShape(hosts=hosts, network="namespaces" if has_links else "loopback")
+    wanted = Draw(seed=seed, incidents=count)
+    drawn = draw_campaign(shape, wanted)
+    assert draw_campaign(shape, wanted) == drawn
+    assert parse_manifest(write_manifest(drawn), source="drawn") == drawn
+    assert len(drawn.incidents) == count
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3))
+def test_no_more_hosts_are_hit_at_once_than_are_tolerated(seed, tolerated) -> None:
+    drawn = draw_campaign(
+        JobShape(hosts=4), Draw(seed=seed, incidents=60, gap_steps=1.0, tolerated=tolerated)
+    )
+    hit: set[str] = set()
+    for incident in drawn.incidents:
+        hit = set(incident.target.hosts) | (hit if incident.overlaps else set())
+        assert len(hit) <= tolerated + ("leader" in hit)
+
+
+def test_the_mix_of_a_drawn_campaign_is_that_of_the_table() -> None:
+    drawn = draw_campaign(JobShape(hosts=4), Draw(seed=1, incidents=4000))
+    total = sum(cause.count for cause in causes(has_links=False))
+    hosts = sum(incident.target.part is TargetPart.HOST for incident in drawn.incidents) / 4000
+    # Maintenance, SSD, power, chassis and IO board, and a quarter of what a broken link looks like.
+    assert abs(hosts - (32 + 10 + (35 + 7) / 4) / total) < 0.02

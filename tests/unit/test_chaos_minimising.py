@@ -1,0 +1,53 @@
+"""Shrinking a failing manifest."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.chaos.faults import Kill
+from resilient_jax.chaos.manifest import Incident, Manifest, Target, TargetPart, Trigger
+from resilient_jax.chaos.minimising import minimise
+
+
+def numbered(count: int) -> Manifest:
+    """Incidents that differ."""
+    return Manifest(
+        incidents=tuple(
+            Incident(at=Trigger(step=number), target=Target(part=TargetPart.WORKER), fault=Kill())
+            for number in range(count)
+        )
+    )
+
+
+def steps_of(manifest: Manifest) -> set[int]:
+    return {incident.at.step or 0 for incident in manifest.incidents}
+
+
+@given(st.data(), st.integers(1, 40))
+def test_what_is_left_is_what_it_takes(data, count) -> None:
+    culprits = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=5))
+    tried: list[Manifest] = []
+
+    def fails(manifest: Manifest) -> bool:
+        tried.append(manifest)
+        return culprits <= steps_of(manifest)
+
+    smallest = minimise(numbered(count), fails)
+    assert steps_of(smallest) == culprits
+    assert len(tried) <= count**2 + 3 * count  # the algorithm's bound
+
+
+def test_a_failure_that_one_incident_makes_takes_few_tries() -> None:
+    tries = 0
+
+    def fails(manifest: Manifest) -> bool:
+        nonlocal tries
+        tries += 1
+        return 17 in steps_of(manifest)
+
+    assert steps_of(minimise(numbered(64), fails)) == {17}
+    assert tries <= 12
+
+
+def test_the_order_of_incidents_is_kept() -> None:
+    smallest = minimise(numbered(10), lambda manifest: {2, 7} <= steps_of(manifest))
+    assert [incident.at.step for incident in smallest.incidents] == [2, 7]

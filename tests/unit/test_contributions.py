@@ -1,0 +1,69 @@
+"""What a host has added up, kept for the next generation: only what is there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.training.step.assignment import Job
+from resilient_jax.training.step.contributions import Contributions, Part
+from tests.support.eight_devices import eight_devices as eight_devices
+
+
+def job(*, pooled=False):
+    return Job(name="train", step=3, microbatches=4, unit=1, pooled=pooled)
+
+
+def whole():
+    return {"w": jnp.ones(2)}
+
+
+def donated():
+    total = whole()
+    total["w"].delete()
+    return total
+
+
+def call_on_two_devices(function):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def compute(x):
+        return jax.pure_callback(function, jax.ShapeDtypeStruct((1,), jnp.float32), x)
+
+    return {"w": compute(jnp.zeros(2))}
+
+
+def never_computed():
+    """Handed to two devices, where it failed: what a broken collective leaves."""
+
+    def fail(_):
+        raise RuntimeError("connection closed by peer")
+
+    return call_on_two_devices(fail)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_failure():
+    """JAX raises it again when the devices are given back, unless something else was computed on them since."""
+    yield
+    jax.block_until_ready(call_on_two_devices(np.asarray))
+
+
+@pytest.mark.parametrize("lost", [donated, never_computed])
+def test_a_part_that_is_not_there_is_dropped_and_the_others_stay(lost):
+    kept = Contributions(job(), {0: Part(1, whole()), 1: Part(1, lost()), 2: Part(1, whole())})
+    kept.move_to_host()
+    assert kept.progress().tolist() == [1, 0, 1, 0]
+    assert isinstance(kept.parts[0].total["w"], np.ndarray)
+
+
+@pytest.mark.parametrize("lost", [donated, never_computed])
+def test_of_pooled_parts_all_are_dropped_for_nobody_knows_which_units_were_in_it(lost):
+    kept = Contributions(job(pooled=True), {-1: Part(0, whole()), -2: Part(0, lost())}, {0, 1})
+    kept.drop_unusable()
+    assert not kept.parts
+    assert kept.progress().tolist() == [0, 0, 0, 0]

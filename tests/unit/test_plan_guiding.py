@@ -1,0 +1,74 @@
+"""Where the examples are in a program, and that FSDP gathers parameters and not examples."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from resilient_jax.compile.guiding import follow_examples
+from resilient_jax.planning.axes import Axis
+from tests.support.eight_devices import eight_devices as eight_devices
+from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
+
+X = jax.ShapeDtypeStruct((6, 3, 4), jnp.float32)
+W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
+
+
+def examples_in(function, *others):
+    """The dim of the examples in each result; `function` gets an array of six examples first."""
+    jaxpr = jax.make_jaxpr(function)(X, *others).jaxpr
+    known = follow_examples(jaxpr, (0, *(None for _ in others)))
+    return [known.get(var) for var in jaxpr.outvars]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: jnp.tanh(x) + 1, 0),
+        (lambda x: x.transpose(1, 0, 2), 1),
+        (lambda x: x.reshape(6, 12), 0),
+        (lambda x: x.reshape(18, 4), None),
+        (lambda x: x.sum(axis=1), 0),
+        (lambda x: x.transpose(1, 0, 2).sum(axis=0), 0),
+        (lambda x: x.sum(axis=0), None),
+        (lambda x: jnp.einsum("btd,bsd->bts", x, x), 0),
+        (lambda x: jnp.einsum("btd,bte->de", x, x), None),
+        (lambda x: jnp.broadcast_to(x[:, 0], (2, 6, 4)), 1),
+        (lambda x: jnp.zeros((7, 4))[x[:, :, 0].astype(int)], 0),
+        (lambda x: jax.jit(jnp.sin)(x), 0),
+        (lambda x: jax.lax.scan(lambda c, _: (c * 2, c.sum(axis=1)), x, None, length=3)[0], 0),
+        (lambda x: jax.lax.scan(lambda c, _: (c * 2, c.sum(axis=1)), x, None, length=3)[1], 1),
+    ],
+)
+def test_examples_are_followed_through_operations(function, expected):
+    assert examples_in(function) == [expected]
+
+
+def test_a_product_with_a_parameter_keeps_the_examples_and_its_gradient_has_none():
+    assert examples_in(lambda x, w: x @ w, W) == [0]
+    assert examples_in(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), W) == [None]
+
+
+@pytest.mark.parametrize("program", [NnxProgram(), LinenProgram()], ids=["nnx", "linen"])
+def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
+    plan = plan_with(program.profile(), {Axis.FSDP: 8})
+    text = plan.compile(
+        program.step, program.init(), program.batch(), devices=jax.devices()
+    ).compiled.as_text()
+    floats = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
+    tokens = program.sequence_tokens
+    assert any(shape[:2] == (1, tokens) for shape in floats), "a device has its one example"
+    whole = {shape for shape in floats if len(shape) >= 3 and shape[:2] == (BATCH, tokens)}
+    assert not whole, "activations of all examples"
+
+
+def test_a_rematerialised_program_trains_as_before_under_fsdp():
+    program = LinenProgram(rematerialised=True)
+    plan = plan_with(LinenProgram().profile(), {Axis.FSDP: 4, Axis.REPLICA: 2})
+    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    state = jax.device_put(program.init(), compiled.state_shardings)
+    _, loss = compiled(state, np.asarray(program.batch()))
+    _, expected = jax.jit(program.step)(program.init(), program.batch())
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,14 @@
+"""The memory estimate of a plan is what the compiled plan needs of a device, within 10 %, for a grid of real ones."""
+
+import pytest
+
+from tests.support.eight_devices import eight_devices as eight_devices
+from tests.support.memory_grid import GRID, compare, describe
+
+ERROR = 0.10
+
+
+@pytest.mark.parametrize("case", GRID, ids=describe)
+def test_the_memory_estimate_is_within_a_tenth_of_what_xla_needs(case):
+    found = compare(case)
+    assert found.estimated_bytes == pytest.approx(found.measured_bytes, rel=ERROR)

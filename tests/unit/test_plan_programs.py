@@ -1,0 +1,229 @@
+"""From a plan to a program that runs: every axis for real, on eight CPU devices, against one device."""
+
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import resilient_jax as rj
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
+from tests.support.eight_devices import eight_devices as eight_devices
+from tests.support.plan_topologies import cluster
+from tests.support.planned_programs import (
+    BATCH,
+    MESHES,
+    SHAPE,
+    ExpertProgram,
+    LinenProgram,
+    NnxProgram,
+    plan_with,
+)
+
+PROGRAMS = {"nnx": NnxProgram, "linen": LinenProgram}
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=list(PROGRAMS))
+def program(request):
+    return PROGRAMS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def profile(program):
+    return program.profile()
+
+
+@pytest.fixture(scope="module")
+def alone(program):
+    """The state and the losses of a few steps on one device."""
+    return run_steps(program, jax.jit(program.step), program.init())
+
+
+def run_steps(program, step, state):
+    losses = []
+    for number in range(STEPS):
+        state, loss = step(state, program.batch(number))
+        losses.append(float(loss))
+    return jax.tree.map(np.asarray, state), losses
+
+
+def name_of(axes):
+    return "-".join(f"{axis}{size}" for axis, size in axes.items())
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=name_of)
+def test_a_plan_trains_as_one_device_does(program, profile, alone, axes):
+    plan = plan_with(profile, axes)
+    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    state = jax.device_put(program.init(), compiled.state_shardings)
+    found, losses = run_steps(
+        program, lambda s, b: compiled(s, jax.device_put(np.asarray(b), compiled.batch_shardings)), state
+    )
+    assert losses == pytest.approx(alone[1], rel=1e-4)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone[0]), strict=True):
+        # Adam divides by the root of small numbers: differences of rounding grow to a part of a step of 1e-2.
+        np.testing.assert_allclose(one, other, atol=2e-3)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=name_of)
+def test_each_axis_cuts_what_it_is_said_to_cut(program, profile, axes):
+    plan = plan_with(profile, axes)
+    mesh = plan.mesh(jax.devices())
+    assert {axis: mesh.shape[axis] for axis in axes} == axes
+    shardings = plan.shardings(program.init(), mesh)
+    state = jax.device_put(program.init(), shardings)
+    here = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    cuts = axes.get(Axis.FSDP, 1) * axes.get(Axis.TENSOR, 1)
+    assert here == pytest.approx(plan.memory.parameters + plan.memory.optimizer, rel=0.01)
+    # Norms and biases of the model's width are all that tensor leaves whole.
+    assert whole / cuts <= here <= 1.05 * whole / cuts
+
+
+def test_a_plan_with_tensor_and_fsdp_makes_the_exchanges_that_these_axes_mean(program, profile):
+    plan = plan_with(profile, {Axis.TENSOR: 2, Axis.FSDP: 4})
+    text = plan.compile(
+        program.step, program.init(), program.batch(), devices=jax.devices()
+    ).compiled.as_text()
+    assert re.search(r"all-gather", text), "fsdp gathers parameters"
+    assert re.search(r"all-reduce", text), "tensor adds partial sums"
+
+
+def test_experts_are_cut_over_the_expert_axis_and_train_as_on_one_device():
+    program = ExpertProgram()
+    plan = plan_with(program.profile(), {Axis.EXPERT: 4, Axis.REPLICA: 2})
+    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    assert compiled.state_shardings["params"]["up"].shard_shape((4, 32, 64)) == (1, 32, 64)
+    state = jax.device_put(program.init(), compiled.state_shardings)
+    found, losses = run_steps(
+        program, lambda s, b: compiled(s, jax.device_put(np.asarray(b), compiled.batch_shardings)), state
+    )
+    expected, expected_losses = run_steps(program, jax.jit(program.step), program.init())
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), list(itertools.permutations(MESHES, 2)), ids=lambda axes: name_of(axes)
+)
+def test_resharding_between_any_two_plans_gives_the_same_global_arrays(before, after, nnx_state, nnx_profile):
+    state, expected = nnx_state
+    first, second = plan_with(nnx_profile, before), plan_with(nnx_profile, after)
+    laid = jax.device_put(state, first.shardings(state, first.mesh(jax.devices())))
+    moved = jax.device_put(laid, second.shardings(state, second.mesh(jax.devices())))
+    for one, other in zip(jax.tree.leaves(moved), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other)
+
+
+@pytest.fixture(scope="module")
+def nnx_state():
+    state = NnxProgram().init()
+    return state, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture(scope="module")
+def nnx_profile():
+    return NnxProgram().profile()
+
+
+def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
+    profile = rj.profile_transformer(SHAPE, name="closed form")
+    plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    program = NnxProgram()
+    shardings = plan.shardings(program.abstract, plan.mesh(jax.devices()))
+    up = shardings["layers"][0]["feed_forward"]["up"]["kernel"]
+    found = jax.tree.leaves(up)[0]
+    assert found.shard_shape((64, 128)) == (64, 32)
+
+
+def test_a_state_in_which_an_axis_cuts_nothing_is_refused():
+    profile = rj.profile_transformer(SHAPE, name="closed form")
+    plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    with pytest.raises(CallerError, match=r"found no array in the state that tensor 4 cuts.*Naming"):
+        plan.shardings({"w": np.zeros((64, 64))}, plan.mesh(jax.devices()))
+
+
+def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_parameter():
+    profile = rj.profile_transformer(SHAPE, name="closed form")
+    plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    state = {"params": {"w": np.zeros((64, 64))}, "optimizer": {"mu": {"w": np.zeros((64, 64))}}}
+    naming = rj.Naming(rules=[("w", ("embed", "mlp"))])
+    shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
+    shapes = {leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)}
+    assert shapes == {(64, 16)}
+
+
+def test_replicas_get_their_own_meshes_and_together_they_are_all(nnx_profile):
+    plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
+    found = [plan.mesh(jax.devices(), replica=number) for number in range(4)]
+    assert [mesh.shape["replica"] for mesh in found] == [1] * 4
+    together = [device for mesh in found for device in mesh.devices.flat]
+    assert together == list(plan.mesh(jax.devices()).devices.flat)
+    with pytest.raises(CallerError, match="found replica 4, expected one from 0 to 3"):
+        plan.mesh(jax.devices(), replica=4)
+
+
+def test_tensor_groups_lie_inside_hosts(nnx_profile):
+    plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2})
+    grid = plan.mesh(jax.devices()).devices.reshape(4, 2)
+    assert all(a.id // 2 == b.id // 2 for a, b in grid), "hosts have two devices each"
+
+
+def test_a_slow_host_that_is_left_out_has_no_device_in_the_mesh(nnx_profile):
+    topology = cluster([1.0, 1.0, 0.05, 1.0], devices=2)
+    plan = rj.search(nnx_profile, topology, global_batch=6, axes={Axis.TENSOR: 2}, number_format="bf16")
+    used = {device.id // 2 for device in plan.mesh(jax.devices()).devices.flat}
+    assert 2 not in used
+
+
+def test_pipelines_are_refused_at_compile_with_what_to_do(nnx_profile):
+    plan = plan_with(nnx_profile, {Axis.PIPELINE: 2, Axis.REPLICA: 4})
+    program = NnxProgram()
+    with pytest.raises(
+        CallerError, match=r"found a plan with pipeline 2.*expected pipeline 1.*do not run yet"
+    ):
+        plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+
+
+def test_the_wrong_number_of_devices_is_refused(nnx_profile):
+    plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
+    with pytest.raises(CallerError, match="found 6 devices, expected the 8 of topology made up"):
+        plan.mesh(jax.devices()[:6])
+
+
+def test_examples_that_do_not_divide_are_refused(nnx_profile):
+    plan = plan_with(nnx_profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
+    program = NnxProgram()
+    with pytest.raises(CallerError, match=r"found the shape \(6, 32\).*replica x fsdp = 8 divides"):
+        plan.compile(program.step, program.init(), program.batch()[:6], devices=jax.devices())
+
+
+def test_a_batch_without_tokens_is_refused_where_sequences_are_cut(nnx_profile):
+    plan = plan_with(nnx_profile, {Axis.SEQUENCE: 4, Axis.REPLICA: 2})
+    program = NnxProgram()
+    with pytest.raises(CallerError, match="no array whose second dim has 32 tokens"):
+        plan.compile(program.step, program.init(), np.zeros((BATCH, 33), np.int32), devices=jax.devices())
+
+
+def test_a_compiled_program_compiles_nothing_when_it_is_called_again(nnx_profile):
+    program = NnxProgram()
+    plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2})
+    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    state = jax.device_put(program.init(), compiled.state_shardings)
+    state, _ = compiled(state, np.asarray(program.batch()))
+    before = {leaf.sharding for leaf in jax.tree.leaves(state)}
+    state, _ = compiled(state, np.asarray(program.batch(1)))
+    assert {leaf.sharding for leaf in jax.tree.leaves(state)} == before
+
+
+def test_an_nnx_state_keeps_its_tree(nnx_profile):
+    program = NnxProgram()
+    plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
+    shardings = plan.shardings(program.abstract, plan.mesh(jax.devices()))
+    assert isinstance(shardings, nnx.State)
+    assert jax.tree.structure(shardings) == jax.tree.structure(program.abstract)

@@ -1,0 +1,82 @@
+"""Digests of a state: the same however it is cut, and another for any other bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.chaos.commits import add_sums
+from resilient_jax.protocol.ledger import Begun, Committed, read_ledger
+from resilient_jax.training import ledger
+from resilient_jax.training.held_state import hold
+from resilient_jax.training.ledger import Ledger, add_up, digest
+
+SHAPES = {"matrix": (6, 10), "scalar": (), "long": (17,), "empty": (0, 3)}
+DTYPES = (np.float32, np.int32, np.uint8, np.bool_, jnp.bfloat16)
+
+
+def make_state() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        f"{name} {np.dtype(dtype).name}": (100 * random.standard_normal(shape)).astype(dtype)
+        for name, shape in SHAPES.items()
+        for dtype in DTYPES
+    }
+
+
+def test_any_bit_of_any_number_counts() -> None:
+    state = make_state()
+    expected = add_up(hold(1, state), is_first=True), digest(hold(1, state))
+    seen = {expected}
+    for name, value in state.items():
+        for place in range(0, value.nbytes, 7):
+            changed = bytearray(value.tobytes())
+            changed[place] ^= 1
+            other = {**state, name: np.frombuffer(bytes(changed), value.dtype).reshape(value.shape)}
+            seen.add((add_up(hold(1, other), is_first=True), digest(hold(1, other))))
+    total = sum(1 + (value.nbytes - 1) // 7 for value in state.values() if value.nbytes)
+    assert len(seen) == total + 1
+    assert len({sums for sums, _ in seen}) == total + 1, "the sums alone tell, too"
+
+
+def test_numbers_that_change_places_count() -> None:
+    one, other = np.array([1.0, 2.0], np.float32), np.array([2.0, 1.0], np.float32)
+    assert add_up(hold(1, {"a": one}), is_first=True) != add_up(hold(1, {"a": other}), is_first=True)
+    assert add_up(hold(1, {"a": one, "b": other}), is_first=True) != add_up(
+        hold(1, {"a": other, "b": one}), is_first=True
+    )
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P()])
+def test_parts_add_up_to_the_whole(spec: P) -> None:
+    """Each device plays a host: its parts, and no array counts as local."""
+    value = np.random.default_rng(1).standard_normal((8, 12)).astype(np.float32)
+    whole = add_up(hold(1, {"a": value}), is_first=True)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("y", "x"))
+    placed = jax.device_put(value, NamedSharding(mesh, spec))
+    (leaf,) = hold(1, {"a": placed}).leaves
+    seed = ledger.zlib.crc32(ledger._name_of(leaf))
+    sums = []
+    for shard in placed.addressable_shards:
+        if shard.replica_id == 0:
+            start = [cut.start or 0 for cut in shard.index]
+            mixed = ledger._mix(np.asarray(shard.data), start, value.shape, seed)
+            sums.append("".join(f"{lane:016x}" for lane in mixed))
+    assert add_sums(sums) == whole
+
+
+def test_a_ledger_reads_back_and_a_torn_line_is_left_out(tmp_path) -> None:
+    written = Ledger(tmp_path, "host-0")
+    written.begun(0, 3, 1)
+    state = hold(1, make_state())
+    written.committed(state, 1, 2, {"train": ["host-0"]}, is_first=True)
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_bytes(path.read_bytes() + b'{"type":"begun","ho')
+    begun, committed = read_ledger([path])
+    assert isinstance(begun, Begun)
+    assert begun.index == 3
+    assert isinstance(committed, Committed)
+    assert (committed.step, committed.sha256, committed.owners) == (0, digest(state), {"train": ("host-0",)})
