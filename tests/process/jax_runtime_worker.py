@@ -151,21 +151,32 @@ def reduce_kept(without: int) -> dict:
     return {"total": total(values, devices)}
 
 
-def rotate_locally(reverse: bool = False) -> dict:
-    """Each device gets its neighbour's value, times its own place: any mix-up of devices shows."""
-    devices = jax.local_devices()[::-1] if reverse else jax.local_devices()
+def rotate(over: list[tuple[int, int]] | None = None) -> dict:
+    """Each device gets its neighbour's value, times its own place: any mix-up of devices shows.
+
+    Args:
+        over: process and place in it, of each device in turn; this process's own when left out.
+
+    Returns:
+        values: place among the devices to value, of this process's. hits: of the compilation cache.
+    """
+    own: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        own.setdefault(device.process_index, []).append(device)
+    devices = jax.local_devices() if over is None else [own[process][place] for process, place in over]
     before = state["hits"]
     count = len(devices)
 
-    def rotate(value: jax.Array) -> jax.Array:
+    def turn(value: jax.Array) -> jax.Array:
         got = jax.lax.ppermute(value, "d", [(place, (place + 1) % count) for place in range(count)])
         return got * (10.0 ** jax.lax.axis_index("d"))
 
     mesh = Mesh(np.array(devices), ("d",))
-    values = jax.jit(jax.shard_map(rotate, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(array_over(devices))
+    turned = jax.jit(jax.shard_map(turn, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(array_over(devices))
+    shards = turned.addressable_shards
     return {
-        "values": np.asarray(values).tolist(),
-        "places": [shard.device == devices[shard.index[0].start] for shard in values.addressable_shards],
+        "values": {shard.index[0].start: float(shard.data[0]) for shard in shards},
+        "places": [shard.device == devices[shard.index[0].start] for shard in shards],
         "hits": state["hits"] - before,
     }
 
@@ -230,7 +241,7 @@ ORDERS = {
         reduce,
         keep,
         reduce_kept,
-        rotate_locally,
+        rotate,
         disconnect,
         meet,
         open_user_sockets,

@@ -420,35 +420,76 @@ def await_descriptors(workers: list[Worker], before: list[dict]) -> list[dict]:
         time.sleep(0.02)
 
 
-def test_a_local_program_compiled_by_one_process_is_a_hit_for_every_other(tmp_path: Path) -> None:
-    pool = Pool()
-    workers = [Worker(str(tmp_path)) for _ in range(3)]
-    try:
-        for worker in workers:
+class Caching:
+    """Three workers, of two devices each, with a compilation cache in common."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pool = Pool()
+        self._folder = folder
+        self.workers = [Worker(str(folder)) for _ in range(3)]
+        for worker in self.workers:
             worker.answer()
-        assert [found["warning"] for found in everyone(workers, "share_cache")] == [None] * 3
-        pool.join(workers)
-        (first,) = everyone(workers[2:], "rotate_locally")
-        assert first["hits"] == 0
-        assert_rotated(first)
-        for found in everyone(workers[:2], "rotate_locally"):
-            assert found["hits"] > 0
-            assert_rotated(found)
-        for found in everyone(workers, "rotate_locally", reverse=True):
-            assert_rotated(found)
-        everyone(workers, "meet")
-        pool.leave(workers)
-        pool.join(workers[1:])  # a smaller world, other indexes
-        for found in everyone(workers[1:], "rotate_locally"):
-            assert found["hits"] > 0
-            assert_rotated(found)
-        assert not list(tmp_path.glob(".*-cache.*")), "a half-written entry stayed behind"
-    finally:
-        for worker in workers:
+        assert [found["warning"] for found in everyone(self.workers, "share_cache")] == [None] * 3
+        self.pool.join(self.workers)
+
+    def rotate(self, *over: tuple[int, int]) -> bool:
+        """Runs a program over these devices, each process and place; gives whether all found it in the cache."""
+        before = self._entries()
+        answers = everyone(
+            [self.workers[index] for index in sorted({place[0] for place in over})], "rotate", over=over
+        )
+        assert all(all(answer["places"]) for answer in answers)
+        values = {int(place): value for answer in answers for place, value in answer["values"].items()}
+        assert values == {
+            place: ((place + len(over) - 1) % len(over) + 1) * 10.0**place for place in range(len(over))
+        }
+        is_new = self._entries() != before
+        assert is_new or all(answer["hits"] > 0 for answer in answers)
+        return not is_new
+
+    def close(self) -> None:
+        for worker in self.workers:
             worker.end()
-        pool.close()
+        self.pool.close()
+
+    def _entries(self) -> set[str]:
+        return {path.name for path in self._folder.glob("*-cache")}
 
 
-def assert_rotated(found: dict) -> None:
-    assert found["values"] == [2.0, 10.0]
-    assert all(found["places"])
+@pytest.fixture
+def caching(tmp_path: Path) -> Iterator[Caching]:
+    caching = Caching(tmp_path)
+    yield caching
+    caching.close()
+
+
+def test_a_local_program_compiled_by_one_process_is_a_hit_for_every_other(
+    caching: Caching, tmp_path: Path
+) -> None:
+    assert not caching.rotate((2, 0), (2, 1))
+    assert caching.rotate((0, 0), (0, 1))
+    assert caching.rotate((1, 0), (1, 1))
+    assert caching.rotate((1, 1), (1, 0))
+    everyone(caching.workers, "meet")
+    caching.pool.leave(caching.workers)
+    caching.workers.pop(0).end()
+    caching.pool.join(caching.workers)  # a smaller world, other indexes
+    assert caching.rotate((1, 0), (1, 1))
+    assert caching.rotate((0, 0), (0, 1))
+    assert not list(tmp_path.glob(".*-cache.*")), "a half-written entry stayed behind"
+
+
+def test_a_program_over_some_processes_is_a_hit_for_as_many_others_and_for_no_other_grouping(
+    caching: Caching,
+) -> None:
+    assert not caching.rotate((0, 0), (0, 1), (1, 0), (1, 1))
+    assert caching.rotate((1, 0), (1, 1), (2, 0), (2, 1))
+    assert caching.rotate((2, 0), (2, 1), (0, 0), (0, 1)), "in another order, but with the same neighbours"
+    assert not caching.rotate((0, 0), (1, 0), (0, 1), (1, 1)), (
+        "as many devices, but all neighbours are elsewhere"
+    )
+    assert not caching.rotate((0, 0), (0, 1), (1, 0), (2, 0)), "as many devices, but of three processes"
+    assert not caching.rotate((0, 0), (1, 0), (1, 1), (2, 0)), (
+        "of three processes, but grouped in another way"
+    )
+    assert caching.rotate((2, 0), (0, 0), (0, 1), (1, 0))

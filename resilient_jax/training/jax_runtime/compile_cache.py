@@ -121,7 +121,8 @@ def knows_no_ids(device: Untyped) -> bool:
 
 def serves_others(device: Untyped) -> bool:
     """Whether a program that is compiled for devices like this one is kept, and found again for others."""
-    is_kept = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is not None
+    config: Untyped = jax.config
+    is_kept = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir is not None
     return is_kept and knows_no_ids(device)
 
 
