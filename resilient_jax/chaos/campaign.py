@@ -179,6 +179,7 @@ class Campaign:
         if not hosts:
             return Done(number=number, incident=incident, skipped="no host is meant by the target just now")
         name = f"incident-{number}"
+        ordered_s = time.monotonic()
         held = hosts_of((at.host,), report) if at.host is not None else hosts[:1]
         if at.place is not None:
             who, what = (hosts, act) if act is not None else (held, Hold())
@@ -186,7 +187,7 @@ class Campaign:
             if act is None:  # who breaks by himself may be gone by now, and another process in his place
                 report = self._watch.look() or report
         try:
-            return self._hit(number, incident, hosts, report)
+            return self._hit(number, incident, hosts, report, ordered_s)
         finally:
             if at.place is not None:
                 self._job.release_order(name)
@@ -201,10 +202,11 @@ class Campaign:
             missing = sorted(set(hosts) - self._job.came(name))
             self._note(f"{', '.join(missing)} did not come to {at.place} within {patience_s:g} s")
 
-    def _hit(self, number: int, incident: Incident, hosts: tuple[str, ...], report: JobReport) -> Done:
+    def _hit(
+        self, number: int, incident: Incident, hosts: tuple[str, ...], report: JobReport, ordered_s: float
+    ) -> Done:
         fault, target = incident.fault, incident.target
-        begun_s = time.monotonic()
-        done = Done(number=number, incident=incident, hosts=hosts, begun_s=begun_s)
+        done = Done(number=number, incident=incident, hosts=hosts, begun_s=time.monotonic())
         if act_of(fault) is not None:
             came = self._job.came(f"incident-{number}")
             if isinstance(fault, Exit | Raise):
@@ -212,8 +214,8 @@ class Campaign:
                 self._gone |= {found for pid in pids if (found := identify(pid)) is not None}
             if not came:
                 return dataclasses.replace(done, skipped=f"no worker came to {incident.at.place}")
-            # The worker broke some moments before it was seen to have come.
-            return dataclasses.replace(done, hosts=tuple(sorted(came)), begun_s=begun_s - HELD_S)
+            # It broke some moments before it was seen to have come.
+            return dataclasses.replace(done, hosts=tuple(sorted(came)), begun_s=ordered_s)
         processes = self._processes_hit(incident, hosts, report)
         needs_processes = target.part is not TargetPart.LINK and kind_of(fault) not in (
             "full_disk",

@@ -11,10 +11,12 @@ from resilient_jax.chaos.faults import (
     Partition,
     Raise,
     Stop,
+    is_of_message,
     kind_of,
 )
 from resilient_jax.chaos.manifest import Incident, TargetPart
 from resilient_jax.chaos.violations import Invariant, Violation
+from resilient_jax.errors import ChecksumMismatch
 from resilient_jax.events import Event, EventKind
 
 STOP_SEEN_S = 1.0
@@ -76,7 +78,7 @@ def expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventKind, 
         case Nan():
             return (EventKind.NOT_FINITE, EventKind.USER_ERROR)
         case Flip(where="message"):
-            return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_DAMAGED)
+            return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_BLOCK_BAD)
         case Partition(for_s=for_s):
             return OF_SILENCE if for_s > LEASES_MISSED * lease_ttl_s else ()
         case _:
@@ -97,9 +99,8 @@ def check_told(done: Sequence[Done], events: Sequence[Event], lease_ttl_s: float
             continue
         later = [event for event in events if event.monotonic_s >= item.begun_s]
         expected = expected_events(item.incident, lease_ttl_s)
-        expected = (
-            (*expected, EventKind.HOST_LOST) if expected else ()
-        )  # with the host goes all that runs there
+        if expected and not is_of_message(item.incident.fault):  # with the host goes all that runs there
+            expected = (*expected, EventKind.HOST_LOST)
         silent = [h for h in item.hosts if expected and not any(_tells(e, expected, h) for e in later)]
         if silent:
             text = f"{item.describe()}: no {' or '.join(expected)} of {', '.join(silent)} followed"
@@ -112,6 +113,19 @@ def check_told(done: Sequence[Done], events: Sequence[Event], lease_ttl_s: float
 
 
 def _tells(event: Event, expected: Sequence[EventKind], host: str) -> bool:
-    about = event.detail.get("lost", event.detail.get("peer", event.host))
-    # The first host that tells of a user's error ends the job for all, whoever's it was.
-    return event.kind in expected and (about == host or event.kind is EventKind.USER_ERROR)
+    if event.kind not in expected:
+        return False
+    detail = event.detail
+    match event.kind:
+        case EventKind.USER_ERROR:  # the first host that tells of it ends the job for all, whoever's it was
+            return True
+        case EventKind.HOST_LOST:
+            return detail.get("lost") == host
+        case EventKind.SNAPSHOT_PEER_FAILED:
+            return detail.get("peer") == host and str(detail.get("error", "")).startswith(
+                ChecksumMismatch.__name__
+            )
+        case EventKind.SNAPSHOT_BLOCK_BAD:
+            return detail.get("source") == host
+        case _:
+            return event.host == host

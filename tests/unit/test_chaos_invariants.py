@@ -235,6 +235,18 @@ def test_a_blink_need_not_be_told() -> None:
     assert len(check_told([killed(TargetPart.AGENT, Stop(for_s=6.0))], [], 2.0)) == 1
 
 
+def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
+    told = functools.partial(
+        check_told, [killed(TargetPart.SNAPSHOTS, Flip(where="message"))], lease_ttl_s=2.0
+    )
+    failed = functools.partial(happened, EventKind.SNAPSHOT_PEER_FAILED, "host-0", peer="host-1")
+    assert told([failed(error="ChecksumMismatch: block 1 of host-1's part came damaged")]) == []
+    assert told([happened(EventKind.SNAPSHOT_BLOCK_BAD, "host-0", source="host-1")]) == []
+    assert len(told([failed(error="PeerUnreachable: broke off a read")])) == 1
+    assert len(told([happened(EventKind.SNAPSHOT_BLOCK_BAD, "host-1", source="host-0")])) == 1
+    assert len(told([happened(EventKind.HOST_LOST, "host-0", lost="host-1")])) == 1
+
+
 def test_what_a_manifest_needs_must_come() -> None:
     done = killed(TargetPart.SNAPSHOTS, Flip(), needs=("snapshot.block_bad",))
     assert len(check_told([done], [], 2.0)) == 1
