@@ -1,6 +1,7 @@
 """Trains a small language model on the sources of Python's standard library, and survives kills.
 
     resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
+    resilient-jax launch --hosts 4 examples/train_lm.py --checkpoints /tmp/lm --checkpoint-every 20
 
 The loss is written for one microbatch, as for one device; the trainer does the rest. Kill any host: the weights in
 the end are the same bits.
@@ -18,12 +19,14 @@ from byte_lm.text import Bytes, draw_microbatch, read_standard_library
 
 import resilient_jax as rj
 from resilient_jax.config import load, override
-from resilient_jax.errors import ConfigError
+from resilient_jax.errors import CallerError
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml"
 
 
-def make_trainer(settings: Settings, text: Bytes, folder: Path) -> rj.Trainer:
+def make_trainer(
+    settings: Settings, text: Bytes, folder: Path, checkpoints: rj.Checkpoints | None = None
+) -> rj.Trainer:
     """The whole of the training; touches no device. Files that the settings name are beside them, in `folder`."""
 
     def draw(step: int, index: int) -> Bytes:
@@ -39,6 +42,7 @@ def make_trainer(settings: Settings, text: Bytes, folder: Path) -> rj.Trainer:
         microbatch_size=settings.sequences,
         seed=settings.seed,
         numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
+        checkpoints=checkpoints,
         **share_work(settings, folder),
     )
 
@@ -60,12 +64,25 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     return override(load(arguments.config, Settings), changes, source="command line")
 
 
+def read_checkpoints(arguments: argparse.Namespace) -> rj.Checkpoints | None:
+    """Gives when to save the state, and where, if it is to be saved."""
+    if arguments.checkpoints is None:
+        return None
+    return rj.Checkpoints(directory=arguments.checkpoints, every=arguments.checkpoint_every)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Train a byte-level language model that survives kills.")
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="TOML file (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps to train, instead of the file's")
     parser.add_argument("--seed", type=int, help="seed of parameters and data, instead of the file's")
+    parser.add_argument(
+        "--checkpoints", metavar="FOLDER", help="keep checkpoints there, and go on from the newest"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=50, metavar="STEPS", help="default: %(default)s"
+    )
     parser.add_argument("--digest", action="store_true", help="print the SHA-256 of the final parameters")
     return parser.parse_args()
 
@@ -76,11 +93,12 @@ def main() -> int:
     try:
         settings = read_settings(arguments)
         text = read_standard_library(settings.text.max_bytes)
-    except ConfigError as error:
+        checkpoints = read_checkpoints(arguments)
+    except CallerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     folder = Path(arguments.config).resolve().parent
-    result = make_trainer(settings, text, folder).fit(settings.steps)
+    result = make_trainer(settings, text, folder, checkpoints).fit(settings.steps)
     if result.host_index == 0:
         print(f"final loss {result.metrics['loss']:.6f} after {result.step} steps")
         if arguments.digest:

@@ -4,6 +4,7 @@ A manifest is complete: the same one on the same machine does the same things at
 """
 
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -124,7 +125,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         seed: of what is left to chance: which bits are turned over; and that it was drawn with, if it was.
-        script: with its arguments, when the command line names none; relative to the checkout.
+        script: with its arguments, when the command line names none; relative to the checkout. In arguments, also those
+            of the command line, {folder} stands for a folder of the run; the undisturbed one has another.
         recovery_s: within which everybody must train again after an incident.
     """
 
@@ -135,6 +137,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     job: JobShape = JobShape()
     ending: Ending = Ending()
     incidents: tuple[Incident, ...] = ()
+
+
+def fill_in(command: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """The script's command for a run that has this folder: see `Manifest.script`."""
+    return tuple(word.replace("{folder}", str(folder)) for word in command)
 
 
 def load_manifest(path: Path) -> Manifest:

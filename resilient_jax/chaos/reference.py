@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from resilient_jax.chaos.commits import Digest, read_reference
+from resilient_jax.chaos.manifest import fill_in
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
 
@@ -47,8 +48,9 @@ class Reference:
         self._directory.mkdir(parents=True)
         end = self._directory / "end"
         end.write_text(str(steps))
+        command = fill_in(self._command, self._directory)
         done = subprocess.run(
-            [sys.executable, *self._command],
+            [sys.executable, *command],
             capture_output=True,
             text=True,
             check=False,
@@ -64,7 +66,7 @@ class Reference:
         )
         if done.returncode:
             raise CallerError(
-                f"{self._command[0]}: found exit code {done.returncode} of a run that nobody disturbs, expected 0; a "
-                f"campaign compares with it. Make `python {' '.join(self._command)}` work first:\n"
+                f"{command[0]}: found exit code {done.returncode} of a run that nobody disturbs, expected 0; a "
+                f"campaign compares with it. Make `python {' '.join(command)}` work first:\n"
                 f"{done.stderr[-2000:]}"
             )

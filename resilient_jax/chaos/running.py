@@ -13,7 +13,7 @@ from resilient_jax.chaos.campaign import Campaign, Findings
 from resilient_jax.chaos.disk import Disk, mounted
 from resilient_jax.chaos.injecting import Surroundings
 from resilient_jax.chaos.lifetimes import Lifetimes
-from resilient_jax.chaos.manifest import Manifest
+from resilient_jax.chaos.manifest import Manifest, fill_in
 from resilient_jax.chaos.network import Network, built
 from resilient_jax.chaos.reference import END_VARIABLE, Reference
 from resilient_jax.chaos.watch import Watch
@@ -41,7 +41,7 @@ class Setting:
     """Where and how a campaign runs.
 
     Attributes:
-        command: the script and its arguments.
+        command: the script and its arguments, as in `Manifest.script`.
         directory: for everything that is written.
         cache: JAX's persistent compilation cache, shared by all runs.
         reference: folder of the undisturbed run, shared by campaigns of the same script.
@@ -72,7 +72,7 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
         end, ledger = directory / "end", directory / "ledger"
         job = stack.enter_context(
             LocalJob(
-                setting.command,
+                fill_in(setting.command, directory),
                 hosts=manifest.job.hosts,
                 run_directory=directory / "run",
                 options=_options(manifest, directory, network),

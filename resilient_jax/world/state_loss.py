@@ -40,7 +40,10 @@ def decide_after_loss(
     state: MembershipState, hosts: Sequence[HostStatus], rule: AfterStateLoss
 ) -> StateLoss | Outcome:
     """From where these hosts go on, or how the job ends."""
-    step, checkpoint = newest_step(state), find_checkpoint(hosts)
+    checkpoint = find_checkpoint(hosts)
+    step = max(
+        newest_step(state), checkpoint or 0
+    )  # what is on storage was committed, whoever still knows of it
     loss = StateLoss(
         step=step,
         at_least=all(_step_of(host) < step for host in hosts),

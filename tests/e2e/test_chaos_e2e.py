@@ -56,6 +56,12 @@ def test_a_snapshot_that_is_damaged_where_it_lies_or_on_its_way_is_not_taken(tmp
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (7, 0, 0), told
 
 
+def test_of_damaged_checkpoints_the_one_before_is_gone_on_from(tmp_path: Path) -> None:
+    code, figures, told = run_chaos("--campaign", "checkpoints", "--run-dir", str(tmp_path))
+    assert code == 0, told
+    assert (figures["incidents"], figures["violations"], figures["skipped"]) == (4, 0, 0), told
+
+
 def write_manifest(path: Path, *incidents: str) -> Path:
     path.write_text("[job]\nhosts = 2\n\n" + "\n\n".join(f"[[incidents]]\n{text}" for text in incidents))
     return path

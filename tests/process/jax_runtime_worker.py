@@ -160,7 +160,7 @@ def rotate(over: list[tuple[int, int]] | None = None) -> dict:
     Returns:
         values: place among the devices to value, of this process's. hits: of the compilation cache.
     """
-    own: dict[int, list[jax.Device]] = {}
+    own: dict[int, list] = {}
     for device in jax.devices():
         own.setdefault(device.process_index, []).append(device)
     devices = jax.local_devices() if over is None else [own[process][place] for process, place in over]

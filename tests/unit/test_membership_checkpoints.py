@@ -219,8 +219,8 @@ def test_where_nobody_is_left_who_knows_the_newest_step_what_is_lost_is_said_to_
         job.report(name, checkpoint=60)
     generation = begun_again(job).generation
     assert generation.lost is not None
-    assert (generation.lost.step, generation.lost.at_least) == (5, True)
-    assert "the state of step 5 or a later one is lost; going on from the checkpoint of step 60" in (
+    assert (generation.lost.step, generation.lost.at_least) == (60, True)
+    assert "the state of step 60 or a later one is lost; going on from the checkpoint of step 60" in (
         generation.reason
     )
     assert "back" not in generation.reason
