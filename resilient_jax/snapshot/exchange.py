@@ -12,7 +12,7 @@ snapshot and tells the root, so that everybody gives it up: a slot is never bloc
 
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -83,6 +83,8 @@ class Tools:
     checksum: Checksum
     listener: Listener
     faults: FaultPoints | None
+    encoders: concurrent.futures.Executor
+    """`PIECES_AT_ONCE` threads for each exchange."""
 
     def reach(self, place: Place, id: SnapshotId, index: int = ANY_INDEX) -> None:
         """A test may hold this server here."""
@@ -107,6 +109,7 @@ class Exchange:
         self._tools = tools
         self._arena = tools.arena
         self._failed: set[HostName] = set()
+        self._is_stripe_lost = False
 
     def run(self) -> None:
         """Returns when the snapshot is committed or given up."""
@@ -151,13 +154,21 @@ class Exchange:
 
     def _encode_stripe(self) -> None:
         offsets = range(0, self._held.shape.chunk_bytes, PIECE_BYTES)
-        with concurrent.futures.ThreadPoolExecutor(PIECES_AT_ONCE, "rj-encode") as pool:
-            try:
-                for done in [pool.submit(self._encode_piece, offset) for offset in offsets]:
-                    done.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # the other pieces are for nothing
-                raise
+        lanes = [offsets[lane::PIECES_AT_ONCE] for lane in range(PIECES_AT_ONCE)]
+        encoding = [self._tools.encoders.submit(self._encode_lane, lane) for lane in lanes]
+        concurrent.futures.wait(encoding)
+        for lane in encoding:
+            lane.result()
+
+    def _encode_lane(self, offsets: Sequence[int]) -> None:
+        try:
+            for offset in offsets:
+                if self._is_stripe_lost:  # the other lane's: this one's pieces are for nothing
+                    return
+                self._encode_piece(offset)
+        except BaseException:
+            self._is_stripe_lost = True
+            raise
 
     def _encode_piece(self, offset: int) -> None:
         held, tools = self._held, self._tools

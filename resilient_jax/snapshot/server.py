@@ -3,11 +3,12 @@
 It owns the memory, so the snapshots outlive the worker; it ends with its agent, and then nothing of them is left.
 """
 
+import concurrent.futures
 import contextlib
 import os
 import sys
-import threading
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,7 +21,7 @@ from resilient_jax.protocol.snapshots import Layout, SnapshotId
 from resilient_jax.snapshot.allocation import keep_freed_memory
 from resilient_jax.snapshot.arena import Arena
 from resilient_jax.snapshot.commit import CommitBoard
-from resilient_jax.snapshot.exchange import Exchange, Tools, tell_root_of_drop
+from resilient_jax.snapshot.exchange import PIECES_AT_ONCE, Exchange, Tools, tell_root_of_drop
 from resilient_jax.snapshot.held import HeldSnapshot
 from resilient_jax.snapshot.link import Link
 from resilient_jax.snapshot.manifest import PartContents
@@ -35,10 +36,17 @@ from resilient_jax.snapshot.peers import Peers
 from resilient_jax.snapshot.reporting import Reporter
 from resilient_jax.snapshot.service import SnapshotService
 from resilient_jax.snapshot.worker_line import WorkerLine
+from resilient_jax.threads import ready_pool
 from resilient_jax.transport import Credentials, ThreadServer
 
 THREADS = 8
 """That answer other servers. No call waits for another, so more would only wait for the processor."""
+LINES = 4
+"""To workers that live or end. There is one at a time, but its line may end later than its process."""
+EXCHANGES = 6
+"""Of snapshots at once. Two have a slot; those that were given up may take a moment to notice."""
+DROPS = 4
+"""That the root is told of at once. One that it does not hear is over with the generation, and so are the next."""
 NICENESS = 5
 """Encoding gives way to training where both want a processor, but is not starved: others wait for the parity."""
 
@@ -67,6 +75,7 @@ class SnapshotServer:
             checksum=checksum,
             listener=self._reporter,
             faults=FaultPoints.from_environment(settings.host),
+            encoders=ready_pool(EXCHANGES * PIECES_AT_ONCE, "rj-encode"),
         )
         self._reporter.statuses = self._arena.statuses
         self._reporter.on_dropped = self._tell_root
@@ -79,6 +88,10 @@ class SnapshotServer:
         self._service = SnapshotService(self._tools, settings.address, credentials)
         self._grpc.add(SERVICE, self._service.handlers)
         self._worker: WorkerLine | None = None
+        # All threads run from the beginning: see `threads`.
+        self._lines = ready_pool(LINES, "rj-snapshot-worker")
+        self._exchanges = ready_pool(EXCHANGES, "rj-exchange")
+        self._drops = ready_pool(DROPS, "rj-drop")
 
     def run(self) -> None:
         """Serves until the agent's end of the socket pair is closed."""
@@ -95,17 +108,24 @@ class SnapshotServer:
             self._worker.end()
         self._reporter.serve_worker(link)
         self._worker = WorkerLine(link, self._arena, self._reporter, self._exchange)
-        self._worker.start()
+        _run_in(self._lines, self._worker.serve)
 
     def _exchange(self, held: HeldSnapshot, contents: PartContents) -> None:
         self._tools.peers.keep_only(held.layout.servers.values())
-        exchange = Exchange(held, contents, self._tools)
-        threading.Thread(target=exchange.run, name=f"rj-exchange-{held.id.step}", daemon=True).start()
+        _run_in(self._exchanges, Exchange(held, contents, self._tools).run)
 
     def _tell_root(self, id: SnapshotId, layout: Layout, reason: str) -> None:
-        threading.Thread(
-            target=tell_root_of_drop, args=(id, layout, reason, self._tools), name="rj-drop", daemon=True
-        ).start()
+        _run_in(self._drops, tell_root_of_drop, id, layout, reason, self._tools)
+
+
+def _run_in(pool: concurrent.futures.Executor, run: Callable[..., None], *arguments: object) -> None:
+    pool.submit(run, *arguments).add_done_callback(_tell_failure)
+
+
+def _tell_failure(done: concurrent.futures.Future[None]) -> None:
+    """On standard error: nobody asks for what comes out."""
+    if (error := done.exception()) is not None:
+        traceback.print_exception(error)
 
 
 def read_settings() -> ServerSettings:

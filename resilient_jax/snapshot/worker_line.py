@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
 
 from resilient_jax.errors import (
@@ -56,16 +55,13 @@ class WorkerLine:
         self._listener = listener
         self._on_finished = on_finished
 
-    def start(self) -> None:
-        """Serves from a thread of its own."""
-        threading.Thread(target=self._serve, name="rj-snapshot-worker", daemon=True).start()
-
     def end(self) -> None:
         """The worker is gone, whoever else may still have the other end."""
         self._arena.abandon_all(self, "its worker was replaced before it was finished")
         self._link.shut_down()
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Returns when the worker is gone."""
         try:
             with contextlib.suppress(OSError):  # the worker died
                 for status in self._arena.statuses():
@@ -104,7 +100,12 @@ class WorkerLine:
                 held = arena.begin(request.id, self)
                 return self._part_of(request.call, held)
             case Finish():
-                self._on_finished(arena.finish(request.id, self), request.contents)
+                held = arena.finish(request.id, self)
+                try:
+                    self._on_finished(held, request.contents)
+                except Exception as error:  # it would wait for ever for what nobody does
+                    arena.drop(held.id, f"{type(error).__name__}: {error}")
+                    raise
             case Abandon():
                 arena.abandon(request.id, self, "its worker gave it up")
             case OpenHeld():

@@ -1,5 +1,6 @@
 """Serves bulk reads out of memory; see `bulk_wire` for the rules."""
 
+import _thread
 import contextlib
 import hmac
 import logging
@@ -123,7 +124,11 @@ class BulkServer(Generic[RequestT]):
         while self._wait_for_room():
             try:
                 self._begin(listening.accept()[0])
-            except (OSError, RuntimeError) as error:  # stopped; or no descriptor or thread is left just now
+            except (
+                OSError,
+                RuntimeError,
+                MemoryError,
+            ) as error:  # stopped; or no descriptor or thread is left just now
                 with self._changed:
                     if self._listening is None:
                         return
@@ -134,8 +139,8 @@ class BulkServer(Generic[RequestT]):
         with self._changed:
             self._connections.add(accepted)
         try:
-            threading.Thread(target=self._attend, args=(accepted,), name="rj-bulk", daemon=True).start()
-        except RuntimeError:
+            _thread.start_new_thread(self._attend, (accepted,))  # waits for nothing: see `threads`
+        except (RuntimeError, MemoryError):
             with self._changed:
                 self._connections.discard(accepted)
             accepted.close()

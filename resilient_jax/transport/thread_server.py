@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 import grpc
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.threads import ready_pool
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.failures import failure_of
 from resilient_jax.transport.gate import Gate, OnEvent
@@ -83,7 +84,7 @@ class ThreadServer:
             ConfigError: the address or a TLS file is wrong.
         """
         assert self._server is None, "a server starts once"
-        executor = concurrent.futures.ThreadPoolExecutor(self._threads, thread_name_prefix="rj-transport")
+        executor = ready_pool(self._threads, "rj-transport")
         server = grpc.server(executor, handlers=[self._routes], options=server_options())
         self._address = bind(
             self._asked_address, self._credentials, server.add_insecure_port, server.add_secure_port

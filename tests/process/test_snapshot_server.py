@@ -1,12 +1,14 @@
 """Snapshot servers as real processes: from a worker's part to a committed snapshot, and every death on the way."""
 
 import contextlib
+import itertools
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -36,10 +38,12 @@ from snapshot_servers import (
     take,
 )
 
+from resilient_jax.chaos.limits import refuse_memory
 from resilient_jax.erasure import ReedSolomon, encode
 from resilient_jax.erasure_kernels import NumpyKernel
 from resilient_jax.errors import (
     ChecksumMismatch,
+    InternalError,
     PeerUnreachable,
     SnapshotDropped,
     SnapshotMissing,
@@ -256,6 +260,31 @@ def test_a_worker_in_place_of_another_ends_that_ones_line():
         second.open(make_layout([host], 0, SIZES[:1]))
         take(second, make_id(2), host.name, make_part(make_id(2), host.name, SIZES[0]))
         assert second.wait_committed(make_id(2), WAIT_S)
+
+
+def may_commit(layout, hosts, workers, id, timeout_s):
+    """Whether a snapshot is committed that a host may give up."""
+    for host, worker in zip(hosts, workers, strict=True):
+        try:
+            take(worker, id, host.name, part_of(layout, host, id))
+        except (SnapshotDropped, InternalError):
+            with contextlib.suppress(InternalError):
+                worker.abandon(id)
+    return all(worker.wait_committed(id, timeout_s) for worker in workers)
+
+
+def test_a_server_that_had_no_memory_for_a_while_answers_and_commits_again():
+    with running(2) as hosts:
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        steps = itertools.count(2)
+        end_shortage = refuse_memory(hosts[1].process.pid)
+        for step in itertools.islice(steps, 30):
+            may_commit(layout, hosts, workers, make_id(step), 0.1)
+        end_shortage()
+        end_s = time.monotonic() + WAIT_S
+        while not may_commit(layout, hosts, workers, make_id(next(steps)), 1.0):
+            assert time.monotonic() < end_s
 
 
 def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a_reason(tmp_path):

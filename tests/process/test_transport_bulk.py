@@ -5,8 +5,10 @@ import dataclasses
 import os
 import resource
 import socket
+import sys
 import threading
 import time
+import traceback
 
 import msgspec
 import pytest
@@ -65,7 +67,14 @@ def read(channel, start, length, timeout_s=WAIT_S):
 
 
 def threads_of_servers():
-    return [t.name for t in threading.enumerate() if t.name in ("rj-bulk", "rj-bulk-accept")]
+    """What each thread of a server is at: "_accept", or "_attend" for a connection."""
+    return [
+        frame.f_code.co_name
+        for top in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(top)
+        if frame.f_code.co_filename == bulk_server_module.__file__
+        and frame.f_code.co_name in ("_accept", "_attend")
+    ]
 
 
 def wait_until(condition):
@@ -116,7 +125,7 @@ def test_an_error_of_ours_arrives_as_it_is_and_the_connection_is_used_again():
         with pytest.raises(InternalError, match="OSError: a bug"):
             read(channel, 0, 2)
         assert read(channel, 0, 3) == MEMORY[:3]
-        assert threads_of_servers().count("rj-bulk") == 1
+        assert threads_of_servers().count("_attend") == 1
 
 
 def refuses(server, error, text, **options):
@@ -192,7 +201,7 @@ def test_a_connection_that_broke_while_it_was_idle_is_replaced(monkeypatch):
     monkeypatch.setattr(bulk_server_module, "IDLE_S", 0.05)
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
-        wait_until(lambda: "rj-bulk" not in threads_of_servers())
+        wait_until(lambda: "_attend" not in threads_of_servers())
         assert read(channel, 0, 8) == MEMORY[:8]
 
 
@@ -205,7 +214,7 @@ def test_a_stranger_is_sent_away_and_leaves_nothing(said):
             with contextlib.suppress(ConnectionError, OSError):  # closed while something was unread
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(10) == b""
-        wait_until(lambda: "rj-bulk" not in threads_of_servers())
+        wait_until(lambda: "_attend" not in threads_of_servers())
         assert not server._connections
 
 
@@ -272,7 +281,7 @@ def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
     ):
         slow.sendall(server.ticket + frame(msgspec.msgpack.encode(Range(0, len(large)))))
         end_s = time.monotonic() + WAIT_S
-        while "rj-bulk" in threads_of_servers():
+        while "_attend" in threads_of_servers():
             assert time.monotonic() < end_s
             slow.recv(1000)
             time.sleep(0.02)

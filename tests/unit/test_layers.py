@@ -21,7 +21,7 @@ ROOT = Path(resilient_jax.__file__).parent
 ROOT_NAME = "resilient_jax"
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "ids", "clock", "events"}),
+    frozenset({"errors", "ids", "clock", "events", "threads"}),
     frozenset({"config", "topology", "erasure", "protocol"}),
     frozenset({"telemetry", "transport", "erasure_kernels"}),
     frozenset({"store", "planning", "health"}),

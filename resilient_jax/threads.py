@@ -1,0 +1,24 @@
+"""Threads for processes that must go on when memory is short.
+
+CPython's `Thread.start` waits until the new thread says that it runs. One that gets no memory for its first lines ends
+without a word, and whoever started it waits for ever, also when there is memory again (seen with 3.11). Executors start
+their threads in this way, too, when there is first work for them.
+"""
+
+import concurrent.futures
+import threading
+
+
+def ready_pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+    """An executor whose threads all run already: giving it work starts none.
+
+    Args:
+        threads: that it has, from now until it is shut down.
+        name: that theirs begin with.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(threads, name)
+    all_here = threading.Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(all_here.wait)
+    all_here.wait()
+    return pool
