@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 THREAD_NAME: Final = "resilient-jax-ahead"
 NICENESS: Final = 10
 """Low, but not idle: the thread holds Python's lock now and then, and training must not wait for it long."""
-LEAVING_S: Final = 3.0
-"""A program that is being compiled when its devices go should not be waited for longer: what JAX has traced is then
-lost with them, and traced again."""
+LEAVING_S: Final = 1.0
+"""A program that is being compiled when its devices go is not waited for longer: training stands still, and the old
+backend may as well live until the program is done."""
 ENDING_S: Final = 10.0
 """Of a process that ends: it would take the compiler away under the thread."""
 

@@ -366,8 +366,8 @@ class _Worker:
         if connection is None:
             return
         started_s = time.monotonic()
-        self._ahead.wait(LEAVING_S)
-        leftovers = disconnect(connection.gloo)
+        is_idle = self._ahead.wait(LEAVING_S)
+        leftovers = disconnect(connection.gloo, is_borrowed=not is_idle)
         self._link.left_world()
         self._note(
             EventKind.WORLD_LEFT,

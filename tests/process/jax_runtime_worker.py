@@ -32,7 +32,7 @@ orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
 """Held while the guard interrupts, and to answer: no interruption reaches into the next order."""
 answered = 0
-state: dict = {"connection": None, "kept": None, "hits": 0, "users": []}
+state: dict = {"connection": None, "kept": None, "hits": 0, "users": [], "traces": 0, "compiler": None}
 
 
 def guard() -> None:
@@ -181,9 +181,48 @@ def rotate(over: list[tuple[int, int]] | None = None) -> dict:
     }
 
 
-def disconnect() -> dict:
+@jax.jit
+def doubled(value: jax.Array) -> jax.Array:
+    state["traces"] += 1
+    return 2 * value
+
+
+def count_traces() -> dict:
+    """Runs a program of this process; gives how often it has been traced."""
+    doubled(np.float32(1))
+    return {"traces": state["traces"]}
+
+
+def begin_compiling(turns: int) -> None:
+    """A thread compiles for all devices, until `end_compiling` or after some minutes, one program after the other."""
+    ended, begun = threading.Event(), threading.Event()
+    where = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P())
+
+    def work() -> None:
+        for turn in range(turns):
+            if ended.is_set():
+                return
+            begun.set()
+            shape = jax.ShapeDtypeStruct((turn + 2, 4), np.float32, sharding=where)
+            jax.jit(lambda x: (x * x).sum() + x).lower(shape).compile()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    begun.wait()
+    state["compiler"] = (thread, ended)
+
+
+def end_compiling() -> None:
+    thread, ended = state["compiler"]
+    state["compiler"] = None
+    ended.set()
+    thread.join()
+
+
+def disconnect(is_borrowed: bool = False) -> dict:
     connection, state["connection"], state["kept"] = state["connection"], None, None
-    left = distributed.disconnect(connection.gloo if connection is not None else GlooSockets())
+    gloo = connection.gloo if connection is not None else GlooSockets()
+    left = distributed.disconnect(gloo, is_borrowed=is_borrowed)
     return {"backends": left.backends, "clients": left.clients}
 
 
@@ -242,6 +281,9 @@ ORDERS = {
         keep,
         reduce_kept,
         rotate,
+        count_traces,
+        begin_compiling,
+        end_compiling,
         disconnect,
         meet,
         open_user_sockets,

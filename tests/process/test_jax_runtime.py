@@ -420,6 +420,24 @@ def await_descriptors(workers: list[Worker], before: list[dict]) -> list[dict]:
         time.sleep(0.02)
 
 
+def test_a_world_is_left_while_a_thread_compiles_for_it_and_nothing_is_traced_again(pool: Pool) -> None:
+    a, b = pair = pool.take(2)
+    pool.join(pair)
+    before = everyone(pair, "count_traces")
+    everyone(pair, "begin_compiling", turns=10_000)
+    pool.leave([b])  # as if nobody compiled: what was traced may be what holds the devices
+    a.tell("disconnect", is_borrowed=True)
+    assert a.answer()["backends"] == 1
+    pool.join(pair)
+    assert [found["total"] for found in everyone(pair, "reduce")] == [sum_to(4)] * 2
+    again = everyone(pair, "count_traces")
+    assert [now["traces"] - then["traces"] for now, then in zip(again, before, strict=True)] == [0, 1]
+    everyone(pair, "end_compiling")
+    everyone(pair, "meet")
+    assert [found["backends"] for found in pool.leave(pair)] == [0, 0]
+    assert [found["clients"] for found in everyone(pair, "count_clients")] == [0, 0]
+
+
 class Caching:
     """Three workers, of two devices each, with a compilation cache in common."""
 

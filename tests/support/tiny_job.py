@@ -134,15 +134,21 @@ class TinyJob:
                 self.job.hold(place, hosts, step, index)
 
     def wait_compiling(self, hosts: Sequence[str], *, ahead: int = 4) -> None:
-        """Has everybody compile for a while, a few steps from now, and waits until these hosts do."""
-        for path in self.work.glob("compiling-*"):
-            path.unlink()
-        (self.work / "compile").write_text(str(self.step() + ahead))
+        """Has everybody compile for a while, a few steps from now, and waits until these hosts do.
+
+        Ordered again if a host has not: it read the order too late, or was away, its machine too busy for its lease.
+        """
         end_s = time.monotonic() + RECOVERY_S
-        while not all((self.work / f"compiling-{host}").exists() for host in hosts):
+        ordered: int | None = None
+        while not all((self.work / f"compiling-{host}-{ordered}").exists() for host in hosts):
             assert time.monotonic() < end_s, f"not all of {hosts} compile:\n{self.job.tail()}"
             assert self.job.process.poll() is None, f"the job ended:\n{self.job.tail()}"
-            time.sleep(0.005)
+            step = self.step()
+            if ordered is None or (step > ordered and is_training(self.report(), self.hosts)):
+                ordered = step + ahead
+                ahead *= 2
+                (self.work / "compile").write_text(str(ordered))
+            time.sleep(0.02)
 
     def signal(self, part: Part, host: str, number: signal.Signals) -> None:
         """Sends a signal; what was stopped is noted, to be woken up later."""

@@ -133,7 +133,7 @@ def connect(
     return connection
 
 
-def disconnect(gloo: GlooSockets) -> Leftovers:
+def disconnect(gloo: GlooSockets, *, is_borrowed: bool = False) -> Leftovers:
     """Leaves the world: its backend, client and programs are dropped, and `connect` works again.
 
     What was traced is kept, if no device is in it: a function that was jitted once is compiled again for the
@@ -144,6 +144,11 @@ def disconnect(gloo: GlooSockets) -> Leftovers:
 
     The service is not told: a world is left because it is broken, and a dead service would make
     `client.shutdown` wait.
+
+    Args:
+        gloo: of the world.
+        is_borrowed: another thread still compiles for its devices, and then lets go of them. It is what keeps the
+            backend, so nothing traced is given up to free it.
     """
     backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
     clients = _clients.copy()
@@ -157,7 +162,7 @@ def disconnect(gloo: GlooSockets) -> Leftovers:
         gc.collect()
         if _alive(backends):
             gc.collect()  # the first pass ended functions; their traces, and what those held, go with the second
-        if _alive(backends):
+        if _alive(backends) and not is_borrowed:
             forget_traces()  # a constant in one of them may be what holds it
             gc.collect()
     finally:

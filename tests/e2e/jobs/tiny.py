@@ -4,7 +4,7 @@ Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS] [s
 shared out by speed. In WORK_DIR it reads orders:
 - `stop`: the number of the step at which everybody stops; written well ahead;
 - `compile`: the number of a step in which everybody compiles something that takes a while; a host that begins
-  to writes `compiling-<host>`;
+  to writes `compiling-<host>-<step>`;
 and says what it did, in files of each process:
 - `steps-<host>-<pid>.jsonl`: a line a committed step, with the SHA-256 of weights and optimizer state, and whose
   microbatches were committed;
@@ -95,7 +95,7 @@ def digest(state: tuple) -> str:
 
 def compile_for_long(step: int, host: str) -> None:
     """Compiles something that no cache has, for about two seconds."""
-    (WORK / f"compiling-{host}").touch()
+    (WORK / f"compiling-{host}-{step}").touch()
 
     def long(x: jax.Array) -> jax.Array:
         for turn in range(120):
