@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.errors import PlanError
@@ -20,6 +20,8 @@ FITTED = (
 """In the order in which they are tried. The overlaps and memory are not: step times hardly tell them apart."""
 _PARTS = frozenset(FITTED[:3])
 FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
+WORTHWHILE = 0.99
+"""An error that falls by less is not followed with steps as long as this one."""
 LEAST = 1e-9
 """Of what has no upper limit, so that a factor can change it."""
 
@@ -74,25 +76,47 @@ def calibrate(measurements: Sequence[Measurement], start: Calibration | None = N
         raise PlanError(
             f"measurements: found {[m.step_s for m in measurements]}, expected one or more steps that took a time > 0"
         )
-    best = measurements[0].plan.question.calibration if start is None else start
-    error_before = error = _error(measurements, best)
+    base = measurements[0].plan.question.calibration if start is None else start
+    error_before = base_error = _error(measurements, base)
     factor = FIRST_FACTOR
     while factor > LAST_FACTOR:
-        improved = False
-        for name in FITTED:
-            for times in (factor, 1 / factor):
-                other = _scaled(best, name, times)
-                if (found := _error(measurements, other)) < error:
-                    best, error, improved = other, found, True
-        if not improved:
+        best, error = _explore(measurements, base, base_error, factor)
+        if error >= base_error * WORTHWHILE:
             factor = math.sqrt(factor)
-    return Fit(calibration=best, error=error, error_before=error_before)
+        while (
+            error < base_error
+        ):  # the same way once more, and on from there, as long as it is the better way
+            ahead = _beyond(base, best)
+            base, base_error = best, error
+            best, error = _explore(measurements, ahead, _error(measurements, ahead), factor)
+    return Fit(calibration=base, error=base_error, error_before=error_before)
 
 
-def _scaled(calibration: Calibration, name: str, factor: float) -> Calibration:
-    value = getattr(calibration, name) * factor
-    value = min(value, 1.0) if name in _PARTS else max(value, LEAST)
-    return dataclasses.replace(calibration, **{name: value})
+def _explore(
+    measurements: Sequence[Measurement], calibration: Calibration, error: float, factor: float
+) -> tuple[Calibration, float]:
+    """Gives the best that is found when each constant is changed by a factor, one after the other."""
+    for name in FITTED:
+        for times in (factor, 1 / factor):
+            other = _with(calibration, {name: getattr(calibration, name) * times})
+            if (found := _error(measurements, other)) < error:
+                calibration, error = other, found
+                break
+    return calibration, error
+
+
+def _beyond(start: Calibration, end: Calibration) -> Calibration:
+    """As far behind `end` as that is from `start`."""
+    ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED}
+    return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
+
+
+def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
+    """The calibration with these constants, as near to them as may be."""
+    allowed = {
+        name: min(value, 1.0) if name in _PARTS else max(value, LEAST) for name, value in values.items()
+    }
+    return dataclasses.replace(calibration, **allowed)
 
 
 def _error(measurements: Sequence[Measurement], calibration: Calibration) -> float:

@@ -11,6 +11,7 @@ from resilient_jax.compile.guiding import follow_examples
 from resilient_jax.planning.axes import Axis
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
+from tests.support.quick_compiling import quick_compiling as quick_compiling
 
 X = jax.ShapeDtypeStruct((6, 3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)

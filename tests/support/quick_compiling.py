@@ -1,0 +1,17 @@
+"""A fixture for the tests of a module whose programs take longer to compile than to run.
+
+XLA does what it always does; LLVM optimises nothing.
+"""
+
+import jax
+import pytest
+
+FLAG = "jax_disable_most_optimizations"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiling():
+    """For a module that imports this name."""
+    jax.config.update(FLAG, True)
+    yield
+    jax.config.update(FLAG, False)
