@@ -14,10 +14,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-demo: $(VENV)/.installed ## train on 4 hosts, kill three of them in turn, show how it went on
+demo: $(VENV)/.installed ## train on 4 hosts, break the job six times, show how it went on
 	$(BIN)/resilient-jax demo
 
-bench: $(VENV)/.installed ## measure the stalls of kills, what is computed again, the overheads, the erasure code
+bench: $(VENV)/.installed ## three of the six: the stalls of kills, the overheads of a step, the erasure code
 	$(BIN)/resilient-jax bench stall
 	$(BIN)/resilient-jax bench step
 	$(BIN)/resilient-jax bench erasure

@@ -59,7 +59,7 @@ ServeOption = Annotated[
 ]
 TlsOption = Annotated[
     Path | None,
-    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all control traffic."),
+    typer.Option(help="Folder with cert.pem, key.pem and ca.pem: mutual TLS for all of our own traffic."),
 ]
 DomainOption = Annotated[
     str,
@@ -90,9 +90,10 @@ def agent(
 
     The job's token is read from the environment variable RESILIENT_JAX_TOKEN.
 
-    SIGTERM is a notice: the host leaves at the next step boundary, and nothing is redone. Exit codes: 0
-    done, the script's own for its error, 2 bad input, 80 store lost, 81 restart budget spent, 82 too few
-    hosts, 83 refused, 84 left after a notice, 85 state lost, 130 interrupted.
+    SIGTERM is a notice: the host leaves at the next step boundary, and nothing is redone; after 25 s it leaves in any
+    case. Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80
+    store lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug of
+    ours, 130 interrupted.
     """
     token = _read_token()
     command = check_script(script)

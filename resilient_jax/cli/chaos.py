@@ -48,6 +48,10 @@ def chaos(
         float, typer.Option(help="Mean steps between two incidents anywhere in a random campaign.")
     ] = 12.0,
     hosts: Annotated[int, typer.Option(help="Of a random campaign's job.")] = 4,
+    steps: Annotated[
+        int,
+        typer.Option(min=0, help="That the script of a random campaign trains. 0: until the tool says so."),
+    ] = 0,
     tolerated: Annotated[
         int | None,
         typer.Option(help="Hosts that may be lost at once in a random campaign. Default: all but one."),
@@ -72,13 +76,16 @@ def chaos(
     The job's steps are compared, bit for bit, with those of the same script on this machine alone. A violation prints
     the last events of all hosts and the manifest to replay it, and exits with 89.
 
+    So the script has to stop where the tool says: at the number of the step in the file that the environment variable
+    RESILIENT_JAX_CHAOS_END names (see examples/chaos_job.py), or of itself after `job.steps` of the manifest, or --steps.
+
     Example: resilient-jax chaos --random --seed 7 --incidents 20 -- examples/chaos_job.py
     """
     manifest, script = _read_words(words or [], campaign)
     if random:
         if manifest is not None:
             raise CallerError("--random: found a manifest besides, expected none: leave one of them out")
-        shape = JobShape(hosts=hosts, network="namespaces" if network else "loopback")
+        shape = JobShape(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
         wanted = Draw(seed=seed, incidents=incidents, gap_steps=gap, tolerated=tolerated)
         manifest = draw_campaign(shape, wanted)
     if manifest is None:

@@ -60,7 +60,7 @@ def launch(
     sites: Annotated[
         Path | None,
         typer.Option(
-            help="TOML that says where each host runs: `store_host`, and `[[sites]]` with `address` and `prefix`."
+            help="TOML that says where each host runs: `store_host`, and for each host a table in `sites` with `address` and `prefix`."
         ),
     ] = None,
     host_restart_limit: Annotated[
@@ -109,6 +109,7 @@ def launch(
         sites=places.sites,
         store_host=places.store_host,
     )
+    say(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with progress:

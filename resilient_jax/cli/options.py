@@ -22,7 +22,8 @@ ScriptArgument = Annotated[
 DevicesOption = Annotated[
     int | None,
     typer.Option(
-        "--devices-per-host", help="CPU devices to make per host; on GPU how many to show. Default: all."
+        "--devices-per-host",
+        help="CPU devices to make per host; on GPU how many to show. `agent` without it: all.",
     ),
 ]
 PlatformOption = Annotated[
@@ -36,7 +37,8 @@ RunDirectoryOption = Annotated[
     Path, typer.Option("--run-dir", help="Where logs, events and the compilation cache go.")
 ]
 RunDirectoryArgument = Annotated[
-    Path, typer.Argument(help="Run folder of the job, as `launch` printed it.", metavar="RUN_DIR")
+    Path,
+    typer.Argument(help="Run folder of a job that `launch` started, as it said first.", metavar="RUN_DIR"),
 ]
 TopologyOption = Annotated[
     Path | None,

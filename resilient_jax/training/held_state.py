@@ -296,7 +296,7 @@ def _place(path: str, value: jax.Array | np.ndarray, sharding: Sharding | None) 
 
 
 def _move(path: str, value: jax.Array, sharding: Sharding) -> jax.Array:
-    """Rewraps what lies right already (jax_facts 7); what does not goes through host memory."""
+    """Rewraps what lies right already; what does not goes through host memory."""
     held = {shard.device: (shard.index, shard.data) for shard in value.addressable_shards}
     wanted = sharding.addressable_devices_indices_map(value.shape)
     if all(device in held and _same(held[device][0], index, value.shape) for device, index in wanted.items()):

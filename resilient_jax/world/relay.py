@@ -2,7 +2,7 @@
 
 JAX aborts a process when its connection to the coordination service breaks. So the worker connects to
 this relay on its own host: when the service dies, the worker's side stays open and silent, and the worker
-lives on (jax_facts 15). Only the agent closes that side, when the worker has left the world.
+lives on. Only the agent closes that side, when the worker has left the world.
 """
 
 import asyncio

@@ -63,7 +63,7 @@ def read_contact(directory: Path) -> Contact:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: found no such file, so no job runs in {directory}; expected the run folder of a running "
-            "job. Name it with --run-dir"
+            "job: `launch` says first which it is"
         ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected what `launch` wrote there") from error

@@ -24,15 +24,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "ids", "clock", "events", "threads"}),
     frozenset({"config", "topology", "erasure", "protocol"}),
     frozenset({"telemetry", "transport", "erasure_kernels"}),
-    frozenset({"store", "planning", "health"}),
-    frozenset({"snapshot", "policy", "dashboard", "sharding"}),
-    frozenset({"cluster", "compile"}),
-    frozenset({"world", "simulation", "training"}),
+    frozenset({"store", "planning"}),
+    frozenset({"snapshot", "sharding"}),
+    frozenset({"compile"}),
+    frozenset({"world", "training"}),
     frozenset({"chaos"}),
-    frozenset({"cli", "testing", "integrations"}),
+    frozenset({"cli", "testing"}),
     frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
 )
-STARRED = frozenset({"erasure_kernels", "sharding", "compile", "training", "integrations"})
+STARRED = frozenset({"erasure_kernels", "sharding", "compile", "training"})
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
 

@@ -48,7 +48,7 @@ def plan(
     job: Annotated[bool, typer.Option(help="Kill a worker of a planned job, twice.")] = True,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """Search time for 64 to 131,072 devices, and estimates beside published runs.
+    """Search time, estimates beside published runs and real steps, and what a kill waits for programs.
 
     Hosts of meshes/h100_2048x8.toml, in as many pods as it takes. The keys of
     the line of JSON, of N devices:

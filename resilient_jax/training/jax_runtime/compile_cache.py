@@ -1,8 +1,8 @@
 """A persistent compilation cache that every process writes and every process hits.
 
 JAX's own is written by process 0 alone, and on CPU its key contains the device ids and a fingerprint of the
-whole topology, so it misses whenever a world is re-formed or a worker comes back under another index
-(jax_facts 12). Here, on CPU:
+whole topology, so it misses whenever a world is re-formed or a worker comes back under another index.
+Here, on CPU:
 
 - the key holds the number and kind of the devices, and which of them share a process, in place of their ids, and the
   processor's features, so that a machine never loads code for another;

@@ -65,7 +65,7 @@ class Connection:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices of the world, dead ones included (jax_facts 8)."""
+        """All devices of the world, dead ones included."""
         return jax.devices()
 
     @property

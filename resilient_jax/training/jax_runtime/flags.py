@@ -7,7 +7,7 @@ from typing import Final, Literal
 Platform = Literal["cpu", "gpu"]
 
 GPU_XLA_FLAGS: Final = {
-    # Leads from documentation and source (jax_facts 17); not run on a GPU by this project yet.
+    # Leads from documentation and source; not run on a GPU by this project yet.
     "--xla_gpu_nccl_terminate_on_error": "false",
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",

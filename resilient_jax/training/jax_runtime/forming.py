@@ -10,7 +10,7 @@ interrupt is to let that one go at once, and then to end the C++ wait so that th
 too: a second client that registers under our own index makes the service refuse the first; an unreadable
 answer under the topology key ends the exchange. If the service is dead the abandoned thread ends when its
 own timeout does, and harms nobody meanwhile, provided that nothing closes its connection: a relay must
-hold a client's side open, for a client whose connection ends aborts its process (jax_facts 14).
+hold a client's side open, for a client whose connection ends aborts its process.
 
 A third wait, for the peers in a clique's first collective, is on the main thread itself: see `cliques`.
 """
@@ -30,7 +30,7 @@ from resilient_jax.training.jax_runtime.handles import JaxRuntimeError, RuntimeC
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 86400
-"""JAX's own failure detector kills the process when it fires (jax_facts 1): ours decides instead."""
+"""JAX's own failure detector kills the process when it fires: ours decides instead."""
 SHUTDOWN_S: Final = 5
 STAND_IN_TIMEOUT_S: Final = 1
 """For the client that pushes ours out; it ends 5 s later than this (the agent's own grace)."""
@@ -190,7 +190,7 @@ def new_client(
 
     Without a callback a failure to register is LOG(FATAL). With a Python one jaxlib cannot translate the
     status, which throws std::bad_cast: in `connect` that arrives as a RuntimeError. (On jaxlib's own
-    polling thread nothing catches it: losing the service stays fatal either way, jax_facts 14.)
+    polling thread nothing catches it: losing the service stays fatal either way.)
     """
 
     def never_called(*_: object) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 from resilient_jax.training.jax_runtime.handles import RuntimeService, jaxlib_runtime
 
 HEARTBEAT_S: Final = 86400
-"""JAX's own failure detector kills every client when it fires (jax_facts 1): ours decides instead."""
+"""JAX's own failure detector kills every client when it fires: ours decides instead."""
 SHUTDOWN_S: Final = 1
 PR_SET_PDEATHSIG: Final = 1
 
