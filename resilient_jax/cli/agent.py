@@ -92,8 +92,8 @@ def agent(
 
     SIGTERM is a notice: the host leaves at the next step boundary, and nothing is redone; after 25 s it leaves in any
     case. Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80
-    store lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug of
-    ours, 130 interrupted.
+    store lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug,
+    130 interrupted.
     """
     token = _read_token()
     command = check_script(script)

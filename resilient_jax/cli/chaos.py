@@ -77,7 +77,7 @@ def chaos(
     the last events of all hosts and the manifest to replay it, and exits with 89.
 
     So the script has to stop where the tool says: at the number of the step in the file that the environment variable
-    RESILIENT_JAX_CHAOS_END names (see examples/chaos_job.py), or of itself after `job.steps` of the manifest, or --steps.
+    RESILIENT_JAX_CHAOS_END names (see examples/chaos_job.py); or of itself after `job.steps` (or --steps) of them.
 
     Example: resilient-jax chaos --random --seed 7 --incidents 20 -- examples/chaos_job.py
     """

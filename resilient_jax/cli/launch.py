@@ -60,7 +60,8 @@ def launch(
     sites: Annotated[
         Path | None,
         typer.Option(
-            help="TOML that says where each host runs: `store_host`, and for each host a table in `sites` with `address` and `prefix`."
+            help="TOML that says where each host runs: `store_host`, and for each host a table in `sites` with "
+            "`address` and `prefix`."
         ),
     ] = None,
     host_restart_limit: Annotated[

@@ -25,12 +25,14 @@ ENDING_S: Final = 10.0
 """Of a process that ends: it would take the compiler away under the thread."""
 
 
+_of_thread = threading.local()
+
 Check = Callable[[], None]
 """To be called before each program; raises `Dropped` if it is not wanted any more."""
 
 
-class Dropped(Exception):
-    """What was being compiled is for a world that has ended."""
+class Dropped(BaseException):
+    """What was being compiled is for a world that has ended. No `Exception`: JAX catches those of its cache."""
 
 
 class AheadJob(NamedTuple):
@@ -98,6 +100,7 @@ class AheadCompiler:
         while (taken := self._take()) is not None:
             job, check = taken
             started_s = time.monotonic()
+            _of_thread.check = check
             try:
                 has_compiled = job.compile(check)
             except Dropped:
@@ -111,6 +114,7 @@ class AheadCompiler:
                 if has_compiled:
                     self._on_compiled(job.name, time.monotonic() - started_s)
             del job, taken  # it holds the devices
+            _of_thread.check = None
 
     def _take(self) -> tuple[AheadJob, Check] | None:
         with self._changed:
@@ -127,6 +131,19 @@ class AheadCompiler:
     def _check(self, drops: int) -> None:
         if self._drops != drops:
             raise Dropped
+
+
+def may_wait() -> bool:
+    """Whether the calling thread compiles ahead.
+
+    Raises:
+        Dropped: it does, but what it is at is not wanted any more.
+    """
+    check: Check | None = getattr(_of_thread, "check", None)
+    if check is None:
+        return False
+    check()
+    return True
 
 
 def is_ahead() -> bool:

@@ -32,6 +32,10 @@ CHUNK_BYTES: Final = 2**22
 POLL_S: Final = 0.05
 LONGEST_WAIT_S: Final = 60.0
 """For an owner that is compiling: longer than that, and two hosts compile it."""
+TURN_S: Final = 0.5
+"""One request waits so long; between two it is looked whether the program is still wanted."""
+WAITERS: Final = 8
+"""Requests that wait at once, each on a thread that others may need; more are answered at once, and come again."""
 ASK_DEADLINE_S: Final = 2.0
 """Where training waits: a host that is gone answers late or never."""
 KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.<>")
@@ -65,6 +69,7 @@ class ProgramFolder:
 
     def __init__(self, folder: Path, suffix: str) -> None:
         self._folder, self._suffix = folder, suffix
+        self._waiters = threading.BoundedSemaphore(WAITERS)
 
     def read(self, key: str) -> bytes | None:
         """A program; None: it is not there.
@@ -83,15 +88,24 @@ class ProgramFolder:
 
     def serve(self, request: ProgramRequest) -> Iterator[ProgramPart]:
         """Answers another host, when the program is there or its patience is over."""
-        deadline_s = time.monotonic() + min(request.wait_s, LONGEST_WAIT_S)
-        while (found := self.read(request.key)) is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+        found = self.read(request.key)
+        if found is None and request.wait_s > 0 and self._waiters.acquire(blocking=False):
+            try:
+                found = self._wait_for(request.key, min(request.wait_s, TURN_S))
+            finally:
+                self._waiters.release()
         if found is None:
             yield ProgramPart(size=-1)
             return
         yield ProgramPart(size=len(found), crc32=zlib.crc32(found))
         for start in range(0, len(found), CHUNK_BYTES):
             yield ProgramPart(data=found[start : start + CHUNK_BYTES])
+
+    def _wait_for(self, key: str, wait_s: float) -> bytes | None:
+        deadline_s = time.monotonic() + wait_s
+        while (found := self.read(key)) is None and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +122,8 @@ class PeerPrograms:
     Args:
         host: this one.
         credentials: of the job.
-        is_patient: whether the calling thread may wait for an owner that is compiling.
+        may_wait: whether the calling thread may wait for an owner that is compiling; asked again and again, and may
+            raise to end the wait.
         on_failure: told of an owner that could not be asked, or gave something else.
     """
 
@@ -116,11 +131,11 @@ class PeerPrograms:
         self,
         host: HostName,
         credentials: Credentials,
-        is_patient: Callable[[], bool],
+        may_wait: Callable[[], bool],
         on_failure: Callable[[HostName, str], None],
     ) -> None:
         self._host, self._credentials = host, credentials
-        self._is_patient, self._on_failure = is_patient, on_failure
+        self._may_wait, self._on_failure = may_wait, on_failure
         self._lock = threading.Lock()
         self._peers: tuple[Peer, ...] = ()
         """Guarded by the lock."""
@@ -137,12 +152,22 @@ class PeerPrograms:
         owner = find_owner(key, peers)
         if owner is None or owner.host == self._host:
             return None
-        wait_s = LONGEST_WAIT_S if self._is_patient() else 0.0
         try:
-            return _fetch_from(owner, key, wait_s, self._credentials)
+            with SyncChannel(owner.endpoint, self._credentials) as channel:
+                return self._fetch_from(owner.host, channel, key)
         except PeerError as error:
             self._on_failure(owner.host, str(error))
             return None
+
+    def _fetch_from(self, owner: HostName, channel: SyncChannel, key: str) -> bytes | None:
+        deadline_s = time.monotonic() + LONGEST_WAIT_S
+        while True:
+            asked_s = time.monotonic()
+            wait_s = TURN_S if self._may_wait() else 0.0
+            found = _ask(owner, channel, key, wait_s)
+            if found is not None or not wait_s or time.monotonic() > deadline_s:
+                return found
+            time.sleep(max(0.0, asked_s + wait_s - time.monotonic()))  # it had no room for one more who waits
 
 
 def find_owner(key: str, peers: Sequence[Peer]) -> Peer | None:
@@ -150,17 +175,16 @@ def find_owner(key: str, peers: Sequence[Peer]) -> Peer | None:
     return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None
 
 
-def _fetch_from(owner: Peer, key: str, wait_s: float, credentials: Credentials) -> bytes | None:
-    with SyncChannel(owner.endpoint, credentials) as channel:
-        request = ProgramRequest(key=key, wait_s=wait_s)
-        parts = channel.stream(SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + ASK_DEADLINE_S)
-        head = next(parts, None)
-        if head is None or head.size < 0:
-            return None
-        found = b"".join(part.data for part in parts)
+def _ask(owner: HostName, channel: SyncChannel, key: str, wait_s: float) -> bytes | None:
+    request = ProgramRequest(key=key, wait_s=wait_s)
+    parts = channel.stream(SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + ASK_DEADLINE_S)
+    head = next(parts, None)
+    if head is None or head.size < 0:
+        return None
+    found = b"".join(part.data for part in parts)
     if len(found) != head.size or zlib.crc32(found) != head.crc32:
         raise ChecksumMismatch(
-            f"program {key} from {owner.host}: found {len(found)} bytes with CRC-32 {zlib.crc32(found):08x}, expected "
+            f"program {key} from {owner}: found {len(found)} bytes with CRC-32 {zlib.crc32(found):08x}, expected "
             f"{head.size} with {head.crc32:08x}; it is compiled here instead"
         )
     return found

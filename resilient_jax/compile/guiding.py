@@ -63,7 +63,8 @@ def _evaluate(
         given = equation.primitive.get_bind_params(params)
         # A dict on jax 0.10; before, and after, a pair of functions and a dict.
         functions, params = given if isinstance(given, tuple) else ((), given)
-        found = equation.primitive.bind(*functions, *map(read, equation.invars), **params)
+        with equation.ctx.manager:  # what the function had set around it, such as how random bits are made
+            found = equation.primitive.bind(*functions, *map(read, equation.invars), **params)
         results = found if equation.primitive.multiple_results else [found]
         if equation.primitive.name in HELD:
             results = [

@@ -307,6 +307,8 @@ class Exchange:
             except ResilientJaxError as error:
                 self._note(held.layout.root, error)
                 limit_s = LAST_RETRY_S
+            except MemoryError:  # the root may have committed it: asked again, not given up
+                limit_s = LAST_RETRY_S
             if was_over:
                 return CompleteReply(outcome=Outcome.WAITING)
             delay_s = self._pause(delay_s, limit_s)

@@ -5,12 +5,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
 from resilient_jax.snapshot.link import Link
 from resilient_jax.snapshot.messages import Happened, Holding, ServerNotice
+
+SHORTAGE_S: Final = 0.1
+"""Between two tries to tell something."""
 
 
 class Reporter:
@@ -65,7 +69,15 @@ class Reporter:
         while True:
             send = self._waiting.get()
             try:
-                send()
+                self._send_patiently(send)
             except OSError:  # nobody decides for this process any more: the main thread ends it
                 self._agent.shut_down()
                 return
+
+    def _send_patiently(self, send: Callable[[], None]) -> None:
+        """What is never told is decided wrongly: a shortage of memory is waited out."""
+        while True:
+            try:
+                return send()
+            except MemoryError:
+                time.sleep(SHORTAGE_S)

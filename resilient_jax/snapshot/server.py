@@ -108,7 +108,15 @@ class SnapshotServer:
             self._worker.end()
         self._reporter.serve_worker(link)
         self._worker = WorkerLine(link, self._arena, self._reporter, self._exchange)
-        _run_in(self._lines, self._worker.serve)
+        _run_in(self._lines, self._serve_line, self._worker)
+
+    def _serve_line(self, line: WorkerLine) -> None:
+        """If it fails the worker would have no snapshots any more: this process ends, and the agent starts another."""
+        try:
+            line.serve()
+        except BaseException:
+            self._agent.shut_down()
+            raise
 
     def _exchange(self, held: HeldSnapshot, contents: PartContents) -> None:
         self._tools.peers.keep_only(held.layout.servers.values())

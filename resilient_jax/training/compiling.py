@@ -8,7 +8,7 @@ from typing import Final
 
 import jax
 
-from resilient_jax.compile.ahead import is_ahead
+from resilient_jax.compile.ahead import is_ahead, may_wait
 from resilient_jax.compile.exchange import Peer, PeerPrograms, ProgramFolder
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
@@ -36,7 +36,7 @@ class Compiling:
 
     def __init__(self, host: HostName, credentials: Credentials, happened: Callable[..., Event]) -> None:
         self._happened = happened
-        self._peers = PeerPrograms(host, credentials, is_ahead, self._on_failure)
+        self._peers = PeerPrograms(host, credentials, may_wait, self._on_failure)
         self._lock = threading.Lock()
         self._seconds = self._compiled_s = 0.0
         self._compiled = self._fetched = 0

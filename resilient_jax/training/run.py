@@ -41,7 +41,7 @@ from resilient_jax.training.link import AgentLink, GenerationEnded
 from resilient_jax.training.lookout import Lookout, NewestCheckpoint
 from resilient_jax.training.snapshots.keeping import SnapshotKeeper
 from resilient_jax.training.solo import SoloLink
-from resilient_jax.training.state_transfer import StateServer, fetch_state
+from resilient_jax.training.state_transfer import StateServer, Transfer, fetch_state
 from resilient_jax.training.step import reduction
 from resilient_jax.training.tripwire import lay_tripwire
 from resilient_jax.training.world import StateHolder, World
@@ -136,6 +136,7 @@ class _Worker:
         self._local_clique_broken = False
         self._replicas_span_hosts = False
         self._server = StateServer(settings.address, self._credentials, program_folder())
+        self._transfer = Transfer()
         self._link = AgentLink(descriptor, settings.host, self._interrupt)
         self._lookout = Lookout(newest_checkpoint, self._link.sees_checkpoint, self._link.happened)
         if newest_checkpoint is not None:
@@ -238,6 +239,7 @@ class _Worker:
         if self._interrupting_since_s is None:
             self._interrupting_since_s = now_s
         interrupt_forming()
+        self._transfer.end()
         connection = self._connection
         if connection is None:
             return
@@ -282,7 +284,7 @@ class _Worker:
             fault_points=self._fault_points,
             ledger=self._ledger,
             snapshots=self._snapshots,
-            on_commit=self._compiling.say_once,
+            on_commit=self._on_commit,
             ahead=self._ahead,
         )
 
@@ -346,6 +348,7 @@ class _Worker:
             generation.sources,
             position,
             self._credentials,
+            self._transfer,
             self._link.check,
             self._on_source_refused,
         )
@@ -356,6 +359,10 @@ class _Worker:
             )
         self._note(EventKind.STATE_FETCHED, bytes=held.nbytes, seconds=time.monotonic() - started_s)
         return held
+
+    def _on_commit(self) -> None:
+        self._compiling.say_once()
+        self._server.withdraw()  # nobody commits before all have the state: the copy may go
 
     def _on_source_refused(self, source: Source, error: PeerError) -> None:
         self._note(EventKind.STATE_REFUSED, source=source.host, error=str(error))

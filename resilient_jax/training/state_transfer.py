@@ -3,6 +3,7 @@
 Nothing is unpickled: a manifest names each leaf with shape, dtype and CRC-32, then come the bytes.
 """
 
+import contextlib
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -127,18 +128,48 @@ class StateServer:
             return self._offer[1]
 
 
+class Transfer:
+    """What this process fetches now, so that another thread can end it: a peer that has stopped sends nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channel: SyncChannel | None = None
+
+    @contextlib.contextmanager
+    def over(self, channel: SyncChannel) -> Iterator[SyncChannel]:
+        """While this lasts it is this channel."""
+        with channel:
+            self._use(channel)
+            try:
+                yield channel
+            finally:
+                self._use(None)
+
+    def end(self) -> None:
+        """Has whoever waits for a peer raise PeerError."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+
+    def _use(self, channel: SyncChannel | None) -> None:
+        with self._lock:
+            self._channel = channel
+
+
 def fetch_state(
     generation: GenerationNumber,
     sources: Sequence[Source],
     first: int,
     credentials: Credentials,
+    transfer: Transfer,
     check: Callable[[], None],
     on_refused: Callable[[Source, PeerError], None],
 ) -> HeldState:
     """The state, from the first source that gives it whole; begins with `sources[first % len]`.
 
     Args:
-        check: called between chunks; raises what should end the transfer.
+        transfer: to be ended by another thread.
+        check: called between chunks, and when a source has failed; raises what should end the transfer.
         on_refused: called for each source that failed, with why.
 
     Raises:
@@ -147,8 +178,10 @@ def fetch_state(
     for turn in range(len(sources)):
         source = sources[(first + turn) % len(sources)]
         try:
-            return _fetch_from(source, generation, credentials, check)
+            with transfer.over(SyncChannel(source.endpoint, credentials)) as channel:
+                return _fetch_from(source, channel, generation, check)
         except PeerError as error:
+            check()
             on_refused(source, error)
     names = ", ".join(source.host for source in sources)
     raise PeerUnreachable(
@@ -157,29 +190,26 @@ def fetch_state(
 
 
 def _fetch_from(
-    source: Source, generation: GenerationNumber, credentials: Credentials, check: Callable[[], None]
+    source: Source, channel: SyncChannel, generation: GenerationNumber, check: Callable[[], None]
 ) -> HeldState:
-    with SyncChannel(source.endpoint, credentials) as channel:
-        parts = channel.stream(
-            SERVICE, FETCH, FetchRequest(generation=generation), timeout_s=FETCH_DEADLINE_S
-        )
-        head = next(parts, None)
-        if head is None or head.manifest is None:
-            raise MessageError(f"{source.host} began its state without a manifest")
-        leaves = []
-        reader = _Bytes(parts, check, source)
-        for header in head.manifest:
-            array = np.empty(header.shape, np.dtype(header.dtype))
-            view = array.reshape(-1).view(np.uint8)
-            reader.read_into(view)
-            found = zlib.crc32(view.data)
-            if found != header.crc32:
-                raise ChecksumMismatch(
-                    f"leaf {header.path} from {source.host} has CRC-32 {found:08x}, expected "
-                    f"{header.crc32:08x}; the bytes were changed on the way or in memory"
-                )
-            leaves.append(Leaf(path=header.path, value=array, key_impl=header.key_impl))
-        return HeldState(step=head.step, leaves=tuple(leaves), texts=head.texts)
+    parts = channel.stream(SERVICE, FETCH, FetchRequest(generation=generation), timeout_s=FETCH_DEADLINE_S)
+    head = next(parts, None)
+    if head is None or head.manifest is None:
+        raise MessageError(f"{source.host} began its state without a manifest")
+    leaves = []
+    reader = _Bytes(parts, check, source)
+    for header in head.manifest:
+        array = np.empty(header.shape, np.dtype(header.dtype))
+        view = array.reshape(-1).view(np.uint8)
+        reader.read_into(view)
+        found = zlib.crc32(view.data)
+        if found != header.crc32:
+            raise ChecksumMismatch(
+                f"leaf {header.path} from {source.host} has CRC-32 {found:08x}, expected "
+                f"{header.crc32:08x}; the bytes were changed on the way or in memory"
+            )
+        leaves.append(Leaf(path=header.path, value=array, key_impl=header.key_impl))
+    return HeldState(step=head.step, leaves=tuple(leaves), texts=head.texts)
 
 
 class _Bytes:

@@ -32,7 +32,16 @@ orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
 """Held while the guard interrupts, and to answer: no interruption reaches into the next order."""
 answered = 0
-state: dict = {"connection": None, "kept": None, "hits": 0, "users": [], "traces": 0, "compiler": None}
+state: dict = {
+    "connection": None,
+    "kept": None,
+    "hits": 0,
+    "users": [],
+    "traces": 0,
+    "compiler": None,
+    "uses": 0,
+    "failures": [],
+}
 
 
 def guard() -> None:
@@ -219,6 +228,25 @@ def end_compiling() -> None:
     thread.join()
 
 
+def begin_using() -> None:
+    """A thread uses JAX all the time, as one that reads data may."""
+
+    def work() -> None:
+        while True:
+            try:
+                np.testing.assert_array_equal(jax.random.key_data(jax.random.key(1)), [0, 1])
+            except Exception as error:
+                state["failures"].append(f"{type(error).__name__}: {error}"[:300])
+            state["uses"] += 1
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def count_uses() -> dict:
+    """How often that thread has used JAX, and how often it failed."""
+    return {"uses": state["uses"], "failures": state["failures"]}
+
+
 def disconnect(is_borrowed: bool = False) -> dict:
     connection, state["connection"], state["kept"] = state["connection"], None, None
     gloo = connection.gloo if connection is not None else GlooSockets()
@@ -284,6 +312,8 @@ ORDERS = {
         count_traces,
         begin_compiling,
         end_compiling,
+        begin_using,
+        count_uses,
         disconnect,
         meet,
         open_user_sockets,

@@ -438,6 +438,35 @@ def test_a_world_is_left_while_a_thread_compiles_for_it_and_nothing_is_traced_ag
     assert [found["clients"] for found in everyone(pair, "count_clients")] == [0, 0]
 
 
+def test_threads_that_use_jax_wait_while_there_is_no_world(pool: Pool) -> None:
+    pair = pool.take(2)
+    pool.join(pair)
+    everyone(pair, "begin_using")
+    for number in range(4):
+        pool.leave(pair)
+        between = everyone(pair, "count_uses")
+        if number == 2:  # an attempt that comes to nothing
+            pair[0].tell("connect", address=pool.serve(2), index=0, count=2, timeout_s=0.5)
+            assert pair[0].answer()["error"] == "FormingFailed"
+        assert [found["devices"] for found in pool.join(pair)] == [4, 4]
+        assert [found["total"] for found in everyone(pair, "reduce")] == [sum_to(4)] * 2
+        await_more_uses(pair, between)
+    failures = [failure for found in everyone(pair, "count_uses") for failure in found["failures"]]
+    assert len(failures) <= 2 * 4, "in flight as the world was left, at most"
+    for worker in pair:
+        pool.drop(worker)
+
+
+def await_more_uses(workers: list[Worker], before: list[dict]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while any(
+        now["uses"] <= then["uses"] + 3
+        for now, then in zip(everyone(workers, "count_uses"), before, strict=True)
+    ):
+        assert time.monotonic() < deadline, f"the threads stand still: {before}"
+        time.sleep(0.02)
+
+
 class Caching:
     """Three workers, of two devices each, with a compilation cache in common."""
 

@@ -1,6 +1,7 @@
 """Compiled programs passed on between hosts, over real sockets and into real folders."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from resilient_jax.compile.exchange import (
     FETCH_PROGRAM,
     SERVICE,
+    WAITERS,
     Peer,
     PeerPrograms,
     ProgramFolder,
@@ -22,6 +24,7 @@ from resilient_jax.transport.thread_server import ThreadServer
 CREDENTIALS = Credentials("secret", None)
 NAMES = tuple(HostName(f"host-{i}") for i in range(3))
 SUFFIX = "-cache"
+THREADS = 2 * WAITERS
 
 
 class Host:
@@ -31,7 +34,7 @@ class Host:
         folder.mkdir()
         self.folder, self.failures, self.is_patient = folder, [], False
         programs = ProgramFolder(folder, SUFFIX)
-        self.server = ThreadServer("127.0.0.1:0", credentials=CREDENTIALS)
+        self.server = ThreadServer("127.0.0.1:0", credentials=CREDENTIALS, threads=THREADS)
         self.server.add(SERVICE, {FETCH_PROGRAM: handler or programs.serve})
         self.server.start()
         self.peer = Peer(host=name, endpoint=self.server.address)
@@ -91,6 +94,42 @@ def test_ahead_of_time_an_owner_that_is_compiling_is_waited_for(hosts):
     owner.keep(key, b"program")
     asking.join(30)
     assert found == [b"program"]
+
+
+def test_who_waits_for_an_owner_can_be_ended(hosts):
+    owner, other, _ = hosts
+    key, turns = key_of(owner, hosts), []
+
+    class Ended(Exception):
+        pass
+
+    def may_wait() -> bool:
+        turns.append(key)
+        if len(turns) == 3:
+            raise Ended
+        return True
+
+    asking = PeerPrograms(other.peer.host, CREDENTIALS, may_wait, lambda *_: None)
+    asking.set_peers([host.peer for host in hosts])
+    with pytest.raises(Ended):
+        asking.fetch(key)
+
+
+def test_hosts_that_wait_keep_no_thread_from_others(hosts):
+    owner, waits, asks = hosts
+    peers = tuple(host.peer for host in hosts)
+    key, other = (
+        next(k for i in range(99) if find_owner(k := f"{n}-{i}", peers) == owner.peer) for n in "ab"
+    )
+    owner.keep(other, b"at once")
+    waits.is_patient = True
+    with ThreadPoolExecutor(2 * THREADS) as pool:
+        waiting = [pool.submit(waits.programs.fetch, key) for _ in range(2 * THREADS)]
+        wait(waiting, 0.3)
+        assert asks.programs.fetch(other) == b"at once"
+        owner.keep(key, b"program")
+    assert {one.result() for one in waiting} == {b"program"}
+    assert not asks.failures
 
 
 def test_an_owner_that_is_gone_is_said_and_the_program_is_compiled_here(hosts):

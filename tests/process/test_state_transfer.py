@@ -1,5 +1,7 @@
 """A state over real sockets: whole and checked, or from the next source, or refused in words."""
 
+import threading
+import weakref
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import Source
 from resilient_jax.training.held_state import HeldState, hold, to_host
-from resilient_jax.training.state_transfer import FetchPart, FetchRequest, StateServer, fetch_state
+from resilient_jax.training.state_transfer import FetchPart, FetchRequest, StateServer, Transfer, fetch_state
 from resilient_jax.transport.credentials import Credentials
 
 CREDENTIALS = Credentials("secret")
@@ -37,7 +39,13 @@ def source(name: str, server: StateServer) -> Source:
 def fetch(sources: list[Source], first: int = 0) -> tuple[HeldState, list[tuple[str, PeerError]]]:
     refused: list[tuple[str, PeerError]] = []
     state = fetch_state(
-        NUMBER, sources, first, CREDENTIALS, lambda: None, lambda s, e: refused.append((s.host, e))
+        NUMBER,
+        sources,
+        first,
+        CREDENTIALS,
+        Transfer(),
+        lambda: None,
+        lambda s, e: refused.append((s.host, e)),
     )
     return state, refused
 
@@ -105,3 +113,46 @@ def test_a_dead_source_is_left_for_the_next(server: StateServer) -> None:
     found, refused = fetch([dead, source("a", server)])
     assert found.step == 17
     assert [host for host, _ in refused] == ["dead"]
+
+
+class Ended(Exception):
+    """What `check` raises."""
+
+
+def test_who_waits_for_a_source_that_says_nothing_can_be_ended(server: StateServer) -> None:
+    """As a host that fetches the state is, when another host dies meanwhile."""
+    transfer, ended, found = Transfer(), threading.Event(), []
+
+    def check() -> None:
+        if ended.is_set():
+            raise Ended
+
+    def fetch() -> None:
+        sources = [source("waits", server), source("waits, too", server)]
+        try:
+            fetch_state(NUMBER, sources, 0, CREDENTIALS, transfer, check, lambda *words: found.append(words))
+        except Ended as error:
+            found.append(error)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    ended.set()
+    for _ in range(100):  # as the guard does, until the thread is out
+        transfer.end()
+        thread.join(0.1)
+        if not thread.is_alive():
+            break
+    assert len(found) == 1
+    assert isinstance(found[0], Ended)
+
+
+def test_a_copy_that_is_withdrawn_is_not_kept(server: StateServer) -> None:
+    state = make_state()
+    copy = weakref.ref(state.leaves[0].value)
+    server.offer(NUMBER, state)
+    del state
+    assert copy() is not None
+    server.withdraw()
+    assert copy() is None

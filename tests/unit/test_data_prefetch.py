@@ -254,6 +254,16 @@ def test_a_failed_read_fails_for_who_asks_for_it_alone(
     assert prefetcher.get(0, 2)[1] == 2
 
 
+def test_a_read_ahead_that_failed_is_done_again_by_who_asks(
+    source: LoggedSource, prefetcher: Prefetcher
+) -> None:
+    source.failing = {0: OSError("the devices went away")}
+    prefetcher.expect(keys(0))
+    source.wait_ended(0)
+    source.failing.clear()
+    assert prefetcher.get(0, 0)[1] == 0
+
+
 def test_a_failed_read_is_tried_again_when_asked_or_expected_again(
     source: LoggedSource, prefetcher: Prefetcher
 ) -> None:
@@ -266,7 +276,7 @@ def test_a_failed_read_is_tried_again_when_asked_or_expected_again(
     assert prefetcher.get(0, 0)[1] == 0
     prefetcher.expect(keys(0, 1))
     assert prefetcher.get(0, 1)[1] == 1
-    assert source.count() == Counter({0: 2, 1: 2})
+    assert source.count() == Counter({0: 3, 1: 2}), "ahead, by who asked, and by who asked again"
 
 
 def test_lengths_come_from_the_source(prefetcher: Prefetcher) -> None:

@@ -4,6 +4,8 @@ Rules, all under `_changed`:
 - a read begins when somebody puts a `Future` into `_reads`; so it begins once, and whoever asks waits for that one.
 - a thread begins the next expected one while fewer than `ahead` reads have been begun that nobody asked for.
 - whoever asks for one that is not begun reads it on their own thread: nobody waits for room, so nothing deadlocks.
+- a read ahead that failed is done again by whoever asks: JAX's devices may have changed under it, and what fails for
+  good fails there, with the stack of the caller.
 - `expect` drops what is no longer wanted. A read under way cannot be stopped; its result goes to those who wait for it,
   and nowhere else.
 """
@@ -100,20 +102,24 @@ class Prefetcher:
             Exception: what the source raised for this microbatch, unchanged. Asked again, it is read again.
         """
         key = (step, index, part)
-        with self._changed:
-            self._check_open()
-            read = self._reads.get(key)
-            is_mine = read is None
-            if read is None:
-                read = self._begin(key)
-            self._asked.add(key)
-            self._changed.notify_all()
-        if is_mine:
-            self._read(key, read)
-        try:
-            return read.result()
-        finally:
-            self._forget_unless_wanted(key, read)
+        while True:
+            with self._changed:
+                self._check_open()
+                read = self._reads.get(key)
+                is_mine = read is None
+                if read is None:
+                    read = self._begin(key)
+                self._asked.add(key)
+                self._changed.notify_all()
+            if is_mine:
+                self._read(key, read)
+            try:
+                return read.result()
+            except Exception:
+                if is_mine:
+                    raise
+            finally:
+                self._forget_unless_wanted(key, read)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
         """int32: document lengths of a packed microbatch, from the source; None if it has none."""

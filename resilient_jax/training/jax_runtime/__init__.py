@@ -5,6 +5,7 @@ This file imports neither jax nor jaxlib, so that `service` starts in 0.4 s. Imp
 - `flags`: what an agent sets in a worker's environment before it imports jax (no jax).
 - `service`: the coordination service of one world as a process of its own (jaxlib only).
 - `distributed`: `connect` and `disconnect`, as often as wanted in one OS process.
+- `backend_gate`: has other threads wait for JAX's devices while there is no world.
 - `forming`: the state of a world that is being formed, and `interrupt_forming` for the guard thread.
 - `gloo`: which sockets are gloo's, and what it publishes while it forms a clique (no jax).
 - `cliques`: ends the wait of a first collective for peers that will never come.

@@ -21,6 +21,8 @@ import hashlib
 import inspect
 import os
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -47,7 +49,10 @@ Untyped: TypeAlias = Any
 """An object of JAX's or jaxlib's that has no usable type; the parameter's name says which."""
 
 CACHE_SUFFIX: Final = lru_cache._CACHE_SUFFIX
+ABANDONED_S: Final = 3600.0
+"""A file that has been half written for so long never will be whole."""
 _shared = False
+_of_thread = threading.local()
 
 
 class CacheHooks(Protocol):
@@ -90,10 +95,16 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
                 f"{function.__qualname__} of this jax takes {found}, expected {expected}; compiled programs "
                 "are not shared between processes, so re-forming compiles again"
             )
+    if getattr(compiler, "distributed", None) is not jax_distributed:
+        return (
+            "the compiler of this jax does not ask `distributed` which process it is in; compiled programs are not "
+            "shared between processes, so re-forming compiles again"
+        )
     cache_key.get = functools.partial(_key, cache_key.get)
     cache_key._hash_accelerator_config = functools.partial(
         _hash_accelerators, cache_key._hash_accelerator_config
     )
+    setattr(compiler, "distributed", _DistributedForWriter())  # noqa: B010 - not exported, says its type
     compiler._cache_write = functools.partial(_write, compiler._cache_write, hooks)
     own_put, own_get = lru_cache.LRUCache.put, lru_cache.LRUCache.get
 
@@ -180,14 +191,31 @@ def _write(
         original(key, seconds, name, backend, executable, *rest)
 
 
+class _StateForWriter:
+    """JAX's `global_state` as its compiler sees it: who writes to the cache is process 0. Each thread sees its own."""
+
+    def __getattr__(self, name: str) -> Untyped:
+        if name == "process_id" and getattr(_of_thread, "writes", False):
+            return 0
+        return getattr(jax_distributed.global_state, name)
+
+
+class _DistributedForWriter:
+    """The module `distributed`, with that state."""
+
+    global_state: Final = _StateForWriter()
+
+    def __getattr__(self, name: str) -> Untyped:
+        return getattr(jax_distributed, name)
+
+
 @contextlib.contextmanager
 def _as_process_0() -> Iterator[None]:
-    state = jax_distributed.global_state
-    index, state.process_id = state.process_id, 0
+    _of_thread.writes = True
     try:
         yield
     finally:
-        state.process_id = index
+        _of_thread.writes = False
 
 
 def _put(
@@ -220,7 +248,14 @@ def _touch(cache: Untyped, key: str) -> None:
 
 
 def drop_oldest(folder: Path, limit_bytes: int) -> int:
-    """Removes entries, those used longest ago first, until the rest fits; gives how many. The newest one stays."""
+    """Removes entries, those used longest ago first, until the rest fits; gives how many. The newest one stays.
+
+    What processes that were killed had half written goes, too.
+    """
+    for path in folder.glob(f".*{CACHE_SUFFIX}.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - ABANDONED_S:
+                path.unlink()
     entries = []
     for path in folder.glob(f"*{CACHE_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # dropped by another process

@@ -26,6 +26,7 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from resilient_jax.errors import InternalError
 from resilient_jax.training.jax_runtime import forming as formings
 from resilient_jax.training.jax_runtime.abort import abort_collectives
+from resilient_jax.training.jax_runtime.backend_gate import BackendGate
 from resilient_jax.training.jax_runtime.cliques import CliqueRelease
 from resilient_jax.training.jax_runtime.failures import FormingFailed, FormingInterrupted
 from resilient_jax.training.jax_runtime.forming import Forming, Stage
@@ -49,6 +50,7 @@ LISTENER_TRIES: Final = 5
 ABORT_INTERVAL_S: Final = 0.02
 JOIN_AT_EXIT_S: Final = 1.0
 
+_gate: Final = BackendGate()
 _abandoned: list[threading.Thread] = []
 _clients: list[Callable[[], object]] = []
 """Weak references to the client of the world we are in; written where the world is joined and left."""
@@ -100,11 +102,14 @@ def connect(
             is as if it had never tried, and can connect again.
         InternalError: this process is connected already.
     """
-    if jax_distributed.global_state.client is not None or xla_bridge.backends_are_initialized():
+    # Not `backends_are_initialized`: a thread at the gate holds the lock that it takes.
+    if jax_distributed.global_state.client is not None or xla_bridge._backends:
         raise InternalError(
             "connect: found a JAX backend that is alive, expected none; call disconnect first, and use no "
             "device before the first connect"
         )
+    if not _gate.is_installed:
+        _gate.install()
     attempt = Forming(address, process_index, process_count, time.monotonic() + timeout_s)
     formings.set_current(attempt)
     found: list[Connection] = []
@@ -140,7 +145,7 @@ def disconnect(gloo: GlooSockets, *, is_borrowed: bool = False) -> Leftovers:
     new backend, not traced again. Every array, device, executable and caught exception (its traceback holds
     frames) that the caller still refers to keeps the old backend in memory, invisible to JAX; the returned
     counts say so. Arrays that should outlive it must be copied to host memory first. Collectives in flight
-    are aborted.
+    are aborted. Other threads that ask JAX for its devices wait until `connect` has joined the next world.
 
     The service is not told: a world is left because it is broken, and a dead service would make
     `client.shutdown` wait.
@@ -193,7 +198,6 @@ def _forget() -> None:
         # An effect (a debug print) of a program that died with a peer: its token raises when waited for.
         dispatch.runtime_tokens.clear()
         jax.extend.backend.clear_backends()
-    xla_bridge.register_backend_factory("cpu", xla_bridge.make_cpu_client, priority=0, fail_quietly=False)
     state = jax_distributed.global_state
     state.client = None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
@@ -304,13 +308,7 @@ def _install(attempt: Forming, client: RuntimeClient, backend: Backend) -> None:
     state.client = client
     state.process_id, state.num_processes = attempt.process_index, attempt.process_count
     state.coordinator_address = attempt.address
-    once = [backend]
-
-    def give_backend() -> Backend:
-        # Given away, not kept: a reference here would keep the backend alive after `disconnect`.
-        return once.pop() if once else xla_bridge.make_cpu_client()
-
-    xla_bridge.register_backend_factory("cpu", give_backend, priority=0, fail_quietly=False)
+    _gate.put(backend)
 
 
 @atexit.register
