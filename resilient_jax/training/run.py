@@ -32,7 +32,7 @@ from resilient_jax.training.compiling import Compiling, program_folder
 from resilient_jax.training.held_state import HeldState, to_host
 from resilient_jax.training.jax_runtime.abort import abort_collectives
 from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
-from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect
+from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect, is_in_use
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming, is_detached
 from resilient_jax.training.jax_runtime.local_clique import form_local_clique
@@ -74,7 +74,7 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
 
     Raises:
         Exception: whatever `train` raises by its own fault, once; the job ends with it.
-        CallerError: a second call under an agent.
+        CallerError: under an agent: a second call, or JAX's devices are in use already.
 
     Example:
         >>> import resilient_jax as rj
@@ -97,6 +97,12 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
         _run_alone(train)  # there is nobody else who might hold the state
         return
     _has_run = True
+    if is_in_use():
+        raise CallerError(
+            "run: found that this script has used JAX's devices already, expected none in use: they come with a world, "
+            "and go with it. Make arrays inside `train`, or in the function that `restore_or_init` or the trainer "
+            "calls; a jax.random.key or a Flax model at the top of a script is arrays, too"
+        )
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
     tripwire = os.environ.pop(TRIPWIRE_VARIABLE, None)
     with contextlib.closing(_Worker(int(descriptor), settings, newest_checkpoint)) as worker:

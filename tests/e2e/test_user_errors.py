@@ -54,6 +54,13 @@ def test_an_exception_at_import_time_ends_the_job(tmp_path: Path) -> None:
     assert ended.last_words.count("Traceback (most recent call last)") == 1
 
 
+def test_arrays_made_before_run_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    ended = run_with("early", tmp_path)
+    assert ended.worker_starts == 2
+    assert "run: found that this script has used JAX's devices already" in ended.last_words
+    assert "Make arrays inside `train`" in ended.last_words
+
+
 def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
     ended = run_with("no-run", tmp_path)
     assert ended.code == 2

@@ -84,6 +84,11 @@ class Leftovers:
     clients: int
 
 
+def is_in_use() -> bool:
+    """Whether JAX has made its devices, which `connect` then cannot."""
+    return xla_bridge.backends_are_initialized()
+
+
 def connect(
     address: str, process_index: int, process_count: int, *, timeout_s: float, bind_host: str | None
 ) -> Connection:

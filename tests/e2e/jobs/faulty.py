@@ -15,6 +15,8 @@ BAD_STEP = 5
 
 if FAULT == "import":
     importlib.import_module("a_module_that_nobody_has")
+elif FAULT == "early":
+    jax.random.key(0)
 elif FAULT == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 
