@@ -30,6 +30,7 @@ from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.protocol.records import Outcome, OutcomeKind
 from resilient_jax.world.launcher import Launcher, LaunchSettings, Site, host_names
+from resilient_jax.world.run_directory import create
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +104,7 @@ def launch(
         hosts=hosts,
         command=command,
         agent_options=tuple(options),
-        run_directory=directory,
+        run_directory=create(directory),
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
         host_restart_limit=host_restart_limit,

@@ -30,7 +30,7 @@ from resilient_jax.transport.server import Server
 from resilient_jax.world.child import Child, read_lines
 from resilient_jax.world.leader import GENERATION_DECODER, STATUS_DECODER
 from resilient_jax.world.restart_budget import RestartBudget
-from resilient_jax.world.run_directory import Contact, create, remove_contact, write_contact
+from resilient_jax.world.run_directory import Contact, remove_contact, write_contact
 
 TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
 END_GRACE_S = 10.0
@@ -61,6 +61,7 @@ class LaunchSettings:
 
     Attributes:
         agent_options: options for every agent's command line.
+        run_directory: a folder that exists and can be written.
         host_restart_delay_s: how long a killed host stays away; None: for good.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
         store_host: address that the store listens at.
@@ -136,7 +137,7 @@ class Launcher:
 
     async def run(self) -> Outcome:
         """Starts everything, waits for the job's end, leaves nothing behind."""
-        directory = create(self._settings.run_directory)
+        directory = self._settings.run_directory
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
