@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tiny_job import CONFIG, RECOVERY_S, TinyJob
+from tiny_job import CONFIG, RECOVERY_S, TinyJob, is_training
 
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -30,14 +30,17 @@ class ShardedJob(TinyJob):
         return max(committed, default=0)
 
     def wait_protected(self, hosts: int, after_generation: int = 0) -> int:
-        """Waits until so many hosts train and have a committed snapshot of this generation; gives its step."""
+        """Waits until so many hosts train and have committed a snapshot together; gives its step.
+
+        Not one of a generation of fewer hosts, which is not safe from the loss of as many.
+        """
         report = self.job.wait_report(
             f"{hosts} hosts with a snapshot of a generation after {after_generation}",
             lambda now: (
-                now.generation is not None
-                and len(now.generation.members) == hosts
+                is_training(now, hosts, after_generation)
+                and now.generation is not None
                 and any(
-                    s.phase is SnapshotPhase.COMMITTED and s.id.generation > after_generation
+                    s.phase is SnapshotPhase.COMMITTED and s.id.generation == now.generation.number
                     for h in now.hosts
                     for s in h.snapshots
                 )
