@@ -26,6 +26,7 @@ ENDING_S: Final = 10.0
 
 
 _of_thread = threading.local()
+"""`check`, where a thread compiles ahead: of what it is at."""
 
 Check = Callable[[], None]
 """To be called before each program; raises `Dropped` if it is not wanted any more."""
@@ -139,13 +140,12 @@ def may_wait() -> bool:
     Raises:
         Dropped: it does, but what it is at is not wanted any more.
     """
-    check: Check | None = getattr(_of_thread, "check", None)
-    if check is None:
+    if not is_ahead():
         return False
-    check()
+    _of_thread.check()
     return True
 
 
 def is_ahead() -> bool:
     """Whether the calling thread compiles ahead: nobody waits for it."""
-    return threading.current_thread().name == THREAD_NAME
+    return getattr(_of_thread, "check", None) is not None

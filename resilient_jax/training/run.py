@@ -32,7 +32,13 @@ from resilient_jax.training.compiling import Compiling, program_folder
 from resilient_jax.training.held_state import HeldState, to_host
 from resilient_jax.training.jax_runtime.abort import abort_collectives
 from resilient_jax.training.jax_runtime.compile_cache import share_compilation_cache
-from resilient_jax.training.jax_runtime.distributed import Connection, connect, disconnect, is_in_use
+from resilient_jax.training.jax_runtime.distributed import (
+    Connection,
+    connect,
+    disconnect,
+    end_worlds,
+    is_in_use,
+)
 from resilient_jax.training.jax_runtime.failures import is_collective_failure
 from resilient_jax.training.jax_runtime.forming import interrupt_forming, is_detached
 from resilient_jax.training.jax_runtime.local_clique import form_local_clique
@@ -195,6 +201,7 @@ class _Worker:
     def close(self) -> None:
         """Ends what would disturb the end of this process."""
         self._ahead.close()
+        end_worlds()
 
     def _live_through(self, order: Form, train: Train) -> tuple[bool, Failure | None]:
         """One generation. Leaves no reference to its arrays or exceptions behind."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = ("process", "snapshots", "step", "network", "resources")
 REGRESSIONS = sorted(path.stem for path in (ROOT / "configs" / "chaos" / "regressions").glob("*.toml"))
 INCIDENTS = 10
-CAMPAIGN_S = 900
+CAMPAIGN_S = 400
 
 pytestmark = pytest.mark.timeout(CAMPAIGN_S + 20)
 

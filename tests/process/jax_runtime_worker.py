@@ -242,6 +242,12 @@ def begin_using() -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
+def end_worlds() -> dict:
+    """As a worker does at its end; its user may go on with JAX, on any thread."""
+    distributed.end_worlds()
+    return {"devices": len(jax.devices())}
+
+
 def count_uses() -> dict:
     """How often that thread has used JAX, and how often it failed."""
     return {"uses": state["uses"], "failures": state["failures"]}
@@ -313,6 +319,7 @@ ORDERS = {
         begin_compiling,
         end_compiling,
         begin_using,
+        end_worlds,
         count_uses,
         disconnect,
         meet,

@@ -453,6 +453,10 @@ def test_threads_that_use_jax_wait_while_there_is_no_world(pool: Pool) -> None:
         await_more_uses(pair, between)
     failures = [failure for found in everyone(pair, "count_uses") for failure in found["failures"]]
     assert len(failures) <= 2 * 4, "in flight as the world was left, at most"
+    pool.leave(pair)
+    between = everyone(pair, "count_uses")
+    assert [found["devices"] for found in everyone(pair, "end_worlds")] == [2, 2]
+    await_more_uses(pair, between)
     for worker in pair:
         pool.drop(worker)
 

@@ -59,9 +59,8 @@ def test_whoever_is_killed_wherever_the_newest_snapshot_that_can_be_rebuilt_is(
         take_all(layout, hosts, workers, make_id(2))
         there = {host.name for host in killed}
         if place is Place.BEFORE_COMMITTED and layout.root in there:
-            there = {
-                layout.root
-            }  # as long as it stands there nobody else hears that the snapshot is complete
+            # As long as the root stands there nobody else hears that the snapshot is complete.
+            there = {layout.root}
         wait_until(lambda: controller.held() == there)
         # With one parity row nobody waits for another's encoding.
         nobody_waits = parity == 1 or place in (Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED)

@@ -5,14 +5,10 @@ make one by itself, of no world, and the world that is just being joined could n
 """
 
 import threading
-from typing import Final
 
 from jax._src import xla_bridge
 
 from resilient_jax.training.jax_runtime.handles import Backend
-
-LOOK_S: Final = 0.5
-"""How often a thread that waits looks whether the process is ending."""
 
 
 class BackendGate:
@@ -25,7 +21,8 @@ class BackendGate:
         self._changed = threading.Condition()
         self._backend: Backend | None = None
         self._joiner: threading.Thread | None = None
-        """Both guarded by the condition."""
+        self._is_over = False
+        """All guarded by the condition."""
 
     @property
     def is_installed(self) -> bool:
@@ -49,20 +46,21 @@ class BackendGate:
             self._backend = backend
             self._changed.notify_all()
 
+    def end(self) -> None:
+        """No other world will come: who waits, and holds JAX's lock, gets a backend of this process alone."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
     def give(self) -> Backend:
         """The backend of the world, given away and not kept: a reference would outlive it.
 
-        The thread that joins worlds gets one of this process alone if there is none.
-
-        Raises:
-            RuntimeError: the process is ending.
+        Between worlds the thread that joins them gets one of this process alone, and so do all after the last.
         """
         with self._changed:
             while self._backend is None:
-                if threading.current_thread() is self._joiner:
+                if self._is_over or threading.current_thread() is self._joiner:
                     return xla_bridge.make_cpu_client()
-                if not threading.main_thread().is_alive():
-                    raise RuntimeError("a thread asked for JAX's devices while the process was ending")
-                self._changed.wait(LOOK_S)
+                self._changed.wait()
             backend, self._backend = self._backend, None
             return backend

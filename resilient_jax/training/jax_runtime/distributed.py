@@ -89,6 +89,11 @@ def is_in_use() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def end_worlds() -> None:
+    """This process joins no other world: threads that wait for JAX's devices wait no longer."""
+    _gate.end()
+
+
 def connect(
     address: str, process_index: int, process_count: int, *, timeout_s: float, bind_host: str | None
 ) -> Connection:
