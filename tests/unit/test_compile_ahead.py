@@ -137,7 +137,13 @@ def test_a_full_cache_drops_what_was_used_longest_ago_and_never_the_newest(tmp_p
         path.write_bytes(bytes(1000))
         os.utime(path, (1000 - age, 1000 - age))
     (tmp_path / "not-ours").write_bytes(bytes(5000))
+    half, abandoned = (tmp_path / f".{name}{CACHE_SUFFIX}.0123" for name in ("half", "abandoned"))
+    half.write_bytes(bytes(5000))
+    abandoned.write_bytes(bytes(5000))
+    os.utime(abandoned, (1000, 1000))
     assert drop_oldest(tmp_path, 2500) == 1
+    assert half.exists()
+    assert not abandoned.exists()
     assert not (tmp_path / f"oldest{CACHE_SUFFIX}").exists()
     assert drop_oldest(tmp_path, 10) == 1
     assert (tmp_path / f"old{CACHE_SUFFIX}").exists()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resilient_jax.compile.guiding import follow_examples
+from resilient_jax.compile.guiding import follow_examples, hold_examples
 from resilient_jax.planning.axes import Axis
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
@@ -50,6 +50,18 @@ def test_examples_are_followed_through_operations(function, expected):
 def test_a_product_with_a_parameter_keeps_the_examples_and_its_gradient_has_none():
     assert examples_in(lambda x, w: x @ w, W) == [0]
     assert examples_in(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), W) == [None]
+
+
+@pytest.mark.parametrize("is_partitionable", [False, True])
+def test_random_bits_are_made_as_the_function_asks(is_partitionable):
+    def noise(state, batch):
+        with jax.threefry_partitionable(is_partitionable):
+            return jax.random.bits(jax.random.key(state), batch.shape)
+
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    batch = np.zeros((8, 3), np.float32)
+    held = jax.jit(hold_examples(noise, mesh))(1, batch)
+    np.testing.assert_array_equal(held, jax.jit(noise)(1, batch))
 
 
 @pytest.mark.parametrize("program", [NnxProgram(), LinenProgram()], ids=["nnx", "linen"])
