@@ -53,6 +53,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.framing import frame
 from resilient_jax.protocol.snapshots import Group
 from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
 from resilient_jax.snapshot.manifest import decode_manifest
@@ -104,6 +105,13 @@ def said(child):
     """The next line of a worker process."""
     assert child.stdout is not None
     return child.stdout.readline().strip()
+
+
+def test_a_server_that_cannot_serve_its_worker_any_more_ends_and_is_not_mute():
+    """The agent then starts another; see `world/snapshot_process`."""
+    with running(1) as (host,), host.connect() as worker:
+        worker.sendall(frame(b"no request"))
+        assert host.process.wait(WAIT_S) is not None
 
 
 # Committed.
