@@ -11,11 +11,16 @@ from pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.chaos.network import built
+from resilient_jax.errors import PeerUnreachable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.records import Phase
+from resilient_jax.training.state_transfer import FETCH, FetchRequest
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.sync_channel import SyncChannel
 from resilient_jax.world.inspection import JobReport, Part
+from resilient_jax.world.run_directory import read_contact
 
 pytestmark = pytest.mark.timeout(280)
 STILL_S = 3.0
@@ -74,6 +79,26 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
         tiny.signal(Part.WORKER, second, signal.SIGKILL)
         tiny.job.release()
         tiny.wait_training(3, number_of(report) + 2)
+        tiny.finish()
+
+
+def test_the_copy_of_the_state_for_a_newcomer_is_kept_no_longer_than_it_is_needed(tmp_path: Path) -> None:
+    with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
+        report = tiny.wait_training(2)
+        tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        report = tiny.wait_training(2, number_of(report) + 1)
+        assert any(event.kind is EventKind.STATE_FETCHED for event in tiny.job.events())
+        assert report.generation is not None
+        (holder,) = (m.endpoint for m in report.generation.members if m.host == "host-0")
+        assert holder is not None
+        credentials = Credentials(read_contact(tiny.job.run_directory).token)
+        with SyncChannel(holder, credentials) as channel:
+            # Nothing is offered, so it is waited for; what is, is of a later generation than this, and refused at once.
+            asked = channel.stream(
+                "state", FETCH, FetchRequest(generation=GenerationNumber(0)), timeout_s=1.0
+            )
+            with pytest.raises(PeerUnreachable, match="within 1.0 s"):
+                next(asked)
         tiny.finish()
 
 
