@@ -97,7 +97,7 @@ def test_the_copy_of_the_state_for_a_newcomer_is_kept_no_longer_than_it_is_neede
             asked = channel.stream(
                 "state", FETCH, FetchRequest(generation=GenerationNumber(0)), timeout_s=1.0
             )
-            with pytest.raises(PeerUnreachable, match="within 1.0 s"):
+            with pytest.raises(PeerUnreachable, match=r"within 1\.0 s"):
                 next(asked)
         tiny.finish()
 
