@@ -21,6 +21,14 @@ ShardingRule = Sharding | Callable[[str, jax.ShapeDtypeStruct], Sharding]
 """One sharding for all leaves, or a function of a leaf's path and abstract value."""
 
 
+NEEDS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where a traced function asks for numbers."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafType:
     """What a leaf is held as.
@@ -105,14 +113,26 @@ def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
 
 
 def describe(init: Callable[[], Tree]) -> Tree:
-    """What `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; texts are as it makes them."""
+    """What `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; texts are as it makes them.
+
+    Raises:
+        StateError: it needs the numbers of what it makes, which are not there when it is traced.
+    """
     made: list[Any] = []
 
     def make_arrays() -> list[Any]:
         made[:] = jax.tree_util.tree_flatten(init())
         return [None if isinstance(leaf, str) else leaf for leaf in made[0]]
 
-    abstract = jax.eval_shape(make_arrays)
+    try:
+        abstract = jax.eval_shape(make_arrays)
+    except NEEDS_NUMBERS as error:
+        raise StateError(
+            f"the function that makes the initial state cannot be traced ({str(error).splitlines()[0]}): expected "
+            "jax.numpy where it works on JAX's arrays, and no decision that hangs on their numbers. After a failure it "
+            "is traced, for the shapes. What must be computed or loaded in another way, such as pretrained weights, do "
+            "before rj.run with numpy, and return it from there"
+        ) from error
     leaves, structure = made
     return jax.tree_util.tree_unflatten(
         structure,

@@ -5,6 +5,7 @@ has a thread of its own: storage that hangs must hold up no recovery that needs 
 the newest now, not a promise that it can be read.
 """
 
+import operator
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -68,6 +69,7 @@ class Lookout:
         assert self._find is not None
         try:
             seen, failure = self._find(), ""
+            seen = None if seen is None else operator.index(seen)  # may be numpy's
         except Exception as error:  # a function of the user's, on a thread of ours: it becomes an event
             seen, failure = None, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
         if failure and failure != self._failure:

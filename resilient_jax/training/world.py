@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -217,29 +218,30 @@ class World:
 
         Args:
             init: makes the initial state, a pytree of arrays and texts; must be deterministic, every host calls it.
-                Called abstractly (for the tree's shape) when there is a state already.
+                Also called abstractly, for the tree's shape: what it does must be traceable, as by `jax.eval_shape`.
             sharding: where leaves shall lie; None: where they lie, or this host's first device. Required
                 for leaves on a mesh of several hosts, because that mesh has changed.
 
         Raises:
-            StateError: the committed state does not fit `init`, or cannot be placed.
+            StateError: the committed state does not fit `init`, or cannot be placed; or `init` cannot be traced.
         """
         self._link.check()
+        abstract = describe(
+            init
+        )  # also where it is not needed yet: after a failure is no time for its errors
         if self._holder.snapshot is not None:
-            return self._restore_snapshot(self._holder.snapshot, init, sharding)
+            return self._restore_snapshot(self._holder.snapshot, abstract, sharding)
         held = self._holder.state
         if held is None:
             return place_initial(init(), sharding)
         self._enter_restored(held)
-        return restore(describe(init), held, sharding)
+        return restore(abstract, held, sharding)
 
-    def _restore_snapshot(
-        self, plan: SnapshotPlan, init: Callable[[], Tree], sharding: ShardingRule | None
-    ) -> Tree:
+    def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
         assert self._snapshots is not None, "only an agent's worker is told of a snapshot"
         started_s = time.monotonic()
         with contextlib.closing(self._snapshots.open_reader(plan)) as reader:
-            _, state = restore_snapshot(describe(init), reader, sharding, reach=self._reach_at)
+            _, state = restore_snapshot(abstract, reader, sharding, reach=self._reach_at)
             self._link.happened(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,
@@ -433,10 +435,17 @@ class World:
         """Counts steps from here, as long as nothing is committed: for a state that comes from storage.
 
         Every host must say the same step.
+
+        Raises:
+            StateError: it is no whole number.
         """
+        try:
+            first_step = operator.index(step)
+        except TypeError as error:
+            raise StateError(f"resume_at: found {step!r}, expected a whole number of steps") from error
         self._is_resumed = True
         if self._holder.is_empty:
-            self._holder.first_step = step
+            self._holder.first_step = first_step
 
     def compile_ahead(self, jobs: Iterable[AheadJob], after_s: float = 0.0) -> None:
         """Compiles these in the background while training goes on; what waits is forgotten with this world."""

@@ -1,9 +1,6 @@
-"""A tiny job whose trainer searches its plans: 12 microbatches of 2 rows, on hosts with two devices.
+"""A tiny job whose trainer searches its plans: 12 microbatches of 2 rows, on hosts with two devices."""
 
-Arguments: the topology's file, steps, and "named" if the dims of parameters have names, so that tensor can cut them.
-"""
-
-import sys
+import argparse
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +29,15 @@ def draw(step, index):
 
 
 if __name__ == "__main__":
-    topology, steps, is_named = sys.argv[1], int(sys.argv[2]), sys.argv[3:] == ["named"]
-    rules = [("up", ("embed", "mlp")), ("down", ("mlp", "embed"))] if is_named else []
+    parser = argparse.ArgumentParser()
+    parser.add_argument("topology")
+    parser.add_argument("steps", type=int)
+    parser.add_argument(
+        "--named", action="store_true", help="the dims of parameters have names: tensor can cut them"
+    )
+    parser.add_argument("--checkpoints", help="folder for them; one every 5 steps")
+    asked = parser.parse_args()
+    rules = [("up", ("embed", "mlp")), ("down", ("mlp", "embed"))] if asked.named else []
     result = rj.Trainer(
         model=make,
         optimizer=optax.adam(1e-2),
@@ -41,7 +45,8 @@ if __name__ == "__main__":
         data=draw,
         batch_size=24,
         microbatch_size=2,
-        planning=rj.Planning(topology=topology, naming=rj.Naming(rules=rules)),
-    ).fit(steps)
+        planning=rj.Planning(topology=asked.topology, naming=rj.Naming(rules=rules)),
+        checkpoints=rj.Checkpoints(directory=asked.checkpoints, every=5) if asked.checkpoints else None,
+    ).fit(asked.steps)
     if result.host_index == 0:
         print(f"sha256 {result.sha256} loss {result.metrics['loss']:.6f}")

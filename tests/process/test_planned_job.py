@@ -8,6 +8,7 @@ import pytest
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
+from resilient_jax.training.trainer.storage import OrbaxStore
 from resilient_jax.world.inspection import Part
 from resilient_jax.world.local_job import LocalJob
 
@@ -61,8 +62,12 @@ def run_undisturbed(work, *words):
 
 
 def test_when_a_host_dies_the_axes_change_and_training_goes_on_to_the_same_loss(tmp_path):
-    plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed")
+    checkpoints = tmp_path / "checkpoints"
+    plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed", "--checkpoints", str(checkpoints))
     assert plans == ["replica 4 x fsdp 2"], "of 12 microbatches 3 for each of 4, not 2 for some of 8"
+    assert OrbaxStore(checkpoints, 2).find_newest() == STEPS, (
+        "a state that is cut over a host's devices is saved"
+    )
     plans, (_, loss) = run_and_kill(tmp_path / "killed")
     assert plans == ["replica 4 x fsdp 2", "replica 6"]
     # Other axes, other orders of addition: equal within rounding.
@@ -70,9 +75,9 @@ def test_when_a_host_dies_the_axes_change_and_training_goes_on_to_the_same_loss(
 
 
 def test_where_only_replicas_are_lost_the_weights_are_the_same_bits(tmp_path):
-    plans, expected = run_undisturbed(tmp_path / "undisturbed", "named")
+    plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
     assert plans == ["replica 4 x tensor 2"]
-    plans, found = run_and_kill(tmp_path / "killed", "named")
+    plans, found = run_and_kill(tmp_path / "killed", "--named")
     assert plans == ["replica 4 x tensor 2", "replica 3 x tensor 2"]
     assert found == expected
 

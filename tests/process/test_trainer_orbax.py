@@ -635,3 +635,33 @@ def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
     assert train(4, tmp_path / "theirs").sha256 == train(4).sha256
     assert names_in(tmp_path / "theirs") == ["2", "4"]
     assert (tmp_path / "theirs" / "2" / "_METADATA").stat().st_mtime_ns == steps_before
+
+
+def test_a_storage_process_that_died_while_it_had_nothing_to_do_costs_no_checkpoint(tmp_path):
+    def kill_idle(store):
+        os.kill(store.process, signal.SIGKILL)
+        wait_until(lambda: store._line.has_ended)
+
+    with open_store(tmp_path) as store:
+        store.save(1, make_state(1))
+        kill_idle(store)
+        store.save(2, make_state(2))
+        kill_idle(store)
+        assert to_bytes(store.load(2, abstract(make_state(2)))) == to_bytes(make_state(2))
+
+
+def test_the_state_that_training_ends_with_is_on_storage_though_no_checkpoint_was_due(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+    trainer = rj.Trainer(
+        model=lambda key: {"w": jax.random.normal(key, (3, 1))},
+        optimizer=optax.sgd(0.1),
+        loss=lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        data=rows,
+        batch_size=8,
+        microbatch_size=4,
+        checkpoints=rj.Checkpoints(directory=tmp_path),
+        callbacks=[lambda report: report.step == 5],
+    )
+    assert trainer.fit(50).step == 5
+    with open_store(tmp_path) as store:
+        assert store.find_newest() == 5

@@ -113,3 +113,13 @@ def test_another_shape_is_refused_with_both() -> None:
     held = hold(1, {"x": jnp.ones(2)})
     with pytest.raises(StateError, match=r"float32\[2\] where the init function makes float32\[3\]"):
         restore(jax.eval_shape(lambda: {"x": jnp.ones(3)}), held, None)
+
+
+def test_an_init_that_cannot_be_traced_is_refused_when_it_is_first_used() -> None:
+    def init() -> dict[str, np.ndarray]:
+        return {"w": np.asarray(jax.random.normal(jax.random.key(0), (3,)))}
+
+    with pytest.raises(
+        StateError, match=r"cannot be traced .*expected jax\.numpy .*before rj\.run with numpy"
+    ):
+        describe(init)

@@ -3,6 +3,7 @@
 import queue
 import threading
 
+import numpy as np
 import pytest
 
 from resilient_jax.events import EventKind
@@ -106,3 +107,12 @@ def test_a_job_without_checkpoints_has_no_thread_for_them():
     watch.begin()
     watch.end()
     assert threading.active_count() == before
+
+
+def test_a_step_of_numpys_is_a_step():
+    storage = Storage()
+    storage.answers.put(np.int64(7))
+    storage.lookout().begin()
+    told = storage.told.get(timeout=DEADLINE_S)
+    assert (told, type(told)) == (7, int)
+    storage.answers.put(7)

@@ -321,3 +321,34 @@ def test_an_exception_of_a_callback_comes_out_unchanged():
     with pytest.raises(LookupError) as found:
         make_trainer(callbacks=[fail]).fit(2)
     assert found.value is error
+
+
+def test_a_model_that_keeps_a_random_key_can_be_given_back():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(3, 1, rngs=rngs)
+            self.key = nnx.Variable(rngs.noise())
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    result = make_trainer(
+        model=Noisy, loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+    ).fit(2)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(result.variables))
+
+
+def test_complex_parameters_get_the_whole_gradient():
+    goal = 1 + 2j
+
+    def loss(params, batch):
+        return jnp.abs(params["z"] - goal) ** 2 + 0 * batch["x"].mean()
+
+    def conjugate(updates, state, params=None):
+        return jax.tree.map(jnp.conj, updates), state
+
+    downhill = optax.chain(optax.GradientTransformation(lambda _: (), conjugate), optax.sgd(0.1))
+    trainer = make_trainer(
+        model=lambda key: {"z": jnp.zeros((), jnp.complex64)}, optimizer=downhill, loss=loss
+    )
+    assert abs(trainer.fit(60).params["z"] - goal) < 1e-3

@@ -1,6 +1,7 @@
 """The trainer with a sharded state, on the eight devices of one host."""
 
 import functools
+import mmap
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
 from resilient_jax.training.step import reduction
+from resilient_jax.training.trainer.storage.copying import HostCopy
+from resilient_jax.training.trainer.storage.leaves import view
 
 WIDTH, STEPS = 48, 3
 
@@ -107,3 +110,19 @@ def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(fir
 def test_another_word_for_how_the_state_is_kept_is_refused():
     with pytest.raises(CallerError, match="found state='replicated', expected one of complete, sharded"):
         rj.Sharing(state="replicated")
+
+
+def test_what_is_cut_over_the_devices_of_a_host_is_copied_whole_for_a_checkpoint():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    whole = np.arange(64, dtype=np.float32).reshape(8, 8)
+    specs = {"rows": ("a",), "both": ("b", "a"), "columns": (None, "b"), "copies": ()}
+    state = {
+        name: jax.device_put(whole, jax.NamedSharding(mesh, jax.P(*spec))) for name, spec in specs.items()
+    }
+    copy = HostCopy()
+    leaves, descriptor = copy.take({**state, "number": jnp.int32(7)})
+    with mmap.mmap(descriptor, 0) as memory:
+        for leaf in leaves:
+            expected = 7 if leaf.path[0].name == "number" else whole
+            assert np.array_equal(view(leaf, memory).copy(), expected), leaf.path
+    copy.free()

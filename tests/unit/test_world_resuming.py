@@ -1,6 +1,7 @@
 """A loop that goes on from storage: it counts from there, and never begins anew without being told to."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from resilient_jax.errors import StateError
@@ -52,3 +53,37 @@ def test_a_state_that_was_committed_since_needs_no_checkpoint():
     next(first.steps(8))
     first.commit({"a": jnp.zeros(3)})
     assert next(world(lost=LOST, holder=holder).steps(8)) == 6
+
+
+def test_a_step_may_be_any_whole_number_and_nothing_else():
+    resumed = world()
+    resumed.resume_at(jnp.int32(5))
+    assert type(next(resumed.steps(8))) is int
+    with pytest.raises(StateError, match=r"resume_at: found 5\.5, expected a whole number of steps"):
+        resumed.resume_at(5.5)
+
+
+def test_a_state_that_could_not_be_made_again_is_refused_before_the_first_failure():
+    with pytest.raises(StateError, match="cannot be traced"):
+        world().restore_or_init(lambda: {"w": np.asarray(jnp.zeros(3))})
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_sum_that_failed_may_be_made_again(reproducible):
+    alone = world()
+    alone.restore_or_init(lambda: {"w": jnp.zeros(())})
+    failures = [OSError("the storage is away for a moment")]
+
+    def add(total, microbatch):
+        if microbatch.index == 2 and failures:
+            raise failures.pop()
+        return total + 1.0
+
+    def sum_all():
+        return alone.sum_microbatches(4, add, jnp.zeros(()), reproducible=reproducible)
+
+    steps = alone.steps(2)
+    next(steps)
+    with pytest.raises(OSError, match="away"):
+        sum_all()
+    assert sum_all() == 4.0

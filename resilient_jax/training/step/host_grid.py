@@ -6,7 +6,7 @@ Two small programs on this host's devices: *pack* lays leaves of one dtype end t
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from resilient_jax.errors import CallerError
 from resilient_jax.training.jax_runtime.handles import Device
 
 HOST, LOCAL = "host", "local"
@@ -23,7 +24,10 @@ HOST, LOCAL = "host", "local"
 class HostGrid:
     """Hosts down, devices of a host across.
 
-    The devices are taken in the order of their process; each host gives the same number of them.
+    The devices are taken in the order of their process.
+
+    Raises:
+        CallerError: hosts have different numbers of them.
 
     Attributes:
         mesh: all of them, axes (HOST, LOCAL).
@@ -36,11 +40,11 @@ class HostGrid:
         by_host: dict[int, list[Device]] = {}
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
-        width = min(len(of_host) for of_host in by_host.values())
-        self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST, LOCAL))
+        _refuse_different_numbers({index: len(of_host) for index, of_host in by_host.items()})
+        self.mesh = Mesh(np.array([by_host[index] for index in sorted(by_host)]), (HOST, LOCAL))
         self.hosts = len(by_host)
         self.row = sorted(by_host).index(process_index)
-        self.local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
+        self.local = Mesh(np.array(by_host[process_index]), (LOCAL,))
 
     def pack(self, leaves: Sequence[Any]) -> jax.Array:
         """[hosts, n]: all leaves, which are of one dtype, end to end, with their likes on the other hosts.
@@ -102,6 +106,16 @@ class HostGrid:
             NamedSharding(self.local, spec),
             [shard.data for shard in everywhere.addressable_shards],
         )
+
+
+def _refuse_different_numbers(counts: Mapping[int, int]) -> None:
+    if len(set(counts.values())) == 1:
+        return
+    found = ", ".join(f"process {index} has {count}" for index, count in sorted(counts.items()))
+    raise CallerError(
+        f"devices of the hosts: found different numbers ({found}), expected the same on all; start every agent with "
+        f"--devices-per-host {min(counts.values())}, or leave out the host that lacks some"
+    )
 
 
 def positions_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:

@@ -1,10 +1,9 @@
 """What the user says to have plans searched for."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Sizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.profile import Profile
 from resilient_jax.planning.search import DEFAULTS
@@ -26,7 +25,7 @@ class Planning:
         naming: of parameters' dims, where the model's Flax metadata does not name them.
         profile: of the model; None: taken from the model itself when the job begins, which compiles its gradient twice.
         calibration: constants of the estimate.
-        axes: sizes that are given, such as {Axis.TENSOR: 2}.
+        axes: sizes that are given, such as {"tensor": 2}.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the
             background. The sums over one and two hosts fewer always are.
     """
@@ -35,5 +34,5 @@ class Planning:
     naming: Naming | None = None
     profile: Profile | None = None
     calibration: Calibration = DEFAULTS
-    axes: Mapping[Axis, int] = dataclasses.field(default_factory=dict)
+    axes: Sizes = dataclasses.field(default_factory=dict)
     compile_ahead: bool = True

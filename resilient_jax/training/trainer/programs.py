@@ -109,7 +109,7 @@ class Programs:
 
     def _total_shapes(self) -> Total:
         def wide(tree: Tree) -> Tree:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), tree)
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _wide(leaf.dtype)), tree)
 
         variables = self.abstract_state.variables
         _, (metrics, statistics) = jax.eval_shape(
@@ -147,7 +147,7 @@ class Programs:
         (loss, (metrics, statistics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables.params)
         finite = is_finite((loss, gradients, statistics))
         new = Total(gradients, statistics, loss, metrics, jnp.zeros_like(total.bad))
-        new = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), new)
+        new = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), new)
         if self._recipe.numerics.non_finite == NonFinite.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
         new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
@@ -160,7 +160,7 @@ class Programs:
         count = jnp.float32(self._recipe.microbatches)
         if skips:
             count = count - skipped
-        norm = optax.tree.norm(_divide(total.gradients, count))
+        norm = optax.tree.norm(_divide(total.gradients, count)).astype(jnp.float32)
         means = _divide({"loss": total.loss, **total.metrics}, count)
         metrics = {**means, "grad_norm": norm, **({"skipped": skipped} if skips else {})}
         return Measures(count, norm, means["loss"]), metrics
@@ -228,6 +228,11 @@ def zeros_like(abstract: Tree, where: Placement) -> Tree:
         ),
         abstract,
     )
+
+
+def _wide(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
+    """In which numbers of a type are added up: float32 at least, and what they have beyond that."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _divide(tree: Tree, count: jax.Array) -> Tree:

@@ -9,6 +9,7 @@ import numpy as np
 
 from resilient_jax.training.trainer.digest import digest
 from resilient_jax.training.trainer.models import Variables
+from resilient_jax.training.trainer.state import is_key
 
 Tree = Any
 """A pytree of arrays."""
@@ -21,8 +22,8 @@ class FitResult:
     Attributes:
         step: how many steps are committed.
         metrics: of the last step and the last evaluation on this host, as floats; empty if it made none.
-        variables: numpy arrays: `params`, `statistics` and `constants`. Of an `nnx` model they are dicts, as
-            `nnx.update(model, params)` takes them; of a Linen model its collections.
+        variables: numpy arrays, of a random key its data: `params`, `statistics` and `constants`. Of an `nnx` model
+            they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
         stopped_because: why it ended before the last step; None: it did not.
         host_index: of this host in the last generation: 0 is the one that prints and saves.
     """
@@ -46,4 +47,4 @@ class FitResult:
 
 def to_host_memory(variables: Variables) -> Variables:
     """Copies that need no device: on a CPU `np.asarray` would be the device's own memory."""
-    return jax.tree.map(lambda leaf: np.array(leaf), variables)
+    return jax.tree.map(lambda leaf: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf), variables)

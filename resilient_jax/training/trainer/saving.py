@@ -37,14 +37,19 @@ class Saving:
         self._store.report(world.note)
         if not self._checkpoints.is_due(step, self._steps):
             return
+        if (
+            world.host_index == 0 and step == self._steps
+        ):  # nothing comes after it that might be saved instead
+            self._store.wait(world.note, world.check)
+        self._start(keeping, state, step)
+
+    def _start(self, keeping: Keeping, state: TrainingState, step: int) -> None:
         whole = keeping.gather(state)
-        if world.host_index == 0:
-            if step == self._steps:  # nothing comes after it that might be saved instead
-                self._store.wait(world.note, world.check)
-            self._store.start_saving(step, whole, world.note)
+        if keeping.world.host_index == 0:
+            self._store.start_saving(step, whole, keeping.world.note)
 
     def finish(self, keeping: Keeping, state: TrainingState) -> None:
-        """Returns on every host when the last checkpoint is on storage.
+        """Returns on every host when the state that training ended with, at whichever step, is on storage.
 
         If the host that was to save it is dead, the first of the others does: nobody is done before this is.
 
@@ -55,11 +60,9 @@ class Saving:
         saves = world.host_index == 0
         if saves:
             self._store.finish(world.note, world.check)
-        is_missing = (
-            saves and step > 0 and self._checkpoints.is_due(step, self._steps) and not self._store.has(step)
-        )
+        is_missing = saves and step > 0 and not self._store.has(step)
         if int(world.agree(np.array([is_missing], np.int32))[0]):
-            self.save(keeping, state, step)
+            self._start(keeping, state, step)
             if saves:
                 self._store.finish(world.note, world.check)
             world.agree(np.zeros(1, np.int32))

@@ -42,7 +42,7 @@ class TrainingState(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Sums over microbatches, all float32. B is the number of microbatches in a step.
+    """Sums over microbatches, in float32 at least. B is the number of microbatches in a step.
 
     Attributes:
         gradients: in the shapes of the parameters.

@@ -1,5 +1,6 @@
 """The copy of a state that is written while training goes on."""
 
+import itertools
 import mmap
 import os
 from typing import Any
@@ -25,20 +26,22 @@ class HostCopy:
         """Copies a state over the last one; gives where its leaves lie, and the descriptor, which stays ours.
 
         Args:
-            state: arrays that are whole on one of this process's devices; numbers.
+            state: arrays of which this process's devices have all; numbers.
 
         Raises:
-            StateError: there is only a piece of an array here.
+            StateError: there is only a part of an array here.
         """
-        flat = [(path, _whole_here(leaf)) for path, leaf in flatten(state)]
-        for _, leaf in flat:
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
+        flat = [(path, _raw(leaf)) for path, leaf in flatten(state)]
+        pieces = [_pieces(array) for _, array in flat]
+        for _, piece in itertools.chain(*pieces):
+            if isinstance(piece, jax.Array):
+                piece.copy_to_host_async()
         leaves, nbytes = lay_out(flat)
         descriptor, memory = self._provide(nbytes)
-        for leaf, (_, array) in zip(leaves, flat, strict=True):
+        for leaf, of_leaf in zip(leaves, pieces, strict=True):
             if not leaf.empty:
-                np.copyto(view(leaf, memory), np.asarray(array))
+                for index, piece in of_leaf:
+                    view(leaf, memory)[index] = np.asarray(piece)
         return leaves, descriptor
 
     def free(self) -> None:
@@ -56,15 +59,22 @@ class HostCopy:
         return self._memory
 
 
-def _whole_here(leaf: Any) -> Any:  # noqa: ANN401 - an array, a number, or an empty container
-    """A whole copy of an array, on one device of this process."""
+def _raw(leaf: Any) -> Any:  # noqa: ANN401 - an array, a number, or an empty container
+    """As it is written: a random key as its numbers."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf
-    array = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    copy = array.addressable_shards[0].data
-    if copy.shape != array.shape:
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _pieces(array: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401 - an array, or an empty container
+    """What it consists of, each with its place in it; nothing twice."""
+    if not isinstance(array, jax.Array):
+        return [(..., array)]
+    if array.is_fully_replicated:
+        return [(..., array.addressable_shards[0].data)]
+    if not array.is_fully_addressable:
         raise StateError(
-            f"a checkpoint was asked for of a state with a piece of an array here ({array.sharding}), expected all of "
+            f"a checkpoint was asked for of a state with a part of an array here ({array.sharding}), expected all of "
             "it; gather it first"
         )
-    return copy
+    return [(shard.index, shard.data) for shard in array.addressable_shards if shard.replica_id == 0]

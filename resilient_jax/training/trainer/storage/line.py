@@ -52,6 +52,11 @@ class StorageLine:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone; an answer may still be there to be read."""
+        return self._process.poll() is not None
+
     def send(self, order: Order, descriptor: int | None = None) -> None:
         """Gives an order; does not wait for it, nor for the process to be up.
 

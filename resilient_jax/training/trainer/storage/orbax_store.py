@@ -125,7 +125,7 @@ class OrbaxStore:
 
         Args:
             step: how many steps are in the state. If a whole checkpoint of it is on storage, that one stays.
-            state: arrays that are whole on one of this process's devices.
+            state: arrays of which this process's devices have all.
             note: takes events.
         """
         self.report(note)
@@ -134,8 +134,9 @@ class OrbaxStore:
             logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._in_flight.step)
             note(EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s)
             return False
-        self._in_flight = _InFlight(step, time.monotonic())
+        started_s = time.monotonic()
         leaves, descriptor = self._copy.take(state)
+        self._in_flight = _InFlight(step, started_s)
         order = Save(
             directory=str(self._directory),
             step=step,
@@ -146,6 +147,7 @@ class OrbaxStore:
         try:
             self._connect().send(order, descriptor)
         except CheckpointFailed as error:
+            self._drop_line()
             self._end_save(Failed(reason=str(error)), note)
         return True
 
@@ -305,6 +307,9 @@ class OrbaxStore:
     # The process.
 
     def _connect(self) -> StorageLine:
+        """The line for a new order: one whose process has died since the last is replaced."""
+        if self._line is not None and self._line.has_ended:
+            self._drop_line()
         if self._line is None:
             self._line = StorageLine()
         return self._line
@@ -316,8 +321,9 @@ class OrbaxStore:
 
     def _receive(self, timeout_s: float, started_s: float) -> Answer | None:
         """The answer to the order in flight; that the process died, or took too long, is one, too."""
+        assert self._line is not None, "an order is in flight"
         try:
-            answer = self._connect().poll(timeout_s)
+            answer = self._line.poll(timeout_s)
         except CheckpointFailed as error:
             self._drop_line()
             return Failed(reason=str(error))
