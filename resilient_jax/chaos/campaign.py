@@ -106,7 +106,7 @@ class Campaign:
         self._told = 0
         """So many of them have been told of."""
         self._base_step = 0
-        self._lease_ttl_s = override(JobConfig(), manifest.job.config, source="job.config").lease_ttl_s
+        self._lease_ttl_s = override(JobConfig(), manifest.job.settings, source="job.config").lease_ttl_s
 
     def run(self) -> Findings:
         """To the job's end."""

@@ -90,6 +90,17 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     needs: tuple[str, ...] = ()
 
 
+QUICK_CONFIG: dict[str, float | int | str] = {
+    "lease_ttl_s": 2.0,
+    "restart_limit": 1000,
+    "restart_backoff_s": 0.0,
+    "forming_deadline_s": 20.0,
+    "store_deadline_s": 30.0,
+    "collective_timeout_s": 40.0,
+}
+"""For jobs that are broken every few seconds: nobody is given up. What a manifest says of these counts."""
+
+
 class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job that the script is run as.
 
@@ -98,7 +109,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
         disk_mib: of a disk of its own for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
-        config: keys of `config.job.JobConfig`.
+        config: keys of `config.job.JobConfig`, besides QUICK_CONFIG.
     """
 
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4
@@ -108,6 +119,11 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk_mib: Natural = 0
     may_set_clock: bool = False
     config: dict[str, float | int | str] = {}
+
+    @property
+    def settings(self) -> dict[str, float | int | str]:
+        """All keys of `config.job.JobConfig` that are not left at their defaults."""
+        return {**QUICK_CONFIG, **self.config}
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,21 +49,29 @@ class Reference:
         end = self._directory / "end"
         end.write_text(str(steps))
         command = fill_in(self._command, self._directory)
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=DEADLINE_S,
-            env={
-                **os.environ,
-                **self._environment,
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
-                "JAX_PLATFORMS": "cpu",
-                LEDGER_VARIABLE: str(self._directory / "ledger"),
-                END_VARIABLE: str(end),
-            },
-        )
+        environment = {
+            **os.environ,
+            **self._environment,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
+            "JAX_PLATFORMS": "cpu",
+            LEDGER_VARIABLE: str(self._directory / "ledger"),
+            END_VARIABLE: str(end),
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, *command],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=DEADLINE_S,
+                env=environment,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise CallerError(
+                f"{command[0]}: found it still training after {DEADLINE_S / 60:.0f} minutes undisturbed, expected an "
+                f"end after step {steps}: it has to stop where the file named in {END_VARIABLE} says (see "
+                "examples/chaos_job.py), or after --steps (job.steps in a manifest) of itself"
+            ) from late
         if done.returncode:
             raise CallerError(
                 f"{command[0]}: found exit code {done.returncode} of a run that nobody disturbs, expected 0; a "

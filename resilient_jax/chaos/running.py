@@ -22,15 +22,6 @@ from resilient_jax.chaos.writing import write_manifest, write_table
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
 from resilient_jax.world.local_job import LocalJob
 
-QUICK_CONFIG: dict[str, float | int | str] = {
-    "lease_ttl_s": 2.0,
-    "restart_limit": 1000,
-    "restart_backoff_s": 0.0,
-    "forming_deadline_s": 20.0,
-    "store_deadline_s": 30.0,
-    "collective_timeout_s": 40.0,
-}
-"""For jobs that are broken every few seconds: nobody is given up. What a manifest says of these counts."""
 HOST_RESTART_LIMIT = 10_000
 REFERENCE_STEPS = 200
 """Of the undisturbed run at first: enough for a short campaign."""
@@ -95,7 +86,7 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
 
 def _options(manifest: Manifest, directory: Path, network: Network | None) -> list[str]:
     config = directory / "job.toml"
-    config.write_text(write_table({**QUICK_CONFIG, **manifest.job.config}))
+    config.write_text(write_table(manifest.job.settings))
     options = ["--config", str(config), "--devices-per-host", str(manifest.job.devices_per_host)]
     options += ["--host-restart-limit", str(HOST_RESTART_LIMIT)]
     if network is not None:

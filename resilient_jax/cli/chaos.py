@@ -21,6 +21,8 @@ from resilient_jax.cli.options import check_script, say
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
 
 CAMPAIGNS = "configs/chaos"
+RUN_FOLDER = "campaign"
+"""Of the run folder: where the campaign itself goes, beside the undisturbed run and the cache."""
 
 
 class CampaignFailed(ResilientJaxError):
@@ -42,19 +44,21 @@ def chaos(
     random: Annotated[
         bool, typer.Option("--random", help="Draw the incidents from published failure rates.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of a random campaign.")] = 0,
-    incidents: Annotated[int, typer.Option(help="Of a random campaign.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of a random campaign.")] = 0,
+    incidents: Annotated[int, typer.Option(min=1, help="Of a random campaign.")] = 20,
     gap: Annotated[
-        float, typer.Option(help="Mean steps between two incidents anywhere in a random campaign.")
+        float, typer.Option(min=0.1, help="Mean steps between two incidents anywhere in a random campaign.")
     ] = 12.0,
-    hosts: Annotated[int, typer.Option(help="Of a random campaign's job.")] = 4,
+    hosts: Annotated[int, typer.Option(min=1, max=64, help="Of a random campaign's job.")] = 4,
     steps: Annotated[
         int,
         typer.Option(min=0, help="That the script of a random campaign trains. 0: until the tool says so."),
     ] = 0,
     tolerated: Annotated[
         int | None,
-        typer.Option(help="Hosts that may be lost at once in a random campaign. Default: all but one."),
+        typer.Option(
+            min=1, help="Hosts that may be lost at once in a random campaign. Default: all but one."
+        ),
     ] = None,
     network: Annotated[
         bool, typer.Option("--network", help="Random campaign: hosts in network namespaces, links may fail.")
@@ -63,7 +67,7 @@ def chaos(
         bool, typer.Option("--minimise", help="If it fails: find the fewest incidents that still do.")
     ] = False,
     repeat: Annotated[
-        int, typer.Option(help="Runs of each trial when minimising: some failures are rare.")
+        int, typer.Option(min=1, help="Runs of each trial when minimising: some failures are rare.")
     ] = 1,
     run_dir: Annotated[
         Path | None,
@@ -92,10 +96,15 @@ def chaos(
         raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
     command = _find_script(script, manifest)
     directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-"))
+    if (directory / RUN_FOLDER).exists():
+        raise CallerError(
+            f"--run-dir {directory}: found a campaign there, expected none: its events would be taken for those of "
+            "this one. Name another folder, or remove it"
+        )
     tell = _Teller(quiet=as_json)
     tell(f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {directory}")
-    findings = _run(manifest, command, directory, directory / "campaign", tell)
-    _report(findings, directory / "campaign" / "manifest.toml", as_json=as_json)
+    findings = _run(manifest, command, directory, directory / RUN_FOLDER, tell)
+    _report(findings, directory / RUN_FOLDER / "manifest.toml", as_json=as_json)
     if findings.violations and shrink:
         smallest = _shrink(manifest, command, directory, repeat, tell)
         tell(

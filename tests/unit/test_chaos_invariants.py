@@ -187,10 +187,18 @@ def test_good_decisions_violate_nothing_in_whatever_order_they_are_written() -> 
         (decided(2, "active", 10, 23), Invariant.LEADERS),
         (decided(1, "form", 20, 23, "host-1"), Invariant.NUMBERS),
         (decided(2, "quiesce", 20, 23, "host-1"), Invariant.NUMBERS),
+        (decided(2, "form", 20, 23, "host-1"), Invariant.NUMBERS),
     ],
 )
 def test_bad_decisions_are_found(bad: Event, invariant: Invariant) -> None:
     assert [v.invariant for v in check_membership([*GOOD_DECISIONS, bad])] == [invariant]
+
+
+def test_an_active_generation_may_be_written_again_and_no_planned_change_becomes_an_unplanned_one() -> None:
+    again = [*GOOD_DECISIONS, decided(2, "active", 20, 23, "host-1"), decided(2, "active", 20, 24, "host-1")]
+    assert check_membership(again) == []
+    changed = [*again, decided(3, "pause", 20, 25, "host-1"), decided(3, "quiesce", 20, 26, "host-1")]
+    assert [v.invariant for v in check_membership(changed)] == [Invariant.NUMBERS]
 
 
 def test_a_token_that_two_hosts_got_is_found() -> None:
