@@ -99,6 +99,10 @@ class StoreUnreachable(OperatorError):
     exit_code = ExitCode.STORE_LOST
 
 
+class StoreReplaced(StoreUnreachable):
+    """Another store answers at the address: the one we knew is gone, with everything it held."""
+
+
 class AddressInUse(OperatorError):
     """Another process listens on the address that was asked for."""
 
@@ -192,10 +196,6 @@ class StaleGeneration(PeerError):
 
 class CompactedRevision(PeerError):
     """A watch asked for changes that the store has already forgotten; read again, then watch."""
-
-
-class StoreReplaced(PeerError):
-    """Another store answers at the address: the one we knew is gone, with everything it held."""
 
 
 class LeaseExpired(PeerError):

@@ -26,6 +26,7 @@ class EventKind(enum.StrEnum):
     RESTART_DELAYED = "restart.delayed"
     BUDGET_EXHAUSTED = "restart.budget_exhausted"
     SERVICE_STARTED = "service.started"
+    SERVICE_NOT_STARTED = "service.not_started"
     SERVICE_EXITED = "service.exited"
     # membership
     LEADER_ELECTED = "leader.elected"

@@ -1,8 +1,10 @@
 """`resilient-jax agent`: what runs on each host of a pod."""
 
 import asyncio
+import contextlib
 import errno
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -28,6 +30,7 @@ from resilient_jax.cli.options import (
 )
 from resilient_jax.errors import CallerError, ExitCode, OutOfResources, TokenRefused
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.keys import hosts_prefix
 from resilient_jax.protocol.records import Outcome, OutcomeKind
 from resilient_jax.store.embedded import serve_store
 from resilient_jax.store.memory import MemoryStore
@@ -43,7 +46,8 @@ from resilient_jax.world.worker_process import current_environment
 
 WAITING_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""
-
+SERVING_POLL_S = 0.2
+"""How often an agent that only serves the store any more looks whether anybody needs it."""
 
 THIS_HOST = socket.gethostname()
 StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
@@ -91,9 +95,12 @@ def agent(
     The job's token is read from the environment variable RESILIENT_JAX_TOKEN.
 
     SIGTERM is a notice: the host leaves at the next step boundary, and nothing is redone; after 25 s it leaves in any
-    case. Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80
-    store lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug,
-    130 interrupted.
+    case. With --serve-store the store is served until all other hosts have ended. After training the script may work as
+    long as it likes.
+
+    Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80 store
+    lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug, 130
+    interrupted.
     """
     token = _read_token()
     command = check_script(script)
@@ -164,7 +171,32 @@ async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Ou
     async with MemoryStore() as store:
         serve_store(server, store)
         async with server:
-            return await _supervise(settings, server.address)
+            outcome = await _supervise(settings, server.address)
+            if outcome.exit_code != ExitCode.INTERRUPTED:
+                await _serve_the_others(settings, store)
+            return outcome
+
+
+async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None:
+    """The other hosts' agents end with the store: until they have, or a signal comes, it stays."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    prefix = hosts_prefix(settings.job)
+    before: list[str] = []
+    while not told.is_set():
+        _, found = await store.range(prefix)
+        hosts = sorted(item.key.removeprefix(prefix) for item in found)
+        if not hosts:
+            return
+        if hosts != before:
+            say(
+                f"[{settings.host}] serving the store until {', '.join(hosts)} have ended; Ctrl-C ends it now"
+            )
+            before = hosts
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SERVING_POLL_S):
+                await told.wait()
 
 
 async def _supervise(settings: AgentSettings, address: str) -> Outcome:

@@ -1,6 +1,7 @@
 """`resilient-jax kill`: break a running job on purpose."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -28,5 +29,6 @@ def kill(
     if not killed:
         raise CallerError(f"host {host} runs no {part} now; see `resilient-jax status {run_dir}`")
     for pid in killed:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # the store has not heard yet that it is dead
+            os.kill(pid, number)
     sys.stdout.write(f"{number.name} to {part} on {host}: process {', '.join(map(str, killed))}\n")

@@ -80,7 +80,11 @@ def launch(
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
-    job_config(config, hosts)  # refused here once, not by every agent
+    if (least := job_config(config, hosts).min_hosts) > hosts:  # refused here once, not by every agent
+        raise ConfigError(
+            f"{config}: min_hosts: found {least} for a job of {hosts} hosts, expected no more than those. Lower it, or "
+            "start more hosts"
+        )
     directory = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     options = [*("--platform", check_platform(platform) or "cpu")]
     if devices_per_host is not None:

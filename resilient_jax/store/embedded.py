@@ -78,7 +78,8 @@ class _StoreService:
         store_id = self._store.store_id
         if request.store_id not in ("", store_id):
             raise StoreReplaced(
-                f"store {request.store_id} is gone, with all it held; store {store_id} answers in its place"
+                f"store {request.store_id} is gone, with all it held; store {store_id} answers in its place. A job "
+                "ends with its store: start all its agents again, and it goes on from its newest checkpoint"
             )
         told_revision = None
         progress = self._store.watch_progress(request.prefix, request.from_revision)

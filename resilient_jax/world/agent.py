@@ -86,6 +86,8 @@ class Agent:
         self._session: Session | None = None
         self._leaving = _Leaving.NO
         self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._cut_short: Outcome | None = None
+        """Of a notice or an interrupt that came when training was over and the script was not."""
         self._killing: asyncio.Task[None] | None = None
         self._void: GenerationNumber | None = None
         self._snapshots = SnapshotProcess(
@@ -103,10 +105,11 @@ class Agent:
         )
 
     async def run(self) -> Outcome:
-        """Supervises until the job has ended, this host leaves, or the store is lost for good.
+        """Supervises until the job has ended, or this host leaves.
 
         Raises:
             Refused: the job does not let this host in.
+            StoreUnreachable: the store is lost for good.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_notice)
@@ -114,10 +117,7 @@ class Agent:
         self._log.record(EventKind.AGENT_STARTED, pid=os.getpid())
         tasks: list[asyncio.Task[None]] = []
         try:
-            session = self._new_session()
-            await session.open()
-            self._session = session
-            self._generation = await self._read_generation()
+            session = self._session = await self._register("while it registered")
             tasks = [
                 loop.create_task(self._supervise_worker()),
                 loop.create_task(self._stay_registered(session)),
@@ -127,6 +127,8 @@ class Agent:
                 task.add_done_callback(self._end_if_failed)
             outcome = await self._ended
             await self._supervisor.let_finish(outcome)
+            if outcome.kind is OutcomeKind.DONE and self._cut_short is not None:
+                return self._cut_short
             return self._supervisor.with_exit_code(outcome)
         finally:
             await self._clean_up(tasks)
@@ -140,8 +142,13 @@ class Agent:
             return
         self._leaving = _Leaving.ASKED
         self._log.record(EventKind.HOST_DRAINING)
-        self._say(f"{self._settings.host}: got a notice to leave; leaving at the next step boundary")
         asyncio.get_running_loop().call_later(DRAIN_DEADLINE_S, self._leave)
+        if self._ended.done():
+            self._say(
+                f"{self._settings.host}: got a notice to leave; the script has {DRAIN_DEADLINE_S:g} s to end"
+            )
+            return
+        self._say(f"{self._settings.host}: got a notice to leave; leaving at the next step boundary")
         self._touch()
         generation = self._generation
         if generation is None or (
@@ -150,12 +157,18 @@ class Agent:
             self._leave()
 
     def _leave(self) -> None:
-        self._end(Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(ExitCode.DRAINED), message="drained"))
+        self._leave_with(ExitCode.DRAINED, "drained")
 
     def _on_interrupt(self) -> None:
-        self._end(
-            Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(ExitCode.INTERRUPTED), message="interrupted")
-        )
+        self._leave_with(ExitCode.INTERRUPTED, "interrupted")
+
+    def _leave_with(self, code: ExitCode, message: str) -> None:
+        """Ends this host's part; a script that still works after training, too."""
+        outcome = Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
+        if self._ended.done():
+            self._cut_short = outcome
+            self._supervisor.kill(message)
+        self._end(outcome)
 
     def _end_if_failed(self, task: "asyncio.Task[None]") -> None:
         """An error of the agent itself ends it; `run` raises it."""
@@ -191,7 +204,7 @@ class Agent:
             self._log.record(EventKind.STORE_LOST, why=why)
             self._say(f"{self._settings.host}: {why}; training stops here until the store is back")
             self._supervisor.order(Hold())
-            session = await self._reopen(why)
+            session = await self._register(why)
             self._log.record(EventKind.STORE_REGAINED)
             self._say(f"{self._settings.host}: the store is back")
 
@@ -225,13 +238,21 @@ class Agent:
             except PeerError:
                 await asyncio.sleep(0.1)
 
-    async def _reopen(self, why: str) -> Session:
+    async def _register(self, why: str) -> Session:
+        """A session of its own again, or for the first time; `why` it has none.
+
+        Raises:
+            Refused: the job does not let this host in.
+            StoreUnreachable: it cannot be had in time.
+        """
         deadline_s = self._clock.monotonic_s() + self._settings.config.store_deadline_s
         while True:
             session = self._new_session()
             try:
-                self._void = self._seat_of_before(await self._read_generation())
+                known = await self._read_generation()
+                self._void = self._seat_of_before(known)
                 await session.open()
+                self._generation = self._generation or known
                 return session
             except PeerError as error:
                 if self._clock.monotonic_s() > deadline_s:

@@ -135,6 +135,9 @@ class Child:
             return
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was not written yet is for nobody
+                self.process.stdin.close()
         # Whatever it started must not stay: the group outlives its leader.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)

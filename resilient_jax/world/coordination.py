@@ -22,6 +22,8 @@ SERVICE_MODULE = "resilient_jax.training.jax_runtime.service"
 PORT_TRIES = 5
 """A free port may be taken by somebody else between finding it and serving on it."""
 START_TIMEOUT_S = 30.0
+NOT_STARTED_PAUSE_S = 1.0
+"""When one could not be started, until it is tried again."""
 
 
 class CoordinationServices:
@@ -69,7 +71,7 @@ class CoordinationServices:
             task.cancel()
         if self._standby is not None:
             self._standby.cancel()
-            with contextlib.suppress(asyncio.CancelledError, InternalError):
+            with contextlib.suppress(asyncio.CancelledError, InternalError, OSError, TimeoutError):
                 waiting = await self._standby
                 await waiting.child.end()
         for child in list(self._children.values()):
@@ -78,22 +80,40 @@ class CoordinationServices:
     async def _serve(self, world: WorldId, nodes: int) -> None:
         try:
             for _ in range(PORT_TRIES):
-                self.warm_up()
-                assert self._standby is not None, "just warmed up"
-                waiting, self._standby = await self._standby, None
-                address = f"{self._host_address}:{_free_port(self._host_address)}"
-                if await waiting.serve(address, nodes):
-                    status = ServiceStatus(world=world, nodes=nodes, address=address, pid=waiting.child.pid)
-                    self._children[status] = waiting.child
-                    self._log.record(EventKind.SERVICE_STARTED, world=world, address=address, pid=status.pid)
-                    self._spawn(self._watch(status, waiting.child))
+                if await self._try_to_serve(world, nodes):
                     return
-                await waiting.child.end()
             raise InternalError(f"no free port for a coordination service on {self._host_address}")
+        except (InternalError, OSError, TimeoutError) as error:
+            self._log.record(
+                EventKind.SERVICE_NOT_STARTED, world=world, error=str(error) or "it took too long"
+            )
+            await asyncio.sleep(
+                NOT_STARTED_PAUSE_S
+            )  # the leader asks again as soon as it is not being started
         finally:
             self._starting.discard((world, nodes))
             self._on_change()
             self.warm_up()
+
+    async def _try_to_serve(self, world: WorldId, nodes: int) -> bool:
+        """Takes the process that waits into service; False if its port was taken."""
+        self.warm_up()
+        assert self._standby is not None, "just warmed up"
+        standby, self._standby = self._standby, None  # one that could not be started is not asked again
+        waiting = await standby
+        is_serving = False
+        try:
+            address = f"{self._host_address}:{_free_port(self._host_address)}"
+            is_serving = await waiting.serve(address, nodes)
+        finally:
+            if not is_serving:
+                await waiting.child.end()
+        if is_serving:
+            status = ServiceStatus(world=world, nodes=nodes, address=address, pid=waiting.child.pid)
+            self._children[status] = waiting.child
+            self._log.record(EventKind.SERVICE_STARTED, world=world, address=address, pid=status.pid)
+            self._spawn(self._watch(status, waiting.child))
+        return is_serving
 
     async def _watch(self, status: ServiceStatus, child: Child) -> None:
         code = await child.exited_or_stopped()
@@ -136,6 +156,7 @@ async def _start_waiting() -> _Waiting:
     try:
         assert child.process.stdout is not None, "started with a pipe"
         lines = await read_lines(child.process.stdout.fileno())
+        child.process.stdout.close()
         async with asyncio.timeout(START_TIMEOUT_S):
             answer = await lines.readline()
         if answer.strip() != b"ready":

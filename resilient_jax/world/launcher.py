@@ -33,12 +33,12 @@ from resilient_jax.world.restart_budget import RestartBudget
 from resilient_jax.world.run_directory import Contact, remove_contact, write_contact
 
 TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
-END_GRACE_S = 10.0
-"""Agents clean up in well under a second; this bounds the wait for one that cannot."""
-FINISH_GRACE_S = 70.0
-"""Scripts may still work after training is done; the agents bound that, this bounds the agents."""
+END_GRACE_S = 35.0
+"""Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
 FATAL_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.REFUSED), int(ExitCode.INTERNAL)})
 """Agents that end with one of these would end so again, wherever they are started."""
+CUT_SHORT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
+"""Of agents that were told to leave."""
 OWN_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
 """Agents end with another positive one only for the script."""
 
@@ -190,26 +190,35 @@ class Launcher:
         deadline_s: float | None = None
         loop = asyncio.get_running_loop()
         while pending:
-            ending = self.view.outcome is not None or self._interrupted
-            if ending and deadline_s is None:
-                done = self.view.outcome is not None and self.view.outcome.exit_code == ExitCode.DONE
-                deadline_s = loop.time() + (FINISH_GRACE_S if done else END_GRACE_S + 25.0)
+            if deadline_s is None and self._is_ending():
+                deadline_s = loop.time() + END_GRACE_S
             if deadline_s is not None and loop.time() > deadline_s:
                 return
             finished, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
             for host in finished:
                 host.result()
 
+    def _is_ending(self) -> bool:
+        """Whether all agents should be gone soon. Scripts may work on after training as long as they like."""
+        outcome = self.view.outcome
+        is_done = outcome is not None and outcome.exit_code == ExitCode.DONE
+        return bool(self._interrupted) or (outcome is not None and not (is_done and self.view.hosts))
+
     def _with_agents_code(self, outcome: Outcome) -> Outcome:
         """A script that failed after the job was done: its agent exited with the script's code."""
         if outcome.exit_code != ExitCode.DONE:
             return outcome
+        cut_short = [code for code in self._codes.values() if code in CUT_SHORT_CODES]
+        if self._interrupted and cut_short:
+            message = "interrupted after training was done, while scripts still worked"
+            return Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
         # Our own codes say that a host left or was given up: the others did the job without it.
         failed = [(h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in OWN_CODES]
         if not failed:
             return outcome
         host, code = failed[0]
-        return msgspec.structs.replace(outcome, exit_code=code, host=host)
+        message = f"training was done, but then the script failed with code {code}; its words are above and in its log"
+        return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
 
     def _outcome_without_leader(self) -> Outcome:
         """No host is left: they were refused, interrupted or killed, or their budget is spent."""
@@ -229,7 +238,7 @@ class Launcher:
     async def _run_host(self, name: HostName, index: int) -> None:
         """Keeps one host's agent running until it ends by itself."""
         budget = RestartBudget(limit=self._settings.host_restart_limit, window_s=600.0, backoff_s=0.0)
-        while True:
+        while not self._interrupted and self.view.outcome is None:
             child = self._start_agent(name, index)
             self.agents[name] = child
             assert child.process.stdout is not None, "started with a pipe"

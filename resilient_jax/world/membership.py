@@ -376,8 +376,8 @@ def _reason_to_wait(
         enough = present >= rules.min_hosts
     else:
         patience_s = rules.regroup_s if origin.exists else rules.start_deadline_s
-        needed = rules.min_hosts if waited_s > patience_s else rules.expected_hosts
-        enough = present >= max(needed, 1)
+        expected = 0 if waited_s > patience_s else rules.expected_hosts
+        enough = present >= max(expected, rules.min_hosts, 1)
     if enough:
         return None
     if waited_s <= rules.start_deadline_s:

@@ -34,8 +34,10 @@ STOP_GRACE_S = 2.0
 """A worker that was told to stop because the job failed gets this long before SIGKILL."""
 NOT_STARTED_PAUSE_S = 1.0
 """When the machine has no descriptor, process or memory left for a worker, until it is tried again."""
-FINISH_GRACE_S = 60.0
-"""After the job is done the script may still save or print; this bounds it."""
+FINISH_INTERVAL_S = 60.0
+"""How often it is told that a script still works after training: that is its own affair, and takes what it takes."""
+SIGNAL_CODE = 128
+"""What shells add to a signal's number for the exit code of a process that it ended."""
 
 
 class WorkerSupervisor:
@@ -122,7 +124,7 @@ class WorkerSupervisor:
                 incarnation=number,
             )
             self._on_changed(worker)
-            if self._is_over() or worker.report.done or _is_users_error(code):
+            if self._is_over() or _is_users_error(code):
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
                 return None
@@ -213,7 +215,11 @@ class WorkerSupervisor:
                 self.progress = (word.step, word.metrics)
             case WantsSnapshots():
                 self._wants_snapshots = True
-                self._snapshots.start()
+                try:
+                    self._snapshots.start()
+                except OSError as error:
+                    self._say(f"{self._settings.host}: no snapshot server could be started: {error}")
+                    self.kill(f"no snapshot server could be started: {error}")  # the next worker asks again
                 self.on_snapshots_changed()
 
     def on_snapshots_changed(self) -> None:
@@ -240,25 +246,40 @@ class WorkerSupervisor:
         if worker is None or worker.child.exit_code is not None:
             return
         worker.order(Stop(reason=str(outcome.kind)))
-        grace_s = FINISH_GRACE_S if outcome.kind is OutcomeKind.DONE else STOP_GRACE_S
-        if outcome.exit_code == ExitCode.INTERRUPTED:
-            grace_s = 0.0
-        try:
-            async with asyncio.timeout(grace_s):
-                await worker.child.exited()
-                await asyncio.sleep(0.2)  # its last lines
-        except TimeoutError:
+        exited = asyncio.create_task(worker.child.exited())
+        if outcome.kind is OutcomeKind.DONE:
+            await self._let_script_end(worker, exited)
+        elif outcome.exit_code != ExitCode.INTERRUPTED:
+            await asyncio.wait((exited,), timeout=STOP_GRACE_S)
+        if exited.done():
+            await asyncio.sleep(0.2)  # its last lines
+        else:
             self.kill("the job is over")
+            await exited
+
+    async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
+        """A script may still save and print. One that was left out of the training, or is stopped, has nothing to."""
+        while not (await asyncio.wait((exited,), timeout=FINISH_INTERVAL_S))[0]:
+            if worker.child.is_stopped() or not worker.report.done:
+                return
+            self._say(f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it")
 
     def with_exit_code(self, outcome: Outcome) -> Outcome:
-        """A script that fails after training is done has failed."""
-        code = self.worker.child.exit_code if self.worker is not None else 0
-        if outcome.kind is OutcomeKind.DONE and code is not None and code > 0:
+        """A script that fails after training is done has failed; so has one that was killed then."""
+        worker = self.worker
+        code = worker.child.exit_code if worker is not None else None
+        if worker is None or code is None or outcome.kind is not OutcomeKind.DONE:
+            return outcome
+        host = self._settings.host
+        if code > 0:
+            return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=_error_of(worker))
+        if code < 0 and worker.report.done:
+            message = (
+                f"training is done, but the script {_how_it_ended(code)} before its end; what it does after "
+                "training is missing on this host"
+            )
             return Outcome(
-                kind=OutcomeKind.USER_ERROR,
-                exit_code=code,
-                host=self._settings.host,
-                message=_error_of(self.worker) if self.worker is not None else "",
+                kind=OutcomeKind.USER_ERROR, exit_code=SIGNAL_CODE - code, host=host, message=message
             )
         return outcome
 

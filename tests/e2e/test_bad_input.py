@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "parity.toml: snapshot_parity: found 3 for a job of 3 hosts, expected fewer than the hosts",
         ),
         (
+            ["--hosts", "3", "--config", "least.toml", IDLE],
+            "least.toml: min_hosts: found 4 for a job of 3 hosts, expected no more than those",
+        ),
+        (
             ["--hosts", "9", "--config", "group.toml", IDLE],
             "group.toml: snapshot_parity: found 4 with snapshot_group_size 4, expected fewer than the hosts of a group",
         ),
@@ -85,6 +91,7 @@ def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
     (work / "parity.toml").write_text("snapshot_parity = 3\n")
     (work / "group.toml").write_text("snapshot_parity = 4\nsnapshot_group_size = 4\n")
     (work / "every.toml").write_text("snapshot_every = 0\n")
+    (work / "least.toml").write_text("min_hosts = 4\n")
     code, output = run_command(["launch", *arguments])
     assert code == 2, output
     assert output.startswith(f"resilient-jax: {words}"), output
@@ -168,6 +175,33 @@ def test_a_host_name_belongs_to_one_agent(work: Path) -> None:
         )
         assert first.process.poll() is None
         assert first.interrupt() == 130
+
+
+def test_an_agent_that_was_stopped_while_it_waited_for_its_name_goes_on_waiting(work: Path) -> None:
+    async def take_name(address: str) -> None:
+        async with await RemoteStore.connect(address, Credentials(TOKEN), 5.0) as store:
+            status = HostStatus(
+                host=HostName("host-a"), agent_id="", agent_pid=1, address="", versions=installed_versions()
+            )
+            lease = await store.grant(100.0)
+            await store.put(host_key(JOB, HostName("host-a")), msgspec.msgpack.encode(status), lease)
+
+    async def has_come(address: str) -> bool:
+        async with await RemoteStore.connect(address, Credentials(TOKEN), 5.0) as store:
+            return await store.get(job_key(JOB)) is not None
+
+    with served_store() as address:
+        asyncio.run(take_name(address))
+        arguments = agent_arguments(address, work)
+        (work / "job.toml").write_text("lease_ttl_s = 0.5\n")
+        with HandStartedAgent(arguments, work / "out") as agent:
+            wait_until("the agent registers", lambda: asyncio.run(has_come(address)))
+            time.sleep(0.3)
+            agent.process.send_signal(signal.SIGSTOP)
+            time.sleep(1.0)  # two leases
+            agent.process.send_signal(signal.SIGCONT)
+            assert agent.wait() == 83, agent.output()
+            assert "host name host-a is taken by another living agent" in agent.output()
 
 
 @pytest.mark.parametrize("name", ["resilient_jax", "jax", "jaxlib"])

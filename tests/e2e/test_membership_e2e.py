@@ -1,5 +1,6 @@
 """Hosts that leave, die, return, lose the store or lose the network, in a job of real processes."""
 
+import contextlib
 import os
 import signal
 import time
@@ -188,3 +189,16 @@ def test_the_last_host_trains_on_with_all_its_devices(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 1, words=["pace=0"]) as tiny:
         wait_until("many steps", lambda: tiny.step() > 300, RECOVERY_S)
         tiny.finish()
+
+
+def test_a_store_that_comes_back_empty_ends_the_job_and_says_so(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with served_store() as store:
+            pod = stack.enter_context(Pod(tmp_path, store, loopback_sites(2)))
+            pod.wait_training(2)
+        with served_store(store):
+            codes = [agent.wait() for agent in pod.agents.values()]
+    assert codes == [80, 80], pod.output()
+    for agent in pod.agents.values():
+        assert "start all its agents again, and it goes on from its newest checkpoint" in agent.output()
+        assert "Traceback" not in agent.output()

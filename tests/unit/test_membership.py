@@ -540,3 +540,11 @@ def test_the_first_progress_is_on_record_at_once():
     job = training("a", "b", step=1)
     assert job.published[-1].progress == 1
     assert [g.number for g in job.published] == [1, 1, 1]
+
+
+def test_the_minimum_holds_from_the_start_though_fewer_are_expected():
+    job = Job("a", expected_hosts=1, min_hosts=2, start_deadline_s=10.0)
+    job.wait(9.0)
+    assert job.asked == []
+    job.report("b", state=WorkerState.IDLE)
+    assert job.asked[-1] == PrepareService(WorldId(1), 2)

@@ -1,0 +1,28 @@
+"""Trains three steps, then works on: until the file end-HOST in the folder of its argument says that it may end."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import resilient_jax as rj
+
+folder = Path(sys.argv[1])
+hosts: list[str] = []
+
+
+def train(world: rj.World) -> None:
+    hosts[:] = [world.host]
+    state = world.restore_or_init(lambda: jnp.zeros(3))
+    for _ in world.steps(3):
+        state = state + 1
+        world.commit(state)
+
+
+rj.run(train)
+(folder / f"works-{hosts[0]}").write_text(str(os.getpid()))
+while not (folder / f"end-{hosts[0]}").exists():
+    time.sleep(0.02)
+print("saved", flush=True)

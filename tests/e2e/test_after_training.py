@@ -1,0 +1,166 @@
+"""Training is done, and something is not: a script that saves, hosts that need the store that another host serves."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from agents import TOKEN, HandStartedAgent, free_port, wait_until
+from tiny_job import newest_step, read_logs
+
+from resilient_jax.cli.options import installed_versions
+from resilient_jax.config import JobConfig
+from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.records import Outcome, OutcomeKind
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.training.jax_runtime.flags import worker_environment
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.world import worker_supervisor
+from resilient_jax.world.agent import Agent
+from resilient_jax.world.agent_settings import AgentSettings
+from resilient_jax.world.local_job import LocalJob
+
+pytestmark = pytest.mark.timeout(200)
+
+SCRIPT = Path(__file__).parent / "jobs" / "afterwards.py"
+LEASE_S = 1.0
+
+
+def launch(work: Path, hosts: int) -> LocalJob:
+    return LocalJob(
+        [str(SCRIPT), str(work)],
+        hosts=hosts,
+        run_directory=work / "run",
+        options=["--devices-per-host", "1"],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_working(work: Path, host: str) -> int:
+    """Waits until the script on this host works after training; gives its process."""
+    file = work / f"works-{host}"
+    wait_until(f"{host} works on", lambda: file.exists() and file.read_text() != "")
+    return int(file.read_text())
+
+
+def let_end(work: Path, host: str) -> None:
+    (work / f"end-{host}").touch()
+
+
+def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_in_peace(
+    tmp_path: Path,
+) -> None:
+    with launch(tmp_path, 2) as job:
+        wait_working(tmp_path, "host-0")
+        os.kill(wait_working(tmp_path, "host-1"), signal.SIGKILL)
+        let_end(tmp_path, "host-0")
+        assert job.wait(60) == 128 + signal.SIGKILL, job.tail()
+        assert "[host-0] saved" in job.output()
+        assert "training is done, but the script was ended by SIGKILL before its end" in job.output()
+        assert (
+            "the job ended: user_error on host-1\ntraining was done, but then the script failed"
+            in job.output()
+        )
+
+
+def test_ctrl_c_ends_scripts_that_still_work(tmp_path: Path) -> None:
+    with launch(tmp_path, 2) as job:
+        for host in ("host-0", "host-1"):
+            wait_working(tmp_path, host)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(60) == 130, job.tail()
+        assert job.processes() == []
+        assert "interrupted after training was done, while scripts still worked" in job.output()
+
+
+def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_supervisor, "FINISH_INTERVAL_S", 0.2)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if sum("the script still works" in line for line in said) == 3:
+            let_end(tmp_path, "host-0")
+
+    async def main() -> Outcome:
+        settings = AgentSettings(
+            job=JobName("afterwards"),
+            host=HostName("host-0"),
+            address="127.0.0.2",
+            command=(str(SCRIPT), str(tmp_path)),
+            environment={
+                **os.environ,
+                **worker_environment(
+                    platform="cpu",
+                    devices_per_host=1,
+                    cache_dir=str(tmp_path / "cache"),
+                    collective_timeout_s=60.0,
+                    base=os.environ,
+                ),
+            },
+            devices_per_host=1,
+            expected_hosts=1,
+            versions=installed_versions(),
+            credentials=Credentials(TOKEN),
+            config=JobConfig(),
+            run_directory=tmp_path,
+        )
+        async with MemoryStore() as store:
+            return await Agent(settings, store, say).run()
+
+    assert asyncio.run(main()).kind is OutcomeKind.DONE
+    assert "saved" in (tmp_path / "host-0.log").read_text()
+
+
+def start_agents(work: Path, script: Path, *, config: str) -> list[HandStartedAgent]:
+    """Two; the first serves the store."""
+    (work / "job.toml").write_text(config)
+    store = f"127.0.0.1:{free_port()}"
+    agents = []
+    for index in (0, 1):
+        options = {
+            "--store": store,
+            "--job": "pair",
+            "--host-name": f"host-{index}",
+            "--address": f"127.0.0.{index + 2}",
+            "--expected-hosts": "2",
+            "--run-dir": str(work / f"run-{index}"),
+            "--config": str(work / "job.toml"),
+            "--platform": "cpu",
+            "--devices-per-host": "1",
+        }
+        words = [word for pair in options.items() for word in pair]
+        words += ["--serve-store"] if index == 0 else []
+        agents.append(HandStartedAgent([*words, str(script), str(work)], work / f"host-{index}.out"))
+    return agents
+
+
+def test_the_store_is_served_until_the_last_host_has_ended(tmp_path: Path) -> None:
+    serving, other = start_agents(tmp_path, SCRIPT, config=f"lease_ttl_s = {LEASE_S}\n")
+    with serving, other:
+        wait_working(tmp_path, "host-0")
+        wait_working(tmp_path, "host-1")
+        let_end(tmp_path, "host-0")
+        serving.wait_said("serving the store until host-1 have ended")
+        end_s = time.monotonic() + 3 * LEASE_S
+        wait_until("three leases have passed", lambda: time.monotonic() > end_s)
+        let_end(tmp_path, "host-1")
+        assert (other.wait(), serving.wait()) == (0, 0), serving.output() + other.output()
+        assert "training stops here" not in other.output()
+
+
+def test_a_host_that_is_given_up_still_serves_the_store(tmp_path: Path) -> None:
+    config = f"lease_ttl_s = {LEASE_S}\nrestart_limit = 0\n"
+    serving, other = start_agents(tmp_path, SCRIPT.with_name("tiny.py"), config=config)
+    with serving, other:
+        wait_until("both train", lambda: len(read_logs(tmp_path)) == 2)
+        (worker,) = (name for name in read_logs(tmp_path) if name.startswith("host-0-"))
+        os.kill(int(worker.removeprefix("host-0-")), signal.SIGKILL)
+        serving.wait_said("serving the store until host-1 have ended")
+        (tmp_path / "stop").write_text(str(newest_step(tmp_path) + 20))
+        assert other.wait() == 0, other.output()
+        assert serving.wait() == 81, serving.output()

@@ -1,0 +1,57 @@
+"""The leader's coordination services: real processes, started again when one could not be."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.events import EventKind
+from resilient_jax.ids import WorldId
+from resilient_jax.telemetry.event_log import EventLog, read_events
+from resilient_jax.world import coordination
+from resilient_jax.world.coordination import CoordinationServices
+
+DEADLINE_S = 120.0
+
+
+def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", "host-0")
+    monkeypatch.setattr(coordination, "NOT_STARTED_PAUSE_S", 0.05)
+    monkeypatch.setattr(coordination, "SERVICE_MODULE", "resilient_jax.no_such_module")
+
+    async def wait(services: CoordinationServices, kind: EventKind) -> None:
+        while kind not in {event.kind for event in read_events(tmp_path / "events.jsonl")}:
+            services.prepare(WorldId(1), 2)
+            await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        services = CoordinationServices("127.0.0.1", log, lambda: None)
+        async with asyncio.timeout(DEADLINE_S):
+            await wait(services, EventKind.SERVICE_NOT_STARTED)
+            assert services.running == ()
+            monkeypatch.setattr(coordination, "SERVICE_MODULE", "resilient_jax.training.jax_runtime.service")
+            await wait(services, EventKind.SERVICE_STARTED)
+            (status,) = services.running
+            assert (status.world, status.nodes) == (1, 2)
+            await services.close()
+
+    asyncio.run(main())
+    log.close()
+
+
+def test_closing_does_not_fail_for_one_that_could_not_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordination, "SERVICE_MODULE", "resilient_jax.no_such_module")
+
+    async def main() -> None:
+        services = CoordinationServices("127.0.0.1", EventLog(None, "host-0"), lambda: None)
+        services.warm_up()
+        assert services._standby is not None
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait((services._standby,))
+            await services.close()
+
+    asyncio.run(main())
