@@ -120,7 +120,10 @@ def list_leaves(state: Tree) -> list[Leaf]:
     """Gives the arrays of a state, in the order of the tree's leaves."""
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_wrapper):
-        array = jax.tree.leaves(node)[0] if _is_wrapper(node) else node
+        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]
+        if not arrays:
+            continue  # a variable without a value
+        (array,) = arrays
         found.append(
             Leaf(
                 path=path_of(path),

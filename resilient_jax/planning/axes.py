@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from resilient_jax.planning.errors import PlanError
+
 
 class Axis(enum.StrEnum):
     """One axis of a plan's mesh. Cut means: each device along it has an equal part and not the whole."""
@@ -24,6 +26,25 @@ class Axis(enum.StrEnum):
     """Cuts the experts; each token goes to where its experts are."""
     PIPELINE = "pipeline"
     """Cuts the stack of layers into stages."""
+
+
+Sizes = Mapping[Axis, int] | Mapping[str, int]
+"""Of axes, by what they are or by their names."""
+
+
+def read_sizes(given: Sizes) -> dict[Axis, int]:
+    """Gives the sizes by axis.
+
+    Raises:
+        PlanError: there is no axis of such a name.
+
+    >>> read_sizes({"tensor": 2})
+    {<Axis.TENSOR: 'tensor'>: 2}
+    """
+    for name in given:
+        if name not in list(Axis):
+            raise PlanError(f"axes: found {name!r}, expected names of {', '.join(Axis)}")
+    return {Axis(name): size for name, size in given.items()}
 
 
 LAYERS: Final = "layers"

@@ -97,5 +97,5 @@ def load_calibration(path: str | Path) -> Calibration:
             raise ConfigError(f"{path}: key '{key}': found {value!r}, expected a number")
     try:
         return Calibration(**{key: float(value) for key, value in values.items()})
-    except CallerError as error:
+    except (CallerError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from error

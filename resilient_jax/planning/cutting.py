@@ -33,7 +33,10 @@ def cut(tensor: Tensor, sizes: Mapping[Axis, int]) -> Cut:
     >>> [[str(axis) for axis in dim] for dim in cut(kernel, {Axis.FSDP: 3, Axis.TENSOR: 2})]
     [[], ['tensor', 'fsdp']]
     """
-    own = [_own_axis(tensor, dim, sizes) for dim in range(len(tensor.shape))]
+    own: list[tuple[Axis, ...]] = []
+    for dim in range(len(tensor.shape)):
+        axis = _own_axis(tensor, dim, sizes)
+        own.append(() if axis in own else axis)  # an axis cuts one dim of an array, not two
     fsdp = sizes.get(Axis.FSDP, 1)
     if fsdp > 1:
         left = [size // math.prod(sizes[axis] for axis in own[dim]) for dim, size in enumerate(tensor.shape)]

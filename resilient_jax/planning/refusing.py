@@ -45,7 +45,8 @@ def refuse_all(pricing: Pricing, fixed: Fixed) -> NothingFits:
 
 
 def _bytes(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+    """Rounded up: what is said to do must do."""
+    return f"{-(-number // 10**8) / 10} GB" if number >= 10**9 else f"{-(-number // 10**5) / 10} MB"
 
 
 def _named(fixed: Fixed) -> list[str]:

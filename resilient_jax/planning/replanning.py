@@ -3,6 +3,7 @@ peers."""
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 
 from resilient_jax.planning.candidates import NO_AXES, Fixed
@@ -170,10 +171,10 @@ def replan(
         >>> print(after.reason, after.step_time_s, after.bytes_moved)  # doctest: +SKIP
     """
     horizon = expect_failure_s(topology) if next_failure_s is None else next_failure_s
-    if horizon <= 0 or search_s < 0 or compile_s < 0:
+    if not (math.isfinite(horizon) and horizon > 0 and search_s >= 0 and compile_s >= 0):
         raise PlanError(
-            f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a time > 0 "
-            "and times >= 0"
+            f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a finite "
+            "time > 0 and times >= 0"
         )
     new = _search(plan, topology, Fixed(NO_AXES, min_replicas=min_replicas))
     options = [
@@ -181,6 +182,8 @@ def replan(
     ]
     if not _same(plan, new) and (kept := _try_keep(plan, topology, min_replicas)) is not None:
         options.append(_price(plan, kept, horizon, 0.0, 0.0))
+    if (stayed := _try_stay(plan, topology, horizon, min_replicas)) is not None:
+        options.append(stayed)
     if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
         options.append(rerouted)
     options.sort(key=lambda option: (-option.score, option.step_time_s))
@@ -255,6 +258,8 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
     if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
         return None
     failed = _count_failed(plan, set(now))
+    if not any(failed):
+        return None
     if plan.replicas - max(failed) < min_replicas:
         return None
     slot, quota = team.microbatch_s, max(plan.quotas)
@@ -262,16 +267,40 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
     if time is None:
         return None
     step = plan.step_time_s + time - pipeline_s(plan.layout.group.pipeline, quota, slot)
+    return _at_once(Choice.REROUTE, plan, step, horizon)
+
+
+def _at_once(choice: Choice, plan: Plan, step_time_s: float, horizon: float) -> Option:
+    """The plan before, for which nothing is searched, compiled or moved."""
     return Option(
-        choice=Choice.REROUTE,
+        choice=choice,
         plan=plan,
-        step_time_s=step,
+        step_time_s=step_time_s,
         search_s=0.0,
         compile_s=0.0,
         move_s=0.0,
         moves=Moves(moves=(), is_exact=True),
-        score=score_of(plan.global_batch, step, 0.0, horizon),
+        score=score_of(plan.global_batch, step_time_s, 0.0, horizon),
     )
+
+
+def _try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> Option | None:
+    """Everybody keeps what they have and do, if all hosts are there and some are slower now.
+
+    All wait for the slowest, at most: what its steps take besides computing does not become slower.
+    """
+    was = plan.question.topology
+    if plan.replicas < min_replicas or _but_for_speeds(was) != _but_for_speeds(topology):
+        return None
+    slowest = min(host.speed / old.speed for host, old in zip(topology.hosts, was.hosts, strict=True))
+    if slowest >= 1:
+        return None  # nobody is slower: the same plan is found again, or a better one
+    return _at_once(Choice.KEEP, plan, plan.step_time_s / slowest, horizon)
+
+
+def _but_for_speeds(topology: Topology) -> tuple[object, ...]:
+    hosts = tuple((host.name, host.accelerator, host.devices, host.domains) for host in topology.hosts)
+    return topology.levels, hosts
 
 
 def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
@@ -294,9 +323,10 @@ def _loss(option: Option, best: Option) -> float:
 
 def _explain(before: Plan, options: list[Option], horizon: float) -> str:
     best = options[0]
+    stays = best.plan is before
     said = {
         Choice.NEW: f"A new plan, {best.plan.shape}",
-        Choice.KEEP: f"The plan before, {best.plan.shape} now",
+        Choice.KEEP: f"The plan before, {best.plan.shape}{', as it is; all wait for the slowest' if stays else ' now'}",
         Choice.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost would have",
     }[best.choice]
     sentences = [
@@ -311,7 +341,7 @@ def _explain(before: Plan, options: list[Option], horizon: float) -> str:
         ""
         if any(option.choice is Choice.KEEP for option in options)
         else f"{before.shape} cannot go on with the hosts that are left.",
-        compare_with_before(best.plan, before) if best.choice is not Choice.REROUTE else "",
+        "" if stays else compare_with_before(best.plan, before),
         f"{best.moves.bytes_lost / 1e9:.3g} GB are held by no host that is left: they come from parity or a checkpoint."
         if best.moves.bytes_lost
         else "",

@@ -1,9 +1,8 @@
 """The best plan for the devices at hand."""
 
 import math
-from collections.abc import Mapping
 
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, Sizes, read_sizes
 from resilient_jax.planning.bounds import divides_batch
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.candidates import FREE, NO_AXES, Candidate, Fixed, visit
@@ -29,7 +28,7 @@ def search(
     *,
     global_batch: int,
     calibration: Calibration = DEFAULTS,
-    axes: Mapping[Axis, int] = NO_AXES,
+    axes: Sizes = NO_AXES,
     number_format: str | None = None,
     rounds: int = 1,
     min_replicas: int = 1,
@@ -44,7 +43,7 @@ def search(
         topology: of the hosts at hand; `without` and `slowed` give what is left.
         global_batch: sequences in a step, whoever lives.
         calibration: constants of the cost model.
-        axes: sizes that are given; all others are searched for.
+        axes: sizes that are given, such as {"tensor": 2}; all others are searched for.
         number_format: of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
         rounds: chunks of layers on each stage of a pipeline (interleaved schedule).
         min_replicas: complete copies of the state, at least. With two or more, a job goes on in place when one is lost;
@@ -70,7 +69,7 @@ def search(
         topology,
         global_batch=global_batch,
         calibration=calibration,
-        fixed=Fixed(axes, min_replicas=min_replicas),
+        fixed=Fixed(read_sizes(axes), min_replicas=min_replicas),
         number_format=number_format,
         rounds=rounds,
     )[0]

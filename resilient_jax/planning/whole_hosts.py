@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, Sizes, read_sizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.candidates import Fixed
 from resilient_jax.planning.errors import NothingFits, PlanError
@@ -24,7 +24,7 @@ def search_whole_hosts(
     microbatch_size: int,
     global_batch: int,
     calibration: Calibration = DEFAULTS,
-    axes: Mapping[Axis, int] = NO_AXES,
+    axes: Sizes = NO_AXES,
 ) -> Plan:
     """Gives the fastest plan of which a host has one replica or several, and each computes such microbatches.
 
@@ -50,7 +50,7 @@ def search_whole_hosts(
         )
     refused: list[PlanError] = []
     found: list[Plan] = []
-    for given in _choices(topology, min(devices), microbatch_size, axes):
+    for given in _choices(topology, min(devices), microbatch_size, read_sizes(axes)):
         try:
             found += search_best(
                 profile,

@@ -42,7 +42,7 @@ def decode(text: str, *, source: str) -> TopologyFile:
     """
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers and nesting that no file has honestly
         raise ConfigError(
             f"{source}: found text that is not TOML ({error}), expected TOML 1.0. Correct it at that place."
         ) from error

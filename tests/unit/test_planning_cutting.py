@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.axes import Axis, read_sizes
 from resilient_jax.planning.cutting import count_parts, cut, find_misfits, find_sizes, require_cuttable
+from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.profile import Divisor, Part, Profile, Role, Tensor
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.planning.transformer_profile import profile_transformer
@@ -124,3 +125,17 @@ def test_a_model_whose_dims_divide_by_nothing_is_refused_with_its_dims():
 def test_a_model_that_some_axis_can_cut_is_not_refused():
     require_cuttable(PROFILE, 8)
     require_cuttable(indivisible(), 127)
+
+
+def test_of_two_dims_with_one_name_one_is_cut():
+    square = make_tensor((12, 12), (Axis.TENSOR, Axis.TENSOR))
+    assert cut(square, {Axis.TENSOR: 4}) == ((Axis.TENSOR,), ())
+    assert count_parts(square, {Axis.TENSOR: 4}) == 4
+    odd = make_tensor((9, 12), (Axis.TENSOR, Axis.TENSOR))
+    assert cut(odd, {Axis.TENSOR: 4}) == ((), (Axis.TENSOR,))
+
+
+def test_axes_may_be_given_by_their_names():
+    assert read_sizes({"tensor": 2, Axis.FSDP: 4}) == {Axis.TENSOR: 2, Axis.FSDP: 4}
+    with pytest.raises(PlanError, match="axes: found 'tensors', expected names of replica, fsdp, tensor"):
+        read_sizes({"tensors": 2})

@@ -167,5 +167,34 @@ def test_a_host_that_does_not_exist_is_refused():
 
 
 def test_impossible_times_are_refused():
-    with pytest.raises(PlanError, match="expected a time > 0"):
+    with pytest.raises(PlanError, match="expected a finite time > 0"):
         replan(plan_of(), FULL, next_failure_s=0)
+
+
+def test_where_a_host_is_only_slower_everything_may_stay_where_it_is():
+    plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
+    slowed = FULL.slowed("host-02", 0.8)
+    soon, never = (replan(plan, slowed, next_failure_s=horizon) for horizon in (1e-5, 1e9))
+    assert soon.chosen.choice is Choice.KEEP
+    assert soon.chosen.transition_s == soon.bytes_moved == 0
+    assert soon.chosen.score > 0
+    assert soon.step_time_s == pytest.approx(plan.step_time_s / 0.8)
+    assert "as it is; all wait for the slowest" in soon.reason
+    assert "cannot go on" not in soon.reason + never.reason
+    assert never.step_time_s <= soon.step_time_s
+
+
+def test_nobody_takes_over_for_a_host_that_had_nothing_to_do():
+    five = cluster([1.0] * 5, devices=1)
+    plan = plan_of(five, replica=2, pipeline=2, tensor=1, fsdp=1, sequence=1)
+    (idle,) = {host.name for host in five.hosts} - {
+        name for name, held in find_holdings(plan).items() if held
+    }
+    after = replan(plan, five.without(idle), next_failure_s=1.0)
+    assert Choice.REROUTE not in {option.choice for option in (after.chosen, *after.others)}
+
+
+@pytest.mark.parametrize("horizon", [float("inf"), float("nan")])
+def test_a_time_to_the_next_failure_has_an_end(horizon):
+    with pytest.raises(PlanError, match="expected a finite time > 0"):
+        replan(plan_of(), FULL, next_failure_s=horizon)
