@@ -191,7 +191,7 @@ async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None
             return
         if hosts != before:
             say(
-                f"[{settings.host}] serving the store until {', '.join(hosts)} have ended; Ctrl-C ends it now"
+                f"[{settings.host}] serving the store until these have ended: {', '.join(hosts)}; Ctrl-C ends it now"
             )
             before = hosts
         with contextlib.suppress(TimeoutError):

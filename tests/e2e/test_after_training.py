@@ -145,7 +145,7 @@ def test_the_store_is_served_until_the_last_host_has_ended(tmp_path: Path) -> No
         wait_working(tmp_path, "host-0")
         wait_working(tmp_path, "host-1")
         let_end(tmp_path, "host-0")
-        serving.wait_said("serving the store until host-1 have ended")
+        serving.wait_said("serving the store until these have ended: host-1")
         end_s = time.monotonic() + 3 * LEASE_S
         wait_until("three leases have passed", lambda: time.monotonic() > end_s)
         let_end(tmp_path, "host-1")
@@ -160,7 +160,7 @@ def test_a_host_that_is_given_up_still_serves_the_store(tmp_path: Path) -> None:
         wait_until("both train", lambda: len(read_logs(tmp_path)) == 2)
         (worker,) = (name for name in read_logs(tmp_path) if name.startswith("host-0-"))
         os.kill(int(worker.removeprefix("host-0-")), signal.SIGKILL)
-        serving.wait_said("serving the store until host-1 have ended")
+        serving.wait_said("serving the store until these have ended: host-1")
         (tmp_path / "stop").write_text(str(newest_step(tmp_path) + 20))
         assert other.wait() == 0, other.output()
         assert serving.wait() == 81, serving.output()

@@ -1,21 +1,19 @@
-"""The grid of the hosts' devices: what it is made of, and what it refuses."""
+"""The grid of the hosts' devices on one host: what comes back lies where it came from."""
 
-import dataclasses
+import jax
+import numpy as np
+from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import pytest
-
-from resilient_jax.errors import CallerError
 from resilient_jax.training.step.host_grid import HostGrid
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceOf:
-    """What the grid asks of a device before it makes a mesh."""
-
-    process_index: int
-
-
-def test_hosts_with_different_numbers_of_devices_are_refused_with_what_each_has() -> None:
-    devices = [DeviceOf(0), DeviceOf(0), DeviceOf(2)]
-    with pytest.raises(CallerError, match=r"process 0 has 2, process 2 has 1\).*--devices-per-host 1"):
-        HostGrid(devices, 0)  # pyright: ignore[reportArgumentType]
+def test_a_host_with_more_devices_than_the_others_gives_some_and_has_its_sums_on_all() -> None:
+    devices = jax.devices()[:4]
+    numbers = np.arange(6, dtype=np.float32)
+    origin = jax.device_put(numbers, NamedSharding(Mesh(np.array(devices), ("data",)), P()))
+    grid = HostGrid(devices[:2], 0)
+    (found,) = grid.unpack(grid.lower(grid.pack([origin]))[0], [origin])
+    assert found.sharding == origin.sharding
+    assert np.array_equal(found, numbers)

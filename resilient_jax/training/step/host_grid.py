@@ -6,7 +6,7 @@ Two small programs on this host's devices: *pack* lays leaves of one dtype end t
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.errors import CallerError
 from resilient_jax.training.jax_runtime.handles import Device
 
 HOST, LOCAL = "host", "local"
@@ -24,10 +23,8 @@ HOST, LOCAL = "host", "local"
 class HostGrid:
     """Hosts down, devices of a host across.
 
-    The devices are taken in the order of their process.
-
-    Raises:
-        CallerError: hosts have different numbers of them.
+    The devices are taken in the order of their process; each host gives the same number of them, the first ones, as
+    many as the host with the fewest has.
 
     Attributes:
         mesh: all of them, axes (HOST, LOCAL).
@@ -40,11 +37,11 @@ class HostGrid:
         by_host: dict[int, list[Device]] = {}
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
-        _refuse_different_numbers({index: len(of_host) for index, of_host in by_host.items()})
-        self.mesh = Mesh(np.array([by_host[index] for index in sorted(by_host)]), (HOST, LOCAL))
+        width = min(len(of_host) for of_host in by_host.values())
+        self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST, LOCAL))
         self.hosts = len(by_host)
         self.row = sorted(by_host).index(process_index)
-        self.local = Mesh(np.array(by_host[process_index]), (LOCAL,))
+        self.local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
 
     def pack(self, leaves: Sequence[Any]) -> jax.Array:
         """[hosts, n]: all leaves, which are of one dtype, end to end, with their likes on the other hosts.
@@ -108,16 +105,6 @@ class HostGrid:
         )
 
 
-def _refuse_different_numbers(counts: Mapping[int, int]) -> None:
-    if len(set(counts.values())) == 1:
-        return
-    found = ", ".join(f"process {index} has {count}" for index, count in sorted(counts.items()))
-    raise CallerError(
-        f"devices of the hosts: found different numbers ({found}), expected the same on all; start every agent with "
-        f"--devices-per-host {min(counts.values())}, or leave out the host that lacks some"
-    )
-
-
 def positions_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
     """Groups of leaves that can be packed into one vector."""
     groups: dict[Any, list[int]] = {}
@@ -127,12 +114,12 @@ def positions_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
 
 
 def _lay_like(origin: object, total: jax.Array) -> jax.Array:
-    """`total`, which every local device has, with the sharding of `origin`, which lies on some of them."""
+    """`total`, which every device of the grid's here has, with the sharding of `origin`."""
     if not isinstance(origin, jax.Array) or origin.sharding == total.sharding:
         return total
-    if not origin.is_fully_replicated:
-        return jax.device_put(total, origin.sharding)
     by_device = {shard.device: shard.data for shard in total.addressable_shards}
+    if not origin.is_fully_replicated or not origin.sharding.addressable_devices <= by_device.keys():
+        return jax.device_put(total, origin.sharding)
     parts = [by_device[device] for device in origin.sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(origin.shape, origin.sharding, parts)
 
