@@ -237,3 +237,9 @@ def test_whatever_the_values_the_outcome_is_a_job_or_a_config_error(changes):
     except ConfigError as refusal:
         outcome = refusal
     assert isinstance(outcome, Job) or str(outcome).startswith("flags: key '")
+
+
+@pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 3000])
+def test_what_no_file_has_honestly_is_refused_too(text):
+    with pytest.raises(ConfigError, match=r"^job\.toml: found text that is not TOML"):
+        decode(text, Job, source="job.toml")

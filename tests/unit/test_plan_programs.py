@@ -159,6 +159,14 @@ def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_param
     assert shapes == {(64, 16)}
 
 
+def test_a_variable_without_a_value_is_passed_over():
+    profile = rj.profile_transformer(SHAPE, name="closed form")
+    plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
+    state = {"bias": nnx.Param(None), "kernel": nnx.Param(np.zeros((64, 64)))}
+    shardings = plan.shardings(state, plan.mesh(jax.devices()))
+    assert [leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)] == [(16, 64)]
+
+
 def test_replicas_get_their_own_meshes_and_together_they_are_all(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
     found = [plan.mesh(jax.devices(), replica=number) for number in range(4)]

@@ -165,6 +165,7 @@ def test_constants_survive_their_file(tmp_path):
         ("link_efficiency = 0", "link_efficiency: found 0.0, expected a number > 0"),
         ("link_efficiency = true", "key 'link_efficiency': found True, expected a number"),
         ("link_efficiency", "found no TOML"),
+        ("link_efficiency = 1" + "0" * 400, "int too large to convert to float"),
     ],
 )
 def test_a_wrong_file_of_constants_is_refused_by_file_and_key(tmp_path, text, message):

@@ -274,3 +274,9 @@ def test_whatever_one_value_is_the_outcome_is_a_topology_or_a_refusal_with_the_f
     except ConfigError as refusal:
         outcome = refusal
     assert isinstance(outcome, Topology) or re.match(r"mine\.toml: (key '.+': )?found ", str(outcome))
+
+
+@pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 3000])
+def test_what_no_file_has_honestly_is_refused_too(text):
+    with pytest.raises(ConfigError, match=r"^mine\.toml: found text that is not TOML"):
+        decode_topology(text, source="mine.toml")
