@@ -19,7 +19,7 @@ class Checkpoints:
 
     Attributes:
         directory: the same files on every host (a network or cluster file system), unless there is only one.
-        every: steps between two; the last step is saved, too.
+        every: steps between two; what training ends with is saved, too, at whichever step that is.
         keep: how many of the newest to keep.
         timeout_s: for the writing or reading of one; then it has failed. A failed save is an event, and an error at the
             end of training if it was the last.
