@@ -188,15 +188,15 @@ class Bounds:
             room=self.fitting.quick_room(group, again),
         )
 
-    def _slot_s(self, slot: Slot, stages: int, size: float) -> float:
-        """Of a microbatch on the slowest stage: the average of the stages, or the most layers."""
+    def _slot_s(self, slot: Slot, stages: int, size: float, longest: int) -> float:
+        """Of a microbatch on the slowest stage: the average of the stages, or that with most layers."""
         fixed, each, exchange_fixed, exchange_each, fsdp, ends, _ = slot
         computing = fixed + size * each
         layer = computing + exchange_fixed + size * exchange_each
         if fsdp > self._overlap * computing:
             layer += fsdp - self._overlap * computing
         layers = self._layers
-        return max(-(-layers // stages) * layer, (layers * layer + size * ends) / stages)
+        return max(longest * layer, (layers * layer + size * ends) / stages)
 
     def narrow_step_s(self, group: Group) -> float:
         """A time that no plan of these axes can beat, whatever its FSDP, replicas and microbatches.
@@ -248,9 +248,10 @@ class Bounds:
 
     def _least_with(self, slot: Slot, stages: int, share: int, replicas: int, most: float) -> float:
         """With microbatches of at most so many sequences."""
-        step = share / replicas * self._slot_s(slot, stages, most) / most
+        longest = -(-self._layers // stages)
+        step = share / replicas * self._slot_s(slot, stages, most, longest) / most
         if stages > 1:
-            step += (stages - 1) / self._rounds * self._slot_s(slot, stages, 1)
+            step += (stages - 1) / self._rounds * self._slot_s(slot, stages, 1, longest)
         return step
 
     def step_s(self, group: Group, batch: Microbatch, replicas: int) -> float:
@@ -260,7 +261,8 @@ class Bounds:
         quota = -(-(self._batch // (group.fsdp * batch.sequences)) // replicas)
         fill = (group.pipeline - 1) / self._rounds
         slot = self.slots(group)[batch.rematerialise]
-        return (quota + fill) * self._slot_s(slot, group.pipeline, batch.sequences)
+        longest = self._pricing.longest(group, batch)
+        return (quota + fill) * self._slot_s(slot, group.pipeline, batch.sequences, longest)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,12 +42,23 @@ NO_AXES: Mapping[Axis, int] = {}
 FREE = Fixed(NO_AXES)
 
 
-def useful_levels(pricing: Pricing) -> tuple[int, ...]:
-    """Gives the levels that it is worth to stay inside: the last, and those with other links than the next one
-    outward."""
-    last = max(len(pricing.links) - 1, 0)
-    other = [level for level in range(1, last) if pricing.links[level] != pricing.links[level + 1]]
-    return (*other, last)
+def useful_levels(pricing: Pricing, stages: int) -> tuple[int, ...]:
+    """Gives the levels in one domain of which it is worth to place a replica of so many stages; the last has all hosts.
+
+    Left out is only what never changes the best step, so that a link that becomes as fast as another takes no plan
+    away: a level with the same links as the next one outward, if that is not the last, where hosts are alike. Then
+    nothing depends on which of the two a replica is inside, and the larger domains have no fewer replicas. Hosts that
+    are not alike make other pipelines in smaller domains; and what lies inside the last level is in no block, so more
+    messages may follow one another there.
+    """
+    last = len(pricing.links) - 1
+    kinds = pricing.question.pool.kinds
+    is_alike = len({kind.accelerator for kind in kinds} if stages == 1 else kinds) == 1
+    return tuple(
+        level
+        for level in range(min(1, last), last + 1)
+        if level >= last - 1 or not is_alike or pricing.links[level] != pricing.links[level + 1]
+    )
 
 
 def groups_of(pricing: Pricing, fixed: Fixed) -> Iterator[Group]:
@@ -123,8 +134,8 @@ class _Visit:
         self._fixed = fixed
         self._limit_s = limit_s
         self._keep = keep
-        self._levels = useful_levels(pricing)
-        self._bounds = Bounds(pricing, self._levels)
+        self._levels = tuple(useful_levels(pricing, stages) for stages in (1, 2))
+        self._bounds = Bounds(pricing, self._levels[0])
         wanted = fixed.axes.get(Axis.FSDP)
         parts = divides_batch(pricing.question.global_batch)
         self._fsdps = [size for size in parts if wanted in (None, size)]
@@ -187,7 +198,11 @@ class _Visit:
     def _layouts_of(self, group: Group) -> tuple[tuple[Layout, int], ...]:
         """With how many replicas the hosts can make of each."""
         if group not in self._layouts:
-            layouts = layouts_of(group, self._pricing.question.pool.devices_per_host, self._levels)
+            layouts = layouts_of(
+                group,
+                self._pricing.question.pool.devices_per_host,
+                self._levels[group.pipeline > 1],
+            )
             self._layouts[group] = tuple((one, self._pricing.count_replicas(one)) for one in layouts)
         return self._layouts[group]
 

@@ -2,8 +2,10 @@
 
 The k devices of a group stand `k = q_0 q_1 ... q_n`: q_0 in a host, q_1 such hosts in a domain around them, and so on.
 A hierarchical collective works level by level, and only 1 / (q_0 ... q_(l-1)) of the array crosses level l on each
-device (Chan et al. 2007, https://doi.org/10.1002/cpe.1206). Large arrays are sent in pieces, so that the levels work
-at the same time and the slowest is what counts; each level's latency is paid in turn.
+device (Chan et al. 2007, https://doi.org/10.1002/cpe.1206). Large arrays are sent in pieces, so that the links within
+a host and those between hosts work at the same time and the slower is what counts. All levels between hosts begin at
+the same adapter, so their times add up: where such links are equal it is no matter at which of them devices meet. Each
+level's latency is paid in turn.
 """
 
 import dataclasses
@@ -52,8 +54,9 @@ def time_of(
 
     With q parts at a level, and M bytes of the array left there: all-gather and reduce-scatter send
     `M (q - 1) / q` in `min(q - 1, 2 ceil(log2 q))` messages, the lesser of a ring and a tree; all-reduce is one of
-    each. All-to-all sends what a device has, M / k, but for the part that stays: `(M / k) (1 - inside / k)`, `inside`
-    the devices below that level, in `q - 1` messages, at most as many as levels of a tree.
+    each. All-to-all sends each of the k devices M / k^2 over the innermost level that has both: at a level
+    `(M / k) below (q - 1) / k`, `below` the devices inside it, in `q - 1` messages, at most as many as levels of a
+    tree.
 
     Args:
         kind: the operation.
@@ -80,25 +83,27 @@ def time_of(
 
 
 def _gather_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
-    slowest = latency = 0.0
-    for parts, link in zip(spread, links, strict=False):
+    inside = between = latency = 0.0
+    for level, (parts, link) in enumerate(zip(spread, links, strict=False)):
         if parts > 1:
-            slowest = max(slowest, message_bytes * (parts - 1) / parts / link.bytes_per_s)
+            time = message_bytes * (parts - 1) / parts / link.bytes_per_s
+            inside, between = (inside, between + time) if level else (time, 0.0)
             latency += min(parts - 1, 2 * (parts - 1).bit_length()) * link.latency_s
             message_bytes /= parts
-    return slowest + latency
+    return max(inside, between) + latency
 
 
 def _exchange_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
     devices = math.prod(spread)
-    slowest = latency = 0.0
-    inside = 1
-    for parts, link in zip(spread, links, strict=False):
+    inside = between = latency = 0.0
+    below = 1
+    for level, (parts, link) in enumerate(zip(spread, links, strict=False)):
         if parts > 1:
-            slowest = max(slowest, message_bytes / devices * (1 - inside / devices) / link.bytes_per_s)
+            time = message_bytes / devices * below * (parts - 1) / devices / link.bytes_per_s
+            inside, between = (inside, between + time) if level else (time, 0.0)
             latency += min(parts - 1, 2 * (parts - 1).bit_length()) * link.latency_s
-            inside *= parts
-    return slowest + latency
+            below *= parts
+    return max(inside, between) + latency
 
 
 def send_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+ANY_NUMBER = 1 << 62
+
 
 class Takers(msgspec.Struct, frozen=True, kw_only=True):
     """Takers that are alike.
@@ -18,11 +20,13 @@ class Takers(msgspec.Struct, frozen=True, kw_only=True):
         count: how many.
         start_s: when one begins its first piece.
         piece_s: what a piece takes one.
+        most: pieces that one has room for.
     """
 
     count: int
     start_s: float
     piece_s: float
+    most: int = ANY_NUMBER
 
 
 class Dealt(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,9 +44,12 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
 def deal_classes(pieces: int, takers: Sequence[Takers]) -> Dealt:
     """Gives the division of which the last taker is done soonest.
 
-    Exact: pieces go, one after another, to whoever would have it done first, which is optimal for equal pieces. Most
-    are
-    dealt at once: all that would be done before a time that is surely too early.
+    Exact: pieces go, one after another, to whoever has room and would have it done first, which is optimal for equal
+    pieces. Most are dealt at once: all that would be done before a time that is surely too early.
+
+    Args:
+        pieces: in all; there must be room for them.
+        takers: by the class.
 
     >>> deal_classes(256, [Takers(count=31, start_s=0, piece_s=1)])
     Dealt(finish_s=9, shares=(((8, 9), (23, 8)),))
@@ -50,20 +57,28 @@ def deal_classes(pieces: int, takers: Sequence[Takers]) -> Dealt:
     if len(takers) == 1:
         return _deal_alike(pieces, takers[0])
     early = _find_early(pieces, takers)
-    each = [max(0, math.floor((early - kind.start_s) / kind.piece_s) - 1) for kind in takers]
+    each = [min(max(0, math.floor((early - kind.start_s) / kind.piece_s) - 1), kind.most) for kind in takers]
     left = pieces - sum(kind.count * number for kind, number in zip(takers, each, strict=True))
     extra = [0] * len(takers)
-    queue = [(kind.start_s + (each[i] + 1) * kind.piece_s, i) for i, kind in enumerate(takers)]
+    queue = [
+        (kind.start_s + (each[i] + 1) * kind.piece_s, i)
+        for i, kind in enumerate(takers)
+        if each[i] < kind.most
+    ]
     heapq.heapify(queue)
     while left > 0:
         _, i = queue[0]
-        taken = min(left, takers[i].count)
+        kind = takers[i]
+        taken = min(left, kind.count)
         left -= taken
-        if taken == takers[i].count:
-            each[i] += 1
-            heapq.heapreplace(queue, (takers[i].start_s + (each[i] + 1) * takers[i].piece_s, i))
-        else:
+        if taken < kind.count:
             extra[i] = taken
+        elif (number := each[i] + 1) < kind.most:
+            each[i] = number
+            heapq.heapreplace(queue, (kind.start_s + (number + 1) * kind.piece_s, i))
+        else:
+            each[i] = number
+            heapq.heappop(queue)
     return _sum_up(takers, each, extra)
 
 

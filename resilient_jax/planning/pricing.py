@@ -1,14 +1,17 @@
 """The price of one plan: everything that a search asks of a layout and a microbatch, each part computed once."""
 
 import dataclasses
+import heapq
+import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import Link, links_of, time_of
-from resilient_jax.planning.dealing import Dealt, Takers, deal_classes
+from resilient_jax.planning.dealing import ANY_NUMBER, Dealt, Takers, deal_classes
 from resilient_jax.planning.host_pool import Composition, HostPool, Kind, stage_kinds
 from resilient_jax.planning.memory import (
     Activations,
@@ -27,7 +30,7 @@ from resilient_jax.planning.stage_cost import (
     transfer_s,
     work_of_parts,
 )
-from resilient_jax.planning.stages import split_runs
+from resilient_jax.planning.stages import Run, split_runs
 from resilient_jax.planning.state_bytes import StateBytes, StateCounter
 from resilient_jax.topology import Topology
 
@@ -101,6 +104,38 @@ class Question:
     rounds: int = 1
 
 
+NOTHING_KEPT = Activations(embedding=0.0, layer=0.0, head=0.0, extra=0.0)
+ROUNDED = 1 + 1e-9
+"""Of sums in other orders."""
+
+_Same = tuple[int, int, int]
+"""Stages in a row: on which kind of host, how many, and of how many layers each (or room for how many)."""
+
+
+class Room(NamedTuple):
+    """Bytes that a device has for layers and activations, by where its stage is; of one stage all three are the same.
+
+    `layer` is what the state of a layer takes of it.
+    """
+
+    first: float
+    between: float
+    last: float
+    layer: float
+
+
+def hold(left: float, layer: float) -> int:
+    """Gives how many whole layers have room."""
+    return int(left / layer * ROUNDED) if layer > 0 else int(left >= 0) * ANY_NUMBER
+
+
+def _join(kinds: Sequence[_Same], held: Sequence[int]) -> list[_Same]:
+    """Stages on the same kind of host that have room for as many layers."""
+    stages = [kind for kind, count, _ in kinds for _ in range(count)]
+    same = itertools.groupby(zip(stages, held, strict=True))
+    return [(kind, sum(1 for _ in run), most) for (kind, most), run in same]
+
+
 def _total_s(time: StageTime) -> float:
     return time.total_s
 
@@ -130,6 +165,8 @@ class Pricing:
         self.layers = question.profile.layers
         self.usable_bytes = question.pool.memory_bytes * question.calibration.usable_memory
         self.need = need_of(question.profile)
+        # Copies of gradients lie where activations were: what more they need is known with the activations only.
+        self._least_need = None if self.need is None else dataclasses.replace(self.need, gradient_copies=0)
         self._counter = StateCounter(question.profile)
         self._states: dict[tuple[int, int, int], StateBytes] = {}
         self._activations: dict[tuple[int, int, int, Microbatch], Activations] = {}
@@ -137,6 +174,9 @@ class Pricing:
         self._newest: _Work | None = None
         self._parts: dict[tuple[object, ...], list[PartTimes]] = {}
         self._fullest: dict[tuple[object, ...], Memory] = {}
+        self._rooms: dict[tuple[int, int, int, bool], Room] = {}
+        self._held: dict[tuple[Group, Microbatch], tuple[int, ...]] = {}
+        self._longest: dict[tuple[Group, Microbatch], int] = {}
         self._peaks = [
             kind.accelerator.peak_flops_per_s(question.number_format) for kind in question.pool.kinds
         ]
@@ -172,7 +212,9 @@ class Pricing:
         blocks = self.replicas(layout)
         work = self._work(layout, batch)
         count = self.count_replicas(layout)
-        if not count or self._least_s(layout, batch, work.parts, count) >= limit_s:
+        if not (count and self.longest(layout.group, batch)):
+            return ()
+        if self._least_s(layout, batch, work.parts, count) >= limit_s:
             return ()
         found = []
         for composition, number in blocks:
@@ -204,11 +246,12 @@ class Pricing:
         return self._parts[key]
 
     def _least_s(self, layout: Layout, batch: Microbatch, parts: Sequence[PartTimes], replicas: int) -> float:
-        """A time by which the last replica cannot be done: the slowest stage has the average of layers, or more."""
+        """A time by which the last replica cannot be done: the slowest stage has the average, and some stage so many
+        layers."""
         stages, layers = layout.group.pipeline, self.layers
         layer = min(part.layer.total_s for part in parts)
         ends = min(part.embedding.total_s + part.head.total_s for part in parts)
-        slot = max(-(-layers // stages) * layer, (layers * layer + ends) / stages)
+        slot = max(self.longest(layout.group, batch) * layer, (layers * layer + ends) / stages)
         quota = -(-self.microbatches(layout.group, batch) // replicas)
         return (quota + (stages - 1) / self.question.rounds) * slot
 
@@ -219,61 +262,145 @@ class Pricing:
         batch: Microbatch,
         composition: Composition,
     ) -> ReplicaTime | None:
-        """On these hosts; None: some device has not the memory."""
-        runs = stage_kinds(composition, layout)
-        split = self._split([(count, parts[kind]) for kind, count in runs])
-        counts = tuple((count, layers) for _, count, layers in split)
-        memory = self._find_fullest(layout.group, batch, counts)
-        if memory.total > self.usable_bytes:
-            return None
-        stages, state = layout.group.pipeline, self.state(layout.group)
+        """On these hosts; None: they have not the memory, however the layers are split."""
+        group = layout.group
+        kinds = [(kind, count, ANY_NUMBER) for kind, count in stage_kinds(composition, layout)]
+        split = self._split(parts, kinds)
+        memory = self._find_fullest(group, batch, split)
+        most: Sequence[int] = ()
+        while memory.total > self.usable_bytes:
+            most = self._take_back(group, batch, split, most) if most else self.held_layers(group, batch)
+            if min(most) < 1 or sum(most) < self.layers:
+                return None
+            split = self._split(parts, _join(kinds, most))
+            memory = self._find_fullest(group, batch, split)
+        stages, state = group.pipeline, self.state(group)
         slowest = StageTime()
         synced = updated = 0.0
         stage = 0
-        for run, count, layers in split:
-            time = parts[runs[run][0]].stage(layers, stage, stages)
+        for kind, count, layers in split:
+            time = parts[kind].stage(layers, stage, stages)
             slowest = max(slowest, time, key=_total_s)
             held = state.stage(layers, is_first=stage == 0, is_last=stage == stages - 1)
             synced = max(synced, held.gradients)
             updated = max(updated, 2 * held.parameters + held.gradients + 2 * held.optimizer)
             stage += count
         return ReplicaTime(
-            split=counts,
+            split=tuple((count, layers) for _, count, layers in split),
             slot_s=slowest.total_s,
             slowest=slowest,
             memory=memory,
             synced_bytes=synced,
             updated_bytes=updated,
-            kind=max(kind for kind, _ in runs),
+            kind=max(kind for kind, _, _ in split),
         )
 
-    def _find_fullest(self, group: Group, batch: Microbatch, split: tuple[tuple[int, int], ...]) -> Memory:
+    def _find_fullest(self, group: Group, batch: Microbatch, split: Sequence[_Same]) -> Memory:
         """Of the fullest device of a replica; the same wherever it stands, so layouts share it."""
-        key = (group, batch, split)
+        key = (group, batch, tuple((count, layers) for _, count, layers in split))
         if key not in self._fullest:
             stage, needs = 0, []
-            for count, layers in split:  # of stages that are alike the first has most in flight
+            for _, count, layers in split:  # of stages that are alike the first has most in flight
                 needs.append(self._memory(group, batch, layers, stage))
                 stage += count
             self._fullest[key] = max(needs, key=_total_bytes)
         return self._fullest[key]
 
+    def room(self, group: Group) -> Room:
+        """What a device has left for layers and activations, at most."""
+        key = (group.tensor, group.expert, group.fsdp, group.pipeline > 1)
+        if key not in self._rooms:
+            self._rooms[key] = self._find_room(group)
+        return self._rooms[key]
+
+    def _find_room(self, group: Group) -> Room:
+        stages = 3 if group.pipeline > 1 else 1  # those between the ends all need the same
+
+        def count_left(stage: int, layers: int = 0) -> float:
+            needed = memory_of_stage(
+                self.state(group),
+                NOTHING_KEPT,
+                self.question.calibration,
+                layers=layers,
+                stage=stage,
+                stages=stages,
+                microbatches=0,
+                is_gathered=group.fsdp > 1,
+                need=self._least_need,
+            )
+            return self.usable_bytes - needed.total
+
+        first, between, last = count_left(0), count_left(stages // 2), count_left(stages - 1)
+        return Room(first, between, last, first - count_left(0, layers=1))
+
+    def held_layers(self, group: Group, batch: Microbatch) -> tuple[int, ...]:
+        """How many layers each stage has the memory for at most, whichever its host.
+
+        Of no use are more than leave each other stage one. A sum in another order, or what a compiler was seen to need
+        beside, may make it fewer: see `_take_back`.
+        """
+        key = (group, batch)
+        if key not in self._held:
+            room, one, stages = self.room(group), self.activations(group, batch), group.pipeline
+            microbatches, rounds = self.microbatches(group, batch), self.question.rounds
+            flying = [in_flight(stage, stages, microbatches, rounds) for stage in range(stages)]
+            left = [room.between] * stages
+            left[0] = room.first - flying[0] * one.embedding
+            left[-1] = (left[0] if stages == 1 else room.last) - flying[-1] * one.head
+            self._held[key] = tuple(
+                max(0, min(hold(free - one.extra, room.layer + number * one.layer), self.layers - stages + 1))
+                for free, number in zip(left, flying, strict=True)
+            )
+        return self._held[key]
+
+    def _take_back(
+        self, group: Group, batch: Microbatch, split: Sequence[_Same], held: Sequence[int]
+    ) -> list[int]:
+        """A layer less than it was given for each stage that has not the memory for it."""
+        given = [layers for _, count, layers in split for _ in range(count)]
+        return [
+            layers - 1 if self._memory(group, batch, layers, stage).total > self.usable_bytes else most
+            for stage, (layers, most) in enumerate(zip(given, held, strict=True))
+        ]
+
+    def longest(self, group: Group, batch: Microbatch) -> int:
+        """How many layers the stage with most has at least; 0: the stages have not the memory for all."""
+        key = (group, batch)
+        if key not in self._longest:
+            held = self.held_layers(group, batch)
+            sizes = range(-(-self.layers // group.pipeline), max(held) + 1)
+            enough = (size for size in sizes if sum(min(size, most) for most in held) >= self.layers)
+            self._longest[key] = next(enough, 0) if min(held) else 0
+        return self._longest[key]
+
+    def least_memory(self, group: Group, batch: Microbatch) -> float:
+        """What the fullest device needs if layers are split so that it needs least."""
+        stages = group.pipeline
+        most = max(self._memory(group, batch, 1, stage).total for stage in range(stages))
+        queue = [(self._memory(group, batch, 2, stage).total, stage, 2) for stage in range(stages)]
+        heapq.heapify(queue)
+        for _ in range(self.layers - stages):  # to whoever needs least with one more, as `deal_classes` does
+            needed, stage, layers = queue[0]
+            most = max(most, needed)
+            more = self._memory(group, batch, layers + 1, stage).total
+            heapq.heapreplace(queue, (more, stage, layers + 1))
+        return most
+
     def _kind(self, index: int) -> Kind:
         return self.question.pool.kinds[index]
 
-    def _split(self, runs: Sequence[tuple[int, PartTimes]]) -> tuple[tuple[int, int, int], ...]:
-        stages = sum(count for count, _ in runs)
-        layers = self.layers
-        if stages == 1:
-            return ((0, 1, layers),)
-        transfer = runs[0][1].transfer_s
-        timed = [(count, part.layer.total_s) for count, part in runs]
-        return split_runs(
-            layers,
-            timed,
-            runs[0][1].embedding.total_s - transfer,
-            runs[-1][1].head.total_s - transfer,
+    def _split(self, parts: Sequence[PartTimes], kinds: Sequence[_Same]) -> list[_Same]:
+        """The fastest, of stages in a row on a kind of host that have room for so many layers each."""
+        if sum(count for _, count, _ in kinds) == 1:
+            return [(kinds[0][0], 1, self.layers)]
+        first, last = parts[kinds[0][0]], parts[kinds[-1][0]]
+        split = split_runs(
+            self.layers,
+            [Run(count, parts[kind].layer.total_s, most) for kind, count, most in kinds],
+            first.embedding.total_s - first.transfer_s,
+            last.head.total_s - last.transfer_s,
         )
+        return [(kinds[i][0], count, layers) for i, count, layers in split]
 
     def _memory(self, group: Group, batch: Microbatch, layers: int, stage: int) -> Memory:
         question = self.question

@@ -9,7 +9,7 @@ from resilient_jax.planning.candidates import Candidate, Fixed, groups_of, usefu
 from resilient_jax.planning.errors import NothingFits
 from resilient_jax.planning.host_pool import HostPool
 from resilient_jax.planning.pricing import Pricing
-from resilient_jax.planning.shape import Group, Layout, Microbatch, layouts_of
+from resilient_jax.planning.shape import Group, Microbatch, layouts_of
 
 MOST_HOSTS = 1 << 14
 """More are not tried: whoever asks has the wrong model or the wrong cluster."""
@@ -57,14 +57,12 @@ def _named(fixed: Fixed) -> list[str]:
 def find_smallest_memory(pricing: Pricing, fixed: Fixed) -> int | None:
     """Gives the least memory of a device with which these devices have a plan; None: no axes can be placed."""
     question = pricing.question
-    ample = Pricing(dataclasses.replace(question, pool=_with_memory(question.pool, 1 << 62)))
     batch = fixed.batch or Microbatch(1, question.profile.can_rematerialise)
+    replicas = _least_replicas(fixed)
     needs = [
-        needed
-        for group in _all_groups(ample, fixed)
-        if ample.microbatches(group, batch) >= _least_replicas(fixed)
-        for layout in layouts_of(group, question.pool.devices_per_host, useful_levels(ample)[-1:])
-        if (needed := _memory_of_replicas(ample, layout, batch, _least_replicas(fixed))) is not None
+        pricing.least_memory(group, batch)
+        for group in _all_groups(pricing, fixed)
+        if pricing.microbatches(group, batch) >= replicas and _count_most(pricing, group) >= replicas
     ]
     if not needs:
         return None
@@ -75,17 +73,10 @@ def _least_replicas(fixed: Fixed) -> int:
     return max(fixed.axes.get(Axis.REPLICA, 1), fixed.min_replicas)
 
 
-def _memory_of_replicas(pricing: Pricing, layout: Layout, batch: Microbatch, replicas: int) -> float | None:
-    """What so many replicas need of each device, those that need least; None: there are not as many."""
-    for team in sorted(pricing.teams(layout, batch), key=lambda team: team.time.memory.total):
-        replicas -= team.blocks * layout.replicas_per_block
-        if replicas <= 0:
-            return team.time.memory.total
-    return None
-
-
-def _with_memory(pool: HostPool, memory_bytes: int) -> HostPool:
-    return dataclasses.replace(pool, memory_bytes=memory_bytes)
+def _count_most(pricing: Pricing, group: Group) -> int:
+    """How many replicas of these axes the hosts can make."""
+    pool, levels = pricing.question.pool, useful_levels(pricing, group.pipeline)
+    return max(map(pricing.count_replicas, layouts_of(group, pool.devices_per_host, levels[-1:])))
 
 
 def _all_groups(pricing: Pricing, fixed: Fixed) -> list[Group]:

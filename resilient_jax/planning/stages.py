@@ -5,9 +5,10 @@ fastest together. With v_s the speed of stage s, layers are split so that max L_
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.dealing import Takers, deal_classes
+from resilient_jax.planning.dealing import ANY_NUMBER, Takers, deal_classes
 
 
 def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float] = ()) -> tuple[int, ...]:
@@ -41,34 +42,42 @@ def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float]
     return tuple(1 + shares[0][1] for shares in dealt.shares)
 
 
+class Run(NamedTuple):
+    """Stages in a row that are alike: how many, what a layer takes on each, and how many layers one has room for."""
+
+    stages: int
+    layer_s: float
+    most: int = ANY_NUMBER
+
+
 def split_runs(
-    layers: int, runs: Sequence[tuple[int, float]], first_s: float, last_s: float
+    layers: int, runs: Sequence[Run], first_s: float, last_s: float
 ) -> tuple[tuple[int, int, int], ...]:
-    """Gives the same split for stages of which many in a row are alike.
+    """Gives the same split for stages of which many in a row are alike, each with no more layers than it has room for.
 
     Args:
-        layers: in all, at least one for each stage.
-        runs: (stages, what a layer takes on each), two stages or more in all.
+        layers: in all, at least one for each stage and no more than all have room for.
+        runs: of stages, two or more in all.
         first_s: what the first stage has to do beside layers.
         last_s: the same of the last.
 
     Returns:
-        (index of the run, stages in a row, layers of each), those with fewer layers first: they come earlier, where
-        more microbatches are in flight.
+        (index of the run, stages in a row, layers of each), of a run those with fewer layers first: they come earlier,
+        where more microbatches are in flight.
     """
-    counts = [count for count, _ in runs]
+    counts = [run.stages for run in runs]
     counts[0] -= 1
     counts[-1] -= 1
     end = len(runs) - 1
     places = [(0, 1, first_s), *((i, n, 0.0) for i, n in enumerate(counts) if n), (end, 1, last_s)]
     takers = [
-        Takers(count=count, start_s=extra + runs[run][1], piece_s=runs[run][1])
-        for run, count, extra in places
+        Takers(count=count, start_s=extra + runs[i].layer_s, piece_s=runs[i].layer_s, most=runs[i].most - 1)
+        for i, count, extra in places
     ]
-    dealt = deal_classes(layers - sum(count for count, _ in runs), takers)
+    dealt = deal_classes(layers - sum(run.stages for run in runs), takers)
     return tuple(
-        (run, count, 1 + more)
-        for (run, _, _), shares in zip(places, dealt.shares, strict=True)
+        (i, count, 1 + more)
+        for (i, _, _), shares in zip(places, dealt.shares, strict=True)
         for count, more in reversed(shares)
     )
 

@@ -6,7 +6,7 @@ import math
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidates import BLOCKS, useful_levels
+from resilient_jax.planning.candidates import BLOCKS
 from resilient_jax.planning.collectives import time_of
 from resilient_jax.planning.cutting import find_sizes
 from resilient_jax.planning.host_pool import pool_hosts
@@ -40,7 +40,8 @@ def find_least_step_s(profile, topology, global_batch, number_format="bf16", min
 def _choices(pricing):
     question = pricing.question
     devices = question.topology.device_count
-    levels = useful_levels(pricing)
+    outermost = len(question.topology.levels) - 1
+    levels = range(1, outermost + 1) if outermost else [0]
     axes = [find_sizes(question.profile, a, devices) for a in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)]
     fsdps = range(1, devices + 1)
     for tensor, sequence, expert, fsdp, pipeline in itertools.product(
@@ -51,10 +52,10 @@ def _choices(pricing):
             continue
         rooms = range(1, question.pool.devices_per_host + 1)
         layouts = {
-            lay_out(group, room, level, block, levels[-1])
+            lay_out(group, room, level, block, outermost)
             for room in rooms
             for level in levels
-            for block in (BLOCKS if level < levels[-1] else [1])
+            for block in (BLOCKS if level < outermost else [1])
             if block <= devices
         }
         for layout, size, again in itertools.product(
@@ -134,24 +135,29 @@ def _price_replica(pricing, layout, batch, hosts):
         time_parts(asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration)
         for host in of_stage
     ]
-    slot, layers = min(_splits(question.profile.layers, parts))
     activations = count_activations(question.profile, layout.group, batch)
     microbatches = question.global_batch // (layout.group.fsdp * batch.sequences)
-    needed = max(
-        memory_of_stage(
-            state,
-            activations,
-            question.calibration,
-            layers=layers[i],
-            stage=i,
-            stages=stages,
-            microbatches=min(stages - i, microbatches),
-            is_gathered=layout.group.fsdp > 1,
-        ).total
-        for i in range(stages)
-    )
-    if needed > pricing.usable_bytes:
+
+    def fits(layers):
+        return all(
+            memory_of_stage(
+                state,
+                activations,
+                question.calibration,
+                layers=number,
+                stage=i,
+                stages=stages,
+                microbatches=min(stages - i, microbatches),
+                is_gathered=layout.group.fsdp > 1,
+            ).total
+            <= pricing.usable_bytes
+            for i, number in enumerate(layers)
+        )
+
+    fitting = [timed for timed in _splits(question.profile.layers, parts) if fits(timed[1])]
+    if not fitting:
         return None
+    slot, layers = min(fitting)
     held = [state.stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
     updated = max(2 * part.parameters + part.gradients + 2 * part.optimizer for part in held)
     worst = min(hosts, key=lambda host: host.speed)

@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
+from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.profile import Profile
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.planning.transformer_profile import profile_transformer
@@ -76,6 +77,27 @@ def cluster(
         for i, (speed, number) in enumerate(zip(speeds, each, strict=True))
     )
     return Topology(name="made up", levels=tuple(levels), hosts=hosts)
+
+
+def tight_bytes(profile: Profile, share: float) -> int:
+    """Of a device that has room for such a part of the program's state and for no more, but for the snapshot's
+    buffers."""
+    constants, gradients = Calibration(), profile.parameters * profile.gradient_bytes
+    state = profile.parameter_bytes + profile.optimizer_bytes + gradients
+    return int((constants.staging_bytes + share * state) / constants.usable_memory)
+
+
+@st.composite
+def tight_clusters(draw, profile, most_hosts=4, speeds=(1.0, 1.0, 0.6, 0.3)) -> Topology:
+    """A cluster in which memory decides how a pipeline's layers are split, and often nothing fits."""
+    return cluster(
+        draw(st.lists(st.sampled_from(speeds), min_size=2, max_size=most_hosts)),
+        devices=draw(st.sampled_from([1, 1, 2])),
+        memory_bytes=tight_bytes(profile, draw(st.floats(0.2, 0.9))),
+        network=draw(st.sampled_from([1e7, 1e9])),
+        latency_s=0.0,
+        per_rack=draw(st.sampled_from([0, 2])),
+    )
 
 
 @st.composite

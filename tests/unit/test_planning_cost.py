@@ -35,6 +35,13 @@ def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_c
     assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(10 + 3e-6 + 1e-5)
 
 
+@given(st.sampled_from(ExchangeKind), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_where_links_are_equal_it_is_no_matter_at_which_level_devices_meet(kind, inside, rack, racks):
+    links = [FAST, free := dataclasses.replace(SLOW, latency_s=0.0), free]
+    apart = time_of(kind, 8e9, (inside, rack, racks), links)
+    assert apart == pytest.approx(time_of(kind, 8e9, (inside, 1, rack * racks), links))
+
+
 def test_many_devices_pay_the_latency_of_a_tree():
     assert time_of(ExchangeKind.ALL_GATHER, 0, (1024,), [SLOW]) == pytest.approx(20e-5)
 

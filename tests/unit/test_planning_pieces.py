@@ -3,6 +3,7 @@
 import heapq
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.dealing import Takers, deal_classes
 from resilient_jax.planning.memory import in_flight
 from resilient_jax.planning.pipeline import pipeline_s, rerouted_s, walk_pipeline
-from resilient_jax.planning.stages import keep_of_tensor_group, split_layers, split_runs
+from resilient_jax.planning.stages import Run, keep_of_tensor_group, split_layers, split_runs
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 classes = st.lists(
@@ -19,6 +20,24 @@ classes = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+@given(st.integers(0, 60), classes, st.data())
+def test_no_taker_gets_more_than_it_has_room_for_and_no_other_division_is_done_sooner(pieces, takers, data):
+    takers = [msgspec.structs.replace(kind, most=data.draw(st.integers(0, 6))) for kind in takers]
+    pieces = min(pieces, sum(kind.count * kind.most for kind in takers))
+    done = sorted(
+        kind.start_s + number * kind.piece_s
+        for kind in takers
+        for _ in range(kind.count)
+        for number in range(1, kind.most + 1)
+    )
+    dealt = deal_classes(pieces, takers)
+    assert dealt.finish_s == pytest.approx(done[pieces - 1] if pieces else 0.0)
+    assert sum(count * number for shares in dealt.shares for count, number in shares) == pieces
+    assert [sum(count for count, _ in shares) for shares in dealt.shares] == [kind.count for kind in takers]
+    for kind, shares in zip(takers, dealt.shares, strict=True):
+        assert max(number for _, number in shares) <= kind.most
 
 
 @given(st.integers(0, 60), classes)
@@ -69,7 +88,8 @@ def test_stages_that_are_alike_are_split_as_if_one_by_one(runs, more, first_s, l
         return
     layers = len(layer_s) + more
     extra = [first_s, *[0.0] * (len(layer_s) - 2), last_s]
-    split = [n for _, count, n in split_runs(layers, runs, first_s, last_s) for _ in range(count)]
+    alike = [Run(*run) for run in runs]
+    split = [n for _, count, n in split_runs(layers, alike, first_s, last_s) for _ in range(count)]
     wanted = split_layers(layers, layer_s, extra)
     assert sum(split) == layers
 
@@ -77,6 +97,31 @@ def test_stages_that_are_alike_are_split_as_if_one_by_one(runs, more, first_s, l
         return max(e + n * one for e, n, one in zip(extra, numbers, layer_s, strict=True))
 
     assert slowest(split) == pytest.approx(slowest(wanted))
+
+
+@given(
+    st.lists(
+        st.builds(Run, stages=st.integers(1, 2), layer_s=times, most=st.integers(1, 4)),
+        min_size=2,
+        max_size=3,
+    ),
+    times,
+    times,
+    st.data(),
+)
+def test_no_other_split_for_which_stages_have_room_has_a_faster_slowest_stage(runs, first_s, last_s, data):
+    stages = [run for run in runs for _ in range(run.stages)]
+    layers = data.draw(st.integers(len(stages), sum(run.most for run in stages)))
+    split = [n for _, count, n in split_runs(layers, runs, first_s, last_s) for _ in range(count)]
+    extra = [first_s, *[0.0] * (len(stages) - 2), last_s]
+
+    def slowest(numbers):
+        return max(e + n * run.layer_s for e, n, run in zip(extra, numbers, stages, strict=True))
+
+    others = itertools.product(*[range(1, run.most + 1) for run in stages])
+    possible = [numbers for numbers in others if sum(numbers) == layers]
+    assert tuple(split) in possible
+    assert slowest(split) == pytest.approx(min(map(slowest, possible)))
 
 
 def test_resihp_gives_the_slow_stage_fewer_layers():

@@ -5,9 +5,9 @@ import math
 
 import pytest
 from brute_force_plans import find_least_step_s
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_topologies import chip, cluster, clusters, small_profile
+from plan_topologies import chip, cluster, clusters, small_profile, tight_bytes, tight_clusters
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
@@ -17,6 +17,10 @@ from resilient_jax.planning.shape import Group, lay_out
 from resilient_jax.topology import TopologyError
 
 PROFILE = small_profile()
+DEEP = small_profile(layers=5, vocabulary_tokens=4)
+"""Whose layers are what needs memory, so that a pipeline can be split in several ways."""
+PRIME = {"heads": 1, "kv_heads": 1, "head_dim": 61, "width": 53, "feed_forward": 97, "sequence_tokens": 31}
+"""Sizes that nothing but a pipeline can cut, in steps of one sequence."""
 ROUNDED = 1 + 1e-9
 
 
@@ -52,6 +56,14 @@ def test_the_search_with_a_least_number_of_replicas_is_equal_to_trying_everythin
         assert least_s(topology, global_batch, min_replicas=least) == pytest.approx(wanted, rel=1e-9)
 
 
+@settings(max_examples=15, deadline=None)
+@given(tight_clusters(DEEP, most_hosts=3), st.sampled_from([1, 4]))
+@example(cluster([1.0, 0.3], devices=1, network=1e7, memory_bytes=tight_bytes(DEEP, 0.7)), 1)
+def test_the_search_is_equal_to_trying_every_split_of_layers_that_fits(topology, global_batch):
+    wanted = find_least_step_s(DEEP, topology, global_batch)
+    assert least_s(topology, global_batch, DEEP) == pytest.approx(wanted, rel=1e-9)
+
+
 @pytest.mark.parametrize("hosts", [7, 13])
 def test_the_search_is_equal_to_trying_everything_where_hosts_divide_nothing(hosts):
     topology = cluster([1.0] * (hosts - 1) + [0.6], devices=1)
@@ -72,6 +84,32 @@ def test_a_faster_link_never_makes_the_best_plan_slower(topology, factor, data):
     faster = dataclasses.replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
     levels = (*topology.levels[:index], faster, *topology.levels[index + 1 :])
     assert least_s(dataclasses.replace(topology, levels=levels)) <= least_s(topology) * ROUNDED
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(4, 8),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1.01, 1.5, 4.0]),
+    st.sampled_from([1e7, 1e8]),
+    st.sampled_from([0.0, 1e-5]),
+    st.sampled_from([12, 64, 256]),
+)
+def test_a_link_that_becomes_as_fast_as_the_next_one_never_makes_the_best_plan_slower(
+    hosts, devices, oversubscription, network, latency_s, global_batch
+):
+    slower, equal = (
+        cluster(
+            [1.0] * hosts,
+            devices=devices,
+            network=network,
+            latency_s=latency_s,
+            per_rack=2,
+            oversubscription=factor,
+        )
+        for factor in (oversubscription, 1.0)
+    )
+    assert least_s(equal, global_batch) <= least_s(slower, global_batch) * ROUNDED
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,6 +138,27 @@ def test_one_more_host_never_makes_the_best_plan_slower(topology, data):
 def test_a_host_that_heals_never_makes_the_best_plan_slower(topology, data):
     name = data.draw(st.sampled_from([host.name for host in topology.hosts]))
     assert least_s(topology.slowed(name, 1.0)) <= least_s(topology) * ROUNDED
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(3, 7), st.integers(2, 3), st.floats(0.25, 0.6), st.sampled_from([0.8, 0.4, 0.1]))
+def test_slowing_a_host_never_makes_what_fits_unfit(layers, hosts, share, speed):
+    profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
+    topology = cluster([1.0] * hosts, devices=1, memory_bytes=tight_bytes(profile, share), network=1e9)
+    slowed = topology.slowed("host-01", speed)
+    assert math.isfinite(least_s(slowed, 1, profile)) == math.isfinite(least_s(topology, 1, profile))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tight_clusters(DEEP), st.integers(0, 3))
+@example(cluster([0.3, 0.3], network=1e7, latency_s=0.0, memory_bytes=tight_bytes(DEEP, 0.4)), 0)
+def test_a_host_more_or_one_that_heals_never_makes_the_best_plan_slower_where_memory_is_tight(
+    topology, index
+):
+    name = topology.hosts[index % len(topology.hosts)].name
+    now = least_s(topology, 4, DEEP)
+    assert least_s(topology.slowed(name, 1.0), 4, DEEP) <= now * ROUNDED
+    assert now <= least_s(topology.without(name), 4, DEEP) * ROUNDED
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
@@ -197,6 +256,24 @@ def test_what_would_do_is_said_where_nothing_fits_and_does():
     ):
         with pytest.raises(NothingFits):
             search(PROFILE, less, global_batch=12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(4, 8), st.sampled_from([1.0, 0.6, 0.3]), st.floats(0.3, 0.6))
+@example(6, 0.6, 0.45)
+def test_what_would_do_is_the_least_that_does(layers, speed, share):
+    profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
+    memory_bytes = tight_bytes(profile, share)
+    with pytest.raises(NothingFits) as caught:
+        search(profile, cluster([speed], devices=1, memory_bytes=memory_bytes, network=1e6), global_batch=1)
+    memory, devices = caught.value.smallest_memory_bytes, caught.value.smallest_devices
+    assert memory is not None
+    for enough, does in ((memory, True), (memory - 2, False)):
+        alone = cluster([speed], devices=1, memory_bytes=enough)
+        assert math.isfinite(least_s(alone, 1, profile)) == does
+    for hosts in range(1, layers + 1):
+        several = cluster([1.0] * hosts, devices=1, memory_bytes=memory_bytes, network=1e6)
+        assert math.isfinite(least_s(several, 1, profile)) == (devices is not None and hosts >= devices)
 
 
 def test_a_plan_with_two_replicas_goes_on_in_place_when_one_is_lost():

@@ -14,6 +14,8 @@ from resilient_jax.training.step.quotas import deal, indexes_of, unit_count
 
 DATA: Final = "data"
 """The one axis of a replica's mesh, if nobody says otherwise."""
+MOST_WIDTHS: Final = 4
+"""Programs that a sum gets for the loss of a host."""
 MOST_LOSSES_OF: Final = 8
 """Of so many hosts every loss is looked at."""
 
@@ -190,7 +192,10 @@ def assign(job: Job, seats: tuple[Seat, ...], progress: np.ndarray, speeds: np.n
 
 
 def widths_after_loss(job: Job, before: tuple[Seat, ...], after: tuple[Seat, ...]) -> set[int]:
-    """How many units the host with the most may own where hosts are lost, as a step begins or as it ends.
+    """How many units the host with the most may own where hosts are lost, in the first sum after that.
+
+    As a step begins or ends, and between: one host may have added up all of its units and another none. Of many such
+    numbers the least, which are the likeliest.
 
     Args:
         job: the sum.
@@ -202,14 +207,20 @@ def widths_after_loss(job: Job, before: tuple[Seat, ...], after: tuple[Seat, ...
     sizes = np.array([len(job.indexes_of(unit)) for unit in range(job.units)])
     # Which hosts are lost makes as much of a difference as between the first and the last: most units and fewest.
     ends = range(hosts) if hosts <= MOST_LOSSES_OF else (0, 1, hosts - 2, hosts - 1)
-    widths = set()
+    widths, uneven = set(), set()
     for lost in itertools.combinations(ends, hosts - left):
         survivors = np.setdiff1d(np.arange(hosts), lost)
         at_end = (survivors[:, None] == np.array(owners)) * sizes
-        for progress in (np.zeros_like(at_end), at_end):
-            found = assign(job, after, progress, np.ones(left)).owners
-            widths.add(max(Counter(found).values()))
-    return widths
+        widths |= {_find_width(job, after, progress) for progress in (np.zeros_like(at_end), at_end)}
+        first = np.argmax((at_end > 0).sum(1))
+        uneven.add(_find_width(job, after, np.where(np.arange(left)[:, None] == first, at_end, 0)))
+    least = min(widths)
+    return widths | set(range(least, min(max(uneven), least + MOST_WIDTHS - 1) + 1))
+
+
+def _find_width(job: Job, seats: tuple[Seat, ...], progress: np.ndarray) -> int:
+    owners = assign(job, seats, progress, np.ones(_count_hosts(seats))).owners
+    return max(Counter(owners).values())
 
 
 def _count_hosts(seats: tuple[Seat, ...]) -> int:
