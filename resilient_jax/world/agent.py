@@ -127,9 +127,7 @@ class Agent:
                 task.add_done_callback(self._end_if_failed)
             outcome = await self._ended
             await self._supervisor.let_finish(outcome)
-            if outcome.kind is OutcomeKind.DONE and self._cut_short is not None:
-                return self._cut_short
-            return self._supervisor.with_exit_code(outcome)
+            return self._cut_short or self._supervisor.with_exit_code(outcome)
         finally:
             await self._clean_up(tasks)
 
@@ -143,12 +141,12 @@ class Agent:
         self._leaving = _Leaving.ASKED
         self._log.record(EventKind.HOST_DRAINING)
         asyncio.get_running_loop().call_later(DRAIN_DEADLINE_S, self._leave)
-        if self._ended.done():
-            self._say(
-                f"{self._settings.host}: got a notice to leave; the script has {DRAIN_DEADLINE_S:g} s to end"
-            )
-            return
-        self._say(f"{self._settings.host}: got a notice to leave; leaving at the next step boundary")
+        when = (
+            f"the script has {DRAIN_DEADLINE_S:g} s to end"
+            if self._is_done()
+            else "leaving at the next step boundary"
+        )
+        self._say(f"{self._settings.host}: got a notice to leave; {when}")
         self._touch()
         generation = self._generation
         if generation is None or (
@@ -165,10 +163,15 @@ class Agent:
     def _leave_with(self, code: ExitCode, message: str) -> None:
         """Ends this host's part; a script that still works after training, too."""
         outcome = Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
-        if self._ended.done():
+        if self._is_done():
             self._cut_short = outcome
             self._supervisor.kill(message)
         self._end(outcome)
+
+    def _is_done(self) -> bool:
+        """Whether training is done: what is left to do is the script's."""
+        ended = self._ended
+        return ended.done() and ended.exception() is None and ended.result().kind is OutcomeKind.DONE
 
     def _end_if_failed(self, task: "asyncio.Task[None]") -> None:
         """An error of the agent itself ends it; `run` raises it."""
