@@ -50,7 +50,11 @@ def resilience(
         ),
     ] = Size.QUICK,
     failure_every: Annotated[
-        list[int] | None, typer.Option(help="Other rates: one failure in so many steps; may be repeated.")
+        list[int] | None,
+        typer.Option(
+            help="Other rates: one failure in so many steps; may be repeated. All seven of full at the size of quick take "
+            "half an hour."
+        ),
     ] = None,
     repeats: Annotated[
         int, typer.Option(help="Runs of each system and rate, each with a schedule of its own.")
