@@ -52,8 +52,8 @@ def resilience(
     failure_every: Annotated[
         list[int] | None,
         typer.Option(
-            help="Other rates: one failure in so many steps; may be repeated. All seven of full at the size of quick take "
-            "half an hour."
+            help="Other rates: one failure in so many steps; may be repeated. All seven of full at the size of quick "
+            "take half an hour."
         ),
     ] = None,
     repeats: Annotated[
