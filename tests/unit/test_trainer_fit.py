@@ -347,7 +347,7 @@ def test_complex_parameters_get_the_whole_gradient():
     def conjugate(updates, state, params=None):
         return jax.tree.map(jnp.conj, updates), state
 
-    downhill = optax.chain(optax.GradientTransformation(lambda _: (), conjugate), optax.sgd(0.1))
+    downhill = optax.chain(optax.GradientTransformation(lambda params: (), conjugate), optax.sgd(0.1))
     trainer = make_trainer(
         model=lambda key: {"z": jnp.zeros((), jnp.complex64)}, optimizer=downhill, loss=loss
     )

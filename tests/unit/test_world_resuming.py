@@ -60,7 +60,7 @@ def test_a_step_may_be_any_whole_number_and_nothing_else():
     resumed.resume_at(jnp.int32(5))
     assert type(next(resumed.steps(8))) is int
     with pytest.raises(StateError, match=r"resume_at: found 5\.5, expected a whole number of steps"):
-        resumed.resume_at(5.5)
+        resumed.resume_at(5.5)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_state_that_could_not_be_made_again_is_refused_before_the_first_failure():
