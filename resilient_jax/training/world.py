@@ -226,9 +226,7 @@ class World:
             StateError: the committed state does not fit `init`, or cannot be placed; or `init` cannot be traced.
         """
         self._link.check()
-        abstract = describe(
-            init
-        )  # also where it is not needed yet: after a failure is no time for its errors
+        abstract = describe(init)  # even where it is not needed: its errors must not wait for a failure
         if self._holder.snapshot is not None:
             return self._restore_snapshot(self._holder.snapshot, abstract, sharding)
         held = self._holder.state

@@ -87,9 +87,7 @@ class CoordinationServices:
             self._log.record(
                 EventKind.SERVICE_NOT_STARTED, world=world, error=str(error) or "it took too long"
             )
-            await asyncio.sleep(
-                NOT_STARTED_PAUSE_S
-            )  # the leader asks again as soon as it is not being started
+            await asyncio.sleep(NOT_STARTED_PAUSE_S)  # then the leader asks again
         finally:
             self._starting.discard((world, nodes))
             self._on_change()

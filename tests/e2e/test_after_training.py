@@ -12,7 +12,9 @@ from tiny_job import newest_step, read_logs
 
 from resilient_jax.cli.options import installed_versions
 from resilient_jax.config import JobConfig
+from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.records import Outcome, OutcomeKind
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.training.jax_runtime.flags import worker_environment
@@ -20,20 +22,23 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.world import worker_supervisor
 from resilient_jax.world.agent import Agent
 from resilient_jax.world.agent_settings import AgentSettings
+from resilient_jax.world.inspection import JobReport, Part
 from resilient_jax.world.local_job import LocalJob
 
 pytestmark = pytest.mark.timeout(200)
 
 SCRIPT = Path(__file__).parent / "jobs" / "afterwards.py"
+LAST_STEP = 2
 LEASE_S = 1.0
 
 
-def launch(work: Path, hosts: int) -> LocalJob:
+def launch(work: Path, hosts: int, config: str = "") -> LocalJob:
+    (work / "job.toml").write_text(config)
     return LocalJob(
         [str(SCRIPT), str(work)],
         hosts=hosts,
         run_directory=work / "run",
-        options=["--devices-per-host", "1"],
+        options=["--devices-per-host", "1", "--config", str(work / "job.toml")],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -63,6 +68,28 @@ def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_in
             "the job ended: user_error on host-1\ntraining was done, but then the script failed"
             in job.output()
         )
+
+
+def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them(tmp_path: Path) -> None:
+    """They need it: with fewer than `min_hosts` nobody goes on."""
+
+    def is_done(report: JobReport) -> bool:
+        workers = {status.host: status.worker for status in report.hosts}
+        first = workers.get(HostName("host-0"))
+        return first is not None and first.report.done
+
+    with launch(tmp_path, 2, "min_hosts = 2\nlease_ttl_s = 2.0\n") as job:
+        job.hold(Place.AFTER_COMMIT, ["host-1"], LAST_STEP)
+        job.wait_held(["host-1"])
+        job.wait_report("host-0 is done", is_done)
+        job.kill(Part.WORKER, "host-0")
+        job.release()
+        for host in ("host-0", "host-1"):
+            wait_working(tmp_path, host)
+            let_end(tmp_path, host)
+        assert job.wait(60) == 0, job.tail()
+        starts = [event for event in job.events() if event.kind is EventKind.WORKER_STARTED]
+        assert [event.host for event in starts].count("host-0") == 2
 
 
 def test_ctrl_c_ends_scripts_that_still_work(tmp_path: Path) -> None:

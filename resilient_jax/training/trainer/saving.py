@@ -37,10 +37,8 @@ class Saving:
         self._store.report(world.note)
         if not self._checkpoints.is_due(step, self._steps):
             return
-        if (
-            world.host_index == 0 and step == self._steps
-        ):  # nothing comes after it that might be saved instead
-            self._store.wait(world.note, world.check)
+        if world.host_index == 0 and step == self._steps:
+            self._store.wait(world.note, world.check)  # no step comes after it that might be saved instead
         self._start(keeping, state, step)
 
     def _start(self, keeping: Keeping, state: TrainingState, step: int) -> None:
