@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,6 +164,19 @@ def rows(attempt: int, step: int, times_s: Sequence[float]) -> list[Row]:
 def test_a_step_is_committed_when_the_last_host_has() -> None:
     found = read_timeline([*rows(1, 0, [1.0, 1.3]), *rows(1, 1, [2.2, 2.0])], [], {1: 0.0}, steps=2, warm=1)
     assert [(c.step, c.at_s) for c in found.commits] == [(0, 1.3), (1, 2.2)]
+
+
+def test_a_step_that_only_the_victim_had_committed_was_still_in_flight() -> None:
+    ahead = Row(kind="committed", attempt=1, host="host-1", at_s=2.0, step=1, hosts=4)
+    again = rows(2, 1, [5.0, 5.1, 5.2])
+    timeline = read_timeline([*rows(1, 0, [1.0]), ahead, *again], [struck(1, 2, 2.1)], {}, steps=2, warm=1)
+    assert [c.attempt for c in timeline.commits] == [1, 2]
+    assert timeline.redone == 0
+    others = msgspec.structs.replace(ahead, host="host-0"), msgspec.structs.replace(ahead, hosts=1)
+    for lost in others:  # a survivor had it, too; and there was no other host
+        assert read_timeline(
+            [*rows(1, 0, [1.0]), lost, *again], [struck(1, 2, 2.1)], {}, steps=2, warm=1
+        ).redone
 
 
 def test_a_step_that_nobody_committed_is_an_error_of_ours() -> None:

@@ -23,6 +23,8 @@ from resilient_jax.errors import InternalError
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """A step that an attempt's processes have committed, when the last of them did.
 
+    What a failure's victim had committed alone, ahead of hosts that lived on, was still in flight.
+
     Attributes:
         attempt: that it was in.
         step: counted from 0.
@@ -132,14 +134,20 @@ def read_timeline(
         InternalError: a step was committed by nobody.
     """
     merged: dict[tuple[int, int], Commit] = {}
+    committers: dict[tuple[int, int], set[str]] = {}
     began = dict(began_s)
     for row in sorted(rows, key=lambda row: row.at_s):
         if row.kind == "began":
             began[row.attempt] = row.at_s
         elif row.kind == "committed":
-            merged[row.attempt, row.step] = Commit(
-                attempt=row.attempt, step=row.step, at_s=row.at_s, hosts=row.hosts
-            )
+            key = (row.attempt, row.step)
+            merged[key] = Commit(attempt=row.attempt, step=row.step, at_s=row.at_s, hosts=row.hosts)
+            committers.setdefault(key, set()).add(row.host)
+    victims = {(fault.attempt, fault.host) for fault in struck}
+    for (attempt, step), hosts in committers.items():
+        is_alone = len(hosts) == 1 and merged[attempt, step].hosts > 1
+        if is_alone and (attempt, *hosts) in victims:
+            del merged[attempt, step]
     found = {step for _, step in merged}
     if missing := sorted(set(range(steps)) - found):
         raise InternalError(f"found the steps {missing} committed by nobody, expected all of {steps}")
