@@ -1,19 +1,22 @@
 """Every plan that a search looks at, in the order of what it could be at best; those that cannot win are left out.
 
-Exact over its space: sizes of tensor, sequence, expert that the program allows; any number of stages up to the layers;
-any FSDP and any microbatch that divide the batch; any number of replicas; layouts as `layouts_of` gives them. A group
-of axes is skipped when its lower bound is not below the best found, or the least memory of it does not fit.
+Exact over its space: sizes of tensor, sequence, expert that the program allows; any number of stages up to the layers,
+and any split of them; any FSDP and any microbatch that divide the batch; any number of replicas; layouts as
+`layouts_of` gives them. A group of axes is skipped when its lower bound is not below the best found, or the least
+memory of it does not fit.
 """
 
 import enum
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, assert_never
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.bounds import Bounds, divides_batch
 from resilient_jax.planning.cutting import find_sizes
+from resilient_jax.planning.evening import even_out, with_fewer
 from resilient_jax.planning.pricing import Price, Pricing, Team
 from resilient_jax.planning.shape import Group, Layout, Microbatch, layouts_of
 
@@ -235,9 +238,24 @@ class _Visit:
             self._keep_all(blocked, batch, pricing.teams(blocked, batch))
 
     def _keep_all(self, layout: Layout, batch: Microbatch, teams: tuple[Team, ...]) -> None:
-        limit_s = self._limit_s(layout.group)
-        for blocks, price in count_blocks(self._pricing, self._fixed, layout, batch, teams, limit_s):
-            self._keep(Candidate(price.step_s, layout, batch, blocks))
+        """Layers split for the fastest microbatch; then, while that may be of use, with less on the fullest stage."""
+        pricing, group = self._pricing, layout.group
+        waiting, seen = [(layout, teams)], {layout}
+        while waiting:
+            layout, teams = waiting.pop()
+            evened = even_out(pricing, layout, batch, teams)
+            least_s = math.inf
+            for blocks, price in count_blocks(
+                pricing, self._fixed, layout, batch, teams, self._limit_s(group)
+            ):
+                self._keep(Candidate(price.step_s, layout, batch, blocks))
+                least_s = min(least_s, price.dealt.finish_s + sum(pricing.close_s(layout, evened, blocks)))
+            if group.pipeline == 1 or least_s >= self._limit_s(group):
+                continue
+            for other in with_fewer(pricing, layout, teams):
+                if other not in seen:
+                    seen.add(other)
+                    waiting.append((other, pricing.teams(other, batch)))
 
 
 def count_blocks(

@@ -22,7 +22,7 @@ from resilient_jax.planning.memory import (
     need_of,
 )
 from resilient_jax.planning.profile import ExchangeKind, Profile
-from resilient_jax.planning.shape import Group, Layout, Microbatch
+from resilient_jax.planning.shape import AS_MANY_AS_FIT, Group, Layout, Microbatch, Most
 from resilient_jax.planning.stage_cost import (
     PartTimes,
     StageTime,
@@ -149,7 +149,7 @@ class _Work(msgspec.Struct, frozen=True, kw_only=True):
 
     key: tuple[object, ...]
     parts: list[PartTimes]
-    times: dict[Composition, ReplicaTime | None]
+    times: dict[tuple[Composition, Most], ReplicaTime | None]
 
 
 class Pricing:
@@ -218,9 +218,10 @@ class Pricing:
             return ()
         found = []
         for composition, number in blocks:
-            if composition not in work.times:
-                work.times[composition] = self._time_replica(work.parts, layout, batch, composition)
-            if (time := work.times[composition]) is not None:
+            key = (composition, layout.most)
+            if key not in work.times:
+                work.times[key] = self._time_replica(work.parts, layout, batch, composition)
+            if (time := work.times[key]) is not None:
                 found.append(Team(composition=composition, blocks=number, time=time))
         return tuple(sorted(found, key=lambda team: (team.time.slot_s, team.time.kind, team.composition)))
 
@@ -265,15 +266,10 @@ class Pricing:
         """On these hosts; None: they have not the memory, however the layers are split."""
         group = layout.group
         kinds = [(kind, count, ANY_NUMBER) for kind, count in stage_kinds(composition, layout)]
-        split = self._split(parts, kinds)
-        memory = self._find_fullest(group, batch, split)
-        most: Sequence[int] = ()
-        while memory.total > self.usable_bytes:
-            most = self._take_back(group, batch, split, most) if most else self.held_layers(group, batch)
-            if min(most) < 1 or sum(most) < self.layers:
-                return None
-            split = self._split(parts, _join(kinds, most))
-            memory = self._find_fullest(group, batch, split)
+        found = self._find_split(parts, layout, batch, kinds)
+        if found is None:
+            return None
+        split, memory = found
         stages, state = group.pipeline, self.state(group)
         slowest = StageTime()
         synced = updated = 0.0
@@ -283,7 +279,7 @@ class Pricing:
             slowest = max(slowest, time, key=_total_s)
             held = state.stage(layers, is_first=stage == 0, is_last=stage == stages - 1)
             synced = max(synced, held.gradients)
-            updated = max(updated, 2 * held.parameters + held.gradients + 2 * held.optimizer)
+            updated = max(updated, held.updated)
             stage += count
         return ReplicaTime(
             split=tuple((count, layers) for _, count, layers in split),
@@ -294,6 +290,26 @@ class Pricing:
             updated_bytes=updated,
             kind=max(kind for kind, _, _ in split),
         )
+
+    def _find_split(
+        self, parts: Sequence[PartTimes], layout: Layout, batch: Microbatch, kinds: Sequence[_Same]
+    ) -> tuple[list[_Same], Memory] | None:
+        """The fastest that has the memory, and what its fullest device needs."""
+        group = layout.group
+        asked = layout.most.of_stages(group.pipeline)
+        split = self._split(parts, kinds if layout.most == AS_MANY_AS_FIT else _join(kinds, asked))
+        memory = self._find_fullest(group, batch, split)
+        held: list[int] = []
+        while memory.total > self.usable_bytes:
+            if held:
+                held = self._take_back(group, batch, split, held)
+            else:
+                held = list(map(min, asked, self.held_layers(group, batch)))
+            if min(held) < 1 or sum(held) < self.layers:
+                return None
+            split = self._split(parts, _join(kinds, held))
+            memory = self._find_fullest(group, batch, split)
+        return split, memory
 
     def _find_fullest(self, group: Group, batch: Microbatch, split: Sequence[_Same]) -> Memory:
         """Of the fullest device of a replica; the same wherever it stands, so layouts share it."""

@@ -36,8 +36,7 @@ def search(
     """Gives the plan with the least estimated step time.
 
     Exact: no plan of the space described in `candidates` is estimated to be faster. A faster link, more memory on every
-    device or one more host of the same kind never gives a slower plan, but for some pipelines on hosts that are not
-    alike: layers are split for the fastest microbatch, whatever the fullest stage then takes to sum up gradients.
+    device or one more host of the same kind never gives a slower plan.
 
     Args:
         profile: of the program, as `profile_transformer` or `sharding.profile_of` gives it.

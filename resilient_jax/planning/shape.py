@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.collectives import Spread
+from resilient_jax.planning.dealing import ANY_NUMBER
 
 
 class Group(NamedTuple):
@@ -38,6 +39,23 @@ class Microbatch(NamedTuple):
     rematerialise: bool = False
 
 
+class Most(NamedTuple):
+    """How many layers a stage may have, by where it is in its pipeline; of one stage all hold."""
+
+    first: int = ANY_NUMBER
+    between: int = ANY_NUMBER
+    last: int = ANY_NUMBER
+
+    def of_stages(self, stages: int) -> tuple[int, ...]:
+        """Stage by stage."""
+        if stages == 1:
+            return (min(self),)
+        return (self.first, *[self.between] * (stages - 2), self.last)
+
+
+AS_MANY_AS_FIT = Most()
+
+
 class Layout(NamedTuple):
     """How a plan's devices stand on the topology.
 
@@ -52,6 +70,8 @@ class Layout(NamedTuple):
         level: index of the topology's level in one domain of which a replica lies.
         block: such hosts of replicas that lie in one domain together.
         outermost: index of the level that has all hosts.
+        most: layers of a stage. Fewer than the fastest microbatch wants leave less to sum up and to update on the
+            stage that has most.
     """
 
     group: Group
@@ -60,6 +80,7 @@ class Layout(NamedTuple):
     level: int
     block: int
     outermost: int
+    most: Most = AS_MANY_AS_FIT
 
     @property
     def cell_devices(self) -> int:

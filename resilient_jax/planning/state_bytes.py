@@ -25,6 +25,11 @@ class PartBytes(NamedTuple):
     gathered: float = 0.0
     gathered_gradients: float = 0.0
 
+    @property
+    def updated(self) -> float:
+        """What an optimizer reads and writes."""
+        return 2 * self.parameters + self.gradients + 2 * self.optimizer
+
     def plus(self, other: "PartBytes") -> "PartBytes":
         """Both together."""
         return PartBytes(

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
@@ -18,8 +19,11 @@ from resilient_jax.planning.stage_cost import time_parts, transfer_s, work_of_pa
 from resilient_jax.planning.state_bytes import count_state
 
 
-def find_least_step_s(profile, topology, global_batch, number_format="bf16", min_replicas=1):
-    """The least step time of all plans with so many replicas or more; infinite if none fits."""
+def find_least_step_s(profile, topology, global_batch, number_format="bf16", min_replicas=1, axes=None):
+    """The least step time of all plans with so many replicas or more, and with these sizes of axes; infinite if none
+    fits."""
+    fixed = dict(axes or {})
+    replicas = fixed.pop(Axis.REPLICA, None)
     best = math.inf
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
         pool = pool_hosts(topology, number_format, memory)
@@ -33,7 +37,8 @@ def find_least_step_s(profile, topology, global_batch, number_format="bf16", min
         )
         pricing = Pricing(question)
         for layout, batch in _choices(pricing):
-            best = min(best, _least_of(pricing, layout, batch, min_replicas))
+            if all(getattr(layout.group, axis) == size for axis, size in fixed.items()):
+                best = min(best, _least_of(pricing, layout, batch, min_replicas, replicas))
     return best
 
 
@@ -65,26 +70,47 @@ def _choices(pricing):
                 yield layout, Microbatch(size, again)
 
 
-def _least_of(pricing, layout, batch, min_replicas):
-    question = pricing.question
+def _least_of(pricing, layout, batch, min_replicas, replicas):
+    """Of every limit on what the fullest stage sums up and updates: of each block then the fastest split."""
     blocks = _blocks_that_fit(pricing, layout, batch)
-    blocks.sort()
+    splits = [split for block in blocks for split in block]
+    synced = {split.synced for split in splits}
+    updated = {split.updated for split in splits}
+    return min(
+        (
+            _least_within(pricing, layout, batch, min_replicas, replicas, _within(blocks, *most))
+            for most in itertools.product(synced, updated)
+        ),
+        default=math.inf,
+    )
+
+
+def _within(blocks, synced, updated):
+    allowed = [[s for s in block if s.synced <= synced and s.updated <= updated] for block in blocks]
+    return sorted(min(block) for block in allowed if block)
+
+
+def _least_within(pricing, layout, batch, min_replicas, wanted, blocks):
+    question = pricing.question
     microbatches = question.global_batch // (layout.group.fsdp * batch.sequences)
     best = math.inf
     for count in range(1, len(blocks) + 1):
         replicas = count * layout.replicas_per_block
         if replicas > microbatches:
             break
-        if replicas < min_replicas:
+        if replicas < min_replicas or wanted not in (None, replicas):
             continue
         used = blocks[:count]
         finish = _deal(
-            microbatches, [slot for slot, *_ in used for _ in range(layout.replicas_per_block)], layout
+            microbatches, [block.slot_s for block in used for _ in range(layout.replicas_per_block)], layout
         )
         synced = time_of(
-            ExchangeKind.ALL_REDUCE, max(b[1] for b in used), layout.replica_spread(count), pricing.links
+            ExchangeKind.ALL_REDUCE,
+            max(block.synced for block in used),
+            layout.replica_spread(count),
+            pricing.links,
         )
-        update = max(b[2] for b in used) + question.calibration.step_overhead_s
+        update = max(block.updated * block.update_s for block in used) + question.calibration.step_overhead_s
         best = min(best, finish + synced + update)
     return best
 
@@ -102,7 +128,7 @@ def _deal(microbatches, slots, layout):
 
 
 def _blocks_that_fit(pricing, layout, batch):
-    """(slot, bytes that are summed, seconds of the update) of each block: those of its slowest replica."""
+    """The splits of each block: those of its slowest replica."""
     pool = pricing.question.pool
     domains = {}
     for host in pricing.question.topology.hosts:
@@ -117,7 +143,7 @@ def _blocks_that_fit(pricing, layout, batch):
         for start in range(0, len(cells) - size + 1, size):
             slowest = cells[start + size - layout.cells : start + size]
             priced = _price_replica(pricing, layout, batch, slowest)
-            if priced is not None:
+            if priced:
                 found.append(priced)
     return found
 
@@ -154,15 +180,30 @@ def _price_replica(pricing, layout, batch, hosts):
             for i, number in enumerate(layers)
         )
 
-    fitting = [timed for timed in _splits(question.profile.layers, parts) if fits(timed[1])]
-    if not fitting:
-        return None
-    slot, layers = min(fitting)
-    held = [state.stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
-    updated = max(2 * part.parameters + part.gradients + 2 * part.optimizer for part in held)
     worst = min(hosts, key=lambda host: host.speed)
     bandwidth = worst.accelerator.memory_bandwidth_bytes_per_s * question.calibration.memory_efficiency
-    return slot, max(part.gradients for part in held), updated / (bandwidth * worst.speed)
+    found = []
+    for slot_s, layers in _splits(question.profile.layers, parts):
+        if fits(layers):
+            held = [state.stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
+            found.append(
+                _Split(
+                    slot_s=slot_s,
+                    synced=max(part.gradients for part in held),
+                    updated=max(2 * part.parameters + part.gradients + 2 * part.optimizer for part in held),
+                    update_s=1 / (bandwidth * worst.speed),
+                )
+            )
+    return found
+
+
+class _Split(NamedTuple):
+    """Of layers to stages: a microbatch on the slowest, bytes to sum up and to update, seconds a byte of the update."""
+
+    slot_s: float
+    synced: float
+    updated: float
+    update_s: float
 
 
 def _splits(layers, parts):

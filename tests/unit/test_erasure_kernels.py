@@ -1,7 +1,9 @@
 """The kernels of the erasure code: one contract for all, and the choice between them."""
 
+import math
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from resilient_jax.erasure_kernels import (
 from resilient_jax.erasure_kernels.numpy_kernel import BLOCK_BYTES
 from resilient_jax.testing.erasure_conformance import CHECKS, applied, expected_product, random_buffers
 
-SELF_TEST_S = 0.05
+SELF_TEST_S, PATIENCE_S = 0.05, 60.0
 
 
 @pytest.fixture(params=ALL_KERNELS)
@@ -58,9 +60,14 @@ def test_a_kernel_passes_its_self_test(kernel):
 
 @pytest.mark.parametrize("quick_kernel", QUICK_KERNELS)
 def test_the_self_test_takes_under_50_ms(quick_kernel):
-    """The best of several: the machine may be busy with something else."""
-    kernel = quick_kernel()
-    assert min(check_kernel(kernel).duration_s for _ in range(10)) < SELF_TEST_S
+    """Of a processor, at least once: the machine may be busy with something else."""
+    kernel, end_s = quick_kernel(), time.monotonic() + PATIENCE_S
+    best_s = math.inf
+    while best_s >= SELF_TEST_S and time.monotonic() < end_s:
+        began_s = time.thread_time()
+        check_kernel(kernel)
+        best_s = min(best_s, time.thread_time() - began_s)
+    assert best_s < SELF_TEST_S
 
 
 class OneBitWrong(Kernel):

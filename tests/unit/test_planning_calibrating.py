@@ -10,6 +10,7 @@ from resilient_jax.planning.calibrating import Measurement, calibrate, estimate_
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.search import search
+from resilient_jax.planning.shape import AS_MANY_AS_FIT
 
 TRUE = Calibration(
     matrix_efficiency=0.41,
@@ -30,6 +31,14 @@ def plans_of(profile):
 def test_an_estimate_with_the_plans_own_constants_is_its_own():
     for plan in plans_of(small_profile()):
         assert estimate_s(plan, plan.question.calibration) == pytest.approx(plan.step_time_s)
+
+
+def test_so_is_that_of_a_pipeline_that_is_split_for_what_follows_the_last_microbatch():
+    profile = small_profile(layers=6, vocabulary_tokens=4)
+    topology = cluster([0.6, 1.0, 1.0, 1.0], devices=1, network=1e7)
+    plan = search(profile, topology, global_batch=2, axes={Axis.REPLICA: 2, Axis.PIPELINE: 2})
+    assert plan.layout.most != AS_MANY_AS_FIT
+    assert estimate_s(plan, plan.question.calibration) == pytest.approx(plan.step_time_s)
 
 
 def test_constants_fitted_to_one_model_estimate_another():

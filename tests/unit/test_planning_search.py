@@ -11,6 +11,7 @@ from plan_topologies import chip, cluster, clusters, small_profile, tight_bytes,
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.candidates import NO_AXES
 from resilient_jax.planning.errors import NothingFits, PlanError
 from resilient_jax.planning.search import search, search_best
 from resilient_jax.planning.shape import Group, lay_out
@@ -24,10 +25,14 @@ PRIME = {"heads": 1, "kv_heads": 1, "head_dim": 61, "width": 53, "feed_forward":
 ROUNDED = 1 + 1e-9
 
 
-def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1):
+PIPELINES = {Axis.REPLICA: 2, Axis.TENSOR: 1, Axis.SEQUENCE: 1}
+"""Two pipelines, most often: where the links are slow, what their fullest stage sums up is much of the step."""
+
+
+def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1, axes=NO_AXES):
     """Of the search; infinite if nothing fits."""
     try:
-        plan = search(profile, topology, global_batch=global_batch, min_replicas=min_replicas)
+        plan = search(profile, topology, global_batch=global_batch, axes=axes, min_replicas=min_replicas)
     except NothingFits:
         return math.inf
     assert plan.replicas >= min_replicas
@@ -62,6 +67,23 @@ def test_the_search_with_a_least_number_of_replicas_is_equal_to_trying_everythin
 def test_the_search_is_equal_to_trying_every_split_of_layers_that_fits(topology, global_batch):
     wanted = find_least_step_s(DEEP, topology, global_batch)
     assert least_s(topology, global_batch, DEEP) == pytest.approx(wanted, rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, 0.8, 0.6, 0.3]), min_size=3, max_size=4),
+    st.floats(0.4, 0.95),
+    st.sampled_from([1e6, 1e7]),
+    st.sampled_from([2, 4]),
+)
+@example([0.6, 1.0, 1.0, 1.0], 0.9, 1e7, 2)
+def test_the_search_is_equal_to_trying_every_split_where_the_fullest_stage_is_waited_for(
+    speeds, share, network, global_batch
+):
+    profile = small_profile(layers=6, vocabulary_tokens=4)
+    topology = cluster(speeds, devices=1, memory_bytes=tight_bytes(profile, share), network=network)
+    wanted = find_least_step_s(profile, topology, global_batch, axes=PIPELINES)
+    assert least_s(topology, global_batch, profile, axes=PIPELINES) == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
@@ -159,6 +181,32 @@ def test_a_host_more_or_one_that_heals_never_makes_the_best_plan_slower_where_me
     now = least_s(topology, 4, DEEP)
     assert least_s(topology.slowed(name, 1.0), 4, DEEP) <= now * ROUNDED
     assert now <= least_s(topology.without(name), 4, DEEP) * ROUNDED
+
+
+LONG = small_profile(layers=12, vocabulary_tokens=4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, 0.8, 0.6, 0.3]), min_size=4, max_size=5),
+    st.sampled_from([1, 2]),
+    st.floats(0.3, 0.9),
+    st.sampled_from([1e6, 1e7]),
+    st.sampled_from([1.02, 1.2, 2.0]),
+)
+@example([1.0, 0.3, 0.8, 1.0], 1, 0.4, 1e6, 2.0)
+@example([0.6, 0.6, 0.6, 0.6], 1, 0.9, 1e6, 2.0)
+def test_more_of_anything_never_makes_the_best_pipelines_slower(speeds, devices, share, network, factor):
+    def least(speeds=speeds, share=share, network=network):
+        memory_bytes = tight_bytes(LONG, share)
+        topology = cluster(speeds, devices=devices, memory_bytes=memory_bytes, network=network)
+        return least_s(topology, 4, LONG, axes=PIPELINES)
+
+    now_s = least() * ROUNDED
+    assert least(speeds=[*speeds, 0.6]) <= now_s
+    assert least(share=share * factor) <= now_s
+    assert least(network=network * factor) <= now_s
+    assert least(speeds=[1.0, *sorted(speeds)[1:]]) <= now_s  # the slowest heals
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
