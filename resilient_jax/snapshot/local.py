@@ -97,11 +97,11 @@ class LocalServer:
         """
         try:
             answer, (descriptor,) = self._ask(Begin(call=next(self._calls), id=id), PartOf)
-        except PeerUnreachable:
-            with contextlib.suppress(OSError):  # a slot that it may give later must not wait for us
+            mapped = self._map(answer.slot, descriptor)
+        except (PeerUnreachable, OSError):
+            with contextlib.suppress(OSError):  # a slot that it gave, or may give later, must not wait for us
                 self._link.send(Abandon(call=next(self._calls), id=id))
             raise
-        mapped = self._map(answer.slot, descriptor)
         view = memoryview(mapped)[answer.offset :][: answer.part_bytes]
         with self._changed:
             self._writing[id] = view

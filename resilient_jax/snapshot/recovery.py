@@ -11,6 +11,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import (
     Group,
     SnapshotId,
+    SnapshotPhase,
     SnapshotPlan,
     SnapshotSource,
     SnapshotStatus,
@@ -23,13 +24,21 @@ EXPLAINED = 2
 """As many as a host has slots: the newest snapshots that there can be."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Reported:
-    """A snapshot and who has it complete."""
+    """A snapshot, who has it complete, and whether one of them knows that all had."""
 
     id: SnapshotId
     groups: tuple[Group, ...]
     holders: set[HostName]
+    is_committed: bool = False
+
+    @property
+    def spare(self) -> int:
+        """So many more hosts may be lost, whichever; negative: it cannot be rebuilt."""
+        return min(
+            group.parity - sum(host not in self.holders for host in group.hosts) for group in self.groups
+        )
 
     def short(self) -> list[Group]:
         """The groups that have lost more hosts than they have parity."""
@@ -43,18 +52,26 @@ class _Reported:
 def choose_snapshot(statuses: Statuses) -> SnapshotPlan | None:
     """The newest snapshot that can be rebuilt, with everyone who has it complete; None if there is none.
 
+    One that was never complete on all its hosts may stand fewer further losses than the one before, which is the better
+    choice then: what training goes on from is all there is until the next one is safe.
+
     A host that reports it and is in none of its groups counts for nothing.
     """
+    chosen: _Reported | None = None
     for reported in _newest_first(statuses):
-        if not reported.short():
-            sources = [
-                SnapshotSource(host=host, server=statuses[host][0])
-                for group in reported.groups
-                for host in group.hosts
-                if host in reported.holders
-            ]
-            return SnapshotPlan(id=reported.id, groups=reported.groups, sources=tuple(sources))
-    return None
+        if reported.spare >= 0 and (chosen is None or reported.spare > chosen.spare):
+            chosen = reported
+        if chosen is not None and reported.is_committed:
+            break
+    if chosen is None:
+        return None
+    sources = [
+        SnapshotSource(host=host, server=statuses[host][0])
+        for group in chosen.groups
+        for host in group.hosts
+        if host in chosen.holders
+    ]
+    return SnapshotPlan(id=chosen.id, groups=chosen.groups, sources=tuple(sources))
 
 
 def explain_loss(statuses: Statuses) -> str:
@@ -108,6 +125,7 @@ def _newest_first(statuses: Statuses) -> list[_Reported]:
             (status.id, status.groups), _Reported(id=status.id, groups=status.groups, holders=set())
         )
         reported.holders.add(host)
+        reported.is_committed |= status.phase is SnapshotPhase.COMMITTED
     return sorted(found.values(), key=lambda reported: reported.id, reverse=True)
 
 

@@ -6,6 +6,7 @@ gone. The user's own `init_state` gives the tree back its shape.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -94,7 +95,11 @@ class HeldState:
 
 
 def _is_here(value: jax.Array | np.ndarray) -> bool:
-    return isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated
+    if isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated:
+        return True
+    # Cut over the devices of each host, with a copy on every one.
+    boxes = {tuple((cut.start, cut.stop) for cut in shard.index) for shard in value.addressable_shards}
+    return len(boxes) * math.prod(value.sharding.shard_shape(value.shape)) == value.size
 
 
 def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
@@ -155,11 +160,13 @@ def _leaf(path: str, value: object) -> Leaf:
         _ = value.addressable_shards
         return Leaf(path=path, value=value, key_impl=key_impl)
     array = np.asarray(value)
-    if array.dtype == object or array.dtype.kind in "USO":
+    if array.dtype.kind in "USOMm" or array.dtype.type is np.void:
         raise StateError(
             f"the state's leaf {path} is a {type(value).__name__}; a state holds arrays, numbers and texts only. "
             "Keep other things outside of it, they are the same on every host"
         )
+    if not array.dtype.isnative:  # copies are bytes, read again by the name of the type
+        array = array.astype(array.dtype.newbyteorder("="))
     return Leaf(path=path, value=_as_jax_has_it(path, array))
 
 
@@ -197,10 +204,15 @@ def _host_copy(leaf: Leaf) -> np.ndarray:
         return np.array(value)
     if value.is_fully_replicated:
         return np.array(value.addressable_data(0))
-    return _assemble(leaf.path, value)
+    return assemble(leaf.path, value)
 
 
-def _assemble(path: str, value: jax.Array) -> np.ndarray:
+def assemble(path: str, value: jax.Array) -> np.ndarray:
+    """The whole array, of the parts on this host's devices.
+
+    Raises:
+        StateError: they are not all.
+    """
     whole = np.empty(value.shape, value.dtype)
     covered = np.zeros(value.shape, bool)
     for shard in value.addressable_shards:

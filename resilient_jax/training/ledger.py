@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, LINE_ENCODER, Begun, Committed, Line, Restored
-from resilient_jax.training.held_state import HeldState, Leaf
+from resilient_jax.training.held_state import HeldState, Leaf, assemble
 
 LANES: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Odd numbers, one for each half of the sum: the golden ratio, and the second prime of xxHash64."""
@@ -119,7 +119,9 @@ def _name_of(leaf: Leaf) -> bytes:
 def _whole(value: Any) -> np.ndarray:  # noqa: ANN401 - a jax or numpy array
     if isinstance(value, np.ndarray) or value.is_fully_addressable:
         return np.asarray(value, order="C")
-    return np.asarray(value.addressable_data(0), order="C")
+    if value.is_fully_replicated:
+        return np.asarray(value.addressable_data(0), order="C")
+    return assemble("", value)
 
 
 def _parts(

@@ -225,6 +225,23 @@ def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
     return choose_snapshot(_snapshots_of(state))
 
 
+def is_snapshot_needed(state: MembershipState) -> bool:
+    """Whether hosts that train no more, and are still here, keep what nobody else has: until a snapshot of this
+    generation is committed, or a member holds the state whole."""
+    generation = state.generation
+    members = {member.host for member in generation.members}
+    kept = generation.snapshot.sources if generation.snapshot is not None else ()
+    if not any(source.host in state.hosts and source.host not in members for source in kept):
+        return False
+    is_newer_safe = any(
+        s.id.generation == generation.number and s.phase is SnapshotPhase.COMMITTED
+        for host, status in state.hosts.items()
+        if host in members
+        for s in status.snapshots
+    )
+    return not (is_newer_safe or any(worker.report.holds_state for worker in living_members(state)))
+
+
 def explain_snapshots(state: MembershipState) -> str:
     """Why `find_snapshot` finds none, in words."""
     return explain_loss(_snapshots_of(state))

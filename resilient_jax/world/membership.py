@@ -51,6 +51,7 @@ from resilient_jax.world.evidence import (
     has_service,
     is_draining,
     is_idle,
+    is_snapshot_needed,
     joiners_of,
     living_members,
     name_all,
@@ -275,9 +276,10 @@ def _while_active(state: MembershipState, now: float, rules: Rules) -> Generatio
         return _finish(generation, Outcome(kind=OutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not are_all_steady(state):
         return None
-    if generation.snapshot is not None or generation.lost is not None:
-        # All have read it and gone on from it: hosts that wait with leaving because of it may go.
-        return msgspec.structs.replace(generation, snapshot=None, lost=None)
+    # All have read the snapshot and gone on from it: hosts that wait with leaving because of it may go.
+    snapshot = generation.snapshot if is_snapshot_needed(state) else None
+    if (snapshot, None) != (generation.snapshot, generation.lost):
+        return msgspec.structs.replace(generation, snapshot=snapshot, lost=None)
     if (progress := safe_progress(state)) > generation.progress and (
         generation.progress == 0 or now - state.phase_since_s >= rules.record_progress_s
     ):

@@ -1,16 +1,21 @@
 """No host has the whole state: kill any that parity covers, at any phase of a snapshot, and the bits come back."""
 
+import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 from sharded_job import ShardedJob
-from tiny_job import RECOVERY_S
+from tiny_job import CONFIG, RECOVERY_S, is_training
 
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.fault_points import ANY_STEP, Place
+from resilient_jax.protocol.records import Phase
 from resilient_jax.world.inspection import Part
+from resilient_jax.world.local_job import LocalJob
 
+JOBS = Path(__file__).parent / "jobs"
 WORKER_PLACES = (Place.BEFORE_COPY, Place.DURING_COPY, Place.AFTER_COPY)
 SERVER_PLACES = (Place.BEFORE_PARITY, Place.DURING_PARITY, Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED)
 """The last one is where the root's server tells the others: the first host's."""
@@ -102,3 +107,53 @@ def test_a_notice_to_leave_loses_no_step(tmp_path: Path) -> None:
         row["step"] for rows in job.logs().values() for row in rows if row["generation"] == before.number
     )
     assert min(step for number, step in by_generation.items() if number > before.number) == reached
+
+
+@pytest.mark.timeout(600)
+def test_hosts_that_leave_stay_until_the_others_are_safe_without_them(tmp_path: Path) -> None:
+    """What two of four hosts have with parity for one is of no use without the other two."""
+    with ShardedJob(tmp_path, 4, parity=1) as job:
+        job.wait_protected(4)
+        before = job.report().generation
+        assert before is not None
+        for leaving in ("host-2", "host-3"):
+            job.signal(Part.AGENT, leaving, signal.SIGTERM)
+        job.job.wait_report(
+            "two hosts",
+            lambda now: (
+                now.generation is not None
+                and len(now.generation.members) == 2
+                and now.generation.phase in (Phase.FORM, Phase.ACTIVE)
+            ),
+            RECOVERY_S,
+        )
+        job.job.hold(Place.BEFORE_PARITY, ["host-0"], ANY_STEP)
+        job.job.wait_held(["host-0"], RECOVERY_S)
+        job.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        job.job.release()
+        job.wait_protected(2, after_generation=before.number + 1)
+        job.finish(more_steps=5)
+
+
+@pytest.mark.timeout(600)
+def test_a_state_that_each_host_has_whole_on_its_own_devices_needs_no_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(CONFIG)
+    job = LocalJob(
+        [str(JOBS / "hybrid.py"), str(tmp_path)],
+        hosts=3,
+        run_directory=tmp_path / "run",
+        options=["--config", str(tmp_path / "job.toml"), "--devices-per-host", "2"],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    with job:
+        job.wait_report("training", lambda now: is_training(now, 3, 0), RECOVERY_S)
+        job.kill(Part.HOST, "host-2")
+        job.wait_report("host-2 back", lambda now: is_training(now, 3, 1), RECOVERY_S)
+        (tmp_path / "stop").touch()
+        assert job.wait(RECOVERY_S) == ExitCode.DONE, job.output()
+    for path in sorted(tmp_path.glob("final-*.json")):
+        final = json.loads(path.read_text())
+        assert final["least"] == final["most"] == final["steps"] > 0
+    kinds = [event.kind for event in job.events()]
+    assert "state.fetched" in kinds
+    assert "snapshot.restored" not in kinds

@@ -1,6 +1,7 @@
 """Snapshot servers as real processes: from a worker's part to a committed snapshot, and every death on the way."""
 
 import contextlib
+import errno
 import itertools
 import os
 import select
@@ -56,6 +57,7 @@ from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.framing import frame
 from resilient_jax.protocol.snapshots import Group
 from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.snapshot import local
 from resilient_jax.snapshot.manifest import decode_manifest
 from resilient_jax.snapshot.messages import (
     COMPLETE,
@@ -230,6 +232,28 @@ def test_a_worker_that_abandons_its_part_gives_the_slot_back():
         take(workers[1], make_id(2), hosts[1].name, part_of(layout, hosts[1], make_id(2)))
         assert not workers[1].wait_committed(make_id(2), WAIT_S)  # at once: it was dropped
         commit_all(layout, hosts, workers, make_id(3))
+
+
+def test_a_worker_that_has_no_memory_for_its_slot_gives_it_back(monkeypatch):
+    with running(2) as hosts:
+        layout, workers = open_all(hosts, 1)
+        commit_all(layout, hosts, workers, make_id(1))
+        layout = make_layout(hosts, 1, [4 * size for size in SIZES[:2]], 2)
+        for worker in workers:
+            worker.open(layout, restored=make_id(1))
+        commit_all(layout, hosts, workers, make_id(2, 2))
+        # The slot of the first snapshot is given again when it is needed, larger.
+        take(workers[1], make_id(3, 2), hosts[1].name, part_of(layout, hosts[1], make_id(3, 2)))
+        with monkeypatch.context() as patched:
+            patched.setattr(local.mmap, "mmap", refuse_to_map)
+            with pytest.raises(OSError, match="Cannot allocate memory"):
+                workers[0].begin(make_id(3, 2))
+        assert not workers[1].wait_committed(make_id(3, 2), WAIT_S)  # at once: it was dropped
+        commit_all(layout, hosts, workers, make_id(4, 2))
+
+
+def refuse_to_map(*_, **__):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 @pytest.mark.parametrize("who", [0, 3], ids=["the root", "another"])

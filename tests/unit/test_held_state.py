@@ -45,6 +45,13 @@ def test_a_state_comes_back_bit_for_bit(through_host: bool) -> None:
     assert_same(restore(jax.eval_shape(make_state), held, None), state)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i4", ">u2"])
+def test_numbers_in_foreign_byte_order_are_held_in_that_of_this_machine(dtype: str) -> None:
+    held = hold(0, {"x": np.arange(5, dtype=dtype)})
+    assert held.leaves[0].value.dtype.isnative
+    np.testing.assert_array_equal(held.leaves[0].value, np.arange(5))
+
+
 def test_a_host_copy_does_not_alias_the_devices_memory() -> None:
     array = jnp.ones((4,))
     copy = to_host(hold(0, {"x": array})).leaves[0].value
@@ -84,6 +91,14 @@ def test_a_leaf_that_is_no_array_nor_text_is_refused_by_its_path() -> None:
         StateError, match=r"leaf \['name'\] is a object; a state holds arrays, numbers and texts only"
     ):
         hold(1, {"name": object()})
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "timedelta64[s]", [("x", "f4")], "S3"])
+def test_arrays_of_other_things_than_numbers_are_refused_by_their_path(dtype: object) -> None:
+    with pytest.raises(
+        StateError, match=r"leaf \['when'\] is a ndarray; a state holds arrays, numbers and texts"
+    ):
+        hold(1, {"when": np.zeros(2, dtype)})
 
 
 def test_texts_are_kept_as_they_are_and_their_places_must_fit() -> None:

@@ -5,6 +5,7 @@ from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundar
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import Change, Failure, FailureKind, OutcomeKind, Phase, WorkerState
+from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.world.membership import AfterStateLoss, HostGone
 
 
@@ -142,6 +143,55 @@ def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
     job.serve("b")
     assert job.phase is Phase.FORM
     assert (job.generation.step, job.members) == (7, ["b", "c"])
+
+
+def leave_two_of_four() -> Job:
+    """c and d have left and wait; a and b train, and need what all four have kept."""
+    job = sharded("abcd")
+    for leaving in "cd":
+        job.change(leaving, draining=True)
+    last = snapshot(7, "abcd", generation=job.generation.number)
+    for name in job.members:
+        job.report(name, generation=job.generation.number, limit=7)
+    for name in job.members:
+        job.report(name, state=WorkerState.IDLE, step=7, limit=7, formed=False, snapshot=last.id)
+    keep(job, "abcd", last)
+    job.serve("a")
+    job.form()
+    assert job.members == ["a", "b"]
+    for name in "ab":
+        job.report(name, steady=True, holds_state=False, step=8)
+    return job
+
+
+def test_hosts_that_leave_wait_for_a_snapshot_without_them():
+    job = leave_two_of_four()
+    assert job.generation.snapshot is not None, "nobody else has it"
+    new = snapshot(8, "ab", generation=job.generation.number)
+    keep(job, "ab", new)
+    assert job.generation.snapshot is not None, "complete, but nobody said that both have it"
+    keep(job, "a", msgspec.structs.replace(new, phase=SnapshotPhase.COMMITTED))
+    assert job.generation.snapshot is None
+
+
+def test_hosts_that_leave_are_not_waited_for_when_they_are_gone_or_somebody_has_the_state():
+    job = leave_two_of_four()
+    job.give(HostGone(HostName("c")))
+    assert job.generation.snapshot is not None
+    job.give(HostGone(HostName("d")))
+    assert job.generation.snapshot is None
+    job = leave_two_of_four()
+    job.report("b", holds_state=True)
+    assert job.generation.snapshot is None
+
+
+def test_a_host_that_dies_while_others_wait_to_leave_is_restored_from_what_they_have():
+    job = leave_two_of_four()
+    job.worker("b", exit_code=-9)
+    job.acknowledge("a", step=8)
+    assert job.generation.snapshot is not None
+    assert job.generation.snapshot.id.step == 7
+    assert [source.host for source in job.generation.snapshot.sources] == ["a", "b", "c", "d"]
 
 
 def test_a_planned_change_without_snapshots_waits_for_nothing():

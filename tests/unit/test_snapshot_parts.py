@@ -105,7 +105,7 @@ def test_a_long_replicated_leaf_is_cut_where_its_copies_are_long_and_even():
     assert [state_cut.pieces[host][0].start for host in hosts] == [(0, 100 * i, 0) for i in range(8)]
 
 
-def test_it_says_how_many_hosts_hold_all_of_each_leaf():
+def test_it_says_which_hosts_hold_every_leaf():
     hosts, host_of = hosts_of_eight(4)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "shard"))
 
@@ -113,10 +113,19 @@ def test_it_says_how_many_hosts_hold_all_of_each_leaf():
         return put(np.zeros((8, 8), np.float32), NamedSharding(mesh, P(*spec)))
 
     local = put(np.zeros(8, np.float32), NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x")))
-    state = [place(), place("shard"), place(("replica", "shard")), np.zeros(3, np.float32), local]
-    state_cut = cut_state(hold(1, state).leaves, host_of, hosts)
+
+    def complete_on(*state):
+        return cut_state(hold(1, list(state)).leaves, host_of, hosts).complete_on
+
     # Two devices a host, and four shards in each replica: a host has half of one.
-    assert state_cut.whole_on == (4, 0, 0, 4, 4)
+    for somewhere_cut in (place("shard"), place(("replica", "shard"))):
+        assert complete_on(somewhere_cut) == complete_on(place(), somewhere_cut) == ()
+    on_each = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("host", "local")), P("local"))
+    for here in (place(), np.zeros(3, np.float32), local, put(np.zeros(8, np.float32), on_each)):
+        assert complete_on(here) == tuple(hosts)
+    some = put(np.zeros(8, np.float32), NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), P()))
+    others = put(np.zeros(8, np.float32), NamedSharding(Mesh(np.array(jax.devices()[4:]), ("x",)), P()))
+    assert (complete_on(some, local), complete_on(some, others)) == (tuple(hosts[:2]), ())
 
 
 def test_the_cut_follows_from_shardings_alone():

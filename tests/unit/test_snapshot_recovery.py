@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.snapshot.placement import form_groups
-from resilient_jax.snapshot.recovery import choose_snapshot, explain_loss
+from resilient_jax.snapshot.recovery import Statuses, choose_snapshot, explain_loss
 
 
 def hosts(count):
@@ -46,17 +46,14 @@ def test_recoverable_if_and_only_if_no_group_lost_more_than_its_parity(n, m):
 
 
 @given(st.integers(1, 20), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_newest_is_chosen_for_which_every_group_has_enough(count, parity, rng: random.Random):
+def test_the_newest_committed_one_is_chosen_for_which_every_group_has_enough(
+    count, parity, rng: random.Random
+):
     ids = sorted({snapshot(rng.randrange(5), rng.randrange(3)) for _ in range(3)}, reverse=True)
     groups = {each: form_groups(rng.sample(hosts(count), count), parity, group_size=5) for each in ids}
     holders = {each: set(rng.sample(hosts(count), rng.randint(0, count))) for each in ids}
     held = {
-        host: [
-            status(each, groups[each], rng.choice(list(SnapshotPhase)))
-            for each in ids
-            if host in holders[each]
-        ]
-        for host in hosts(count)
+        host: [status(each, groups[each]) for each in ids if host in holders[each]] for host in hosts(count)
     }
     expected = next(
         (
@@ -74,6 +71,28 @@ def test_the_newest_is_chosen_for_which_every_group_has_enough(count, parity, rn
         assert "can be rebuilt. " in explain_loss(reports(held)) or "no complete" in explain_loss(
             reports(held)
         )
+
+
+def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_losses():
+    """Else the next host that is lost, of two that may be, takes the last good copy along."""
+    group = Group(hosts=tuple(hosts(4)), parity=2)
+
+    def left(phase: SnapshotPhase, holders: list[HostName]) -> Statuses:
+        newer = [status(snapshot(2), [group], phase)]
+        return reports(
+            {h: [status(snapshot(1), [group]), *(newer if h in holders else [])] for h in left_over}
+        )
+
+    left_over = hosts(3)
+    two, three = left_over[1:], left_over
+    for phase, holders, step in [
+        (SnapshotPhase.COMPLETE, two, 1),
+        (SnapshotPhase.COMPLETE, three, 2),  # stands as much
+        (SnapshotPhase.COMMITTED, two, 2),  # the older one may be overwritten any time
+    ]:
+        plan = choose_snapshot(left(phase, holders))
+        assert plan is not None
+        assert plan.id == snapshot(step)
 
 
 def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():

@@ -10,14 +10,17 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 
 from resilient_jax.errors import CallerError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.framing import LIMIT_BYTES
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan
 from resilient_jax.protocol.worker import SnapshotSettings
 from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.placement import describe_compromises, form_groups
 from resilient_jax.snapshot.reading import SnapshotReader
 from resilient_jax.training.held_state import HeldState
@@ -36,6 +39,8 @@ schedulers give a host that is to leave."""
 POLL_S: Final = 0.05
 MEASURED_STEPS: Final = 8
 """Of a generation, with a snapshot each, before `every = "auto"` says how many there are between two."""
+MOST_DESCRIBED_BYTES: Final = LIMIT_BYTES - (2 << 20)
+"""Names of leaves, what lies where, and texts go in one message, with the checksums of a part."""
 ADDRESS_BYTES: Final = 192
 """For a server's address and a failure domain's name."""
 
@@ -70,6 +75,8 @@ class _Opened:
     every: int | None
     """None: to be measured."""
     began_s: float
+    described_bytes: int
+    """What says which numbers are where, without the texts."""
     newest: SnapshotId | None = None
 
 
@@ -123,7 +130,7 @@ class SnapshotKeeper:
         """Begins a snapshot of the committed state, if one is due; every host must call it after the same steps.
 
         Raises:
-            CallerError: it does not fit in memory; says how much there is.
+            CallerError: it does not fit in memory, or its texts and names in a message; says how much does.
         """
         opened = self._opened
         if opened is None or opened.layout.generation != world.generation:
@@ -135,6 +142,7 @@ class SnapshotKeeper:
             self._take(opened, held)
 
     def _take(self, opened: _Opened, held: HeldState) -> None:
+        check_described(opened.described_bytes, held)
         self.finish_copy()
         started_s = time.monotonic()
         opened.newest = SnapshotId(held.step, opened.layout.generation)
@@ -204,7 +212,7 @@ class SnapshotKeeper:
         peers = self._exchange(world, self._line.wait_snapshot_server())
         cut = cut_state(held.leaves, world.host_of, world.hosts)
         # Then a host that is lost takes nothing along, and parity would protect against nothing.
-        has_copies = min(cut.whole_on, default=len(world.hosts)) > settings.parity
+        has_copies = len(cut.complete_on) > settings.parity
         parity = 0 if has_copies else settings.parity
         domains = {host: peer.domain for host, peer in peers.items()}
         groups = form_groups(world.hosts, parity, group_size=settings.group_size, domain_of=domains)
@@ -227,7 +235,8 @@ class SnapshotKeeper:
         )
         self._blocked_s = 0.0
         every = settings.every if isinstance(settings.every, int) else None
-        return _Opened(layout, cut, held.step, every, time.monotonic())
+        described = len(msgspec.msgpack.encode(PartContents(cut.leaves, cut.pieces[self._host])))
+        return _Opened(layout, cut, held.step, every, time.monotonic(), described)
 
     def _agree_on_interval(self, world: Members, opened: _Opened) -> int:
         """Young and Daly's, from what snapshots cost the slowest host in the first steps of this generation."""
@@ -252,3 +261,25 @@ class SnapshotKeeper:
         rows[world.host_index, : len(text)] = np.frombuffer(text, np.uint8)
         texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.agree(rows)]
         return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}
+
+
+def check_described(described_bytes: int, held: HeldState) -> None:
+    """Refuses a state that a snapshot's messages cannot describe; each would be dropped, and nothing protected.
+
+    Args:
+        described_bytes: of what stands beside the texts.
+        held: the state.
+
+    Raises:
+        CallerError: says what takes how much.
+    """
+    sizes = {path: len(path.encode()) + len(text.encode()) for path, text in held.texts.items()}
+    if described_bytes + sum(sizes.values()) <= MOST_DESCRIBED_BYTES:
+        return
+    longest = max(sizes, key=sizes.__getitem__, default="")
+    texts = f", the longest text {longest} {sizes[longest]} bytes" if sizes else ""
+    raise CallerError(
+        f"the state cannot be described in a snapshot: found {described_bytes + sum(sizes.values())} bytes of names, "
+        f"shapes, places and texts ({len(held.leaves)} arrays{texts}), expected {MOST_DESCRIBED_BYTES} at most. Keep "
+        "long texts outside of the state, or stack many small arrays"
+    )

@@ -32,13 +32,13 @@ class StateCut:
         leaves: every leaf of the state.
         pieces: of each host's part, in order of their offsets.
         part_bytes: length of each host's part.
-        whole_on: for each leaf, how many hosts hold all of it.
+        complete_on: hosts that hold every leaf whole.
     """
 
     leaves: tuple[LeafInfo, ...]
     pieces: Mapping[HostName, tuple[Piece, ...]]
     part_bytes: Mapping[HostName, int]
-    whole_on: tuple[int, ...]
+    complete_on: tuple[HostName, ...]
 
 
 def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]) -> StateCut:
@@ -58,7 +58,7 @@ def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]
     known: dict[tuple[Sharding, tuple[int, ...]], Holdings] = {}  # many leaves share a sharding and a shape
     loads = dict.fromkeys(hosts, 0)
     pieces: dict[HostName, list[Piece]] = {host: [] for host in hosts}
-    whole_on = []
+    complete_on = set(hosts)
     for number, leaf in enumerate(leaves):
         holdings = _find_holdings(leaf, host_of, hosts, known)
         itemsize = leaf.value.dtype.itemsize
@@ -69,12 +69,12 @@ def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]
             for host, (start, stop) in zip(by_load, boxes, strict=False):
                 pieces[host].append(Piece(number, start, stop, loads[host]))
                 loads[host] += _aligned(Box(start, stop).size * itemsize)
-        whole_on.append(len(set(hosts).intersection(*map(set, holdings.values()))))
+        complete_on.intersection_update(*map(set, holdings.values()))
     return StateCut(
         leaves=tuple(map(_describe, leaves)),
         pieces={host: tuple(pieces[host]) for host in hosts},
         part_bytes=loads,
-        whole_on=tuple(whole_on),
+        complete_on=tuple(host for host in hosts if host in complete_on),
     )
 
 
