@@ -1,8 +1,8 @@
 """How the arrays of a training state and of a batch are cut over a plan's mesh.
 
 By `planning.cutting.cut`, which the estimate of memory and traffic uses too. Which dims a leaf has is known from, in
-this order: rules on the ends of paths, the plan's profile (by the end of the path, and the shape), the leaf's own Flax
-metadata.
+this order: the plan's profile (by the end of the path, and the shape), so that what was estimated is what runs; rules
+on the ends of paths; the leaf's own Flax metadata.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class StateCuts:
     Args:
         profile: whose tensors name the dims.
         sizes: of a plan's axes.
-        naming: for states that neither the profile nor metadata name.
+        naming: for what the profile does not have.
     """
 
     def __init__(self, profile: Profile, sizes: Mapping[Axis, int], naming: Naming | None = None) -> None:
@@ -86,9 +86,6 @@ class StateCuts:
         return PartitionSpec(*dims)
 
     def _tensor_of(self, leaf: Leaf) -> Tensor:
-        ruled = self._find_rule(leaf)
-        if ruled is not None:
-            return self._tensor_of_names(leaf, ruled)
         fitting = [
             tensor
             for pattern, tensor in self._tensors
@@ -96,15 +93,20 @@ class StateCuts:
         ]
         if fitting:
             return max(fitting, key=lambda tensor: len(tensor.path))
-        return self._tensor_of_names(leaf, leaf.names)
+        # Optimizers keep a parameter's metadata on what has fewer dims than it.
+        own = leaf.names if len(leaf.names) <= len(leaf.shape) else ()
+        ruled = self._find_rule(leaf)
+        return self._tensor_of_names(leaf, own if ruled is None else ruled)
 
     def _find_rule(self, leaf: Leaf) -> Names | None:
-        """Rules are for parameters; optimizer state has the names of the parameter that ends its path."""
+        """Rules are for parameters; optimizer state has the names of the parameter that ends its path, the longest that
+        a rule knows."""
         keys = leaf.path.split("/")
-        ends = ["/".join(keys[start:]) for start in range(len(keys))]
-        for pattern, names in self._naming.rules:
-            if len(names) <= len(leaf.shape) and any(fnmatch.fnmatchcase(end, pattern) for end in ends):
-                return names
+        for start in range(len(keys)):
+            end = "/".join(keys[start:])
+            for pattern, names in self._naming.rules:
+                if len(names) <= len(leaf.shape) and fnmatch.fnmatchcase(end, pattern):
+                    return names
         return None
 
     def _tensor_of_names(self, leaf: Leaf, given: Names) -> Tensor:
@@ -120,17 +122,15 @@ def list_leaves(state: Tree) -> list[Leaf]:
     """Gives the arrays of a state, in the order of the tree's leaves."""
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_wrapper):
-        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]
-        if not arrays:
-            continue  # a variable without a value
-        (array,) = arrays
-        found.append(
+        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]  # of a variable without a value: none
+        found.extend(
             Leaf(
                 path=path_of(path),
                 shape=tuple(jnp.shape(array)),
-                names=_names_in_metadata(node),
+                names=_names_in_metadata(node) if len(arrays) == 1 else (),
                 is_key=jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key),
             )
+            for array in arrays
         )
     return found
 

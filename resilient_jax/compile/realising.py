@@ -121,13 +121,17 @@ def refuse_pipeline(plan: Plan) -> None:
 
 def _out_shardings(function: Callable[[Tree, Tree], Any], state: Tree, batch: Tree, where: Tree) -> Tree:
     """A result that is a state lies where the state lies; the compiler chooses for all else."""
-    found = jax.eval_shape(function, _shapes_of(state), _shapes_of(batch))
-    structure = jax.tree.structure(state)
-    if jax.tree.structure(found) == structure:
-        return where
-    if isinstance(found, tuple):
-        return tuple(where if jax.tree.structure(part) == structure else None for part in found)
-    return None
+    wanted = _shapes_of(state)
+    found = jax.eval_shape(function, wanted, _shapes_of(batch))
+
+    def is_state(part: Tree) -> bool:
+        """Metrics may come in the state's tree, too: then their shapes differ."""
+        return jax.tree.structure(part) == jax.tree.structure(wanted) and all(
+            (one.shape, one.dtype) == (other.shape, other.dtype)
+            for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(wanted), strict=True)
+        )
+
+    return jax.tree.map(lambda part: where if is_state(part) else None, found, is_leaf=is_state)
 
 
 def _shardings(specs: Tree, mesh: Mesh) -> Tree:

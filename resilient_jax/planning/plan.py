@@ -194,7 +194,7 @@ class Plan:
     def shardings(self, state: Any, mesh: Any, naming: Any = None) -> Any:  # noqa: ANN401 - needs JAX
         """Where each array of a training state lies: the state's tree with a `NamedSharding` in place of each.
 
-        Dims are known by rules in `naming`, else by the profile that was planned for, else by Flax metadata (NNX
+        Dims are known by the profile that was planned for, else by rules in `naming`, else by Flax metadata (NNX
         variables, Linen boxes). What none of them names is cut by fsdp alone.
 
         Args:

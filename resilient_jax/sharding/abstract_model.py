@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resilient_jax.errors import CallerError
-from resilient_jax.sharding.naming import Names, Tree, linen_names, nnx_names
+from resilient_jax.sharding.naming import Names, Tree, linen_names, nnx_names, path_of
 
 Loss = Callable[[Any, Tree], Any]
 """Gets the model, or a plain function's tree, and a batch; gives a number, or a tuple that begins with it."""
@@ -49,7 +49,8 @@ def abstract_program(model: object, loss: Loss, batch: Tree) -> AbstractProgram:
         batch: arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the examples'.
 
     Raises:
-        CallerError: it is no model, or the loss is no scalar.
+        CallerError: it is no model, has no parameters or some that have no gradient, or the loss is no scalar of a
+            floating-point type.
     """
     batch = jax.tree.map(_shape_of, batch)
     if isinstance(model, nn.Module):
@@ -63,10 +64,29 @@ def abstract_program(model: object, loss: Loss, batch: Tree) -> AbstractProgram:
             f"model: found a {type(model).__name__}, expected a function lambda rngs: Net(..., rngs=rngs) that makes "
             "an nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
         )
+    _check_parameters(program.params)
     found = jax.eval_shape(program.loss, program.params, program.others, program.batch)
+    if getattr(found, "shape", None) == () and not jnp.issubdtype(found.dtype, jnp.floating):
+        raise CallerError(
+            f"loss: found a scalar of {found.dtype}, expected one of a floating-point type: it is to have a gradient"
+        )
     if getattr(found, "shape", None) != ():
         raise CallerError(f"loss: found a result {found}, expected a scalar, or a tuple that begins with one")
     return program
+
+
+def _check_parameters(params: Tree) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise CallerError(
+            "model: found no parameters (nnx.Param, the collection params, or what init gives), expected at least one"
+        )
+    for path, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise CallerError(
+                f"model: found the parameter {path_of(path)} of {leaf.dtype}, expected numbers that have a "
+                "gradient. Keep others in nnx.Variable, in another collection, or in the batch"
+            )
 
 
 def _nnx_program(factory: Callable[..., Any], loss: Loss, batch: Tree) -> AbstractProgram:

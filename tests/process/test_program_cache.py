@@ -75,9 +75,11 @@ def test_a_program_of_other_code_shapes_or_flags_is_not_taken_for_it(cache, chan
     assert not run(cache)
 
 
-def test_a_damaged_entry_is_compiled_again_and_gives_the_right_numbers(cache):
+@pytest.mark.parametrize("left", [-40, 0], ids=["its end", "all"])
+def test_an_entry_that_lost_bytes_is_compiled_again_once_and_gives_the_right_numbers(cache, left):
     entries = list(cache.glob("jit_program*-cache"))
     assert entries
     for entry in entries:
-        entry.write_bytes(entry.read_bytes()[:-40])
+        entry.write_bytes(entry.read_bytes()[:left])
     assert run(cache)
+    assert not run(cache), "the whole one took its place"

@@ -1,8 +1,11 @@
 """From a plan to a program that runs: every axis for real, on eight CPU devices, against one device."""
 
+import functools
 import itertools
 import re
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -157,6 +160,100 @@ def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_param
     shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
     shapes = {leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)}
     assert shapes == {(64, 16)}
+
+
+CHAIN_RULES = [("w", ("embed",)), ("out/w", ("mlp", "embed")), ("in/up", ("embed", "mlp"))]
+"""The first is the end of the second's path, too."""
+
+
+def chain(_):
+    return {
+        "w": np.ones((64, 64), np.float32),
+        "in": {"up": np.ones((64, 128), np.float32)},
+        "out": {"w": np.ones((128, 64), np.float32)},
+    }
+
+
+def loss_of_chain(params, rows):
+    hidden = jax.numpy.tanh(rows @ params["w"] @ params["in"]["up"])
+    return jax.numpy.mean((hidden @ params["out"]["w"] - rows) ** 2)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given again", "not given"])
+def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
+    naming = rj.Naming(rules=CHAIN_RULES)
+    rows = jax.ShapeDtypeStruct((8, 64), np.float32)
+    profile = rj.profile_of(chain, loss_of_chain, rows, name="chain", naming=naming)
+    plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    state = chain(None)
+    shardings = plan.shardings(state, plan.mesh(jax.devices()), naming if given else None)
+    assert shardings["out"]["w"].shard_shape((128, 64)) == (32, 64)
+    held = sum(
+        leaf.dtype.itemsize * np.prod(sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    )
+    assert held == plan.memory.parameters
+
+
+def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothing():
+    plan = plan_with(rj.profile_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    naming = rj.Naming(rules=CHAIN_RULES)
+    state = {"params": chain(None), "optimizer": {"mu": chain(None)}}
+    shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
+    for tree in (shardings["params"], shardings["optimizer"]["mu"]):
+        assert tree["out"]["w"].shard_shape((128, 64)) == (32, 64)
+
+
+def test_metadata_that_an_optimizer_keeps_on_less_than_the_parameter_is_passed_over():
+    plan = plan_with(rj.profile_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    box = functools.partial(nn.Partitioned, names=("embed", "mlp"))
+    state = {
+        "kernel": box(np.zeros((64, 64))),
+        "row": box(np.zeros(64)),
+        "accumulators": box([np.zeros(64)] * 2),
+    }
+    shardings = plan.shardings(state, plan.mesh(jax.devices()))
+    found = {
+        name: {s.shard_shape((64, 64)[:n]) for s in jax.tree.leaves(shardings[name])}
+        for name, n in (("kernel", 2), ("row", 1), ("accumulators", 1))
+    }
+    assert found == {"kernel": {(64, 16)}, "row": {(64,)}, "accumulators": {(64,)}}
+
+
+class Results(NamedTuple):
+    state: Any
+    loss: Any
+
+
+def test_a_result_is_a_state_only_if_it_has_its_shapes():
+    rows = jax.ShapeDtypeStruct((8, 64), np.float32)
+    profile = rj.profile_of(chain, loss_of_chain, rows, name="chain", naming=rj.Naming(rules=CHAIN_RULES))
+    plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
+
+    def step(state, rows):
+        loss, gradients = jax.value_and_grad(loss_of_chain)(state, rows)
+        norms = jax.tree.map(jax.numpy.linalg.norm, gradients)
+        return {"all": Results(jax.tree.map(lambda p, g: p - g, state, gradients), loss), "norms": norms}
+
+    program = plan.compile(step, chain(None), rows, devices=jax.devices(), donate_state=False)
+    state = jax.device_put(chain(None), program.state_shardings)
+    found = program(state, np.ones((8, 64), np.float32))
+    assert isinstance(found["all"], Results)
+    assert jax.tree.map(lambda leaf: leaf.sharding, found["all"].state) == program.state_shardings
+    assert jax.tree.map(np.shape, found["norms"]) == {"w": (), "in": {"up": ()}, "out": {"w": ()}}
+
+
+def test_a_state_of_one_array_and_a_loss():
+    profile = rj.profile_transformer(SHAPE, name="closed form")
+    plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
+    program = plan.compile(
+        lambda w, rows: (w + 1, rows.sum()),
+        np.zeros((64, 64), np.float32),
+        np.ones((8, 64), np.float32),
+        devices=jax.devices(),
+    )
+    weights, total = program(np.zeros((64, 64), np.float32), np.ones((8, 64), np.float32))
+    assert (weights.sharding.shard_shape((64, 64)), float(total)) == ((16, 64), 512.0)
 
 
 def test_a_variable_without_a_value_is_passed_over():

@@ -104,6 +104,15 @@ REFUSED = {
         },
         "batch: found the shapes .*expected the same number of examples",
     ),
+    "no parameters": (lambda: {"model": lambda key: {}}, "model: found no parameters"),
+    "a parameter without gradient": (
+        lambda: {"model": lambda key: {"up": jnp.zeros((16, 24)), "count": jnp.zeros(3, jnp.int32)}},
+        "model: found the parameter count of int32, expected numbers that have a gradient",
+    ),
+    "a loss without gradient": (
+        lambda: {"loss": lambda params, x: (x @ params["up"]).sum().astype(jnp.int32)},
+        "loss: found a scalar of int32, expected one of a floating-point type",
+    ),
     "another model rematerialised": (
         lambda: {
             "rematerialised": lambda key: {"up": jnp.zeros((16, 24))},

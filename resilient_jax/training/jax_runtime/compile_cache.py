@@ -225,16 +225,19 @@ def _put(
     value: bytes,
     limit_bytes: int,
 ) -> None:
-    """As JAX's own, but the entry appears whole or not at all."""
+    """As JAX's own, but the entry appears whole or not at all, and takes the place of one that was of no use."""
     if cache.eviction_enabled or "://" in str(cache.path):
         original(cache, key, value)  # under its lock, or on an object store, where a write is atomic
         return
     path = Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}"
-    if path.exists():
-        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.write_bytes(value)
+        with temporary.open("wb") as file:
+            file.write(value)
+            file.flush()
+            os.fsync(
+                file.fileno()
+            )  # a name without its bytes may be all that outlives a crash of the machine
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
