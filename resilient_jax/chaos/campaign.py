@@ -292,7 +292,7 @@ class Campaign:
         """
         self._watch.try_wait(lambda: not self._untold(), TOLD_S)
         found = [
-            *check_commits(self._watch.ledger_until_now(), self._reference.digests),
+            *check_commits(self._watch.ledger_until_now(), self._reference.steps),
             *check_membership(self._watch.events.records),
             *self._untold(),
         ]
@@ -321,25 +321,47 @@ class Campaign:
     # The end.
 
     def _finish(self) -> None:
-        """Wakes what was stopped for good, then lets the job end by itself."""
-        patience_s = self._manifest.recovery_s
+        """Wakes what was stopped for good, then waits until the job ends: by itself, or by what was done to it.
+
+        Raises:
+            Broken: it does not.
+            Ended: it does.
+        """
+        fails = self._manifest.ending.exit_code != 0
         if self._away:
             self._note("what was stopped for good is woken up")
             self._lifetimes.end_all()
             self._away.clear()
-            self._wait_trains("everybody trains again after a zombie woke up")
-        if self._manifest.ending.exit_code == 0 and self._manifest.job.steps == 0:
+            if not fails:
+                self._wait_trains("everybody trains again after a zombie woke up")
+        if fails:
+            self._wait_failed()
+        else:
+            self._wait_done()
+
+    def _wait_failed(self) -> None:
+        """One deadline for all: a job that wrongly survives goes from step to step for ever."""
+        incidents = self._manifest.incidents
+        lasts_s = (lifetime_s(incidents[-1].fault) or 0.0) if incidents else 0.0
+        deadline_s = lasts_s + self._manifest.recovery_s
+        self._watch.wait("the end of the job", lambda _: False, deadline_s, Invariant.ENDING)
+
+    def _wait_done(self) -> None:
+        last = self._manifest.job.steps
+        if not last:
+            last = self._watch.step + END_AHEAD_STEPS
             temporary = self._end.with_suffix(".tmp")
-            temporary.write_text(str(self._watch.step + END_AHEAD_STEPS))
+            temporary.write_text(str(last))
             temporary.replace(self._end)
-        while True:
-            step = self._watch.step
+        while (step := self._watch.step) <= last:
             self._watch.wait(
                 "the end of the job, or a step",
                 lambda _, step=step: self._watch.step > step,
-                patience_s,
+                self._manifest.recovery_s,
                 Invariant.ENDING,
             )
+        text = f"trains on at step {step}, expected its end after step {last}"
+        raise Broken(Violation(invariant=Invariant.ENDING, found=text))
 
     def _check_end(self, segments: frozenset[str]) -> list[Violation]:
         expected, code = self._manifest.ending.exit_code, self._job.process.returncode
@@ -349,17 +371,22 @@ class Campaign:
                 f"found exit code {code}, expected {expected}; the end of its output:\n{self._job.tail(15)}"
             )
             found.append(Violation(invariant=Invariant.ENDING, found=text))
+        elif expected == 0 and self._steps_told() is None:
+            text = f"ended by itself at step {self._watch.step} before it was told to"
+            found.append(Violation(invariant=Invariant.ENDING, found=text))
         self._watch.events.look()
         events, lines = self._watch.events.records, self._watch.ledger_until_now()
-        steps = self._manifest.job.steps or (int(self._end.read_text()) if self._end.exists() else None)
-        if expected != 0 or code != 0:
-            steps = None  # it ended on the way
-        digests = self._reference.reach(steps or self._watch.step + 1)
-        found += check_commits(lines, digests)
-        found += check_complete(lines, steps, digests)
+        steps = self._steps_told() if expected == code == 0 else None  # else it ended on the way
+        undisturbed = self._reference.reach(steps or self._watch.step + 1)
+        found += check_commits(lines, undisturbed)
+        found += check_complete(lines, steps, undisturbed)
         found += check_membership(events)
         found += self._untold()
         return found + self._leftovers(segments)
+
+    def _steps_told(self) -> int | None:
+        """How many the job was to train; None: it was not told, neither by the manifest nor by the file of the end."""
+        return self._manifest.job.steps or (int(self._end.read_text()) if self._end.exists() else None)
 
     def _leftovers(self, segments: frozenset[str]) -> list[Violation]:
         end_s = time.monotonic() + LEFT_S

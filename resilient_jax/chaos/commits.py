@@ -32,6 +32,19 @@ class Digest:
         return self.sum == other.sum
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """A step of the run that nobody disturbed.
+
+    Attributes:
+        digest: of the whole state after it.
+        microbatches: how many each of its sums has, by the sum's name.
+    """
+
+    digest: Digest
+    microbatches: Mapping[str, int]
+
+
 def add_sums(sums: Iterable[str]) -> str:
     """The digest of a state from those of its parts."""
     lanes = [0, 0]
@@ -57,39 +70,47 @@ def digests_of(lines: Iterable[Committed | Restored]) -> Iterator[tuple[int, Dig
             yield step, Digest("", total), f"all {len(by_host)} hosts of generation {generation}"
 
 
-def read_reference(lines: Iterable[Line]) -> dict[int, Digest]:
-    """The digest after each step of a run that nobody disturbed."""
-    return {step: digest for step, digest, _ in digests_of([x for x in lines if isinstance(x, Committed)])}
+def read_reference(lines: Iterable[Line]) -> dict[int, Undisturbed]:
+    """Each step of a run that nobody disturbed."""
+    committed = {line.step: line for line in lines if isinstance(line, Committed)}
+    return {
+        step: Undisturbed(digest=digest, microbatches=_microbatches_of(committed[step]))
+        for step, digest, _ in digests_of(committed.values())
+    }
 
 
-def check_commits(lines: Sequence[Line], reference: Mapping[int, Digest]) -> list[Violation]:
+def check_commits(lines: Sequence[Line], reference: Mapping[int, Undisturbed]) -> list[Violation]:
     """All that is wrong.
 
     Args:
         lines: of all workers so far, each process's in its order.
-        reference: digests of the undisturbed run; of steps that it lacks the hosts must agree among themselves.
+        reference: the undisturbed run; of steps that it lacks the hosts must agree among themselves.
     """
     committed = [line for line in lines if isinstance(line, Committed)]
     restored = [line for line in lines if isinstance(line, Restored)]
     return [
         *_other_bits(committed, restored, reference),
         *_out_of_order(committed),
-        *_wrong_microbatches(committed, [line for line in lines if isinstance(line, Begun)]),
+        *_wrong_microbatches(committed, [line for line in lines if isinstance(line, Begun)], reference),
         *_late_commits(committed),
     ]
 
 
 def check_complete(
-    lines: Sequence[Line], steps: int | None, reference: Mapping[int, Digest]
+    lines: Sequence[Line], steps: int | None, reference: Mapping[int, Undisturbed]
 ) -> list[Violation]:
     """What is missing when the job is done.
 
     Args:
         lines: of all workers.
-        steps: that were to be trained; None: up to the newest.
-        reference: digests of the undisturbed run.
+        steps: that were to be trained; None: the job ended on the way, in the step after the newest or in the newest.
+        reference: the undisturbed run.
     """
-    done = {line.step for line in lines if isinstance(line, Committed)}
+    committed = [line for line in lines if isinstance(line, Committed)]
+    restored = [line for line in lines if isinstance(line, Restored)]
+    done = {line.step for line in committed}
+    # A step that a host died in is done again; or else all go on from it, which tells its digest as well.
+    compared = {step for found in (committed, restored) for step, _, _ in digests_of(found)}
     total = steps if steps is not None else max(done, default=-1) + 1
     found = []
     if missing := sorted(set(range(total)) - done):
@@ -101,13 +122,17 @@ def check_complete(
     if unknown := sorted(done - reference.keys()):
         text = f"steps {unknown[:SHOWN]} have no undisturbed counterpart"
         found.append(Violation(invariant=Invariant.BITS, found=text))
+    in_flight = {max(done)} if done and steps is None else set()
+    if torn := sorted(done - compared - in_flight):
+        text = f"steps {torn[:SHOWN]} were never compared, expected each committed by all hosts of some generation"
+        found.append(Violation(invariant=Invariant.BITS, found=text))
     return found
 
 
 def _other_bits(
-    committed: list[Committed], restored: list[Restored], reference: Mapping[int, Digest]
+    committed: list[Committed], restored: list[Restored], reference: Mapping[int, Undisturbed]
 ) -> Iterator[Violation]:
-    expected = dict(reference)
+    expected = {step: known.digest for step, known in reference.items()}
     shown: collections.Counter[Invariant] = collections.Counter()
     for invariant, lines in ((Invariant.BITS, committed), (Invariant.RESTORED, restored)):
         for step, digest, who in digests_of(lines):
@@ -132,24 +157,32 @@ def _out_of_order(committed: list[Committed]) -> Iterator[Violation]:
         newest[key] = line.step
 
 
-def _wrong_microbatches(committed: list[Committed], begun: list[Begun]) -> Iterator[Violation]:
+def _wrong_microbatches(
+    committed: list[Committed], begun: list[Begun], reference: Mapping[int, Undisturbed]
+) -> Iterator[Violation]:
     computed = {(line.host, line.step, line.index) for line in begun}
     owners: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {}
-    counts: dict[str, int] = {}
+    # By step: an evaluation is a sum that few steps have.
+    expected = {step: known.microbatches for step, known in reference.items()}
     for line in committed:
         first = owners.setdefault((line.generation, line.step), line.owners)
         where = f"step {line.step} in generation {line.generation}"
         if first != line.owners:
             text = f"{where}: {line.host} says {line.owners}, another host {first}"
             yield Violation(invariant=Invariant.MICROBATCHES, found=text)
-        for name, hosts in line.owners.items():
-            if counts.setdefault(name, len(hosts)) != len(hosts):
-                text = f"{where}: {len(hosts)} microbatches in {name}, expected {counts[name]}"
-                yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+        counts = _microbatches_of(line)
+        if counts != expected.setdefault(line.step, counts):
+            text = f"{where}: {line.host} says so many microbatches: {counts}, expected {expected[line.step]}"
+            yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+        for hosts in line.owners.values():
             for index, host in enumerate(hosts):
                 if (host, line.step, index) not in computed:
                     text = f"{where}: {host} is said to have computed microbatch {index}, and never began it"
                     yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+
+
+def _microbatches_of(line: Committed) -> dict[str, int]:
+    return {name: len(hosts) for name, hosts in line.owners.items()}
 
 
 def _late_commits(committed: list[Committed]) -> Iterator[Violation]:

@@ -15,6 +15,9 @@ from resilient_jax.chaos.manifest import Incident, JobShape, Manifest, Target, T
 from resilient_jax.protocol.fault_points import Place
 from resilient_jax.protocol.worker import RESTART_EXIT_CODE
 
+LEAST_GAP_STEPS = 0.1
+MOST_GAP_STEPS = 10_000.0
+"""Of the mean distance: a drawn one is at most 37 times as long, and a manifest takes no more than a million steps."""
 OVERLAP_STEPS = 1
 """Closer than this to the one before, an incident comes into the recovery from that."""
 PLACES = (
@@ -33,7 +36,7 @@ class Draw:
     """What is wanted.
 
     Attributes:
-        gap_steps: mean distance of two incidents anywhere in the job.
+        gap_steps: mean distance of two incidents anywhere in the job, from LEAST_GAP_STEPS to MOST_GAP_STEPS.
         tolerated: hosts that may be lost at once; None: all but one.
     """
 

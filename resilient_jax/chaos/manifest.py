@@ -27,7 +27,9 @@ from resilient_jax.errors import ConfigError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.fault_points import Place
 
-Natural = Annotated[int, Meta(ge=0, le=1_000_000)]
+LARGEST = 1_000_000
+"""Of a whole number in a manifest: more is a mistyped one."""
+Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
 HostIndex = Annotated[str, Meta(pattern="^(host-[0-9]+|leader|follower|all)$")]
 
 
@@ -130,7 +132,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How the job must end.
 
     Attributes:
-        exit_code: of `resilient-jax launch`.
+        exit_code: of `resilient-jax launch`. If not 0, the job must have ended `recovery_s` after the last incident.
     """
 
     exit_code: Annotated[int, Meta(ge=-64, le=255)] = 0
@@ -195,10 +197,11 @@ def _misfits(incident: Incident, job: JobShape) -> list[tuple[str, str, str]]:
     if at == Trigger():
         found.append(("at", "an empty table", "one of step, steps, seconds, event, place"))
     known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
+    meant = [("at.host", at.host), *((f"target.hosts[{i}]", host) for i, host in enumerate(target.hosts))]
     found += [
-        (f"target.hosts[{index}]", repr(host), f"one of {', '.join(sorted(known))}")
-        for index, host in enumerate(target.hosts)
-        if host not in known
+        (key, repr(host), f"one of {', '.join(sorted(known))}")
+        for key, host in meant
+        if host is not None and host not in known
     ]
     if not target.hosts:
         found.append(("target.hosts", "none", "at least one"))

@@ -1,11 +1,12 @@
-"""The fewest incidents of a failing manifest that still fail: delta debugging (Zeller and Hildebrandt 2002). Pure."""
+"""The fewest incidents of a failing manifest that fail alike: delta debugging (Zeller and Hildebrandt 2002). Pure."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from resilient_jax.chaos.manifest import Incident, Manifest
+from resilient_jax.chaos.violations import Violation
 
 
 def minimise(manifest: Manifest, fails: Callable[[Manifest], bool]) -> Manifest:
@@ -15,7 +16,7 @@ def minimise(manifest: Manifest, fails: Callable[[Manifest], bool]) -> Manifest:
 
     Args:
         manifest: that fails.
-        fails: runs a manifest.
+        fails: runs a manifest, and says whether it fails as this one did.
     """
 
     def of(incidents: Sequence[Incident]) -> Manifest:
@@ -38,6 +39,14 @@ def minimise(manifest: Manifest, fails: Callable[[Manifest], bool]) -> Manifest:
             break
         pieces = min(2 * pieces, len(kept))
     return of(kept)
+
+
+def is_same_failure(found: Iterable[Violation], first: Iterable[Violation]) -> bool:
+    """Whether all invariants that `first` violates are violated again.
+
+    Any other would not do: a job without the incident that it was to fail by violates the promise of its ending.
+    """
+    return {violation.invariant for violation in first} <= {violation.invariant for violation in found}
 
 
 def _cut(incidents: Sequence[Incident], pieces: int) -> list[Sequence[Incident]]:

@@ -1,16 +1,16 @@
 """The run that nobody disturbs: the same script on this machine alone, for what must come out."""
 
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.chaos.commits import Digest, read_reference
+from resilient_jax.chaos.commits import Undisturbed, read_reference
 from resilient_jax.chaos.manifest import fill_in
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
+from resilient_jax.world.child import bound_to_this_process
 
 END_VARIABLE = "RESILIENT_JAX_CHAOS_END"
 """Environment variable with the file that says at which step a script without a fixed length stops."""
@@ -18,29 +18,31 @@ DEADLINE_S = 1800.0
 
 
 class Reference:
-    """Digests of an undisturbed run, made when they are first needed and longer when they do not reach."""
+    """The steps of an undisturbed run, made when they are first needed and longer when they do not reach.
 
-    def __init__(
-        self, command: Sequence[str], directory: Path, devices: int, environment: Mapping[str, str]
-    ) -> None:
+    Attributes:
+        steps: those that are known so far, by their index.
+    """
+
+    def __init__(self, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
+        """`environment` is all that the script gets, besides what tells it where to stop and where to write."""
         self._command = command
         self._directory = directory
-        self._devices = devices
         self._environment = environment
-        self.digests: Mapping[int, Digest] = self._read()
+        self.steps: Mapping[int, Undisturbed] = self._read()
 
-    def reach(self, steps: int) -> Mapping[int, Digest]:
-        """The digests of at least so many steps, or of all if the script ends before.
+    def reach(self, steps: int) -> Mapping[int, Undisturbed]:
+        """At least so many steps, or all if the script ends before.
 
         Raises:
             CallerError: the script fails when nobody disturbs it.
         """
-        if len(self.digests) < steps:
+        if len(self.steps) < steps:
             self._run(steps)
-            self.digests = self._read()
-        return self.digests
+            self.steps = self._read()
+        return self.steps
 
-    def _read(self) -> Mapping[int, Digest]:
+    def _read(self) -> Mapping[int, Undisturbed]:
         return read_reference(read_ledger((self._directory / "ledger").glob("*.jsonl")))
 
     def _run(self, steps: int) -> None:
@@ -50,16 +52,14 @@ class Reference:
         end.write_text(str(steps))
         command = fill_in(self._command, self._directory)
         environment = {
-            **os.environ,
             **self._environment,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
             "JAX_PLATFORMS": "cpu",
             LEDGER_VARIABLE: str(self._directory / "ledger"),
             END_VARIABLE: str(end),
         }
         try:
             done = subprocess.run(
-                [sys.executable, *command],
+                bound_to_this_process([sys.executable, *command]),
                 capture_output=True,
                 text=True,
                 check=False,

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,9 +20,11 @@ from resilient_jax.chaos.watch import Watch
 from resilient_jax.chaos.watching import tail_events, tail_ledger
 from resilient_jax.chaos.writing import write_manifest, write_table
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
+from resilient_jax.training.jax_runtime.flags import merge_xla_flags
 from resilient_jax.world.local_job import LocalJob
 
 HOST_RESTART_LIMIT = 10_000
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 REFERENCE_STEPS = 200
 """Of the undisturbed run at first: enough for a short campaign."""
 
@@ -53,8 +55,13 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
     directory = setting.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.toml").write_text(write_manifest(manifest))
-    environment = {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": str(setting.cache.absolute())}
-    reference = Reference(setting.command, setting.reference, manifest.job.devices_per_host, environment)
+    devices = manifest.job.devices_per_host
+    environment = script_environment(devices, setting.cache, os.environ)
+    if DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""):
+        say(
+            f"{DEVICE_COUNT_FLAG} in XLA_FLAGS does not count: {devices} devices per host, as the manifest says"
+        )
+    reference = Reference(setting.command, setting.reference, environment)
     reference.reach(manifest.job.steps or REFERENCE_STEPS)
     with contextlib.ExitStack() as stack:
         network = _enter_network(stack, manifest, say)
@@ -67,12 +74,7 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
                 hosts=manifest.job.hosts,
                 run_directory=directory / "run",
                 options=_options(manifest, directory, network),
-                environment={
-                    **os.environ,
-                    **environment,
-                    LEDGER_VARIABLE: str(ledger),
-                    END_VARIABLE: str(end),
-                },
+                environment={**environment, LEDGER_VARIABLE: str(ledger), END_VARIABLE: str(end)},
             )
         )
         watch = Watch(job, tail_events(job.run_directory), tail_ledger(ledger), lifetimes)
@@ -82,6 +84,23 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
         b"".join(msgspec.json.encode(s) + b"\n" for s in findings.samples)
     )
     return findings
+
+
+def script_environment(devices: int, cache: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """What the script gets in the job and undisturbed: the same flags of XLA, for they change what it computes.
+
+    Args:
+        devices: per host. Workers let a count in XLA_FLAGS win, so one of `base` is left out: the manifest says it.
+        cache: JAX's persistent compilation cache.
+        base: the environment of this process.
+    """
+    theirs = [flag for flag in base.get("XLA_FLAGS", "").split() if flag.split("=")[0] != DEVICE_COUNT_FLAG]
+    return {
+        **base,
+        "OMP_NUM_THREADS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache.absolute()),
+        "XLA_FLAGS": merge_xla_flags({DEVICE_COUNT_FLAG: str(devices)}, " ".join(theirs)),
+    }
 
 
 def _options(manifest: Manifest, directory: Path, network: Network | None) -> list[str]:

@@ -51,7 +51,7 @@ class Watch:
         """
         if self.job.process.poll() is not None:
             raise Ended
-        self._lifetimes.see(self.events.look())
+        self._look_at_events()
         report = self.job.report()
         if report is not None:
             self.step = max(self.step, newest_step(report))
@@ -93,20 +93,24 @@ class Watch:
                 raise Ended
             if time.monotonic() > end_s:
                 return False
-            self._lifetimes.see(self.events.look())
+            self._look_at_events()
             time.sleep(LOOK_PAUSE_S / 10)
         return True
 
     def try_wait_event(self, at: Trigger, deadline_s: float) -> bool:
         """Whether an event as the trigger has it comes from now on within that time."""
-        self.events.look()
+        self._look_at_events()
         known = len(self.events.records)
 
         def has_come() -> bool:
-            self.events.look()
+            self._look_at_events()
             return any(_fits(event, at) for event in self.events.records[known:])
 
         return self.try_wait(has_come, deadline_s)
+
+    def _look_at_events(self) -> None:
+        """Each event is new once only: whoever looks also ends the faults that last until it."""
+        self._lifetimes.see(self.events.look())
 
     def ledger_until_now(self) -> list[Line]:
         """All lines, without the few that may lack a line of another process which belongs to them."""

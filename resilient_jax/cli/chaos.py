@@ -1,24 +1,30 @@
 """`resilient-jax chaos`: break a job by a plan, and check that it keeps its promise."""
 
+import contextlib
 import json
+import math
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from resilient_jax.chaos.campaign import Findings
-from resilient_jax.chaos.drawing import Draw, draw_campaign
-from resilient_jax.chaos.manifest import JobShape, Manifest, load_manifest
-from resilient_jax.chaos.minimising import minimise
+from resilient_jax.chaos.drawing import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, draw_campaign
+from resilient_jax.chaos.manifest import LARGEST, JobShape, Manifest, load_manifest
+from resilient_jax.chaos.minimising import is_same_failure, minimise
 from resilient_jax.chaos.running import Setting, run_campaign
 from resilient_jax.chaos.writing import write_manifest
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.cli.options import check_script, say
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
+from resilient_jax.world.run_directory import create
 
 CAMPAIGNS = "configs/chaos"
 RUN_FOLDER = "campaign"
@@ -44,15 +50,24 @@ def chaos(
     random: Annotated[
         bool, typer.Option("--random", help="Draw the incidents from published failure rates.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of a random campaign.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Of a random campaign.")] = 0,
     incidents: Annotated[int, typer.Option(min=1, help="Of a random campaign.")] = 20,
     gap: Annotated[
-        float, typer.Option(min=0.1, help="Mean steps between two incidents anywhere in a random campaign.")
+        float,
+        typer.Option(
+            min=LEAST_GAP_STEPS,
+            max=MOST_GAP_STEPS,
+            help="Mean steps between two incidents anywhere in a random campaign.",
+        ),
     ] = 12.0,
     hosts: Annotated[int, typer.Option(min=1, max=64, help="Of a random campaign's job.")] = 4,
     steps: Annotated[
         int,
-        typer.Option(min=0, help="That the script of a random campaign trains. 0: until the tool says so."),
+        typer.Option(
+            min=0,
+            max=LARGEST,
+            help="That the script of a random campaign trains. 0: until the tool says so.",
+        ),
     ] = 0,
     tolerated: Annotated[
         int | None,
@@ -64,7 +79,10 @@ def chaos(
         bool, typer.Option("--network", help="Random campaign: hosts in network namespaces, links may fail.")
     ] = False,
     shrink: Annotated[
-        bool, typer.Option("--minimise", help="If it fails: find the fewest incidents that still do.")
+        bool,
+        typer.Option(
+            "--minimise", help="If it fails: find the fewest incidents that still break the same promises."
+        ),
     ] = False,
     repeat: Annotated[
         int, typer.Option(min=1, help="Runs of each trial when minimising: some failures are rare.")
@@ -83,6 +101,9 @@ def chaos(
     So the script has to stop where the tool says: at the number of the step in the file that the environment variable
     RESILIENT_JAX_CHAOS_END names (see examples/chaos_job.py); or of itself after `job.steps` (or --steps) of them.
 
+    Ctrl-C, SIGTERM and SIGHUP end the job and take away what the campaign has set up; exit code 128 and the signal's
+    number.
+
     Example: resilient-jax chaos --random --seed 7 --incidents 20 -- examples/chaos_job.py
     """
     manifest, script = _read_words(words or [], campaign)
@@ -90,12 +111,14 @@ def chaos(
         if manifest is not None:
             raise CallerError("--random: found a manifest besides, expected none: leave one of them out")
         shape = JobShape(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
+        if math.isnan(gap):  # no bound of a number's range refuses it
+            raise CallerError(f"--gap: found {gap}, expected {LEAST_GAP_STEPS:g} to {MOST_GAP_STEPS:g} steps")
         wanted = Draw(seed=seed, incidents=incidents, gap_steps=gap, tolerated=tolerated)
         manifest = draw_campaign(shape, wanted)
     if manifest is None:
         raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
     command = _find_script(script, manifest)
-    directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-"))
+    directory = create(run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-")))
     if (directory / RUN_FOLDER).exists():
         raise CallerError(
             f"--run-dir {directory}: found a campaign there, expected none: its events would be taken for those of "
@@ -103,13 +126,15 @@ def chaos(
         )
     tell = _Teller(quiet=as_json)
     tell(f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {directory}")
-    findings = _run(manifest, command, directory, directory / RUN_FOLDER, tell)
-    _report(findings, directory / RUN_FOLDER / "manifest.toml", as_json=as_json)
-    if findings.violations and shrink:
-        smallest = _shrink(manifest, command, directory, repeat, tell)
-        tell(
-            f"the smallest manifest that still fails has {len(smallest.incidents)} incidents: {directory}/minimal.toml"
-        )
+    with _unwound_by_signals():
+        findings = _run(manifest, command, directory, directory / RUN_FOLDER, tell)
+        _report(findings, directory / RUN_FOLDER / "manifest.toml", as_json=as_json)
+        if findings.violations and shrink:
+            smallest = _shrink(manifest, findings, command, directory, repeat, tell)
+            tell(
+                f"the smallest manifest that still fails has {len(smallest.incidents)} incidents: "
+                f"{directory}/minimal.toml"
+            )
     if findings.violations:
         raise CampaignFailed(
             f"{len(findings.violations)} invariants do not hold; replay: resilient-jax chaos "
@@ -146,7 +171,12 @@ def _run(
 
 
 def _shrink(
-    manifest: Manifest, command: tuple[str, ...], directory: Path, repeat: int, tell: "_Teller"
+    manifest: Manifest,
+    findings: Findings,
+    command: tuple[str, ...],
+    directory: Path,
+    repeat: int,
+    tell: "_Teller",
 ) -> Manifest:
     tries = 0
 
@@ -155,13 +185,37 @@ def _shrink(
         for _ in range(repeat):
             tries += 1
             tell(f"trial {tries}: {len(candidate.incidents)} incidents")
-            if _run(candidate, command, directory, directory / f"trial-{tries}", tell).violations:
+            trial = _run(candidate, command, directory, directory / f"trial-{tries}", tell)
+            if is_same_failure(trial.violations, findings.violations):
                 return True
         return False
 
     smallest = minimise(manifest, fails)
     (directory / "minimal.toml").write_text(write_manifest(smallest))
     return smallest
+
+
+@contextlib.contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does: disks, networks, the clock and processes are taken away.
+
+    The exit code is 128 and the signal's number. A signal that was ignored before stays so (`nohup`).
+    """
+
+    def unwind(number: int, _: FrameType | None) -> None:
+        for other in before:  # a second one must not break off what the first has begun to take away
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    ended_by = (signal.SIGTERM, signal.SIGHUP)
+    before = {n: handler for n in ended_by if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, unwind)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Teller:

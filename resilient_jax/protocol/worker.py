@@ -102,6 +102,9 @@ Word = Reported | Progressed | Alive | WantsSnapshots | Happened
 ORDER_DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 WORD_DECODER: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 
+JOB_OVER_EXIT_CODE = 74
+"""Of a worker that was not there at the end of its job, which failed or was done without it: the agent looks at the
+job's outcome instead."""
 RESTART_EXIT_CODE = 75
 """A worker that exits with this asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
 

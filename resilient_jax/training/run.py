@@ -20,6 +20,7 @@ from resilient_jax.protocol.fault_points import ANY_STEP, FaultPoints, Place
 from resilient_jax.protocol.records import Change, Failure, FailureKind, Generation, Source
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker import (
+    JOB_OVER_EXIT_CODE,
     LINK_VARIABLE,
     SETTINGS_VARIABLE,
     SNAPSHOT_LINK_VARIABLE,
@@ -59,15 +60,14 @@ SPARE_LOCAL_CLIQUE_S: Final = 1.5
 """gloo gives up within 0.5 s, with large arrays in flight; a main thread that is not out by then waits for something
 else."""
 _has_run = False
-JOB_FAILED_EXIT_CODE: Final = 74
-"""Of a worker whose job ended because of another host; the agent looks at the job's outcome instead."""
 
 
 def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> None:
     """Trains until `train` has returned on every host; survives the death of any of them.
 
     Started by an agent (`resilient-jax launch`, `resilient-jax agent`), this calls `train(world)` anew in
-    every generation, in the same process, and returns when the job is done. Started by hand
+    every generation, in the same process, and returns when the job is done; where training was done without this
+    process, because it came too late, it ends the process instead (SystemExit). Started by hand
     (`python script.py`), it calls `train` once, with this machine as the only host.
 
     Args:
@@ -174,13 +174,14 @@ class _Worker:
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
         self._link.be_ready(self._server.endpoint)
+        done = False
         while True:
             self._lookout.begin()
             order = self._link.wait_form()
             self._lookout.end()
             if isinstance(order, Stop):
-                if order.reason != "done":
-                    raise SystemExit(JOB_FAILED_EXIT_CODE)
+                if order.reason != "done" or not done:  # what follows `run` in the script counts on `train`
+                    raise SystemExit(JOB_OVER_EXIT_CODE)
                 return
             done, failure = self._live_through(order, train)
             self._note(EventKind.UNWOUND, done=done)

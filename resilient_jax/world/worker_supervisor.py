@@ -13,6 +13,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.records import FailureKind, Outcome, OutcomeKind, WorkerStatus
 from resilient_jax.protocol.worker import (
+    JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
     Happened,
     Order,
@@ -85,6 +86,8 @@ class WorkerSupervisor:
         self.worker: WorkerProcess | None = None
         self.status: WorkerStatus | None = None
         self.progress: tuple[int, dict[str, float]] = (0, {})
+        self._done_and_killed: int | None = None
+        """Exit code of a worker that had trained to the end, and was to be started again for the others."""
 
     async def supervise(self) -> Outcome | None:
         """Starts it, and starts it again when it dies.
@@ -128,6 +131,7 @@ class WorkerSupervisor:
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
                 return None
+            self._done_and_killed = code if worker.report.done else self._done_and_killed
             delay_s = self._spend_restart()
             if delay_s is None:
                 return self._out_of_budget()
@@ -265,23 +269,32 @@ class WorkerSupervisor:
             self._say(f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it")
 
     def with_exit_code(self, outcome: Outcome) -> Outcome:
-        """A script that fails after training is done has failed; so has one that was killed then."""
+        """A script that fails after training is done has failed; so has one that was killed then, though another was
+        started in its place."""
         worker = self.worker
         code = worker.child.exit_code if worker is not None else None
         if worker is None or code is None or outcome.kind is not OutcomeKind.DONE:
             return outcome
         host = self._settings.host
-        if code > 0:
-            return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=_error_of(worker))
-        if code < 0 and worker.report.done:
-            message = (
-                f"training is done, but the script {_how_it_ended(code)} before its end; what it does after "
-                "training is missing on this host"
-            )
-            return Outcome(
-                kind=OutcomeKind.USER_ERROR, exit_code=SIGNAL_CODE - code, host=host, message=message
-            )
-        return outcome
+        if not worker.report.done and (code < 0 or code == JOB_OVER_EXIT_CODE):
+            if self._done_and_killed is None:
+                self._say(
+                    f"{host}: training was done without this host; what its script does then is left out"
+                )
+                return outcome
+            code = self._done_and_killed
+        if code == 0:
+            return outcome
+        missing = (
+            f"training is done, but the script {_how_it_ended(code)} before its end; what it does after training is "
+            "missing on this host"
+        )
+        return Outcome(
+            kind=OutcomeKind.USER_ERROR,
+            exit_code=code if code > 0 else SIGNAL_CODE - code,
+            host=host,
+            message=_error_of(worker) if code > 0 else missing,
+        )
 
     async def close(self) -> None:
         """Kills what is left, and closes the log of its output."""

@@ -15,7 +15,7 @@ from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.fault_points import Place
-from resilient_jax.protocol.records import Outcome, OutcomeKind
+from resilient_jax.protocol.records import Outcome, OutcomeKind, Phase
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.training.jax_runtime.flags import worker_environment
 from resilient_jax.transport.credentials import Credentials
@@ -70,19 +70,23 @@ def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_in
         )
 
 
+def is_done(report: JobReport, host: str) -> bool:
+    workers = {status.host: status.worker for status in report.hosts}
+    worker = workers.get(HostName(host))
+    return worker is not None and worker.report.done
+
+
 def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them(tmp_path: Path) -> None:
     """They need it: with fewer than `min_hosts` nobody goes on."""
-
-    def is_done(report: JobReport) -> bool:
-        workers = {status.host: status.worker for status in report.hosts}
-        first = workers.get(HostName("host-0"))
-        return first is not None and first.report.done
-
     with launch(tmp_path, 2, "min_hosts = 2\nlease_ttl_s = 2.0\n") as job:
         job.hold(Place.AFTER_COMMIT, ["host-1"], LAST_STEP)
         job.wait_held(["host-1"])
-        job.wait_report("host-0 is done", is_done)
+        job.wait_report("host-0 is done", lambda now: is_done(now, "host-0"))
         job.kill(Part.WORKER, "host-0")
+        job.wait_report(
+            "the death is known",
+            lambda now: now.generation is not None and now.generation.phase is not Phase.ACTIVE,
+        )
         job.release()
         for host in ("host-0", "host-1"):
             wait_working(tmp_path, host)
@@ -90,6 +94,26 @@ def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them
         assert job.wait(60) == 0, job.tail()
         starts = [event for event in job.events() if event.kind is EventKind.WORKER_STARTED]
         assert [event.host for event in starts].count("host-0") == 2
+
+
+def test_a_host_that_dies_when_it_is_done_has_failed_where_the_others_are_done_before_they_hear_of_it(
+    tmp_path: Path,
+) -> None:
+    with launch(tmp_path, 2, "lease_ttl_s = 60.0\n") as job:
+        leader = job.wait_report("a leader", lambda now: now.leader is not None).leader
+        assert leader is not None
+        victim = "host-0" if leader == "host-1" else "host-1"
+        job.hold(Place.AFTER_COMMIT, [leader], LAST_STEP)
+        job.wait_report("it is done", lambda now: is_done(now, victim))
+        job.kill(Part.AGENT, victim, signal.SIGSTOP)
+        job.kill(Part.WORKER, victim)
+        job.release()
+        wait_working(tmp_path, leader)
+        job.kill(Part.AGENT, victim, signal.SIGCONT)
+        let_end(tmp_path, leader)
+        assert job.wait(60) == 128 + signal.SIGKILL, job.tail()
+        assert "training is done, but the script was ended by SIGKILL before its end" in job.output()
+        assert not (tmp_path / f"works-{victim}").exists(), "nothing after `run` without what it trained"
 
 
 def test_ctrl_c_ends_scripts_that_still_work(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from resilient_jax.chaos.commits import Digest, add_sums, check_commits, check_complete
+from resilient_jax.chaos.commits import (
+    Digest,
+    Undisturbed,
+    add_sums,
+    check_commits,
+    check_complete,
+    read_reference,
+)
 from resilient_jax.chaos.faults import Flip, Kill, Stop
 from resilient_jax.chaos.growth import MIB, SETTLED, Growth, Sample, measure_growth
 from resilient_jax.chaos.manifest import Incident, Target, TargetPart, Trigger
@@ -19,7 +26,10 @@ from resilient_jax.protocol.ledger import Begun, Committed, Line, Restored
 
 HOSTS = ("host-0", "host-1")
 OWNERS = {"train": ("host-0", "host-1", "host-0")}
-REFERENCE = {step: Digest(f"sha-{step}", f"{step:032x}") for step in range(4)}
+REFERENCE = {
+    step: Undisturbed(digest=Digest(f"sha-{step}", f"{step:032x}"), microbatches={"train": 3})
+    for step in range(4)
+}
 
 
 def commit(host: str, step: int, generation: int = 1, **changes: object) -> Committed:
@@ -108,6 +118,10 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[Line]], list[Line]]]] = {
             owners={"train": ("host-0", "host-1")},
         ),
     ),
+    "a step of which nobody says who computed it": (
+        Invariant.MICROBATCHES,
+        lambda lines: change(lines, lambda line: isinstance(line, Committed) and line.step == 3, owners={}),
+    ),
     "a microbatch that nobody computed": (
         Invariant.MICROBATCHES,
         lambda lines: [
@@ -146,15 +160,68 @@ def test_missing_steps_are_found() -> None:
     assert [v.invariant for v in check_complete(good_lines(), 4, {})] == [Invariant.BITS]
 
 
-def test_parts_are_added_up_and_compared() -> None:
-    def part(host: str, number: int) -> Committed:
-        return commit(host, 0, sha256="", sum=f"{number:016x}{number:016x}", owners={})
+def test_a_step_may_have_a_sum_that_others_have_not() -> None:
+    """Such as an evaluation now and then."""
+    owners = {**OWNERS, "evaluate": ("host-0", "host-1")}
+    lines = change(good_lines(), lambda line: isinstance(line, Committed) and line.step == 2, owners=owners)
+    undisturbed = [
+        commit("localhost", step, owners=owners if step == 2 else OWNERS, hosts=1) for step in range(4)
+    ]
+    assert check_commits(lines, read_reference(undisturbed)) == []
+    assert {v.invariant for v in check_commits(good_lines(), read_reference(undisturbed))} == {
+        Invariant.MICROBATCHES
+    }
 
-    whole = {0: Digest("sha-0", add_sums([f"{3:016x}{3:016x}", f"{4:016x}{4:016x}"]))}
-    assert check_commits([part("host-0", 3), part("host-1", 4)], whole) == []
-    assert check_commits([part("host-0", 3)], whole) == [], "a part alone says nothing"
-    found = check_commits([part("host-0", 3), part("host-1", 5)], whole)
+
+def part(host: str, number: int, step: int = 0, generation: int = 1) -> Committed:
+    """Of a state that no host has whole."""
+    return commit(host, step, generation, sha256="", sum=f"{number:016x}{number:016x}", owners={})
+
+
+def wholes(steps: int) -> dict[int, Undisturbed]:
+    """What parts 3 and 4 come to, after each step."""
+    digest = Digest("sha-0", add_sums([f"{3:016x}{3:016x}", f"{4:016x}{4:016x}"]))
+    return {step: Undisturbed(digest=digest, microbatches={}) for step in range(steps)}
+
+
+def test_parts_are_added_up_and_compared() -> None:
+    assert check_commits([part("host-0", 3), part("host-1", 4)], wholes(1)) == []
+    assert check_commits([part("host-0", 3)], wholes(1)) == [], "a part alone says nothing"
+    found = check_commits([part("host-0", 3), part("host-1", 5)], wholes(1))
     assert [violation.invariant for violation in found] == [Invariant.BITS]
+
+
+def test_a_step_of_which_a_part_was_never_committed_is_not_complete() -> None:
+    silent = [part("host-0", 7, step) for step in range(3)]
+    assert check_commits(silent, wholes(3)) == [], "there is nothing to compare"
+    assert [v.invariant for v in check_complete(silent, 3, wholes(3))] == [Invariant.BITS]
+
+
+def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_on_from() -> None:
+    both = [part("host-0", 3), part("host-1", 4)]
+    torn = [*both, part("host-0", 3, 1)]
+    again = [part("host-0", 3, 1, generation=2), part("host-1", 4, 1, generation=2)]
+    assert check_complete([*torn, *again], 2, wholes(2)) == []
+    restored: list[Line] = [
+        Restored(
+            host=line.host,
+            process=7,
+            generation=2,
+            steps=2,
+            hosts=2,
+            monotonic_s=200.0,
+            sha256="",
+            sum=line.sum,
+        )
+        for line in both
+    ]
+    assert check_complete([*torn, *restored], 2, wholes(2)) == []
+
+
+def test_of_a_job_that_failed_the_step_in_flight_need_not_be_complete() -> None:
+    lines = [part("host-0", 3), part("host-1", 4), part("host-0", 3, 1)]
+    assert check_complete(lines, None, wholes(2)) == []
+    assert [v.invariant for v in check_complete(lines[:1] + lines[2:], None, wholes(2))] == [Invariant.BITS]
 
 
 def decided(number: int, phase: str, token: int, revision: int, host: str = "host-0") -> Event:

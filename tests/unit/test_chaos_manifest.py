@@ -7,8 +7,8 @@ from chaos_manifests import manifests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.chaos.drawing import Draw, causes, draw_campaign
-from resilient_jax.chaos.manifest import JobShape, TargetPart, load_manifest, parse_manifest
+from resilient_jax.chaos.drawing import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, causes, draw_campaign
+from resilient_jax.chaos.manifest import LARGEST, JobShape, TargetPart, load_manifest, parse_manifest
 from resilient_jax.chaos.writing import write_manifest
 from resilient_jax.errors import ConfigError
 
@@ -27,6 +27,11 @@ REFUSED = {
     "a key that the fault has not": ("for_s", "for_x", "incidents[0].fault.for_x"),
     "a place that there is not": ("before_sum", "befor_sum", "incidents[0].at.place"),
     "a host that the job has not": ("host-1", "host-9", "incidents[0].target.hosts[0]"),
+    "a host to wait for that the job has not": (
+        'place = "before_sum"',
+        'place = "before_sum", host = "host-9"',
+        "incidents[0].at.host",
+    ),
     "no trigger": ('steps = 3, place = "before_sum"', "", "incidents[0].at"),
     "an event that there is not": ("steps = 3", 'event = "snapshot.begun"', "incidents[0].at.event"),
     "a link without namespaces": (
@@ -91,10 +96,16 @@ def test_what_is_written_reads_back(manifest) -> None:
     assert parse_manifest(write_manifest(manifest), source="written") == manifest
 
 
-@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.booleans())
-def test_a_drawn_campaign_is_a_manifest_and_the_same_each_time(seed, count, hosts, has_links) -> None:
+@given(
+    st.integers(0, LARGEST),
+    st.integers(1, 60),
+    st.floats(LEAST_GAP_STEPS, MOST_GAP_STEPS),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_a_drawn_campaign_is_a_manifest_and_the_same_each_time(seed, count, gap, hosts, has_links) -> None:
     shape = JobShape(hosts=hosts, network="namespaces" if has_links else "loopback")
-    wanted = Draw(seed=seed, incidents=count)
+    wanted = Draw(seed=seed, incidents=count, gap_steps=gap)
     drawn = draw_campaign(shape, wanted)
     assert draw_campaign(shape, wanted) == drawn
     assert parse_manifest(write_manifest(drawn), source="drawn") == drawn

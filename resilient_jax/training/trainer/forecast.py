@@ -44,7 +44,6 @@ class Forecast:
             pooled=not order.sharing.reproducible,
         )
         """A step's, for its shape."""
-        self._known: set[Key] = set()
 
     def jobs(self, world: World, now: Arrangement) -> Iterator[AheadJob]:
         """For the likely next worlds, the likeliest first.
@@ -53,7 +52,7 @@ class Forecast:
             world: of this generation.
             now: which is compiled already.
         """
-        self._known = {_key_of(now)}
+        known: set[Key] = {_key_of(now)}  # of this generation: what was compiled for another has gone with it
         summing = SumCall(
             devices=world.devices,
             process_index=world.process_index,
@@ -62,11 +61,16 @@ class Forecast:
             like=self._programs.abstract_total,
         )
         for hosts in likely_hosts(world.hosts, self._planner.all_hosts):
-            prepare = functools.partial(self._prepare, hosts, world.local_devices, summing)
+            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, summing)
             yield AheadJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
-        self, hosts: tuple[HostName, ...], devices: list[Device], summing: SumCall, check: Check
+        self,
+        known: set[Key],
+        hosts: tuple[HostName, ...],
+        devices: list[Device],
+        summing: SumCall,
+        check: Check,
     ) -> bool:
         """False: there was nothing to do."""
         try:
@@ -75,13 +79,13 @@ class Forecast:
             return False
         then = self._planner.arrange(plan, devices, self._programs.abstract_state.variables.params)
         has_compiled = False
-        if _key_of(then) not in self._known:
+        if _key_of(then) not in known:
             compile_step(self._programs, then, devices, self._example, check)
-            self._known.add(_key_of(then))
+            known.add(_key_of(then))
             has_compiled = True
-        if (then.shape, len(hosts)) not in self._known:
+        if (then.shape, len(hosts)) not in known:
             has_compiled |= summing.compile_for(len(hosts), then.shape, check)
-            self._known.add((then.shape, len(hosts)))
+            known.add((then.shape, len(hosts)))
         return has_compiled
 
 

@@ -1,0 +1,110 @@
+"""`resilient-jax chaos` refuses what it cannot run, and shrinks to what breaks the same promise."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.chaos.campaign import Findings
+from resilient_jax.chaos.faults import Kill
+from resilient_jax.chaos.manifest import (
+    LARGEST,
+    Incident,
+    Manifest,
+    Target,
+    TargetPart,
+    Trigger,
+    load_manifest,
+)
+from resilient_jax.chaos.running import Setting
+from resilient_jax.chaos.violations import Invariant, Violation
+from resilient_jax.chaos.writing import write_manifest
+from resilient_jax.cli import chaos as command
+from resilient_jax.cli import main
+from resilient_jax.errors import ExitCode
+
+SCRIPT = ("--", __file__)
+Judge = Callable[[Manifest], Sequence[Invariant]]
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*words: object, judge: Judge = lambda manifest: ()) -> tuple[int, str]:
+        """Exit code and messages of the command, where a campaign violates what `judge` says."""
+
+        def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None]) -> Findings:
+            violations = tuple(Violation(invariant=invariant, found="") for invariant in judge(manifest))
+            return Findings(done=(), violations=violations, samples=(), story=(), steps=0, seconds=0.0)
+
+        monkeypatch.setattr(command, "run_campaign", run_campaign)
+        monkeypatch.setattr(sys, "argv", ["resilient-jax", "chaos", "--json", *map(str, words), *SCRIPT])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+    return run
+
+
+def test_a_campaign_that_finds_nothing_ends_well(run: Run, tmp_path: Path) -> None:
+    assert run("--random", "--run-dir", tmp_path)[0] == ExitCode.DONE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--gap", "inf"), ("--gap", "nan"), ("--gap", "0"), ("--seed", LARGEST + 1), ("--steps", LARGEST + 1)],
+)
+def test_a_number_that_no_manifest_can_have_is_refused_by_its_option(
+    run: Run, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    code, said = run("--random", *words, "--run-dir", tmp_path)
+    assert code == ExitCode.USAGE
+    assert str(words[0]) in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below", Path("/proc/none")):
+        code, said = run("--random", "--run-dir", folder)
+        assert code == ExitCode.USAGE
+        assert f"cannot write into the run folder {folder}: " in said
+
+
+def numbered(count: int) -> Manifest:
+    """Incidents that differ."""
+    return Manifest(
+        incidents=tuple(
+            Incident(at=Trigger(step=number), target=Target(part=TargetPart.WORKER), fault=Kill())
+            for number in range(count)
+        )
+    )
+
+
+def steps_of(manifest: Manifest) -> set[int]:
+    return {incident.at.step or 0 for incident in manifest.incidents}
+
+
+def test_what_is_left_breaks_the_same_promise_as_all(run: Run, tmp_path: Path) -> None:
+    """Not one that is broken because something was left out, such as what the job was to fail by."""
+
+    def judge(manifest: Manifest) -> Sequence[Invariant]:
+        found = [Invariant.BITS] if {2, 5} <= steps_of(manifest) else []
+        return found if 7 in steps_of(manifest) else [*found, Invariant.ENDING]
+
+    path = tmp_path / "manifest.toml"
+    path.write_text(write_manifest(numbered(8)))
+    code, _ = run("--minimise", "--run-dir", tmp_path / "run", path, judge=judge)
+    assert code == ExitCode.INTERNAL
+    assert steps_of(load_manifest(tmp_path / "run" / "minimal.toml")) == {2, 5}
+
+
+def test_signals_mean_afterwards_what_they_meant_before(run: Run, tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    run("--random", "--run-dir", tmp_path)
+    assert [signal.getsignal(number) for number in numbers] == before
