@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -94,7 +95,7 @@ def test_a_leaf_that_is_no_array_nor_text_is_refused_by_its_path() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["datetime64[s]", "timedelta64[s]", [("x", "f4")], "S3"])
-def test_arrays_of_other_things_than_numbers_are_refused_by_their_path(dtype: object) -> None:
+def test_arrays_of_other_things_than_numbers_are_refused_by_their_path(dtype: npt.DTypeLike) -> None:
     with pytest.raises(
         StateError, match=r"leaf \['when'\] is a ndarray; a state holds arrays, numbers and texts"
     ):
