@@ -20,11 +20,10 @@ from resilient_jax.chaos.watch import Watch
 from resilient_jax.chaos.watching import tail_events, tail_ledger
 from resilient_jax.chaos.writing import write_manifest, write_table
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
-from resilient_jax.training.jax_runtime.flags import merge_xla_flags
+from resilient_jax.training.jax_runtime.flags import DEVICE_COUNT_FLAG, merge_xla_flags
 from resilient_jax.world.local_job import LocalJob
 
 HOST_RESTART_LIMIT = 10_000
-DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 REFERENCE_STEPS = 200
 """Of the undisturbed run at first: enough for a short campaign."""
 
@@ -90,7 +89,7 @@ def script_environment(devices: int, cache: Path, base: Mapping[str, str]) -> di
     """What the script gets in the job and undisturbed: the same flags of XLA, for they change what it computes.
 
     Args:
-        devices: per host. Workers let a count in XLA_FLAGS win, so one of `base` is left out: the manifest says it.
+        devices: per host; a number of them in `base` gives way to the manifest's.
         cache: JAX's persistent compilation cache.
         base: the environment of this process.
     """

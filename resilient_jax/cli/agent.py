@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -28,7 +29,7 @@ from resilient_jax.cli.options import (
     job_config,
     say,
 )
-from resilient_jax.errors import CallerError, ExitCode, OutOfResources, TokenRefused
+from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, TokenRefused
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.keys import hosts_prefix
 from resilient_jax.protocol.records import Outcome, OutcomeKind
@@ -37,6 +38,7 @@ from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.training.jax_runtime.flags import worker_environment
 from resilient_jax.transport.credentials import Credentials, TlsFiles
+from resilient_jax.transport.listening import split_address, try_binding
 from resilient_jax.transport.server import Server
 from resilient_jax.world.agent import Agent
 from resilient_jax.world.agent_settings import AgentSettings
@@ -48,6 +50,8 @@ WAITING_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""
 SERVING_POLL_S = 0.2
 """How often an agent that only serves the store any more looks whether anybody needs it."""
+PLAIN_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
+"""Of a host, which names files, keys of the store and lines of a log; the kernel's own have at most 64 characters."""
 
 THIS_HOST = socket.gethostname()
 StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
@@ -105,9 +109,11 @@ def agent(
     token = _read_token()
     command = check_script(script)
     check_devices(devices_per_host)
+    _check_host(host_name, expected_hosts)
     credentials = Credentials(token, _tls_files(tls))
+    where = _split_store(store)
+    here = _address_towards(where, store) if address is None else _check_address(address)
     directory = create(run_dir)
-    here = address or _address_towards(store)
     environment = current_environment()
     environment.pop(TOKEN_VARIABLE, None)
     settled = job_config(config, expected_hosts)
@@ -241,14 +247,45 @@ def _tls_files(folder: Path | None) -> TlsFiles | None:
     return TlsFiles(certificate=folder / "cert.pem", key=folder / "key.pem", authority=folder / "ca.pem")
 
 
-def _address_towards(store: str) -> str:
+def _check_host(name: str, expected_hosts: int) -> None:
+    if PLAIN_NAME.fullmatch(name) is None:
+        raise CallerError(
+            f"--host-name: found {name!r}, expected 1 to 64 letters, digits, '.', '-' or '_', and not only dots: files "
+            "have this name. Choose another"
+        )
+    if expected_hosts < 1:
+        raise CallerError(f"--expected-hosts: found {expected_hosts}, expected at least 1")
+
+
+def _check_address(address: str) -> str:
+    """The address, once it is sure that this host can listen there."""
+    try:
+        try_binding(*split_address(f"{address}:0"))
+    except (OSError, UnicodeError, ConfigError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise CallerError(
+            f"--address: found {address!r} ({reason}), expected an address of this host, such as 10.0.0.7. Without the "
+            "option it is the one that reaches the store"
+        ) from error
+    return address
+
+
+def _split_store(store: str) -> tuple[str, int]:
+    try:
+        return split_address(store)
+    except ConfigError as error:
+        raise _unreachable(store, error) from error
+
+
+def _address_towards(where: tuple[str, int], store: str) -> str:
     """The address of this host from which packets to the store go out; sends none."""
-    host, _, port = store.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
+            probe.connect(where)
             return probe.getsockname()[0]
-    except (OSError, ValueError) as error:
-        raise CallerError(
-            f"--store {store}: found no address that can be reached ({error}), expected host:port"
-        ) from error
+    except (OSError, UnicodeError) as error:
+        raise _unreachable(store, error) from error
+
+
+def _unreachable(store: str, error: Exception) -> CallerError:
+    return CallerError(f"--store {store}: found no address that can be reached ({error}), expected host:port")

@@ -29,8 +29,9 @@ from resilient_jax.config import load
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.protocol.records import Outcome, OutcomeKind
+from resilient_jax.training.jax_runtime.flags import counts_devices
 from resilient_jax.world.launcher import Launcher, LaunchSettings, Site, host_names
-from resilient_jax.world.run_directory import create
+from resilient_jax.world.run_directory import claimed, create, create_new
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,8 @@ class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sites: tuple[Site, ...] = ()
 
 
+DEFAULT_DEVICES = 2
+"""Of each host, where neither the option nor XLA_FLAGS says how many."""
 MAX_HOSTS = 250
 """Every host has a loopback address of its own in 127.0.0.0/24."""
 
@@ -47,7 +50,7 @@ MAX_HOSTS = 250
 def launch(
     script: ScriptArgument,
     hosts: Annotated[int, typer.Option(help="Hosts to start on this machine.")] = 4,
-    devices_per_host: DevicesOption = 2,
+    devices_per_host: DevicesOption = None,
     platform: PlatformOption = "cpu",
     config: ConfigOption = None,
     topology: TopologyOption = None,
@@ -85,8 +88,9 @@ def launch(
             f"{config}: min_hosts: found {least} for a job of {hosts} hosts, expected no more than those. Lower it, or "
             "start more hosts"
         )
-    directory = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     options = [*("--platform", check_platform(platform) or "cpu")]
+    if devices_per_host is None and not (platform == "cpu" and counts_devices(os.environ)):
+        devices_per_host = DEFAULT_DEVICES
     if devices_per_host is not None:
         options += ["--devices-per-host", str(devices_per_host)]
     if config is not None:
@@ -103,22 +107,24 @@ def launch(
             f"{sites}: key 'sites': found {len(places.sites)} for a job of {hosts} hosts, expected one for each. Add "
             "the missing ones, or change --hosts"
         )
+    default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    directory = create(run_dir) if run_dir is not None else create_new(default)
     settings = LaunchSettings(
         job=JobName(directory.name),
         hosts=hosts,
         command=command,
         agent_options=tuple(options),
-        run_directory=create(directory),
+        run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
         host_restart_limit=host_restart_limit,
         sites=places.sites,
         store_host=places.store_host,
     )
-    say(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
-    with progress:
+    with claimed(directory), progress:
+        say(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
         outcome = asyncio.run(launcher.run())
     say(_last_words(outcome, directory))
     sys.exit(outcome.exit_code)

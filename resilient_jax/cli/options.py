@@ -23,7 +23,8 @@ DevicesOption = Annotated[
     int | None,
     typer.Option(
         "--devices-per-host",
-        help="CPU devices to make per host; on GPU how many to show. `agent` without it: all.",
+        help="CPU devices to make per host; on GPU how many to show. Default: for launch as many as XLA_FLAGS makes, "
+        "or 2; for agent all.",
     ),
 ]
 PlatformOption = Annotated[
@@ -80,16 +81,23 @@ def check_script(command: list[str]) -> tuple[str, ...]:
     """The command, once it is sure that there is something to run.
 
     Raises:
-        CallerError: there is no such file, or Python cannot compile it.
+        CallerError: there is no such file, it cannot be read, or Python cannot compile it.
     """
     script = Path(command[0])
-    if not script.is_file():
+    try:
+        source = script.read_bytes() if script.is_file() else None
+    except OSError as error:
+        raise CallerError(
+            f"script {script}: cannot be read: {error.strerror}; expected a Python script that this user may read. "
+            "Check the path and its permissions"
+        ) from error
+    if source is None:
         raise CallerError(
             f"script {script}: found no such file, expected a Python script. Check the path; it was looked for "
             f"from {Path.cwd()}"
         )
     try:
-        compile(script.read_bytes(), str(script), "exec")
+        compile(source, str(script), "exec")
     except (SyntaxError, ValueError) as error:
         raise CallerError(
             f"script {script}: Python cannot compile it: {error}. Correct it, then start again"
@@ -141,7 +149,7 @@ def contact_of(run_directory: Path) -> Contact:
     """
     contact = read_contact(run_directory)
     if not Path(f"/proc/{contact.launcher_pid}").exists():
-        remove_contact(run_directory)
+        remove_contact(run_directory, contact)
         raise CallerError(
             f"{run_directory}: the launcher of this job (process {contact.launcher_pid}) is gone, it was killed; "
             "expected the run folder of a job that runs on this machine"

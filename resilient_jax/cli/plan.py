@@ -1,9 +1,6 @@
 """`resilient-jax plan`: what can be said about a job before it runs."""
 
-import sys
 import time
-
-from rich.console import Console
 
 from resilient_jax.cli.plan_json import print_plans_as_json
 from resilient_jax.cli.plan_options import (
@@ -23,6 +20,7 @@ from resilient_jax.cli.plan_options import (
     parse_axes,
 )
 from resilient_jax.cli.plan_table import print_plans
+from resilient_jax.cli.printing import printing
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.candidates import Fixed
@@ -33,8 +31,8 @@ from resilient_jax.planning.search import search_best
 from resilient_jax.planning.transformer_profile import profile_transformer
 from resilient_jax.topology import Topology, load_topology
 
-WIDTH_IN_A_FILE = 160
-"""Of what is printed where no terminal says how wide it is."""
+MAX_BATCH = 10**9
+"""Sequences; more is a mistyped number, and its divisors would be looked for for hours."""
 
 
 def plan(
@@ -65,15 +63,18 @@ def plan(
 
     resilient-jax plan --check meshes/mine.toml
     """
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
     if check is not None:
-        print_topology(console, load_topology(check))
+        checked = load_topology(check)
+        with printing() as console:
+            print_topology(console, checked)
         return
     if topology is None or model is None or global_batch is None:
         raise CallerError(
             "plan: found nothing to do, expected --topology, --model and --global-batch, or --check FILE, such as "
             "--topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024"
         )
+    if global_batch > MAX_BATCH:
+        raise CallerError(f"--global-batch: found {global_batch}, expected at most {MAX_BATCH}")
     full = load_topology(topology)
     now = change_topology(full, lose or (), slow or ())
     shape = load_model_shape(model)
@@ -90,10 +91,11 @@ def plan(
     plans = find(now, top)
     search_s = time.monotonic() - started
     change = _react(find(full, 1)[0], now, fixed) if now != full else None
-    if json_only:
-        print_plans_as_json(plans, change, search_s)
-    else:
-        print_plans(console, plans, change, search_s)
+    with printing() as console:
+        if json_only:
+            print_plans_as_json(plans, change, search_s)
+        else:
+            print_plans(console, plans, change, search_s)
 
 
 def _react(before: Plan, now: Topology, fixed: Fixed) -> Replan | None:

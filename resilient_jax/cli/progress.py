@@ -18,7 +18,7 @@ class ProgressLine:
     """Step, loss, generation and live hosts; other output goes above it."""
 
     def __init__(self) -> None:
-        self._on_terminal = sys.stdout.isatty()
+        self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._text = ""
         self._drawn_s = 0.0
 

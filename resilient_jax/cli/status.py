@@ -8,11 +8,16 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from resilient_jax.cli.options import RunDirectoryArgument, contact_of
+from resilient_jax.cli.printing import printing
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.world.inspection import JobReport, read_report
+
+LEAST_WIDTH = 110
+"""Columns of the table; in a narrower terminal its lines wrap, which can be read, unlike columns that are cut away."""
 
 
 def status(
@@ -21,10 +26,11 @@ def status(
 ) -> None:
     """Show generation, hosts, workers and services of a running job."""
     report = asyncio.run(read_report(contact_of(run_dir)))
-    if json_output:
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
-        return
-    _print_report(report)
+    with printing() as console:
+        if json_output:
+            sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        else:
+            print_report(console, report)
 
 
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
@@ -36,17 +42,20 @@ def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
     )
 
 
-def _print_report(report: JobReport) -> None:
-    console = Console()
-    generation = report.generation
+def print_report(console: Console, report: JobReport) -> None:
+    """The generation in a line, and a table with a row for each host."""
+    job, generation = escape(report.job), report.generation
     if generation is None:
-        console.print(f"job {report.job}: no generation yet, {len(report.hosts)} hosts registered")
+        console.print(f"job {job}: no generation yet, {len(report.hosts)} hosts registered")
     else:
         console.print(
-            f"job {report.job}: generation {generation.number} ({generation.phase}, {generation.change}), "
+            f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
-    table = Table("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes")
+    console.width = max(console.width, LEAST_WIDTH)
+    table = Table()
+    for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
+        table.add_column(name, overflow="fold")
     for host in report.hosts:
         member = generation.member(host.host) if generation else None
         worker = host.worker

@@ -2,12 +2,13 @@
 
 import errno
 import socket
+import ssl
 from collections.abc import Callable
 
 import grpc
 
-from resilient_jax.errors import AddressInUse, ConfigError, OperatorError
-from resilient_jax.transport.credentials import Credentials, server_credentials
+from resilient_jax.errors import AddressInUse, ConfigError, OperatorError, ResilientJaxError
+from resilient_jax.transport.credentials import Credentials, TlsFiles, server_credentials
 
 
 def bind(
@@ -23,7 +24,7 @@ def bind(
 
     Raises:
         AddressInUse: another process listens there.
-        ConfigError: the address is not of the form host:port, or a TLS file cannot be read.
+        ConfigError: the address is not of the form host:port, or a TLS file cannot be read or is damaged.
         OperatorError: the address cannot be bound for another reason, which the message names.
     """
     host, port = split_address(address)
@@ -31,9 +32,9 @@ def bind(
     try:
         got = add_insecure_port(address) if tls is None else add_secure_port(address, tls)
     except RuntimeError as error:
-        raise _why_not(host, port, address) from error
+        raise _why_not(host, port, address, credentials.tls) from error
     if got == 0:
-        raise _why_not(host, port, address)
+        raise _why_not(host, port, address, credentials.tls)
     return f"{address.rpartition(':')[0]}:{got}"
 
 
@@ -49,14 +50,23 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _why_not(host: str, port: int, address: str) -> OperatorError:
-    """Binds once more with a plain socket, whose error gRPC keeps to itself."""
+def try_binding(host: str, port: int) -> None:
+    """Binds a plain socket, whose error gRPC would keep to itself, and closes it.
+
+    Raises:
+        OSError: it cannot be bound.
+        UnicodeError: the host cannot be a name in DNS.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(where)
+        probe.listen()
+
+
+def _why_not(host: str, port: int, address: str, tls: TlsFiles | None) -> ResilientJaxError:
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen()
+        try_binding(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return AddressInUse(
@@ -64,4 +74,26 @@ def _why_not(host: str, port: int, address: str) -> OperatorError:
                 f"or end that process (`ss -ltnp 'sport = :{port}'` names it)"
             )
         return OperatorError(f"cannot listen on {address}: {error.strerror or error}")
+    except UnicodeError as error:
+        return OperatorError(f"cannot listen on {address}: {error}")
+    if tls is not None and (damage := _find_damage(tls)) is not None:
+        return ConfigError(f"cannot listen on {address}: {damage}")
     return OperatorError(f"cannot listen on {address}: gRPC could not bind it, a plain socket can; try again")
+
+
+def _find_damage(tls: TlsFiles) -> str | None:
+    """Which file OpenSSL cannot use, and why; gRPC keeps that to itself, too."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for role, path in (("certificate", tls.certificate), ("authority", tls.authority)):
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:
+            return f"TLS {role} file {path} is no valid PEM certificate ({error}). Copy or make it again"
+    try:
+        context.load_cert_chain(tls.certificate, tls.key, password="")  # None would ask at the terminal
+    except OSError as error:
+        return (
+            f"TLS key file {tls.key} is no valid PEM key without a password, or not that of {tls.certificate} "
+            f"({error}). Copy or make it again"
+        )
+    return None

@@ -61,7 +61,7 @@ class LaunchSettings:
 
     Attributes:
         agent_options: options for every agent's command line.
-        run_directory: a folder that exists and can be written.
+        run_directory: a folder that exists, can be written and is claimed for this job.
         host_restart_delay_s: how long a killed host stays away; None: for good.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
         store_host: address that the store listens at.
@@ -151,15 +151,13 @@ class Launcher:
         serve_store(server, store)
         async with store, server:
             self.address = server.address
-            write_contact(
-                directory,
-                Contact(
-                    job=self._settings.job,
-                    store=self.address,
-                    token=self._credentials.token,
-                    launcher_pid=os.getpid(),
-                ),
+            contact = Contact(
+                job=self._settings.job,
+                store=self.address,
+                token=self._credentials.token,
+                launcher_pid=os.getpid(),
             )
+            write_contact(directory, contact)
             watching = asyncio.create_task(self._watch(store))
             try:
                 return await self._run_hosts()
@@ -167,7 +165,7 @@ class Launcher:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watching
-                remove_contact(directory)
+                remove_contact(directory, contact)
                 log.close()
 
     async def _run_hosts(self) -> Outcome:

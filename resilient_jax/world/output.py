@@ -24,7 +24,11 @@ def show(text: bytes) -> None:
 
     Unbuffered, so that nothing is left to be written, and to fail, at the end of the process.
     """
-    with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader is gone
+    if sys.stdout is None:  # closed (`>&-`) before Python began
+        return
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # a full disk, a pipe whose reader is gone, or closed since
         os.write(sys.stdout.fileno(), text)
 
 

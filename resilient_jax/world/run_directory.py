@@ -1,13 +1,19 @@
 """The folder of one job on one machine: logs, events, and how to reach the job."""
 
+import contextlib
+import fcntl
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from resilient_jax.errors import ConfigError, LogUnwritable
+from resilient_jax.errors import CallerError, ConfigError, LogUnwritable
 
 CONTACT_FILE = "job.json"
+LOCK_FILE = "launcher.lock"
+"""Stays in the folder: if it were removed, two launchers could each lock a file of that name."""
 
 
 class Contact(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,24 +37,78 @@ def create(path: Path) -> Path:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise LogUnwritable(
-            f"cannot write into the run folder {path}: {error.strerror}; expected a folder that this user may "
-            "write, on a disk with free space. Choose another with --run-dir, or free space"
-        ) from error
+        raise _unwritable(path, error) from error
     return path
 
 
+def create_new(path: Path) -> Path:
+    """Makes the first of the folders NAME, NAME-2, NAME-3, ... that is not there: no two callers get the same.
+
+    Raises:
+        LogUnwritable: it cannot be made or written.
+    """
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    for candidate in itertools.chain([path], others):
+        try:
+            candidate.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unwritable(candidate, error) from error
+        return create(candidate)
+    raise AssertionError("there is always a next number")
+
+
+def _unwritable(path: Path, error: OSError) -> LogUnwritable:
+    return LogUnwritable(
+        f"cannot write into the run folder {path}: {error.strerror}; expected a folder that this user may "
+        "write, on a disk with free space. Choose another with --run-dir, or free space"
+    )
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """For one launcher alone: within the `with` no other one starts a job in the folder.
+
+    The kernel holds the lock for this process and drops it with the process. A process number in a file would outlive a
+    killed launcher, and may come to mean another process.
+
+    Raises:
+        CallerError: another launcher has it.
+        LogUnwritable: the folder cannot be written, or its file system has no locks.
+    """
+    try:
+        descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    with os.fdopen(descriptor):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CallerError(
+                f"{directory}: found a job that still runs in this folder, expected one of its own for each job. "
+                f"Choose another with --run-dir, or wait until that one ends (`resilient-jax status {directory}`)"
+            ) from error
+        except OSError as error:  # a file system without locks
+            raise _unwritable(directory, error) from error
+        yield
+
+
 def write_contact(directory: Path, contact: Contact) -> None:
-    """Leaves word of how to reach the job."""
+    """Leaves word of how to reach the job: all of it or none. The folder must have been claimed."""
     path = directory / CONTACT_FILE
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    unfinished = path.with_suffix(".unfinished")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(contact))
+    unfinished.replace(path)
 
 
-def remove_contact(directory: Path) -> None:
-    """The job is over: nobody can be reached any more."""
-    (directory / CONTACT_FILE).unlink(missing_ok=True)
+def remove_contact(directory: Path, contact: Contact) -> None:
+    """This job is over: nobody can be reached any more. The word of another job stays."""
+    with contextlib.suppress(ConfigError):  # it is gone
+        if read_contact(directory) == contact:
+            (directory / CONTACT_FILE).unlink(missing_ok=True)
 
 
 def read_contact(directory: Path) -> Contact:

@@ -23,6 +23,7 @@ from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.world.child import bound_to_this_process
 from resilient_jax.world.launcher import TOKEN_VARIABLE
+from resilient_jax.world.local_job import LocalJob
 
 IDLE = str(JOBS / "idle.py")
 JOB = JobName("bad-input")
@@ -48,6 +49,15 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             ["broken.py"],
             "script broken.py: Python cannot compile it: '(' was never closed (broken.py, line 1)",
+        ),
+        (
+            [5000 * "a"],
+            f"script {5000 * 'a'}: cannot be read: File name too long; expected a Python script that",
+        ),
+        (["/proc/self/mem"], "script /proc/self/mem: cannot be read: Input/output error; expected a Python"),
+        (
+            ["broken.py/x.py"],
+            "script broken.py/x.py: found no such file, expected a Python script. Check the path",
         ),
         (["--hosts", "0", IDLE], "--hosts: found 0, expected 1 to 250 on one machine"),
         (["--devices-per-host", "0", IDLE], "--devices-per-host: found 0, expected 1 to 256"),
@@ -82,7 +92,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "cannot write into the run folder broken.py/run: Not a directory; expected a folder that this user",
         ),
     ],
-    ids=lambda value: "-".join(map(str, value[:-1])) if isinstance(value, list) else "",
+    ids=lambda value: "-".join(map(str, value[:-1])) or value[-1][:20] if isinstance(value, list) else "",
 )
 def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
     (work / "broken.py").write_text(BROKEN)
@@ -96,6 +106,24 @@ def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
     assert code == 2, output
     assert output.startswith(f"resilient-jax: {words}"), output
     assert "Traceback" not in output
+
+
+def test_a_run_folder_is_one_jobs_alone_until_its_launcher_is_gone(work: Path) -> None:
+    with LocalJob([IDLE], hosts=1, run_directory=work / "run") as first:
+        wait_until("the first job's contact", (work / "run" / "job.json").exists)
+        before = (work / "run" / "job.json").read_bytes()
+        code, output = run_command(["launch", "--hosts", "1", "--run-dir", "run", IDLE])
+        assert code == 2, output
+        assert output.startswith(
+            "resilient-jax: run: found a job that still runs in this folder, expected"
+        ), output
+        assert (work / "run" / "job.json").read_bytes() == before
+        assert first.report() is not None, "the first can be reached still"
+    assert (work / "run" / "job.json").exists(), "the first was killed"
+    (work / "quick.py").write_text("print('quick', 'job')\n")
+    _, output = run_command(["launch", "--hosts", "1", "--run-dir", "run", "quick.py"])
+    assert "[host-0] quick job" in output, output
+    assert not (work / "run" / "job.json").exists()
 
 
 # An agent and its store.
@@ -149,6 +177,45 @@ def test_an_address_that_is_none_is_refused(store: str, work: Path) -> None:
         output
     )
     assert output.rstrip().endswith("expected host:port")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        (
+            "--store",
+            "localhost:999999",
+            "--store localhost:999999: found no address that can be reached (expected",
+        ),
+        (
+            "--address",
+            "nonsense",
+            "--address: found 'nonsense' (Name or service not known), expected an address of",
+        ),
+        (
+            "--address",
+            "192.0.2.1",
+            "--address: found '192.0.2.1' (Cannot assign requested address), expected an",
+        ),
+        ("--address", "", "--address: found '' (expected an address like"),
+        (
+            "--host-name",
+            "../../x",
+            "--host-name: found '../../x', expected 1 to 64 letters, digits, '.', '-' or '_'",
+        ),
+        ("--host-name", "..", "--host-name: found '..', expected 1 to 64 letters"),
+        ("--host-name", "", "--host-name: found '', expected 1 to 64 letters"),
+        ("--host-name", 65 * "h", f"--host-name: found '{65 * 'h'}', expected 1 to 64 letters"),
+        ("--expected-hosts", "-3", "--expected-hosts: found -3, expected at least 1"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_an_agent_refuses(option: str, value: str, words: str, work: Path) -> None:
+    *options, script = agent_arguments(f"127.0.0.1:{free_port()}", work)
+    code, output = run_agent([*options, "--address", "127.0.0.1", option, value, script])
+    assert code == 2, output
+    assert output.startswith(f"resilient-jax: {words}"), output
+    assert not (work / "host-a").exists(), "refused before anything is made"
 
 
 def test_a_missing_or_wrong_token_is_refused(work: Path) -> None:
@@ -244,13 +311,21 @@ def test_more_devices_than_exist_are_refused(tmp_path: Path) -> None:
         tmp_path,
         hosts=1,
         options=["--devices-per-host", "4"],
-        environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        environment={"JAX_NUM_CPU_DEVICES": "2"},
     )
     assert ended.code == 1
     assert (
         "host host-0 has 2 devices, but --devices-per-host asks for 4; ask for fewer, or start it where there "
         "are more"
     ) in ended.last_words, ended.output
+
+
+@pytest.mark.parametrize(("options", "found"), [(["--devices-per-host", "1"], 1), ([], 3)])
+def test_devices_that_are_asked_for_win_over_xla_flags(options: list[str], found: int, work: Path) -> None:
+    (work / "count.py").write_text("import jax\nprint(f'{jax.local_device_count()} devices')\n")
+    arguments = ["launch", "--hosts", "1", *options, "--run-dir", "run", "count.py"]
+    _, output = run_command(arguments, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"})
+    assert f"[host-0] {found} devices" in output, output
 
 
 @contextlib.contextmanager
@@ -298,13 +373,12 @@ def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> N
     )
 
 
-def test_training_goes_on_when_nobody_can_see_its_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("redirection", [">/dev/full 2>&1", ">&- 2>/dev/null"], ids=["full", "closed"])
+def test_training_goes_on_when_nobody_can_see_its_output(redirection: str, tmp_path: Path) -> None:
     launch = ["launch", "--hosts", "1", "--run-dir", str(tmp_path), str(JOBS / "faulty.py"), "chatty"]
-    with open("/dev/full", "wb") as full:
-        process = subprocess.Popen(
-            bound_to_this_process([*COMMAND, *launch]), stdin=subprocess.DEVNULL, stdout=full, stderr=full
-        )
-        assert process.wait(60) == 0
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *launch]
+    process = subprocess.Popen(bound_to_this_process(shell), stdin=subprocess.DEVNULL)
+    assert process.wait(60) == 0
     assert (tmp_path / "host-0.log").stat().st_size > 2**20, "the log has every line"
 
 

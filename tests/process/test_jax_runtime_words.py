@@ -48,7 +48,7 @@ def test_an_error_that_came_from_a_lost_peer_is_recognised() -> None:
 def test_the_users_flags_win_and_ours_are_added() -> None:
     found = worker_environment(
         platform="cpu",
-        devices_per_host=2,
+        devices_per_host=None,
         cache_dir="/c",
         collective_timeout_s=2.5,
         base={"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_x=1"},
@@ -60,6 +60,31 @@ def test_the_users_flags_win_and_ours_are_added() -> None:
     ]
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/c"
     assert found["JAX_ENABLE_PREEMPTION_SERVICE"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "merged"),
+    [
+        ("--xla_force_host_platform_device_count=8 --xla_x=1", ["--xla_x=1"]),
+        ("--xla_x=1  --xla_force_host_platform_device_count=8", ["--xla_x=1"]),
+        ("--xla_force_host_platform_device_count=8", []),
+        ("--xla_force_host_platform_device_count_x=8", ["--xla_force_host_platform_device_count_x=8"]),
+        ("", []),
+    ],
+)
+def test_the_devices_that_were_asked_for_win_over_the_users_flags(theirs: str, merged: list[str]) -> None:
+    found = worker_environment(
+        platform="cpu",
+        devices_per_host=2,
+        cache_dir=None,
+        collective_timeout_s=3.0,
+        base={"XLA_FLAGS": theirs},
+    )
+    assert found["XLA_FLAGS"].split() == [
+        "--xla_cpu_collective_timeout_seconds=3",
+        "--xla_force_host_platform_device_count=2",
+        *merged,
+    ]
 
 
 def test_on_gpu_nccl_does_not_end_the_process() -> None:

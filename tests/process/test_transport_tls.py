@@ -1,6 +1,7 @@
 """Mutual TLS: whoever shows no certificate of the job's authority is not let in."""
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
@@ -98,3 +99,29 @@ def test_a_missing_or_wrong_file_is_named(authority, role):
     path.unlink()
     with pytest.raises(ConfigError, match=rf"TLS {role} file {path} cannot be read \(No such file"):
         asyncio.run(Server(credentials=Credentials("token", files)).start())
+
+
+CERTIFICATE, KEY = (
+    f"-----BEGIN {name}-----\nbm9uc2Vuc2U=\n-----END {name}-----\n" for name in ("CERTIFICATE", "PRIVATE KEY")
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "words"),
+    [
+        ("certificate", CERTIFICATE, "is no valid PEM certificate"),
+        ("authority", CERTIFICATE, "is no valid PEM certificate"),
+        ("key", KEY, "is no valid PEM key without a password, or not that of"),
+        ("key", None, "is no valid PEM key without a password, or not that of"),
+    ],
+    ids=["certificate", "authority", "key", "another's key"],
+)
+def test_a_damaged_tls_file_is_named(authority, tmp_path, role, content, words):
+    good = authority.sign("server")
+    bad = authority.sign("another").key
+    if content is not None:
+        bad = tmp_path / "bad.pem"
+        bad.write_text(content)
+    tls = dataclasses.replace(good, **{role: bad})
+    with pytest.raises(ConfigError, match=f"cannot listen on .*: TLS {role} file {bad} {words}"):
+        ThreadServer(credentials=Credentials("token", tls)).start()

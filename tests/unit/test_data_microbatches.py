@@ -143,6 +143,11 @@ def test_a_source_without_lengths_has_none() -> None:
 # What is refused.
 
 
+class NegativeLength(list[int]):
+    def __len__(self):
+        return -1
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -154,6 +159,11 @@ def test_a_source_without_lengths_has_none() -> None:
         (list, r"found the class list itself, .* Give an object"),
         ({"x": np.zeros(3)}, r"found a dict, .* Give one of its values"),
         ([], r"the source \(list\): found no items"),
+        (np.array(3), r"the source \(ndarray\): found no length \(len\(\) of unsized object\), expected"),
+        (
+            NegativeLength(),
+            r"the source \(NegativeLength\): found no length \(__len__\(\) should return >= 0\)",
+        ),
     ],
 )
 def test_what_is_no_source_is_refused(source: object, message: str) -> None:
@@ -281,11 +291,20 @@ def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> Non
         ({"microbatches": 1, "size": 0}, "size: found 0, expected at least 1"),
         ({"microbatches": 0, "size": 1}, "microbatches: found 0, expected at least 1"),
         ({"microbatches": 1, "size": None}, r"size: found None for a source of examples \(list\)"),
+        ({"microbatches": 1, "size": 2.0}, r"size: found 2\.0 \(float\), expected a whole number"),
+        ({"microbatches": "2", "size": 2}, r"microbatches: found '2' \(str\), expected a whole number"),
+        ({"microbatches": 1, "size": 2, "seed": 1.5}, r"seed: found 1\.5 \(float\), expected a whole number"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(options: dict[str, int | None], message: str) -> None:
+def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        microbatch_data([1, 2], microbatches=options["microbatches"] or 0, size=options["size"])
+        microbatch_data([1, 2], **options)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    numbers: dict[str, Any] = {"microbatches": np.int64(1), "size": np.int32(2), "seed": np.uint8(3)}
+    data = microbatch_data([1, 2], **numbers)
+    assert sorted(data.batch(0, 0).tolist()) == [1, 2]
 
 
 @pytest.mark.parametrize("source", [ReadyMade(), lambda step, index: np.zeros(1)])

@@ -1,6 +1,7 @@
 """Packed rows hold every token once, in order, and say where each document is."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,7 @@ def test_with_known_lengths_no_document_is_read_before_it_is_needed() -> None:
     [
         ([[1], [1.5]], r"item 1 of list: found float64\[1\], expected tokens"),
         ([[[1, 2]]], r"item 0 of list: found int64\[1, 2\], expected tokens"),
+        ([[1], [[1, 2], [3]]], r"item 1 of list: found no array \(.*inhomogeneous.*\), expected tokens"),
         ([[1, 2**31]], r"item 0 of list: found tokens from 1 to 2147483648, expected 32-bit ones"),
     ],
 )
@@ -140,8 +142,30 @@ def test_bad_lengths_and_contexts_are_refused() -> None:
         PackedDocuments([[1], [2]], 4, document_lengths=[1])
     with pytest.raises(DataError, match="context: found 0"):
         pack_documents([1], 0)
+    with pytest.raises(DataError, match=r"context: found 4\.0 \(float\), expected a whole number"):
+        pack_documents([1], 4.0)  # pyright: ignore[reportArgumentType]
+    bad_lengths: list[Any] = [[2.9], ["x"], [[1], [2, 3]], [[1, 2]]]
+    for lengths in bad_lengths:
+        with pytest.raises(
+            DataError, match=r"document lengths: found .*, expected whole numbers, one for each"
+        ):
+            PackedDocuments([[1, 2]], 4, document_lengths=lengths)
+    with pytest.raises(DataError, match=r"the source \(ndarray\): found no length"):
+        PackedDocuments(np.array(3), 4)
     with pytest.raises(DataError, match="document 1: found length -2"):
         pack_documents([1, -2], 4)
+
+
+@pytest.mark.parametrize(
+    ("pad", "message"),
+    [
+        (2**40, f"pad: found {2**40}, expected a 32-bit token"),
+        (1.7, r"pad: found 1\.7 \(float\), expected a whole"),
+    ],
+)
+def test_a_pad_that_is_no_token_is_refused(pad: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PackedDocuments([[1]], 2, pad)
 
 
 def test_a_packed_source_ends_where_its_rows_end() -> None:

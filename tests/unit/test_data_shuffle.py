@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,3 +85,16 @@ def test_all_orders_of_four_are_about_equally_frequent() -> None:
 def test_a_number_out_of_its_range_is_refused(positions: list[int], n: int, seed: int, epoch: int) -> None:
     with pytest.raises(DataError, match=r"permute: found .* expected"):
         permute(positions, n, seed=seed, epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"n": 5.0, "seed": 0, "epoch": 0}, r"n: found 5\.0 \(float\), expected a whole number"),
+        ({"n": 5, "seed": 1.5, "epoch": 0}, r"seed: found 1\.5 \(float\)"),
+        ({"n": 5, "seed": 0, "epoch": None}, r"epoch: found None \(NoneType\)"),
+    ],
+)
+def test_a_number_that_is_not_whole_is_refused(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        permute([0], **numbers)

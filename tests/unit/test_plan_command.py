@@ -1,5 +1,6 @@
 """`resilient-jax plan --check FILE`: a table of what the file describes, or one line that says what is wrong."""
 
+import subprocess
 import sys
 
 import pytest
@@ -45,6 +46,25 @@ def test_every_file_that_comes_along_is_valid(run, path):
     assert (code, errors) == (ExitCode.DONE, "")
     assert f"topology {path.stem}: " in shown
     assert "source of hosts: " in shown
+
+
+@pytest.mark.parametrize(
+    ("redirection", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
+)
+def test_a_table_that_cannot_be_shown_is_one_line(redirection, why):
+    command = [sys.executable, "-m", "resilient_jax.cli.main", "plan", "--check", MESHES / "h100_1x8.toml"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        ExitCode.USAGE,
+        f"resilient-jax: standard output: cannot be written: {why}; expected a terminal, a file or a pipe that takes "
+        "the result. Free space, or send it elsewhere\n",
+    )
 
 
 def test_a_wrong_file_is_one_line_with_file_and_key_and_the_code_for_bad_input(run, tmp_path):

@@ -129,6 +129,7 @@ def test_constants_beside_the_topology_are_used(run, tmp_path):
             "with at least 8 replicas. What would do: asking for ",
         ),
         ((*ASKED[:5], "0"), "global_batch: found 0, expected 1 or more"),
+        ((*ASKED[:5], str(10**23)), f"--global-batch: found {10**23}, expected at most 1000000000"),
         ((*ASKED[:3], str(CONFIGS / "llama3_70b.toml"), *ASKED[4:]), "What would do: devices of"),
     ],
 )

@@ -263,7 +263,12 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ({"batch_size": 18}, "batch_size: found 18 with microbatch_size 4"),
         ({"batch_size": 0}, "expected a positive multiple"),
         ({"microbatch_size": 0}, "expected a positive multiple"),
+        ({"batch_size": 8.0}, r"batch_size: found 8\.0 \(float\), expected a whole number"),
+        ({"batch_size": "8"}, r"batch_size: found '8' \(str\), expected a whole number"),
+        ({"microbatch_size": 4.0}, r"microbatch_size: found 4\.0 \(float\), expected a whole number"),
         ({"seed": -1}, "seed: found -1"),
+        ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected a whole number"),
+        ({"seed": None}, r"seed: found None \(NoneType\), expected a whole number"),
         ({"loss": 3}, "loss: found a int, expected a function"),
         ({"early_stop": rj.EarlyStop()}, "found no evaluation, expected one"),
         (
@@ -274,11 +279,27 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
             "expected one of the evaluation",
         ),
     ],
-    ids=["not a multiple", "no batch", "no microbatch", "seed", "loss", "no evaluation", "no metric of it"],
+    ids=[
+        *("not a multiple", "no batch", "no microbatch", "a batch of a float", "a batch of a text"),
+        *(
+            "a microbatch of a float",
+            "seed",
+            "a seed of a float",
+            "no seed",
+            "loss",
+            "no evaluation",
+            "no metric of it",
+        ),
+    ],
 )
 def test_wrong_arguments_are_refused_when_the_trainer_is_made(wrong, said):
     with pytest.raises(CallerError, match=said):
         make_trainer(**wrong)
+
+
+def test_a_number_of_steps_that_is_not_whole_is_refused():
+    with pytest.raises(CallerError, match=r"steps: found 1\.5 \(float\), expected a whole number"):
+        make_trainer().fit(1.5)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from resilient_jax.errors import DataError
 from resilient_jax.training.data.layout import Tree
-from resilient_jax.training.data.random_access import RandomAccess, name_of, read_item
-from resilient_jax.training.data.rows import check_at_least_one
+from resilient_jax.training.data.random_access import RandomAccess, count_items, name_of, read_item
+from resilient_jax.training.data.rows import check_at_least_one, check_whole
 
 TOKENS = np.iinfo(np.int32)
 
@@ -53,10 +53,10 @@ def pack_documents(lengths: npt.ArrayLike, context: int) -> Packing:
         context: length of a row, in tokens.
 
     Raises:
-        DataError: the context is below 1, or a length below 0.
+        DataError: the context is below 1, or a length below 0; one of them is not whole.
     """
     check_at_least_one(context=context)
-    whole = np.array(lengths, np.int64, ndmin=1)
+    whole = _read_lengths(lengths)
     if whole.size and whole.min() < 0:
         raise DataError(f"document {int(whole.argmin())}: found length {whole.min()}, expected at least 0")
     counts = -(-whole // context)
@@ -66,6 +66,21 @@ def pack_documents(lengths: npt.ArrayLike, context: int) -> Packing:
     return Packing(
         documents=documents, starts=starts, lengths=pieces.astype(np.int32), bounds=_fill(pieces, context)
     )
+
+
+def _read_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """int64[documents]."""
+    try:
+        found = np.array(lengths, ndmin=1)
+    except ValueError as error:
+        raise _refuse_lengths(str(error)) from error
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):  # an empty list is one of floats
+        raise _refuse_lengths(f"{found.dtype}{list(found.shape)}")
+    return found.astype(np.int64)
+
+
+def _refuse_lengths(found: str) -> DataError:
+    return DataError(f"document lengths: found {found}, expected whole numbers, one for each document")
 
 
 def _fill(pieces: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
@@ -105,17 +120,20 @@ class PackedDocuments:
         Raises:
             DataError: a document is no row of integers; more or fewer lengths than documents; a bad number.
         """
+        check_whole(pad=pad)
+        if not TOKENS.min <= pad <= TOKENS.max:
+            raise DataError(f"pad: found {pad}, expected a 32-bit token")
         self._documents = documents
-        self._count = len(documents)
+        self._count = count_items(documents)
         self._context = context
         self._pad = pad
         if document_lengths is None:
             document_lengths = [len(self._read(number)) for number in range(self._count)]
-        if len(document_lengths) != self._count:
+        self._document_lengths = _read_lengths(document_lengths)
+        if len(self._document_lengths) != self._count:
             raise DataError(
-                f"document_lengths: found {len(document_lengths)}, expected {self._count}, one for each document"
+                f"document_lengths: found {len(self._document_lengths)}, expected {self._count}, one for each document"
             )
-        self._document_lengths = np.array(document_lengths, np.int64)
         self._packing = pack_documents(self._document_lengths, context)
 
     def __len__(self) -> int:
@@ -154,7 +172,14 @@ class PackedDocuments:
         return document[start : start + int(self._packing.lengths[piece])]
 
     def _read(self, number: int) -> np.ndarray:
-        document = np.asarray(read_item(self._documents, number, self._count))
+        item = read_item(self._documents, number, self._count)
+        try:
+            document = np.asarray(item)
+        except ValueError as error:
+            raise DataError(
+                f"{name_of(self._documents, number)}: found no array ({error}), expected tokens: integers, in one "
+                "dimension"
+            ) from error
         if document.ndim == 1 and not document.size:
             return document.astype(np.int32)  # an empty list has no dtype of its own
         if document.ndim != 1 or document.dtype.kind not in "iu":

@@ -6,7 +6,7 @@ import numpy as np
 
 from resilient_jax.errors import DataError
 from resilient_jax.training.data.layout import FirstLayout, Tree
-from resilient_jax.training.data.rows import WHOLE, Part, check_at_least_one, positions_of
+from resilient_jax.training.data.rows import WHOLE, Part, check_at_least_one, check_whole, positions_of
 from resilient_jax.training.data.shuffle import permute
 
 
@@ -37,9 +37,10 @@ class RandomAccessData:
             shuffle: False: the source's own order in every epoch.
 
         Raises:
-            DataError: the source is empty, or a number is below 1.
+            DataError: the source is empty, or has no length; a number is below 1, or not whole.
         """
         check_at_least_one(microbatches=microbatches, size=size)
+        check_whole(seed=seed)
         self._source = source
         self._length = measure(source)
         self._microbatches = microbatches
@@ -78,13 +79,28 @@ class RandomAccessData:
         return numbers
 
 
+def count_items(source: RandomAccess) -> int:
+    """The length of a source, which may be 0.
+
+    Raises:
+        DataError: it has none, such as an array of no dimension.
+    """
+    try:
+        return len(source)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"the source ({type(source).__name__}): found no length ({error}), expected how many items it has. Let its "
+            "__len__ say so; an array needs a first dimension, over its items"
+        ) from error
+
+
 def measure(source: RandomAccess) -> int:
     """The length of a source.
 
     Raises:
-        DataError: it is empty.
+        DataError: it is empty, or has none.
     """
-    length = len(source)
+    length = count_items(source)
     if length < 1:
         raise DataError(
             f"the source ({type(source).__name__}): found no items, expected at least one. Is its path right, or "

@@ -1,5 +1,7 @@
 """Which rows belong to a microbatch, and which of them to one of the hosts that share it."""
 
+from numbers import Integral
+
 from resilient_jax.errors import DataError
 
 Part = tuple[int, int]
@@ -42,12 +44,24 @@ def positions_of(step: int, index: int, part: Part, *, microbatches: int, size: 
     return range(first + run.start, first + run.stop)
 
 
-def check_at_least_one(**numbers: int) -> None:
-    """Refuses numbers below 1.
+def check_whole(**numbers: object) -> None:
+    """Refuses what is no integer: a float would be cut, or fail where nobody can tell which it was.
 
     Raises:
         DataError: names the first of them.
     """
+    for name, found in numbers.items():
+        if not isinstance(found, Integral):
+            raise DataError(f"{name}: found {found!r} ({type(found).__name__}), expected a whole number")
+
+
+def check_at_least_one(**numbers: int) -> None:
+    """Refuses numbers below 1, and what is no integer.
+
+    Raises:
+        DataError: names the first of them.
+    """
+    check_whole(**numbers)
     for name, found in numbers.items():
         if found < 1:
             raise DataError(f"{name}: found {found}, expected at least 1")

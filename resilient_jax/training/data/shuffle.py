@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient_jax.errors import DataError
+from resilient_jax.training.data.rows import check_whole
 
 ROUNDS = 12
 """Four make a good shuffle of a large range (Luby and Rackoff); a range of five needs twelve for all orders alike."""
@@ -41,11 +42,12 @@ def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.N
         int64, as many as there are positions. For all of range(n) together: each of range(n) once.
 
     Raises:
-        DataError: a number is not in its range.
+        DataError: a number is not in its range, or not whole.
 
     >>> permute(range(6), 6, seed=0, epoch=0).tolist()
     [3, 5, 4, 1, 0, 2]
     """
+    check_whole(n=n, seed=seed, epoch=epoch)
     values = np.array(positions, np.int64, ndmin=1)
     if not 1 <= n <= MAX_LENGTH or (values.size and not 0 <= values.min() <= values.max() < n):
         raise DataError(f"permute: found positions {values} and n = {n}, expected positions from 0 to n - 1")

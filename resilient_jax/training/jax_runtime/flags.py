@@ -1,10 +1,15 @@
 """The environment of a worker: what must be set before it imports jax. Imports no jax."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Final, Literal
 
 Platform = Literal["cpu", "gpu"]
+
+DEVICE_COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
+"""How many CPU devices a process makes."""
+_DEVICE_COUNT = re.compile(rf"(?<!\S){DEVICE_COUNT_FLAG}=\S*")
 
 GPU_XLA_FLAGS: Final = {
     # Leads from documentation and source; not run on a GPU by this project yet.
@@ -29,13 +34,14 @@ def worker_environment(
 ) -> dict[str, str]:
     """Gives the variables to add to `base` for a worker that has to survive its peers.
 
-    What the user has set in `base` wins, in `XLA_FLAGS` flag by flag, except for the three settings
-    without which nothing survives: recoverability, gloo, and the preemption service (which swallows
-    SIGTERM) switched off.
+    What the user has set in `base` wins, in `XLA_FLAGS` flag by flag, except for the number of CPU devices that was
+    asked for, and for the three settings without which nothing survives: recoverability, gloo, and the preemption
+    service (which swallows SIGTERM) switched off.
 
     Args:
         platform: where the worker computes; None leaves the choice to JAX.
-        devices_per_host: number of CPU devices to make; on GPU the devices to show; None for all.
+        devices_per_host: number of CPU devices to make, also where `XLA_FLAGS` has another; on GPU the devices to show;
+            None for all.
         cache_dir: the persistent compilation cache; None for no cache.
         collective_timeout_s: of a collective between CPUs.
         base: the environment that the worker inherits; read, not changed.
@@ -49,6 +55,7 @@ def worker_environment(
         ... )["JAX_PLATFORMS"]
         'cpu'
     """
+    theirs = base.get("XLA_FLAGS", "")
     flags = {"--xla_cpu_collective_timeout_seconds": str(math.ceil(collective_timeout_s))}
     found: dict[str, str] = {
         "JAX_ENABLE_RECOVERABILITY": "true",
@@ -62,7 +69,8 @@ def worker_environment(
     if platform == "cpu":
         found["JAX_PLATFORMS"] = "cpu"
         if devices_per_host is not None:
-            flags["--xla_force_host_platform_device_count"] = str(devices_per_host)
+            theirs = _DEVICE_COUNT.sub("", theirs)
+            flags[DEVICE_COUNT_FLAG] = str(devices_per_host)
     elif platform == "gpu":
         flags |= GPU_XLA_FLAGS
         found |= {name: value for name, value in GPU_ENVIRONMENT.items() if name not in base}
@@ -75,10 +83,15 @@ def worker_environment(
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-    merged = merge_xla_flags(flags, base.get("XLA_FLAGS", ""))
+    merged = merge_xla_flags(flags, theirs)
     if merged:
         found["XLA_FLAGS"] = merged
     return {name: value for name, value in found.items() if base.get(name) != value}
+
+
+def counts_devices(environment: Mapping[str, str]) -> bool:
+    """Whether the user's `XLA_FLAGS` say how many CPU devices a process makes."""
+    return _DEVICE_COUNT.search(environment.get("XLA_FLAGS", "")) is not None
 
 
 def merge_xla_flags(ours: Mapping[str, str], theirs: str) -> str:

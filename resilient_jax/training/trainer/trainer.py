@@ -8,6 +8,7 @@ import optax
 
 from resilient_jax.errors import CallerError
 from resilient_jax.training.data.microbatches import microbatch_data
+from resilient_jax.training.data.rows import check_whole
 from resilient_jax.training.run import run
 from resilient_jax.training.trainer.checkpoints import Checkpoints
 from resilient_jax.training.trainer.early_stop import EarlyStop
@@ -98,6 +99,7 @@ class Trainer:
         Raises:
             CallerError: an argument is wrong.
         """
+        check_whole(batch_size=batch_size, microbatch_size=microbatch_size, seed=seed)
         microbatches, rest = divmod(batch_size, microbatch_size) if microbatch_size > 0 else (0, 0)
         if rest or microbatches < 1:
             raise CallerError(
@@ -142,6 +144,7 @@ class Trainer:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
             Exception: whatever the loss, the data or a callback raise, unchanged.
         """
+        check_whole(steps=steps)
         if steps < 0:
             raise CallerError(f"steps: found {steps}, expected 0 or more")
         order = Order(

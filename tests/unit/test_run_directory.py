@@ -1,0 +1,60 @@
+"""The folder of a job: one job's alone while that runs."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from resilient_jax.errors import CallerError, LogUnwritable
+from resilient_jax.world.run_directory import (
+    CONTACT_FILE,
+    Contact,
+    claimed,
+    create_new,
+    read_contact,
+    remove_contact,
+    write_contact,
+)
+
+OURS = Contact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
+THEIRS = Contact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)
+
+
+def test_a_new_folder_is_one_that_nobody_has(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "20250101-000000"
+    made = [create_new(wanted) for _ in range(3)]
+    assert [path.name for path in made] == ["20250101-000000", "20250101-000000-2", "20250101-000000-3"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 and list(path.iterdir()) == [] for path in made)
+
+
+def test_a_new_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LogUnwritable, match=r"file/run: Not a directory; expected a folder"):
+        create_new(tmp_path / "file" / "run")
+
+
+def test_a_folder_is_claimed_once_at_a_time(tmp_path: Path) -> None:
+    with claimed(tmp_path):  # noqa: SIM117 - the second claim alone is refused
+        with (
+            pytest.raises(CallerError, match="found a job that still runs in this folder"),
+            claimed(tmp_path),
+        ):
+            pass
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_contact_is_its_users_alone_and_nothing_else_is_left(tmp_path: Path) -> None:
+    write_contact(tmp_path, OURS)
+    assert stat.S_IMODE((tmp_path / CONTACT_FILE).stat().st_mode) == 0o600
+    assert read_contact(tmp_path) == OURS
+    assert [path.name for path in tmp_path.iterdir()] == [CONTACT_FILE]
+
+
+def test_a_job_takes_only_its_own_contact_along(tmp_path: Path) -> None:
+    write_contact(tmp_path, THEIRS)
+    remove_contact(tmp_path, OURS)
+    assert read_contact(tmp_path) == THEIRS
+    remove_contact(tmp_path, THEIRS)
+    assert list(tmp_path.iterdir()) == []
+    remove_contact(tmp_path, THEIRS)

@@ -1,0 +1,83 @@
+"""`resilient-jax status`: a table of a running job, with nothing cut off."""
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from resilient_jax.cli import main, status
+from resilient_jax.cli.options import installed_versions
+from resilient_jax.errors import ExitCode
+from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
+from resilient_jax.protocol.records import HostStatus, ServiceStatus, WorkerStatus
+from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.world.inspection import JobReport
+
+HOST = HostName("ip-10-0-0-17.compute.internal")
+HOSTS = (HOST, HostName("host-1"))
+SNAPSHOT = SnapshotStatus(
+    id=SnapshotId(generation=GenerationNumber(1), step=12),
+    phase=SnapshotPhase.COMMITTED,
+    groups=(Group(hosts=HOSTS, parity=1),),
+    nbytes=2**20,
+    wall_s=0.0,
+)
+REPORT = JobReport(
+    job="folder[/name]",
+    generation=None,
+    leader=None,
+    hosts=(
+        HostStatus(
+            host=HOST,
+            agent_id="",
+            agent_pid=1,
+            address="",
+            versions=installed_versions(),
+            worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
+            services=(ServiceStatus(world=WorldId(11), nodes=2, address="", pid=2),),
+            snapshots=(SNAPSHOT,),
+            step=123456,
+            draining=True,
+        ),
+    ),
+)
+WHOLE = [
+    "folder[/name]",
+    "process",
+    "worker",
+    "incarnation",
+    "snapshots",
+    HOST,
+    "starting",
+    "1795312",
+    "123456",
+    "draining",
+]
+
+
+@pytest.fixture
+def _running(monkeypatch):
+    async def read_report(contact):
+        return REPORT
+
+    monkeypatch.setattr(status, "contact_of", lambda run_dir: None)
+    monkeypatch.setattr(status, "read_report", read_report)
+
+
+@pytest.mark.usefixtures("_running")
+def test_in_a_pipe_no_word_is_cut(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", "run"])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    shown, errors = capsys.readouterr()
+    assert (end.value.code, errors) == (ExitCode.DONE, "")
+    assert [word for word in WHOLE if word not in shown] == []
+    assert "…" not in shown
+
+
+def test_in_a_narrow_terminal_no_word_is_cut():
+    shown = io.StringIO()
+    status.print_report(Console(file=shown, width=20), REPORT)
+    assert [word for word in WHOLE if word != HOST and word not in shown.getvalue()] == []
+    assert "…" not in shown.getvalue()
