@@ -20,7 +20,7 @@ from resilient_jax.chaos.watch import Watch
 from resilient_jax.chaos.watching import tail_events, tail_ledger
 from resilient_jax.chaos.writing import write_manifest, write_table
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
-from resilient_jax.training.jax_runtime.flags import DEVICE_COUNT_FLAG, merge_xla_flags
+from resilient_jax.training.jax_runtime.flags import DEVICE_COUNT_FLAG, counts_devices, set_device_count
 from resilient_jax.world.local_job import LocalJob
 
 HOST_RESTART_LIMIT = 10_000
@@ -55,8 +55,8 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.toml").write_text(write_manifest(manifest))
     devices = manifest.job.devices_per_host
-    environment = script_environment(devices, setting.cache, os.environ)
-    if DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""):
+    environment = run_environment(devices, setting.cache, os.environ)
+    if counts_devices(os.environ):
         say(
             f"{DEVICE_COUNT_FLAG} in XLA_FLAGS does not count: {devices} devices per host, as the manifest says"
         )
@@ -85,7 +85,7 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
     return findings
 
 
-def script_environment(devices: int, cache: Path, base: Mapping[str, str]) -> dict[str, str]:
+def run_environment(devices: int, cache: Path, base: Mapping[str, str]) -> dict[str, str]:
     """What the script gets in the job and undisturbed: the same flags of XLA, for they change what it computes.
 
     Args:
@@ -93,12 +93,11 @@ def script_environment(devices: int, cache: Path, base: Mapping[str, str]) -> di
         cache: JAX's persistent compilation cache.
         base: the environment of this process.
     """
-    theirs = [flag for flag in base.get("XLA_FLAGS", "").split() if flag.split("=")[0] != DEVICE_COUNT_FLAG]
     return {
         **base,
         "OMP_NUM_THREADS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache.absolute()),
-        "XLA_FLAGS": merge_xla_flags({DEVICE_COUNT_FLAG: str(devices)}, " ".join(theirs)),
+        "XLA_FLAGS": set_device_count(base.get("XLA_FLAGS", ""), devices),
     }
 
 

@@ -26,9 +26,7 @@ def show(text: bytes) -> None:
     """
     if sys.stdout is None:  # closed (`>&-`) before Python began
         return
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # a full disk, a pipe whose reader is gone, or closed since
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone, closed since
         os.write(sys.stdout.fileno(), text)
 
 

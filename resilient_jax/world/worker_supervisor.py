@@ -131,7 +131,8 @@ class WorkerSupervisor:
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
                 return None
-            self._done_and_killed = code if worker.report.done else self._done_and_killed
+            if worker.report.done:
+                self._done_and_killed = code
             delay_s = self._spend_restart()
             if delay_s is None:
                 return self._out_of_budget()

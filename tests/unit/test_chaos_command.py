@@ -6,18 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from numbered_incidents import numbered, steps_of
 
 from resilient_jax.chaos.campaign import Findings
-from resilient_jax.chaos.faults import Kill
-from resilient_jax.chaos.manifest import (
-    LARGEST,
-    Incident,
-    Manifest,
-    Target,
-    TargetPart,
-    Trigger,
-    load_manifest,
-)
+from resilient_jax.chaos.manifest import LARGEST, Manifest, load_manifest
 from resilient_jax.chaos.running import Setting
 from resilient_jax.chaos.violations import Invariant, Violation
 from resilient_jax.chaos.writing import write_manifest
@@ -73,20 +65,6 @@ def test_a_run_folder_that_cannot_be_written_is_refused(run: Run, tmp_path: Path
         code, said = run("--random", "--run-dir", folder)
         assert code == ExitCode.USAGE
         assert f"cannot write into the run folder {folder}: " in said
-
-
-def numbered(count: int) -> Manifest:
-    """Incidents that differ."""
-    return Manifest(
-        incidents=tuple(
-            Incident(at=Trigger(step=number), target=Target(part=TargetPart.WORKER), fault=Kill())
-            for number in range(count)
-        )
-    )
-
-
-def steps_of(manifest: Manifest) -> set[int]:
-    return {incident.at.step or 0 for incident in manifest.incidents}
 
 
 def test_what_is_left_breaks_the_same_promise_as_all(run: Run, tmp_path: Path) -> None:

@@ -2,24 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from numbered_incidents import numbered, steps_of
 
-from resilient_jax.chaos.faults import Kill
-from resilient_jax.chaos.manifest import Incident, Manifest, Target, TargetPart, Trigger
+from resilient_jax.chaos.manifest import Manifest
 from resilient_jax.chaos.minimising import minimise
-
-
-def numbered(count: int) -> Manifest:
-    """Incidents that differ."""
-    return Manifest(
-        incidents=tuple(
-            Incident(at=Trigger(step=number), target=Target(part=TargetPart.WORKER), fault=Kill())
-            for number in range(count)
-        )
-    )
-
-
-def steps_of(manifest: Manifest) -> set[int]:
-    return {incident.at.step or 0 for incident in manifest.incidents}
 
 
 @given(st.data(), st.integers(1, 40))

@@ -235,9 +235,7 @@ def _put(
         with temporary.open("wb") as file:
             file.write(value)
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # a name without its bytes may be all that outlives a crash of the machine
+            os.fsync(file.fileno())  # else a crash of the machine may leave the name alone
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

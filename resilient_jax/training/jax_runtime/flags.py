@@ -9,7 +9,7 @@ Platform = Literal["cpu", "gpu"]
 
 DEVICE_COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 """How many CPU devices a process makes."""
-_DEVICE_COUNT = re.compile(rf"(?<!\S){DEVICE_COUNT_FLAG}=\S*")
+_DEVICE_COUNT = re.compile(rf"(?<!\S){DEVICE_COUNT_FLAG}=\S*\s*")
 
 GPU_XLA_FLAGS: Final = {
     # Leads from documentation and source; not run on a GPU by this project yet.
@@ -69,8 +69,7 @@ def worker_environment(
     if platform == "cpu":
         found["JAX_PLATFORMS"] = "cpu"
         if devices_per_host is not None:
-            theirs = _DEVICE_COUNT.sub("", theirs)
-            flags[DEVICE_COUNT_FLAG] = str(devices_per_host)
+            theirs = set_device_count(theirs, devices_per_host)
     elif platform == "gpu":
         flags |= GPU_XLA_FLAGS
         found |= {name: value for name, value in GPU_ENVIRONMENT.items() if name not in base}
@@ -92,6 +91,11 @@ def worker_environment(
 def counts_devices(environment: Mapping[str, str]) -> bool:
     """Whether the user's `XLA_FLAGS` say how many CPU devices a process makes."""
     return _DEVICE_COUNT.search(environment.get("XLA_FLAGS", "")) is not None
+
+
+def set_device_count(flags: str, count: int) -> str:
+    """Gives XLA's flags with so many CPU devices, whatever number of them they had."""
+    return merge_xla_flags({DEVICE_COUNT_FLAG: str(count)}, _DEVICE_COUNT.sub("", flags))
 
 
 def merge_xla_flags(ours: Mapping[str, str], theirs: str) -> str:
