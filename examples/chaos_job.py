@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from resilient_jax.training.step.complete_copies import cut, gather
-from resilient_jax.training.step.placements import FullySharded, fully_sharded
+from resilient_jax.sharding.placements import FullySharded, fully_sharded
+from resilient_jax.step.resharding import cut, gather
 
 SIZE, MICROBATCHES, UNIT, ROWS = 48, 12, 2, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8

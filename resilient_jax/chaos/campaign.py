@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from resilient_jax.chaos.commits import check_commits, check_complete
+from resilient_jax.chaos.active_faults import Lifetimes
+from resilient_jax.chaos.expected_events import Done, check_told
 from resilient_jax.chaos.faults import Exit, Kill, Raise, Stop, kind_of, lifetime_s
-from resilient_jax.chaos.growth import Growth, Sample, measure_growth
-from resilient_jax.chaos.injecting import Skipped, Surroundings, act_of, inject
+from resilient_jax.chaos.injection import Skipped, Surroundings, act_of, inject
+from resilient_jax.chaos.invariants import Invariant, Violation, tell_story, without_repeats
+from resilient_jax.chaos.job_monitor import Broken, Ended, Watch
 from resilient_jax.chaos.leaks import Identity, identify, left_in, sample, shared_segments
-from resilient_jax.chaos.lifetimes import Lifetimes
+from resilient_jax.chaos.ledger_invariants import check_commits, check_complete
 from resilient_jax.chaos.manifest import Incident, Manifest, TargetPart
-from resilient_jax.chaos.record import check_membership
-from resilient_jax.chaos.reference import Reference
+from resilient_jax.chaos.membership_invariants import check_membership
+from resilient_jax.chaos.reference_run import Reference
+from resilient_jax.chaos.resource_growth import Growth, Sample, measure_growth
 from resilient_jax.chaos.targets import (
     all_processes,
     hosts_of,
@@ -26,12 +29,9 @@ from resilient_jax.chaos.targets import (
     processes_of,
     service_host,
 )
-from resilient_jax.chaos.telltales import Done, check_told
-from resilient_jax.chaos.violations import Invariant, Violation, tell_story, without_repeats
-from resilient_jax.chaos.watch import Broken, Ended, Watch
+from resilient_jax.cluster.job_report import JobReport, Part, pids_of
 from resilient_jax.config import JobConfig, override
-from resilient_jax.protocol.fault_points import ANY_STEP, Act, FaultOrder, Hold
-from resilient_jax.world.inspection import JobReport, Part, pids_of
+from resilient_jax.protocol.failpoints import ANY_STEP, Act, FaultOrder, Hold
 
 END_AHEAD_STEPS = 30
 """Everybody has to read at which step to stop before he has come to it."""

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from resilient_jax.config.job import Seconds
+from resilient_jax.config.job_config import Seconds
 
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Percent = Annotated[float, Meta(gt=0, le=100)]

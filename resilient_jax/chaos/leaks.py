@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from resilient_jax.chaos.growth import Sample
-from resilient_jax.world.run_directory import CONTACT_FILE
+from resilient_jax.chaos.resource_growth import Sample
+from resilient_jax.cluster.run_directory import CONTACT_FILE
 
 SHARED_MEMORY = Path("/dev/shm")
 OURS = ("resilient", "gloo", "jax")

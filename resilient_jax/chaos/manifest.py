@@ -22,10 +22,10 @@ from resilient_jax.chaos.faults import (
     kind_of,
 )
 from resilient_jax.config import JobConfig, decode, load, override
-from resilient_jax.config.job import Seconds
+from resilient_jax.config.job_config import Seconds
 from resilient_jax.errors import ConfigError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 
 LARGEST = 1_000_000
 """Of a whole number in a manifest: more is a mistyped one."""
@@ -53,7 +53,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         steps: when so many more are than at the end of the incident before.
         seconds: so much later.
         event: when an event of this kind comes, as `events.EventKind` names them; with these values in its detail.
-        place: when a worker comes to this place (`protocol.fault_points.Place`), where it is held meanwhile.
+        place: when a worker comes to this place (`protocol.failpoints.Place`), where it is held meanwhile.
         host: that is waited for and held there; default: the target's first.
     """
 
@@ -111,7 +111,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
         disk_mib: of a disk of its own for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
-        config: keys of `config.job.JobConfig`, besides QUICK_CONFIG.
+        config: keys of `config.job_config.JobConfig`, besides QUICK_CONFIG.
     """
 
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4
@@ -124,7 +124,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def settings(self) -> dict[str, float | int | str]:
-        """All keys of `config.job.JobConfig` that are not left at their defaults."""
+        """All keys of `config.job_config.JobConfig` that are not left at their defaults."""
         return {**QUICK_CONFIG, **self.config}
 
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 
-from resilient_jax.world.launcher import Site
+from resilient_jax.cluster.launcher import Site
 
 TBF = ("burst", "32kbit", "latency", "400ms")
 

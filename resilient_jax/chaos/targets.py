@@ -3,9 +3,9 @@
 from collections.abc import Collection
 
 from resilient_jax.chaos.manifest import Target, TargetPart
+from resilient_jax.cluster.job_report import JobReport, Part, pids_of
 from resilient_jax.protocol.records import Phase
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.world.inspection import JobReport, Part, pids_of
 
 PARTS = {
     TargetPart.WORKER: Part.WORKER,

@@ -29,22 +29,22 @@ from resilient_jax.cli.options import (
     job_config,
     say,
 )
+from resilient_jax.cluster.agent import Agent
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.launcher import TOKEN_VARIABLE
+from resilient_jax.cluster.run_directory import create
+from resilient_jax.cluster.worker_process import current_environment
 from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, TokenRefused
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.keys import hosts_prefix
+from resilient_jax.jax_runtime.worker_environment import worker_environment
 from resilient_jax.protocol.records import Outcome, OutcomeKind
-from resilient_jax.store.embedded import serve_store
+from resilient_jax.protocol.store_keys import hosts_prefix
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
-from resilient_jax.training.jax_runtime.flags import worker_environment
+from resilient_jax.store.service import serve_store
 from resilient_jax.transport.credentials import Credentials, TlsFiles
-from resilient_jax.transport.listening import split_address, try_binding
 from resilient_jax.transport.server import Server
-from resilient_jax.world.agent import Agent
-from resilient_jax.world.agent_settings import AgentSettings
-from resilient_jax.world.launcher import TOKEN_VARIABLE
-from resilient_jax.world.run_directory import create
-from resilient_jax.world.worker_process import current_environment
+from resilient_jax.transport.server_address import split_address, try_binding
 
 WAITING_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""

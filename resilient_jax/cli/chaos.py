@@ -16,15 +16,15 @@ from typing import Annotated
 import typer
 
 from resilient_jax.chaos.campaign import Findings
-from resilient_jax.chaos.drawing import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, draw_campaign
+from resilient_jax.chaos.delta_debugging import is_same_failure, minimise
 from resilient_jax.chaos.manifest import LARGEST, JobShape, Manifest, load_manifest
-from resilient_jax.chaos.minimising import is_same_failure, minimise
-from resilient_jax.chaos.running import Setting, run_campaign
-from resilient_jax.chaos.writing import write_manifest
+from resilient_jax.chaos.manifest_toml import write_manifest
+from resilient_jax.chaos.random_campaigns import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, draw_campaign
+from resilient_jax.chaos.runner import Setting, run_campaign
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.cli.options import check_script, say
+from resilient_jax.cluster.run_directory import create
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
-from resilient_jax.world.run_directory import create
 
 CAMPAIGNS = "configs/chaos"
 RUN_FOLDER = "campaign"

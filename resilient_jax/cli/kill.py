@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from resilient_jax.cli.options import RunDirectoryArgument, contact_of
+from resilient_jax.cluster.job_report import Part, pids_of, read_report
 from resilient_jax.errors import CallerError
-from resilient_jax.world.inspection import Part, pids_of, read_report
 
 
 def kill(

@@ -25,13 +25,13 @@ from resilient_jax.cli.options import (
     say,
 )
 from resilient_jax.cli.progress import ProgressLine
+from resilient_jax.cluster.launcher import Launcher, LaunchSettings, Site, host_names
+from resilient_jax.cluster.run_directory import claimed, create, create_new
 from resilient_jax.config import load
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
+from resilient_jax.jax_runtime.worker_environment import counts_devices
 from resilient_jax.protocol.records import Outcome, OutcomeKind
-from resilient_jax.training.jax_runtime.flags import counts_devices
-from resilient_jax.world.launcher import Launcher, LaunchSettings, Site, host_names
-from resilient_jax.world.run_directory import claimed, create, create_new
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""The command line: `resilient-jax launch | agent | status | kill | plan | bench | chaos | demo`."""
+"""The command line: `resilient-jax launch | agent | status | kill | plan | chaos | demo`."""
 
 import importlib
 import sys
@@ -16,7 +16,6 @@ HOME = {
     "plan": "resilient_jax.cli.plan",
     "chaos": "resilient_jax.cli.chaos",
     "demo": "resilient_jax.cli.demo",
-    "bench": "resilient_jax.cli.bench.commands",
 }
 """Each module has a function of the command's name, or a group of commands. Only the one that is asked for is
 loaded: an agent starts in half the time."""

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
+from resilient_jax.cluster.run_directory import Contact, read_contact, remove_contact
+from resilient_jax.cluster.worker_output import show
 from resilient_jax.config import JobConfig, load
 from resilient_jax.errors import CallerError, ConfigError
+from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.protocol.records import Versions
 from resilient_jax.topology import load_topology
 from resilient_jax.topology.errors import UnknownHost
-from resilient_jax.training.jax_runtime.flags import Platform
-from resilient_jax.world.output import show
-from resilient_jax.world.run_directory import Contact, read_contact, remove_contact
 
 ScriptArgument = Annotated[
     list[str], typer.Argument(help="The training script and its arguments.", metavar="SCRIPT [ARGS...]")

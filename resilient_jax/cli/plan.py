@@ -2,6 +2,7 @@
 
 import time
 
+from resilient_jax.cli.console import printing
 from resilient_jax.cli.plan_json import print_plans_as_json
 from resilient_jax.cli.plan_options import (
     BatchOption,
@@ -20,15 +21,14 @@ from resilient_jax.cli.plan_options import (
     parse_axes,
 )
 from resilient_jax.cli.plan_table import print_plans
-from resilient_jax.cli.printing import printing
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.candidates import Fixed
+from resilient_jax.planning.branch_and_bound import Fixed
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.replanning import Replan, replan
 from resilient_jax.planning.search import search_best
-from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.planning.transformer_cost import profile_transformer
 from resilient_jax.topology import Topology, load_topology
 
 MAX_BATCH = 10**9

@@ -5,9 +5,9 @@ import time
 from types import TracebackType
 from typing import Self
 
+from resilient_jax.cluster.launcher import JobView
+from resilient_jax.cluster.worker_output import show
 from resilient_jax.protocol.records import Phase
-from resilient_jax.world.launcher import JobView
-from resilient_jax.world.output import show
 
 REDRAW_S = 0.1
 LOG_INTERVAL_S = 10.0

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from resilient_jax.cli.console import printing
 from resilient_jax.cli.options import RunDirectoryArgument, contact_of
-from resilient_jax.cli.printing import printing
+from resilient_jax.cluster.job_report import JobReport, read_report
 from resilient_jax.protocol.snapshots import SnapshotStatus
-from resilient_jax.world.inspection import JobReport, read_report
 
 LEAST_WIDTH = 110
 """Columns of the table; in a narrower terminal its lines wrap, which can be read, unlike columns that are cut away."""

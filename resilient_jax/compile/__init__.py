@@ -1,4 +1,1 @@
-"""Programs of plans: compiled, ahead of time, and kept. May import jax.
-
-See README.md in this folder.
-"""
+"""The cache of compiled programs: compiled ahead of time, and shared between hosts."""

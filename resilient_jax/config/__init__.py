@@ -1,6 +1,6 @@
 """TOML at the edge, frozen structs inside: `load`, `decode`, `override`, and the knobs of a job."""
 
-from resilient_jax.config.job import JobConfig
-from resilient_jax.config.loading import decode, load, override
+from resilient_jax.config.job_config import JobConfig
+from resilient_jax.config.toml_loader import decode, load, override
 
 __all__ = ["JobConfig", "decode", "load", "override"]

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.checksum import ChecksumName as ChecksumName
     from resilient_jax.erasure.checksum import choose_checksum as choose_checksum
     from resilient_jax.erasure.checksum import verify_against as verify_against
-    from resilient_jax.erasure.code import ReedSolomon as ReedSolomon
     from resilient_jax.erasure.decoding import decode as decode
     from resilient_jax.erasure.encoding import add_shard as add_shard
     from resilient_jax.erasure.encoding import encode as encode
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.errors import TooManyErasures as TooManyErasures
     from resilient_jax.erasure.kernel import Kernel as Kernel
     from resilient_jax.erasure.kernel import KernelName as KernelName
+    from resilient_jax.erasure.reed_solomon import ReedSolomon as ReedSolomon
     from resilient_jax.erasure.repairing import Patch as Patch
     from resilient_jax.erasure.repairing import locate as locate
     from resilient_jax.erasure.repairing import repair as repair
@@ -43,7 +43,7 @@ _HOME = {
     "KernelWrong": "errors",
     "NotRepaired": "errors",
     "Patch": "repairing",
-    "ReedSolomon": "code",
+    "ReedSolomon": "reed_solomon",
     "TooManyErasures": "errors",
     "add_shard": "encoding",
     "check_kernel": "self_test",

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from resilient_jax.erasure.buffers import Buffer
-from resilient_jax.erasure.code import ReedSolomon
 from resilient_jax.erasure.errors import CodeError
 from resilient_jax.erasure.kernel import Kernel
+from resilient_jax.erasure.reed_solomon import ReedSolomon
 
 
 def encode(code: ReedSolomon, kernel: Kernel, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:

@@ -1,7 +1,7 @@
 """What does the work: a matrix over GF(2^8) times a vector of byte buffers.
 
 Everything that the code computes (parity, lost shards, changes of parity, syndromes) is one such product, so
-this is all that a kernel has to be able to do. `testing/erasure_conformance` is its contract; `erasure_kernels`
+this is all that a kernel has to be able to do. `testing/erasure_conformance` is its contract; `erasure.kernels`
 has the kernels.
 """
 

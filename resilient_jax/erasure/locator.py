@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 import reedsolo
 
-from resilient_jax.erasure.code import Check, ReedSolomon
 from resilient_jax.erasure.matrix import Span, Vector, transpose
-from resilient_jax.erasure.reference import reference_codec
+from resilient_jax.erasure.reed_solomon import Check, ReedSolomon
+from resilient_jax.erasure.reference_codec import reference_codec
 
 EVIDENCE_BYTES = 4
 """What must fit without need before more than r // 2 shards are blamed: by accident it does once in 256^4."""

@@ -7,7 +7,7 @@ element.
 
 from collections.abc import Sequence
 
-from resilient_jax.erasure.field import products, reciprocal
+from resilient_jax.erasure.galois_field import products, reciprocal
 
 Vector = bytes
 Matrix = tuple[Vector, ...]

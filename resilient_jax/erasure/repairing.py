@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from resilient_jax.erasure.buffers import Buffer, view_bytes
-from resilient_jax.erasure.code import ReedSolomon
 from resilient_jax.erasure.decoding import decode
 from resilient_jax.erasure.errors import NotRepaired
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.locator import locate_in_column, locate_jointly
+from resilient_jax.erasure.reed_solomon import ReedSolomon
 from resilient_jax.erasure.scanning import DirtyBlock, scan
 
 Verify = Callable[[int, memoryview], bool]

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from resilient_jax.erasure.buffers import Buffer, view_bytes
-from resilient_jax.erasure.code import Check, ReedSolomon
 from resilient_jax.erasure.errors import CodeError
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.matrix import Vector
+from resilient_jax.erasure.reed_solomon import Check, ReedSolomon
 
 BLOCK_BYTES = 2**18
 """Columns that are checked at once: long enough for a kernel's best speed, and the syndromes stay in cache."""

@@ -8,13 +8,13 @@ import random
 import time
 from dataclasses import dataclass
 
-from resilient_jax.erasure.code import ReedSolomon
 from resilient_jax.erasure.decoding import decode
 from resilient_jax.erasure.encoding import encode
 from resilient_jax.erasure.errors import KernelWrong
-from resilient_jax.erasure.field import products
+from resilient_jax.erasure.galois_field import products
 from resilient_jax.erasure.kernel import Kernel
-from resilient_jax.erasure.reference import reference_codec
+from resilient_jax.erasure.reed_solomon import ReedSolomon
+from resilient_jax.erasure.reference_codec import reference_codec
 
 LENGTH = 291
 """Bytes in a shard: several vectors of any processor and a ragged end."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import assert_never
 
-from resilient_jax.planning.profile import ExchangeKind
+from resilient_jax.planning.program_cost import ExchangeKind
 from resilient_jax.topology import Topology
 
 

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.device_layout import Layout
 from resilient_jax.planning.placement import PlacedReplicas, place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.shape import Layout
 
 MESH_AXES = (Axis.REPLICA, Axis.PIPELINE, Axis.FSDP, Axis.EXPERT, Axis.SEQUENCE, Axis.TENSOR)
 """Of a plan's mesh, outermost first."""

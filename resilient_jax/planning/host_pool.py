@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from resilient_jax.planning.shape import Layout
+from resilient_jax.planning.device_layout import Layout
 from resilient_jax.topology import Accelerator, Host, Topology
 
 T = TypeVar("T")

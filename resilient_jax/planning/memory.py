@@ -3,9 +3,9 @@
 import dataclasses
 
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.part_cost import is_exchanged, share_of
-from resilient_jax.planning.profile import ExchangeKind, Part, Profile, Work
-from resilient_jax.planning.shape import Group, Microbatch
+from resilient_jax.planning.device_cost import is_exchanged, share_of
+from resilient_jax.planning.device_layout import Group, Microbatch
+from resilient_jax.planning.program_cost import ExchangeKind, Part, Profile, Work
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from resilient_jax.ids import HostName
+from resilient_jax.planning.device_layout import Layout
 from resilient_jax.planning.host_pool import Composition, HostPool, index_hosts
-from resilient_jax.planning.shape import Layout
 from resilient_jax.topology import Host, Topology
 
 

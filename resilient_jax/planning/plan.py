@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.cost_model import Question
+from resilient_jax.planning.device_layout import Layout, Microbatch
 from resilient_jax.planning.host_pool import Composition
 from resilient_jax.planning.memory import Memory
 from resilient_jax.planning.placement import HostRange
-from resilient_jax.planning.pricing import Question
-from resilient_jax.planning.shape import Layout, Microbatch
 
-REALISING: Final = "resilient_jax.compile.realising"
+REALISING: Final = "resilient_jax.sharding.planned_program"
 """The half of a plan that needs JAX, loaded when first asked for: who only plans needs none."""
 
 
@@ -100,7 +100,7 @@ class Plan:
     Example:
         >>> import resilient_jax as rj
         >>> from resilient_jax.planning.model_file import load_model_shape
-        >>> from resilient_jax.planning.transformer_profile import profile_transformer
+        >>> from resilient_jax.planning.transformer_cost import profile_transformer
         >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
         >>> profile = profile_transformer(load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
         >>> rj.search(profile, topology, global_batch=1024).sizes[Axis.REPLICA]  # doctest: +SKIP

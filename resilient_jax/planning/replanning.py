@@ -6,15 +6,15 @@ import enum
 import math
 from collections.abc import Callable
 
-from resilient_jax.planning.candidates import NO_AXES, Fixed
+from resilient_jax.planning.branch_and_bound import NO_AXES, Fixed
+from resilient_jax.planning.cost_model import Pricing
 from resilient_jax.planning.errors import NothingFits, PlanError
-from resilient_jax.planning.explaining import compare_with_before
-from resilient_jax.planning.moving import Move, Moves, find_moves
 from resilient_jax.planning.pipeline import pipeline_s, rerouted_s
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.pricing import Pricing
+from resilient_jax.planning.plan_explanation import compare_with_before
 from resilient_jax.planning.search import search_best
+from resilient_jax.planning.state_migration import Move, Moves, find_moves
 from resilient_jax.topology import Topology
 
 DEVICE_HOURS_PER_FAILURE = 50_700.0

@@ -3,19 +3,19 @@
 import math
 
 from resilient_jax.planning.axes import Axis, Sizes, read_sizes
-from resilient_jax.planning.bounds import divides_batch
+from resilient_jax.planning.branch_and_bound import FREE, NO_AXES, Candidate, Fixed, visit
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidates import FREE, NO_AXES, Candidate, Fixed, visit
-from resilient_jax.planning.composing import compose
-from resilient_jax.planning.cutting import find_misfits, require_cuttable
+from resilient_jax.planning.cost_model import Pricing, Question
+from resilient_jax.planning.device_layout import Group
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.explaining import explain_choice
 from resilient_jax.planning.host_pool import pool_hosts
+from resilient_jax.planning.infeasibility import refuse_all
+from resilient_jax.planning.lower_bounds import divides_batch
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.pricing import Pricing, Question
-from resilient_jax.planning.profile import Profile
-from resilient_jax.planning.refusing import refuse_all
-from resilient_jax.planning.shape import Group
+from resilient_jax.planning.plan_builder import compose
+from resilient_jax.planning.plan_explanation import explain_choice
+from resilient_jax.planning.program_cost import Profile
+from resilient_jax.planning.tensor_partition import find_misfits, require_cuttable
 from resilient_jax.topology import NumberFormat, Topology
 
 DEFAULTS = Calibration()
@@ -39,7 +39,7 @@ def search(
     device or one more host of the same kind never gives a slower plan.
 
     Args:
-        profile: of the program, as `profile_transformer` or `sharding.profile_of` gives it.
+        profile: of the program, as `profile_transformer` or `program_cost.profile_of` gives it.
         topology: of the hosts at hand; `without` and `slowed` give what is left.
         global_batch: sequences in a step, whoever lives.
         calibration: constants of the cost model.
@@ -57,7 +57,7 @@ def search(
 
     Example:
         >>> from resilient_jax.planning.model_file import load_model_shape
-        >>> from resilient_jax.planning.transformer_profile import profile_transformer
+        >>> from resilient_jax.planning.transformer_cost import profile_transformer
         >>> from resilient_jax.topology import load_topology
         >>> topology = load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
         >>> profile = profile_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP

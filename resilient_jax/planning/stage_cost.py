@@ -8,10 +8,10 @@ import msgspec
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import Link, send_s
+from resilient_jax.planning.device_cost import PartWork, compute_s, count_work, exchange_s
+from resilient_jax.planning.device_layout import Group, Layout, Microbatch
 from resilient_jax.planning.host_pool import Kind
-from resilient_jax.planning.part_cost import PartWork, compute_s, count_work, exchange_s
-from resilient_jax.planning.profile import Part, Profile
-from resilient_jax.planning.shape import Group, Layout, Microbatch
+from resilient_jax.planning.program_cost import Part, Profile
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 _AXES = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT, Axis.FSDP, Axis.PIPELINE)

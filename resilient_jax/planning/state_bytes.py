@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cutting import count_parts
-from resilient_jax.planning.profile import Part, Profile, Role, Tensor
-from resilient_jax.planning.shape import Group
+from resilient_jax.planning.device_layout import Group
+from resilient_jax.planning.program_cost import Part, Profile, Role, Tensor
+from resilient_jax.planning.tensor_partition import count_parts
 
 
 class PartBytes(NamedTuple):

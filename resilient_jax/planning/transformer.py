@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from resilient_jax.planning.profile import Part
+from resilient_jax.planning.program_cost import Part
 
 Size = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Layers = Annotated[int, Meta(ge=1, le=100_000)]

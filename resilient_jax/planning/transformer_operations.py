@@ -8,7 +8,7 @@ of an array.
 import dataclasses
 import enum
 
-from resilient_jax.planning.profile import Amounts
+from resilient_jax.planning.program_cost import Amounts
 from resilient_jax.planning.transformer import TransformerShape
 
 

@@ -1,7 +1,7 @@
 """What was committed, step by step, as each worker saw it: for whoever checks a job's promise from outside.
 
 A controller names a folder in the environment; each worker then appends to a file of its own there. Without the
-variable nothing is computed or written. Lines are written by `training.ledger` and read by `chaos`.
+variable nothing is computed or written. Lines are written by `worker.ledger` and read by `chaos`.
 """
 
 import contextlib

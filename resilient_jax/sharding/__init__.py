@@ -1,4 +1,1 @@
-"""From a program to what the planner must know of it. May import jax.
-
-See README.md in this folder.
-"""
+"""How arrays are divided over devices: logical axes, partition specs, placements, and plans as compiled programs."""

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from resilient_jax.planning.axes import LAYERS, Axis
-from resilient_jax.planning.profile import Divisor, Part, Role, Tensor
-from resilient_jax.sharding.layering import Place, find_places
-from resilient_jax.sharding.naming import Names, Naming, Tree, name_dims, path_of, units_of
+from resilient_jax.planning.program_cost import Divisor, Part, Role, Tensor
+from resilient_jax.sharding.layer_stacks import Place, find_places
+from resilient_jax.sharding.logical_axes import Names, Naming, Tree, name_dims, path_of, units_of
 
 OPTIONAL = frozenset({"kv_heads", "vocab"})
 """Dims that stay whole where an axis does not divide them, and the program runs all the same."""

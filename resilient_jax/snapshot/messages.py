@@ -11,7 +11,7 @@ import msgspec
 from resilient_jax.erasure import ChecksumName
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
-from resilient_jax.protocol.worker import Happened
+from resilient_jax.protocol.worker_messages import Happened
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.transport import Method

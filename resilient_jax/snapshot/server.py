@@ -13,17 +13,14 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_jax.erasure import choose_checksum
-from resilient_jax.erasure_kernels import choose_kernel
+from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import FaultPoints
+from resilient_jax.protocol.failpoints import FaultPoints
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
-from resilient_jax.snapshot.allocation import keep_freed_memory
-from resilient_jax.snapshot.arena import Arena
-from resilient_jax.snapshot.commit import CommitBoard
-from resilient_jax.snapshot.exchange import PIECES_AT_ONCE, Exchange, Tools, tell_root_of_drop
-from resilient_jax.snapshot.held import HeldSnapshot
-from resilient_jax.snapshot.link import Link
+from resilient_jax.snapshot.commit_votes import CommitBoard
+from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.malloc_settings import keep_freed_memory
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import (
     NEW_WORKER_DECODER,
@@ -32,10 +29,13 @@ from resilient_jax.snapshot.messages import (
     ServerSettings,
     Serving,
 )
-from resilient_jax.snapshot.peers import Peers
-from resilient_jax.snapshot.reporting import Reporter
+from resilient_jax.snapshot.notifier import Reporter
+from resilient_jax.snapshot.parity_exchange import PIECES_AT_ONCE, Exchange, Tools, tell_root_of_drop
+from resilient_jax.snapshot.peer_pool import Peers
 from resilient_jax.snapshot.service import SnapshotService
-from resilient_jax.snapshot.worker_line import WorkerLine
+from resilient_jax.snapshot.slot_contents import HeldSnapshot
+from resilient_jax.snapshot.snapshot_slots import Arena
+from resilient_jax.snapshot.worker_session import WorkerLine
 from resilient_jax.threads import ready_pool
 from resilient_jax.transport import Credentials, ThreadServer
 

@@ -8,7 +8,6 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.exchange import Tools
 from resilient_jax.snapshot.messages import (
     BULK,
     COMPLETE,
@@ -28,12 +27,13 @@ from resilient_jax.snapshot.messages import (
     ReadRequest,
     Region,
 )
+from resilient_jax.snapshot.parity_exchange import Tools
 from resilient_jax.snapshot.slot_choice import name_of
-from resilient_jax.snapshot.slots import Phase
+from resilient_jax.snapshot.slot_memory import Phase
 from resilient_jax.transport import BulkServer, Credentials
 from resilient_jax.transport.bulk_server import Answer
 from resilient_jax.transport.method import AnyMethod
-from resilient_jax.transport.thread_server import UnaryHandler
+from resilient_jax.transport.sync_server import UnaryHandler
 
 
 class SnapshotService:

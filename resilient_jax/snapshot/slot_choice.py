@@ -5,7 +5,7 @@ from typing import Protocol
 
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.slots import Phase
+from resilient_jax.snapshot.slot_memory import Phase
 
 
 class Contents(Protocol):

@@ -9,7 +9,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.snapshot.manifest import Manifest, decode_manifest
 from resilient_jax.snapshot.messages import MANIFEST, ManifestRequest, ReadRequest, Region
-from resilient_jax.snapshot.peer import Peer
+from resilient_jax.snapshot.peer_client import Peer
 from resilient_jax.transport import Credentials
 
 MANIFEST_DEADLINE_S = 30.0

@@ -23,7 +23,7 @@ from resilient_jax.store.interface import (
     check_key,
     check_prefix,
 )
-from resilient_jax.store.machine import KEEP_REVISIONS, StoreMachine
+from resilient_jax.store.state_machine import KEEP_REVISIONS, StoreMachine
 
 TICK_S = 0.1
 """How often the shell looks at the time: how late an expired lease is noticed, at most."""

@@ -9,7 +9,7 @@ import msgspec
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import MessageError
 from resilient_jax.events import Event, EventKind
-from resilient_jax.telemetry.line_file import LineFile
+from resilient_jax.telemetry.log_file import LineFile
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Event)

@@ -1,0 +1,1 @@
+"""Conformance suites: the contracts of interfaces, as functions that every implementation passes."""

@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 from resilient_jax.erasure.buffers import Buffer
-from resilient_jax.erasure.code import ReedSolomon
 from resilient_jax.erasure.decoding import decode
 from resilient_jax.erasure.encoding import encode
 from resilient_jax.erasure.errors import CodeError
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.matrix import Matrix, combine
-from resilient_jax.erasure.reference import reference_codec
+from resilient_jax.erasure.reed_solomon import ReedSolomon
+from resilient_jax.erasure.reference_codec import reference_codec
 
 CODE = ReedSolomon(3, 2)
 """Where one shape is enough."""

@@ -3,7 +3,7 @@
 See README.md in this folder.
 """
 
-from resilient_jax.transport import _environment as _environment
+from resilient_jax.transport import _grpc_environment as _grpc_environment
 from resilient_jax.transport.bulk_channel import BulkChannel
 from resilient_jax.transport.bulk_server import BulkServer
 from resilient_jax.transport.channel import Channel
@@ -11,7 +11,7 @@ from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.method import Method
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.transport.thread_server import ThreadServer
+from resilient_jax.transport.sync_server import ThreadServer
 
 __all__ = [
     "BulkChannel",

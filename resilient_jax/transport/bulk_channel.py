@@ -10,7 +10,7 @@ import msgspec
 
 from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import ChecksumMismatch, InternalError, MessageError, PeerUnreachable
-from resilient_jax.transport.bulk_wire import (
+from resilient_jax.transport.bulk_protocol import (
     HEAD_DECODER,
     Body,
     LateError,
@@ -24,8 +24,8 @@ from resilient_jax.transport.bulk_wire import (
     shut_down,
 )
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.failures import ERROR_CLASSES
-from resilient_jax.transport.listening import split_address
+from resilient_jax.transport.error_codec import ERROR_CLASSES
+from resilient_jax.transport.server_address import split_address
 
 CONNECT_S: Final = 10.0
 

@@ -15,7 +15,7 @@ import msgspec
 
 from resilient_jax.erasure import Checksum
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.transport.bulk_wire import (
+from resilient_jax.transport.bulk_protocol import (
     TICKET_BYTES,
     Body,
     Refused,
@@ -28,7 +28,7 @@ from resilient_jax.transport.bulk_wire import (
     shut_down,
 )
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.failures import failure_of
+from resilient_jax.transport.error_codec import failure_of
 from resilient_jax.transport.method import decode
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)

@@ -10,13 +10,13 @@ import grpc
 import grpc.aio
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.transport.authentication import Gate, OnEvent
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.failures import failure_of
-from resilient_jax.transport.gate import Gate, OnEvent
-from resilient_jax.transport.listening import bind
+from resilient_jax.transport.error_codec import failure_of
+from resilient_jax.transport.grpc_options import server_options
 from resilient_jax.transport.method import AnyMethod, encode, path_of
-from resilient_jax.transport.options import server_options
 from resilient_jax.transport.routes import Routes
+from resilient_jax.transport.server_address import bind
 
 logger = logging.getLogger(__name__)
 

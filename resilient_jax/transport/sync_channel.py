@@ -7,11 +7,11 @@ from typing import Any, Self, cast
 import grpc
 
 from resilient_jax.errors import ResilientJaxError
+from resilient_jax.transport.authentication import TOKEN_KEY
 from resilient_jax.transport.credentials import Credentials, channel_credentials
-from resilient_jax.transport.failures import error_of
-from resilient_jax.transport.gate import TOKEN_KEY
+from resilient_jax.transport.error_codec import error_of
+from resilient_jax.transport.grpc_options import channel_options
 from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, path_of
-from resilient_jax.transport.options import channel_options
 
 
 class SyncChannel:

@@ -11,19 +11,19 @@ from agents import TOKEN, HandStartedAgent, free_port, wait_until
 from tiny_job import newest_step, read_logs
 
 from resilient_jax.cli.options import installed_versions
+from resilient_jax.cluster import worker_supervisor
+from resilient_jax.cluster.agent import Agent
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.jax_runtime.worker_environment import worker_environment
+from resilient_jax.protocol.failpoints import Place
 from resilient_jax.protocol.records import Outcome, OutcomeKind, Phase
 from resilient_jax.store.memory import MemoryStore
-from resilient_jax.training.jax_runtime.flags import worker_environment
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.world import worker_supervisor
-from resilient_jax.world.agent import Agent
-from resilient_jax.world.agent_settings import AgentSettings
-from resilient_jax.world.inspection import JobReport, Part
-from resilient_jax.world.local_job import LocalJob
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -16,14 +16,14 @@ from launched import JOBS, run_launch
 from tiny_job import ONE_DEVICE, TinyJob
 
 from resilient_jax.cli.options import installed_versions
+from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.launcher import TOKEN_VARIABLE
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.keys import host_key, job_key
 from resilient_jax.protocol.records import HostStatus, JobRecord
+from resilient_jax.protocol.store_keys import host_key, job_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.world.child import bound_to_this_process
-from resilient_jax.world.launcher import TOKEN_VARIABLE
-from resilient_jax.world.local_job import LocalJob
 
 IDLE = str(JOBS / "idle.py")
 JOB = JobName("bad-input")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from tiny_job import CONFIG
 
+from resilient_jax.cluster.job_report import Part, pids_of
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
-from resilient_jax.world.inspection import Part, pids_of
-from resilient_jax.world.local_job import LocalJob
+from resilient_jax.protocol.failpoints import Place
 
 JOB = Path(__file__).parent.parent / "process" / "sharded_job.py"
 DEADLINE_S = 240.0

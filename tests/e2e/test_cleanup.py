@@ -10,7 +10,7 @@ from agents import run_command, wait_until
 from launched import JOBS, run_launch
 from tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
-from resilient_jax.world.inspection import Part, pids_of
+from resilient_jax.cluster.job_report import Part, pids_of
 
 pytestmark = pytest.mark.timeout(200)
 

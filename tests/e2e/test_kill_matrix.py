@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tiny_job import RECOVERY_S, TinyJob
 
+from resilient_jax.cluster.job_report import JobReport, Part
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 from resilient_jax.protocol.records import Generation
-from resilient_jax.world.inspection import JobReport, Part
 
 HOSTS = 4
 Victims = list[tuple[Part, str]]

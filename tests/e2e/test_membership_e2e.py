@@ -12,16 +12,16 @@ from pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.chaos.network import built
+from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 from resilient_jax.protocol.records import Phase
-from resilient_jax.training.state_transfer import FETCH, FetchRequest
+from resilient_jax.state.transfer import FETCH, FetchRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.world.inspection import JobReport, Part
-from resilient_jax.world.run_directory import read_contact
 
 pytestmark = pytest.mark.timeout(280)
 STILL_S = 3.0

@@ -9,11 +9,11 @@ import pytest
 from sharded_job import ShardedJob
 from tiny_job import CONFIG, RECOVERY_S, is_training
 
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
-from resilient_jax.protocol.fault_points import ANY_STEP, Place
+from resilient_jax.protocol.failpoints import ANY_STEP, Place
 from resilient_jax.protocol.records import Phase
-from resilient_jax.world.inspection import Part
-from resilient_jax.world.local_job import LocalJob
 
 JOBS = Path(__file__).parent / "jobs"
 WORKER_PLACES = (Place.BEFORE_COPY, Place.DURING_COPY, Place.AFTER_COPY)

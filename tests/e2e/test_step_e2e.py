@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
+from resilient_jax.cluster.job_report import JobReport, Part
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.fault_points import Place
-from resilient_jax.world.inspection import JobReport, Part
+from resilient_jax.protocol.failpoints import Place
 
 pytestmark = pytest.mark.timeout(600)
 HOSTS = 4

@@ -21,12 +21,12 @@ from jax._src import distributed as jax_distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.jax_runtime import distributed, forming
-from resilient_jax.training.jax_runtime.abort import abort_collectives
-from resilient_jax.training.jax_runtime.compile_cache import NoHooks, share_compilation_cache
-from resilient_jax.training.jax_runtime.failures import is_collective_failure
-from resilient_jax.training.jax_runtime.gloo import GlooSockets
-from resilient_jax.training.jax_runtime.handles import RuntimeClient
+from resilient_jax.jax_runtime import distributed, world_forming
+from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.compile_cache import NoHooks, share_compilation_cache
+from resilient_jax.jax_runtime.failures import is_collective_failure
+from resilient_jax.jax_runtime.gloo import GlooSockets
+from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
 
 orders: queue.Queue[dict] = queue.Queue()
 interrupting = threading.Lock()
@@ -59,7 +59,7 @@ def interrupt(while_answered: int) -> None:
         with interrupting:
             if answered != while_answered:
                 return
-            forming.interrupt_forming()
+            world_forming.interrupt_forming()
             if state["connection"] is not None:
                 abort_collectives(state["connection"].gloo)
         time.sleep(0.02)
@@ -105,9 +105,9 @@ def connect(address: str, index: int, count: int, timeout_s: float = 20) -> dict
 
 def register_and(signal_number: int, address: str, index: int, count: int) -> None:
     """Comes as far as the exchange of topology, and no further."""
-    client, _ = forming.new_client(address, index, 20)
+    client, _ = world_forming.new_client(address, index, 20)
     client.connect()
-    client.key_value_set(f"{forming.GLOO_KEY}/{index}", '[["127.0.0.1", 1]]')
+    client.key_value_set(f"{world_forming.GLOO_KEY}/{index}", '[["127.0.0.1", 1]]')
     os.kill(os.getpid(), signal_number)
 
 
@@ -294,7 +294,7 @@ def use_user_sockets() -> dict:
 
 
 def count_clients() -> dict:
-    return {"clients": forming.living_clients()}
+    return {"clients": world_forming.living_clients()}
 
 
 def share_cache() -> dict:

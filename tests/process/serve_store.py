@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
-from resilient_jax.store.embedded import serve_store
 from resilient_jax.store.memory import MemoryStore
+from resilient_jax.store.service import serve_store
 from resilient_jax.transport import Credentials, Server
 
 

@@ -15,8 +15,8 @@ from snapshot_servers import make_part
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId
-from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
-from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import PartContents
 
 

@@ -7,8 +7,8 @@ WORKER = """
 import os, socket
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.framing import Deframer
-from resilient_jax.protocol.worker import WORD_DECODER
-from resilient_jax.training.link import AgentLink
+from resilient_jax.protocol.worker_messages import WORD_DECODER
+from resilient_jax.worker.agent_connection import AgentLink
 
 agent, worker = socket.socketpair()
 link = AgentLink(worker.detach(), HostName("a"), lambda: None)

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from resilient_jax.world.child import Child, read_lines
+from resilient_jax.cluster.child_process import Child, read_lines
 
 WAIT_S = 20.0
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 PARENT = """
 import asyncio, sys
-from resilient_jax.world.child import Child
+from resilient_jax.cluster.child_process import Child
 async def main():
     child = Child([sys.executable, "-c", "import time; time.sleep(600)"], stdout=None)
     print(child.pid, flush=True)

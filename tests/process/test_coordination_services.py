@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from resilient_jax.cluster import coordination_services
+from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.events import EventKind
 from resilient_jax.ids import WorldId
 from resilient_jax.telemetry.event_log import EventLog, read_events
-from resilient_jax.world import coordination
-from resilient_jax.world.coordination import CoordinationServices
 
 DEADLINE_S = 120.0
 
@@ -18,8 +18,8 @@ def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl", "host-0")
-    monkeypatch.setattr(coordination, "NOT_STARTED_PAUSE_S", 0.05)
-    monkeypatch.setattr(coordination, "SERVICE_MODULE", "resilient_jax.no_such_module")
+    monkeypatch.setattr(coordination_services, "NOT_STARTED_PAUSE_S", 0.05)
+    monkeypatch.setattr(coordination_services, "SERVICE_MODULE", "resilient_jax.no_such_module")
 
     async def wait(services: CoordinationServices, kind: EventKind) -> None:
         while kind not in {event.kind for event in read_events(tmp_path / "events.jsonl")}:
@@ -31,7 +31,9 @@ def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
         async with asyncio.timeout(DEADLINE_S):
             await wait(services, EventKind.SERVICE_NOT_STARTED)
             assert services.running == ()
-            monkeypatch.setattr(coordination, "SERVICE_MODULE", "resilient_jax.training.jax_runtime.service")
+            monkeypatch.setattr(
+                coordination_services, "SERVICE_MODULE", "resilient_jax.jax_runtime.coordination_service"
+            )
             await wait(services, EventKind.SERVICE_STARTED)
             (status,) = services.running
             assert (status.world, status.nodes) == (1, 2)
@@ -44,7 +46,7 @@ def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
 def test_closing_does_not_fail_for_one_that_could_not_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordination, "SERVICE_MODULE", "resilient_jax.no_such_module")
+    monkeypatch.setattr(coordination_services, "SERVICE_MODULE", "resilient_jax.no_such_module")
 
     async def main() -> None:
         services = CoordinationServices("127.0.0.1", EventLog(None, "host-0"), lambda: None)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.training.jax_runtime.flags import worker_environment
+from resilient_jax.jax_runtime.worker_environment import worker_environment
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("jax_runtime_worker.py")
-SERVICE = "resilient_jax.training.jax_runtime.service"
+SERVICE = "resilient_jax.jax_runtime.coordination_service"
 DEADLINE_S = 60.0
 PROMPT_S = 1.0
 """How soon an interrupted thread must raise. Measured: 0.01 to 0.15 s; the rest is for a busy machine."""

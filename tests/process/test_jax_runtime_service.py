@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from resilient_jax.training.jax_runtime import TESTED_VERSIONS
+from resilient_jax.jax_runtime import TESTED_VERSIONS
 
 ROOT = Path(__file__).parents[2]
-MODULE = "resilient_jax.training.jax_runtime.service"
+MODULE = "resilient_jax.jax_runtime.coordination_service"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 

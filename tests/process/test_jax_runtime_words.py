@@ -5,10 +5,10 @@ import struct
 
 import pytest
 
-from resilient_jax.training.jax_runtime.cliques import UNREADABLE, missing_keys, parse_rank
-from resilient_jax.training.jax_runtime.failures import FormingInterrupted, is_collective_failure
-from resilient_jax.training.jax_runtime.flags import worker_environment
-from resilient_jax.training.jax_runtime.handles import JaxRuntimeError
+from resilient_jax.jax_runtime.clique_interruption import UNREADABLE, missing_keys, parse_rank
+from resilient_jax.jax_runtime.failures import FormingInterrupted, is_collective_failure
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
+from resilient_jax.jax_runtime.worker_environment import worker_environment
 
 FAILURES = [
     "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer",

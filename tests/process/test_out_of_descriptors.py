@@ -14,15 +14,15 @@ import pytest
 from agents import wait_until
 
 from resilient_jax.clock import SystemClock
+from resilient_jax.cluster.child_process import Child
+from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.protocol.worker import WorkerSettings
-from resilient_jax.snapshot.link import Link
-from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.protocol.worker_messages import WorkerSettings
+from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.messages import WORKER_REQUEST_DECODER, Abandon, Begin, PartOf, SlotSize
-from resilient_jax.world.child import Child
-from resilient_jax.world.worker_process import WorkerProcess
 
 ID = SnapshotId(step=1, generation=GenerationNumber(1))
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from resilient_jax.checkpoint import OrbaxStore
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
-from resilient_jax.training.trainer.storage import OrbaxStore
-from resilient_jax.world.inspection import Part
-from resilient_jax.world.local_job import LocalJob
+from resilient_jax.protocol.failpoints import Place
 
 JOB = Path(__file__).with_name("planned_job.py")
 TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"

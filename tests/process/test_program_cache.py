@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from resilient_jax.training.jax_runtime.compile_cache import NoHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import NoHooks, share_compilation_cache
 
 class Hooks(NoHooks):
     missed_programs = []

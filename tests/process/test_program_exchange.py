@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.compile.exchange import (
+from resilient_jax.compile.program_exchange import (
     FETCH_PROGRAM,
     SERVICE,
     WAITERS,
@@ -19,7 +19,7 @@ from resilient_jax.compile.exchange import (
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import HostName
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.thread_server import ThreadServer
+from resilient_jax.transport.sync_server import ThreadServer
 
 CREDENTIALS = Credentials("secret", None)
 NAMES = tuple(HostName(f"host-{i}") for i in range(3))

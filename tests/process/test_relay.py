@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from resilient_jax.world.relay import Relay
+from resilient_jax.cluster.relay import Relay
 
 ADDRESS = "127.0.0.1"
 

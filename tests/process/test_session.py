@@ -7,15 +7,15 @@ import time
 import pytest
 
 from resilient_jax.clock import SystemClock
+from resilient_jax.cluster.store_session import Session, SessionLost
 from resilient_jax.errors import PeerUnreachable, Refused
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.protocol.keys import host_key
 from resilient_jax.protocol.records import HostStatus, Versions
-from resilient_jax.store.embedded import serve_store
+from resilient_jax.protocol.store_keys import host_key
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
+from resilient_jax.store.service import serve_store
 from resilient_jax.transport import Credentials, Server
-from resilient_jax.world.session import Session, SessionLost
 
 JOB = JobName("job")
 CREDENTIALS = Credentials("test-token")

@@ -11,13 +11,13 @@ import pytest
 from decoder import LLAMA, Decoder, LoopedDecoder, closed_form, loss_of, tokens
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cutting import find_sizes
+from resilient_jax.planning.device_layout import Group, Microbatch
 from resilient_jax.planning.memory import count_activations
-from resilient_jax.planning.profile import Part, Role
-from resilient_jax.planning.shape import Group, Microbatch
+from resilient_jax.planning.program_cost import Part, Role
+from resilient_jax.planning.tensor_partition import find_sizes
 from resilient_jax.planning.transformer import count_parameters
-from resilient_jax.sharding.abstract_model import abstract_program
-from resilient_jax.sharding.program_profile import profile_of
+from resilient_jax.program_cost.abstract_program import abstract_program
+from resilient_jax.program_cost.program_analysis import profile_of
 
 
 def profile_program(model, again):

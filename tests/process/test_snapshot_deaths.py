@@ -17,8 +17,8 @@ from served_snapshots import (
 from snapshot_servers import make_id, running, take
 
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
-from resilient_jax.snapshot.recovery import choose_snapshot
+from resilient_jax.protocol.failpoints import Place
+from resilient_jax.snapshot.snapshot_choice import choose_snapshot
 
 PLACES = (Place.BEFORE_PARITY, Place.DURING_PARITY, Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED)
 VICTIMS = [(1, (v,)) for v in range(4)] + [(2, pair) for pair in itertools.combinations(range(4), 2)]

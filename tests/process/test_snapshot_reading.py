@@ -13,9 +13,9 @@ from resilient_jax.erasure import ChecksumName
 from resilient_jax.errors import ChecksumMismatch, OperatorError, SnapshotLost, StateLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot import reading, rebuilding
+from resilient_jax.snapshot import snapshot_reader, stripe_decoder
 from resilient_jax.snapshot.messages import Region
-from resilient_jax.snapshot.reading import Read, SnapshotReader
+from resilient_jax.snapshot.snapshot_reader import Read, SnapshotReader
 from resilient_jax.transport.bulk_server import Answer
 
 A, B, C, D, E, F = (HostName(name) for name in "abcdef")
@@ -81,7 +81,7 @@ def total(ranges, hosts):
 
 @pytest.mark.parametrize(("n", "m"), [(4, 1), (4, 2), (6, 2), (5, 1)])
 def test_whatever_up_to_m_hosts_are_lost_every_range_reads_back_equal(n, m, monkeypatch):
-    monkeypatch.setattr(reading, "UNIT_BYTES", 4 * BLOCK)  # a part has several units
+    monkeypatch.setattr(snapshot_reader, "UNIT_BYTES", 4 * BLOCK)  # a part has several units
     rng = random.Random(n * 10 + m)
     with keeping([unequal(n, 30000)], m) as kept:
         hosts = list(kept.parts)
@@ -444,7 +444,7 @@ def test_nothing_is_left_of_a_reader():
 
 
 def test_survivors_share_the_work_of_a_decode(monkeypatch):
-    monkeypatch.setattr(rebuilding, "SPAN_BYTES", BLOCK)  # a chunk is read in several goes
+    monkeypatch.setattr(stripe_decoder, "SPAN_BYTES", BLOCK)  # a chunk is read in several goes
     with keeping([[60 * BLOCK] * 6], 2) as kept, reader_of(kept, kept.plan(F)) as reader:
         assert read(reader, F, 0, 60 * BLOCK) == kept.parts[F]
         asked = [kept.requested(host) for host in (A, B, C, D, E)]

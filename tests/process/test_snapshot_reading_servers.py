@@ -16,12 +16,12 @@ from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan, SnapshotSource
-from resilient_jax.snapshot.link import Link
-from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import SETTINGS_VARIABLE, NewWorker, ServerSettings, ServerWord, Serving
-from resilient_jax.snapshot.placement import form_groups
-from resilient_jax.snapshot.reading import Read, SnapshotReader
+from resilient_jax.snapshot.parity_groups import form_groups
+from resilient_jax.snapshot.snapshot_reader import Read, SnapshotReader
 from resilient_jax.transport import Credentials
 
 TOKEN = "test-token"

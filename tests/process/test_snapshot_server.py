@@ -39,9 +39,9 @@ from snapshot_servers import (
     take,
 )
 
-from resilient_jax.chaos.limits import refuse_memory
+from resilient_jax.chaos.resource_limits import refuse_memory
 from resilient_jax.erasure import ReedSolomon, encode
-from resilient_jax.erasure_kernels import NumpyKernel
+from resilient_jax.erasure.kernels import NumpyKernel
 from resilient_jax.errors import (
     ChecksumMismatch,
     InternalError,
@@ -53,11 +53,11 @@ from resilient_jax.errors import (
     TokenRefused,
 )
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 from resilient_jax.protocol.framing import frame
 from resilient_jax.protocol.snapshots import Group
-from resilient_jax.protocol.worker import SNAPSHOT_LINK_VARIABLE
-from resilient_jax.snapshot import local
+from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.snapshot import local_client
 from resilient_jax.snapshot.manifest import decode_manifest
 from resilient_jax.snapshot.messages import (
     COMPLETE,
@@ -69,7 +69,7 @@ from resilient_jax.snapshot.messages import (
     ParityPiece,
     Region,
 )
-from resilient_jax.snapshot.slots import MEMFD_NAME
+from resilient_jax.snapshot.slot_memory import MEMFD_NAME
 from resilient_jax.snapshot.stripes import data_members, stripe_of_row
 from resilient_jax.transport import Credentials, SyncChannel
 
@@ -245,7 +245,7 @@ def test_a_worker_that_has_no_memory_for_its_slot_gives_it_back(monkeypatch):
         # The slot of the first snapshot is given again when it is needed, larger.
         take(workers[1], make_id(3, 2), hosts[1].name, part_of(layout, hosts[1], make_id(3, 2)))
         with monkeypatch.context() as patched:
-            patched.setattr(local.mmap, "mmap", refuse_to_map)
+            patched.setattr(local_client.mmap, "mmap", refuse_to_map)
             with pytest.raises(OSError, match="Cannot allocate memory"):
                 workers[0].begin(make_id(3, 2))
         assert not workers[1].wait_committed(make_id(3, 2), WAIT_S)  # at once: it was dropped

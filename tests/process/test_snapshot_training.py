@@ -13,13 +13,13 @@ from snapshot_servers import CREDENTIALS, WAIT_S, make_id, make_layout, running
 
 from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotPlan, SnapshotSource
-from resilient_jax.snapshot.reading import SnapshotReader
-from resilient_jax.training.held_state import hold
-from resilient_jax.training.snapshots.capture import Capture
-from resilient_jax.training.snapshots.parts import cut_state
-from resilient_jax.training.snapshots.restoring import restore_snapshot
+from resilient_jax.snapshot.snapshot_reader import SnapshotReader
+from resilient_jax.state.capture import Capture
+from resilient_jax.state.flat_state import hold
+from resilient_jax.state.restore import restore_snapshot
+from resilient_jax.state.state_partition import cut_state
 
 HOSTS = 4
 PARITY = 2

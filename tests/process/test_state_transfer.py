@@ -11,8 +11,8 @@ import pytest
 from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import Source
-from resilient_jax.training.held_state import HeldState, hold, to_host
-from resilient_jax.training.state_transfer import FetchPart, FetchRequest, StateServer, Transfer, fetch_state
+from resilient_jax.state.flat_state import HeldState, hold, to_host
+from resilient_jax.state.transfer import FetchPart, FetchRequest, StateServer, Transfer, fetch_state
 from resilient_jax.transport.credentials import Credentials
 
 CREDENTIALS = Credentials("secret")

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
-from resilient_jax.store.embedded import serve_store
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
+from resilient_jax.store.service import serve_store
 from resilient_jax.testing.store_conformance import CHECKS
 from resilient_jax.transport import Credentials, Server
 

@@ -12,9 +12,9 @@ import pytest
 
 from resilient_jax.errors import PeerUnreachable, StoreReplaced, StoreUnreachable, TokenRefused
 from resilient_jax.ids import Revision
-from resilient_jax.store.embedded import PROGRESS_EVERY_REVISIONS, serve_store
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
+from resilient_jax.store.service import PROGRESS_EVERY_REVISIONS, serve_store
 from resilient_jax.transport import Channel, Credentials, Server
 
 CREDENTIALS = Credentials("test-token")

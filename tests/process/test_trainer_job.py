@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import FaultOrder, Hang, Place
-from resilient_jax.world.inspection import Part
-from resilient_jax.world.local_job import LocalJob
+from resilient_jax.protocol.failpoints import FaultOrder, Hang, Place
 
 JOB = Path(__file__).with_name("trainer_job.py")
 DEADLINE_S = 150.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
-from resilient_jax.world.inspection import Part
-from resilient_jax.world.local_job import LocalJob
+from resilient_jax.protocol.failpoints import Place
 
 JOB = Path(__file__).with_name("sharded_job.py")
 DEADLINE_S = 240.0

@@ -10,7 +10,7 @@ PROBE = """
 import os, sys, threading
 import resilient_jax.store.interface, resilient_jax.store.memory
 assert "grpc" not in sys.modules
-import resilient_jax.transport, resilient_jax.store.embedded, resilient_jax.store.remote
+import resilient_jax.transport, resilient_jax.store.service, resilient_jax.store.remote
 assert not {"jax", "numpy"} & set(sys.modules)
 assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
 print(os.environ["GRPC_VERBOSITY"])

@@ -12,7 +12,7 @@ import pytest
 DEADLINE_S = 30.0
 SCRIPT = """
 import os, sys
-from resilient_jax.training.tripwire import lay_tripwire
+from resilient_jax.worker.death_pipe import lay_tripwire
 tripwire, other = map(int, sys.argv[1:])
 print(lay_tripwire(tripwire), flush=True)
 os.close(other)
@@ -61,7 +61,7 @@ def test_a_thread_of_its_own_holds_it_and_nothing_else() -> None:
 def test_where_it_is_forbidden_the_reason_is_given_and_the_descriptor_kept() -> None:
     script = (
         "import os, sys\n"
-        "from resilient_jax.training import tripwire\n"
+        "from resilient_jax.worker import tripwire\n"
         "class Libc:\n"
         "    def unshare(self, flags): import ctypes; ctypes.set_errno(1); return -1\n"
         "tripwire._libc = Libc()\n"

@@ -22,9 +22,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step.placements import fully_sharded
-from resilient_jax.training.trainer.storage import OrbaxStore, arriving, orbax_store
-from resilient_jax.training.trainer.storage.leaves import allocate
+from resilient_jax.checkpoint import OrbaxStore, array_reads, orbax_store
+from resilient_jax.checkpoint.stored_tree import allocate
+from resilient_jax.sharding.placements import fully_sharded
 
 
 def member(directory: str, index: int, port: int) -> None:
@@ -73,7 +73,7 @@ def share(directory: str, index: int, port: int) -> None:
     whole_bytes = sum(leaf.nbytes for name, leaf in state.items() if name != "key")
     allocated: list[int] = []
     orbax_store.allocate = lambda size: allocated.append(size) or allocate(size)
-    arriving.BATCH_BYTES = 2**20
+    array_reads.BATCH_BYTES = 2**20
     tracemalloc.start()
     found = store.load(3, abstract, fully_sharded(mesh))
     _, peak_bytes = tracemalloc.get_traced_memory()

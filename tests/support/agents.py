@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.world.child import bound_to_this_process
-from resilient_jax.world.launcher import TOKEN_VARIABLE
+from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 
 TOKEN = "test-token"
 """What `tests/process/serve_store.py` asks for."""

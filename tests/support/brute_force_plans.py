@@ -6,17 +6,17 @@ import math
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.branch_and_bound import BLOCKS
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidates import BLOCKS
 from resilient_jax.planning.collectives import time_of
-from resilient_jax.planning.cutting import find_sizes
+from resilient_jax.planning.cost_model import Pricing, Question
+from resilient_jax.planning.device_layout import Group, Microbatch, lay_out
 from resilient_jax.planning.host_pool import pool_hosts
 from resilient_jax.planning.memory import count_activations, memory_of_stage
-from resilient_jax.planning.pricing import Pricing, Question
-from resilient_jax.planning.profile import ExchangeKind
-from resilient_jax.planning.shape import Group, Microbatch, lay_out
+from resilient_jax.planning.program_cost import ExchangeKind
 from resilient_jax.planning.stage_cost import time_parts, transfer_s, work_of_parts
 from resilient_jax.planning.state_bytes import count_state
+from resilient_jax.planning.tensor_partition import find_sizes
 
 
 def find_least_step_s(profile, topology, global_batch, number_format="bf16", min_replicas=1, axes=None):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from resilient_jax.chaos import faults
 from resilient_jax.chaos.manifest import Ending, Incident, JobShape, Manifest, Target, TargetPart, Trigger
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 
 SECONDS = st.floats(0.1, 1000, allow_nan=False)
 HOSTS = ("host-0", "host-1", "leader", "follower", "all")

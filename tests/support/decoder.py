@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from resilient_jax.planning.profile import Profile
+from resilient_jax.planning.program_cost import Profile
 from resilient_jax.planning.transformer import TransformerShape
+from resilient_jax.planning.transformer_cost import profile_transformer
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_profile import profile_transformer
-from resilient_jax.planning.transformer_work import SINGLE
+from resilient_jax.planning.transformer_parts import SINGLE
 
 LLAMA = TransformerShape(
     layers=3,

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 
 from resilient_jax.erasure import Buffer, Checksum, ChecksumName, ReedSolomon, choose_checksum, encode
-from resilient_jax.erasure_kernels import choose_kernel
+from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ChecksumMismatch, PeerError
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPlan, SnapshotSource

@@ -5,7 +5,7 @@ import pytest
 from resilient_jax.erasure.errors import KernelMissing
 from resilient_jax.erasure.isal_library import load_isal
 from resilient_jax.erasure.kernel import KernelName
-from resilient_jax.erasure_kernels import IsalKernel, NumpyKernel, XlaKernel
+from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel, XlaKernel
 
 
 def _has_isal():

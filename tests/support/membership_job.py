@@ -2,6 +2,8 @@
 
 import msgspec
 
+from resilient_jax.cluster.membership import HostChanged, Publish, Rules, Tick, handle, initial_state
+from resilient_jax.cluster.world_formation import PrepareService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
     Generation,
@@ -15,8 +17,6 @@ from resilient_jax.protocol.records import (
     WorkerStatus,
 )
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.world.forming import PrepareService
-from resilient_jax.world.membership import HostChanged, Publish, Rules, Tick, handle, initial_state
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 

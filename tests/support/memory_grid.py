@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from benchmarks.plan.estimate_errors import MemoryCase
 
 import resilient_jax as rj
-from resilient_jax.cli.bench.plan_regret import MemoryCase
 from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.branch_and_bound import Fixed
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.candidates import Fixed
+from resilient_jax.planning.device_layout import Microbatch
 from resilient_jax.planning.search import search_best
-from resilient_jax.planning.shape import Microbatch
 from resilient_jax.planning.transformer import TransformerShape
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import LinenProgram, NnxProgram

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.profile import Profile
+from resilient_jax.planning.program_cost import Profile
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.planning.transformer_cost import profile_transformer
 from resilient_jax.topology import Accelerator, Host, LinkLevel, NumberFormat, Peak, Port, Topology
 
 SMALL = TransformerShape(

@@ -10,12 +10,12 @@ from agents import TOKEN, HandStartedAgent, wait_until
 from tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, is_training, newest_step, read_logs
 
 from resilient_jax.chaos.network import Network
+from resilient_jax.cluster.job_report import JobReport, read_report
+from resilient_jax.cluster.launcher import Site
+from resilient_jax.cluster.run_directory import Contact
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.events import Event
 from resilient_jax.telemetry.event_log import read_events
-from resilient_jax.world.inspection import JobReport, read_report
-from resilient_jax.world.launcher import Site
-from resilient_jax.world.run_directory import Contact
 
 
 def loopback_sites(hosts: int) -> list[Site]:

@@ -6,8 +6,8 @@ import time
 from snapshot_servers import WAIT_S, make_layout, make_part, running, take
 
 from resilient_jax.erasure import ReedSolomon, decode
-from resilient_jax.erasure_kernels import choose_kernel
-from resilient_jax.protocol.fault_points import DIRECTORY_VARIABLE, FaultPointController
+from resilient_jax.erasure.kernels import choose_kernel
+from resilient_jax.protocol.failpoints import DIRECTORY_VARIABLE, FaultPointController
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members

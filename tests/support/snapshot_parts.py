@@ -16,9 +16,9 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import Manifest, checksum_blocks
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.training.held_state import hold
-from resilient_jax.training.snapshots.capture import Capture
-from resilient_jax.training.snapshots.parts import cut_state
+from resilient_jax.state.capture import Capture
+from resilient_jax.state.flat_state import hold
+from resilient_jax.state.state_partition import cut_state
 
 CHECKSUM = choose_checksum()
 DEADLINE_S = 60.0

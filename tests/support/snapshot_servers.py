@@ -16,8 +16,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.snapshot.held import shape_of
-from resilient_jax.snapshot.local import LocalServer
+from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import Manifest, PartContents, checksum_blocks
 from resilient_jax.snapshot.messages import (
     SERVER_WORD_DECODER,
@@ -30,7 +29,8 @@ from resilient_jax.snapshot.messages import (
     ServerSettings,
     Serving,
 )
-from resilient_jax.snapshot.peer import Peer
+from resilient_jax.snapshot.peer_client import Peer
+from resilient_jax.snapshot.slot_contents import shape_of
 from resilient_jax.transport import Credentials
 
 CREDENTIALS = Credentials("test-token")

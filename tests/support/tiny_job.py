@@ -16,11 +16,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from resilient_jax.cluster.job_report import JobReport, Part, pids_of
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
-from resilient_jax.protocol.fault_points import ANY_INDEX, Place
+from resilient_jax.protocol.failpoints import ANY_INDEX, Place
 from resilient_jax.protocol.records import Phase
-from resilient_jax.world.inspection import JobReport, Part, pids_of
-from resilient_jax.world.local_job import LocalJob
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "tiny.py"
 FAST_TOLERANCE = 1e-3

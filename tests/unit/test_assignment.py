@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.training.step.assignment import (
+from resilient_jax.step.assignment import (
     Job,
     ReplicaShape,
     Seat,

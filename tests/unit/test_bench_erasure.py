@@ -1,9 +1,8 @@
 """The figures of `bench erasure` are what their names say, of times that are known."""
 
 import pytest
-
-from resilient_jax.cli.bench.erasure import erasure
-from resilient_jax.cli.bench.erasure_figures import (
+from benchmarks.erasure.command import erasure
+from benchmarks.erasure.figures import (
     BARE,
     COPY,
     Task,
@@ -13,6 +12,7 @@ from resilient_jax.cli.bench.erasure_figures import (
     make_figures,
     speed_of,
 )
+
 from resilient_jax.erasure import CodeError
 from resilient_jax.errors import CallerError
 

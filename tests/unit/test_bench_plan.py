@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
+from benchmarks.plan import command as bench
+from benchmarks.plan.figures import CASES, RUNS, SearchCase, make_topology
 from topologies import MESHES
 
 from resilient_jax.cli import main
-from resilient_jax.cli.bench import plan as bench
-from resilient_jax.cli.bench.plan_figures import CASES, RUNS, SearchCase, make_topology
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """Regret, rank correlation and errors of memory, by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from resilient_jax.cli.bench.plan_regret import (
+from benchmarks.plan.estimate_errors import (
     MemoryCase,
     PlanMeasurements,
     TimedModel,
@@ -13,6 +10,8 @@ from resilient_jax.cli.bench.plan_regret import (
     judge_memory,
     judge_programs,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def model(name, *rows):

@@ -9,10 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from resilient_jax.cli.bench.resilience_figures import (
+from benchmarks.resilience.figures import (
     BARE,
     DEFAULTS,
     OURS,
@@ -23,15 +20,15 @@ from resilient_jax.cli.bench.resilience_figures import (
     make_run,
     with_longer_stalls,
 )
-from resilient_jax.cli.bench.resilience_picture import make_picture
-from resilient_jax.cli.bench.resilience_schedule import (
+from benchmarks.resilience.plot_data import make_picture
+from benchmarks.resilience.schedule import (
     QUIET_STEPS,
     WARM_STEPS,
     RunSize,
     draw_faults,
     size_run,
 )
-from resilient_jax.cli.bench.resilience_timeline import (
+from benchmarks.resilience.timeline import (
     Buckets,
     Commit,
     Row,
@@ -46,6 +43,9 @@ from resilient_jax.cli.bench.resilience_timeline import (
     sort_time,
     step_times,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
 from resilient_jax.errors import CallerError, InternalError
 
 HOSTS = ("host-0", "host-1", "host-2", "host-3")

@@ -1,9 +1,8 @@
 """The figures of `bench snapshot` are what their names say, of times that are known."""
 
 import pytest
-
-from resilient_jax.cli.bench.snapshot import snapshot
-from resilient_jax.cli.bench.snapshot_figures import (
+from benchmarks.snapshot.command import snapshot
+from benchmarks.snapshot.figures import (
     PARITY,
     TMPFS,
     Memory,
@@ -16,6 +15,7 @@ from resilient_jax.cli.bench.snapshot_figures import (
     seconds_of,
     threads_name,
 )
+
 from resilient_jax.errors import CallerError
 
 ONE, TWO = threads_name(1), threads_name(2)

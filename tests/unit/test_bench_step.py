@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from resilient_jax.cli.bench import drawing
-from resilient_jax.cli.bench.drawing import check_can_draw
-from resilient_jax.cli.bench.redone_work import Campaign
-from resilient_jax.cli.bench.step import make_figures
-from resilient_jax.cli.bench.step_figures import (
+from benchmarks import plotting
+from benchmarks.plotting import check_can_draw
+from benchmarks.step.command import make_figures
+from benchmarks.step.figures import (
     Kill,
     Microbatch,
     Work,
@@ -22,7 +20,9 @@ from resilient_jax.cli.bench.step_figures import (
     overhead,
     reproducible_cost,
 )
-from resilient_jax.cli.bench.step_times import BARE, FAST, LOOPS, REPRODUCIBLE, Measured
+from benchmarks.step.redone_work import Campaign
+from benchmarks.step.step_times import BARE, FAST, LOOPS, REPRODUCIBLE, Measured
+
 from resilient_jax.errors import CallerError
 
 DEAD, NEIGHBOUR = 11, 12
@@ -98,7 +98,7 @@ def test_the_line_compares_each_loop_with_its_like() -> None:
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CallerError, match=r"found no matplotlib.*resilient_jax\[plot\]"):
         check_can_draw(tmp_path / "loss.png")
 
@@ -107,6 +107,6 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
 def test_a_picture_that_could_not_be_written_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(CallerError, match="found no such folder, or another suffix"):
         check_can_draw(tmp_path / name)

@@ -9,15 +9,17 @@ from typing import cast
 import pytest
 
 from resilient_jax.chaos import campaign as campaign_module
-from resilient_jax.chaos import watch as watch_module
+from resilient_jax.chaos import job_monitor as watch_module
+from resilient_jax.chaos.active_faults import Lifetimes
 from resilient_jax.chaos.campaign import Campaign, Findings
-from resilient_jax.chaos.injecting import Surroundings
-from resilient_jax.chaos.lifetimes import Lifetimes
+from resilient_jax.chaos.injection import Surroundings
+from resilient_jax.chaos.invariants import Invariant
+from resilient_jax.chaos.job_monitor import Watch
+from resilient_jax.chaos.log_tail import tail_events, tail_ledger
 from resilient_jax.chaos.manifest import Ending, JobShape, Manifest, Trigger
-from resilient_jax.chaos.reference import Reference
-from resilient_jax.chaos.violations import Invariant
-from resilient_jax.chaos.watch import Watch
-from resilient_jax.chaos.watching import tail_events, tail_ledger
+from resilient_jax.chaos.reference_run import Reference
+from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex
 from resilient_jax.protocol.records import (
@@ -30,8 +32,6 @@ from resilient_jax.protocol.records import (
     WorkerStatus,
 )
 from resilient_jax.telemetry.event_log import EventLog
-from resilient_jax.world.inspection import JobReport
-from resilient_jax.world.local_job import LocalJob
 
 HOST = HostName("host-0")
 PATIENCE_S = 0.3

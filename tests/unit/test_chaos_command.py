@@ -9,10 +9,10 @@ import pytest
 from numbered_incidents import numbered, steps_of
 
 from resilient_jax.chaos.campaign import Findings
+from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.chaos.manifest import LARGEST, Manifest, load_manifest
-from resilient_jax.chaos.running import Setting
-from resilient_jax.chaos.violations import Invariant, Violation
-from resilient_jax.chaos.writing import write_manifest
+from resilient_jax.chaos.manifest_toml import write_manifest
+from resilient_jax.chaos.runner import Setting
 from resilient_jax.cli import chaos as command
 from resilient_jax.cli import main
 from resilient_jax.errors import ExitCode

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from resilient_jax.chaos.commits import (
+from resilient_jax.chaos.expected_events import Done, check_told
+from resilient_jax.chaos.faults import Flip, Kill, Stop
+from resilient_jax.chaos.invariants import Invariant, tell_story
+from resilient_jax.chaos.ledger_invariants import (
     Digest,
     Undisturbed,
     add_sums,
@@ -15,12 +18,9 @@ from resilient_jax.chaos.commits import (
     check_complete,
     read_reference,
 )
-from resilient_jax.chaos.faults import Flip, Kill, Stop
-from resilient_jax.chaos.growth import MIB, SETTLED, Growth, Sample, measure_growth
 from resilient_jax.chaos.manifest import Incident, Target, TargetPart, Trigger
-from resilient_jax.chaos.record import check_membership
-from resilient_jax.chaos.telltales import Done, check_told
-from resilient_jax.chaos.violations import Invariant, tell_story
+from resilient_jax.chaos.membership_invariants import check_membership
+from resilient_jax.chaos.resource_growth import MIB, SETTLED, Growth, Sample, measure_growth
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.ledger import Begun, Committed, Line, Restored
 

@@ -7,9 +7,9 @@ from chaos_manifests import manifests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.chaos.drawing import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, causes, draw_campaign
 from resilient_jax.chaos.manifest import LARGEST, JobShape, TargetPart, load_manifest, parse_manifest
-from resilient_jax.chaos.writing import write_manifest
+from resilient_jax.chaos.manifest_toml import write_manifest
+from resilient_jax.chaos.random_campaigns import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, causes, draw_campaign
 from resilient_jax.errors import ConfigError
 
 GOOD = """

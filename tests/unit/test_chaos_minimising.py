@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numbered_incidents import numbered, steps_of
 
+from resilient_jax.chaos.delta_debugging import minimise
 from resilient_jax.chaos.manifest import Manifest
-from resilient_jax.chaos.minimising import minimise
 
 
 @given(st.data(), st.integers(1, 40))

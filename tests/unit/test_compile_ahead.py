@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resilient_jax.compile.ahead import AheadCompiler, AheadJob, is_ahead
+from resilient_jax.compile.ahead_of_time import AheadCompiler, AheadJob, is_ahead
 from resilient_jax.ids import HostName
-from resilient_jax.training.jax_runtime.compile_cache import CACHE_SUFFIX, drop_oldest
-from resilient_jax.training.trainer.forecast import likely_hosts
+from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX, drop_oldest
+from resilient_jax.trainer.speculative_compilation import likely_hosts
 
 PATIENCE_S = 60.0
 

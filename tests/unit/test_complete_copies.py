@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step import complete_copies
-from resilient_jax.training.step.complete_copies import cut, find_pieces, gather
-from resilient_jax.training.step.placements import Placement, fully_sharded
+from resilient_jax.sharding.placements import Placement, fully_sharded
+from resilient_jax.step import resharding
+from resilient_jax.step.resharding import cut, find_pieces, gather
 
 MESHES = {
     "hosts and devices": {"host": 4, "local": 2},
@@ -27,7 +27,7 @@ MESHES = {
 @pytest.fixture(autouse=True, scope="module")
 def forget(eight_devices):  # noqa: F811 - that fixture
     yield
-    complete_copies.forget_programs()
+    resharding.forget_programs()
 
 
 @pytest.fixture(params=MESHES)

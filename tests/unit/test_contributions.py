@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step.assignment import Job
-from resilient_jax.training.step.contributions import Contributions, Part
+from resilient_jax.step.assignment import Job
+from resilient_jax.step.contributions import Contributions, Part
 from tests.support.eight_devices import eight_devices as eight_devices
 
 

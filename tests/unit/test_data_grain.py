@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from resilient_jax.data.grain_data import GrainData
+from resilient_jax.data.microbatches import microbatch_data
 from resilient_jax.errors import DataError
-from resilient_jax.training.data.grain_data import GrainData
-from resilient_jax.training.data.microbatches import microbatch_data
 
 grain = pytest.importorskip("grain")
 

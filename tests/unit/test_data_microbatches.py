@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient_jax.data.function_data import FunctionData
+from resilient_jax.data.microbatches import microbatch_data
+from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import DataError
-from resilient_jax.training.data.functions import FunctionData
-from resilient_jax.training.data.microbatches import microbatch_data
-from resilient_jax.training.data.random_access import RandomAccessData
 
 sizes = st.integers(1, 6)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient_jax.data.microbatches import microbatch_data
+from resilient_jax.data.packing import PackedDocuments, pack_documents
 from resilient_jax.errors import DataError
-from resilient_jax.training.data.microbatches import microbatch_data
-from resilient_jax.training.data.packing import PackedDocuments, pack_documents
 
 all_lengths = st.lists(st.integers(0, 40), max_size=40)
 contexts = st.integers(1, 16)

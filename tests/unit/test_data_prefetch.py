@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from resilient_jax.data.prefetcher import Prefetcher, Wanted
 from resilient_jax.errors import DataError
-from resilient_jax.training.data.prefetch import Prefetcher, Wanted
 
 DEADLINE_S = 30.0
 WHOLE = (0, 1)
@@ -320,7 +320,7 @@ def test_numbers_below_one_are_refused(source: LoggedSource, options: dict[str, 
 
 PROGRAM = """
 import threading
-from resilient_jax.training.data.prefetch import Prefetcher
+from resilient_jax.data.prefetcher import Prefetcher
 
 class Hanging:
     begun = threading.Event()

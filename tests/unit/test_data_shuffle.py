@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient_jax.data.shuffle import GAMMA, MASK, MAX_LENGTH, mix, permute
 from resilient_jax.errors import DataError
-from resilient_jax.training.data.shuffle import GAMMA, MASK, MAX_LENGTH, mix, permute
 
 seeds = st.integers(0, MASK)
 

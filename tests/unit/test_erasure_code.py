@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_jax.erasure import CodeError, ReedSolomon, TooManyErasures
-from resilient_jax.erasure.field import multiply, reciprocal
+from resilient_jax.erasure.galois_field import multiply, reciprocal
 from resilient_jax.erasure.matrix import combine, identity, inverse, product, transpose, unit
-from resilient_jax.erasure.reference import reference_codec
+from resilient_jax.erasure.reference_codec import reference_codec
 from resilient_jax.errors import CallerError
 
 PUBLIC = {
@@ -39,7 +39,7 @@ PUBLIC = {
         "update_parity",
         "verify_against",
     ),
-    "resilient_jax.erasure_kernels": (
+    "resilient_jax.erasure.kernels": (
         "IsalKernel",
         "KernelChoice",
         "NumpyKernel",

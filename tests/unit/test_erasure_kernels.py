@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from kernels import ALL_KERNELS, QUICK_KERNELS, needs_isal
 
-from resilient_jax import erasure_kernels
 from resilient_jax.erasure import (
     CodeError,
     Kernel,
@@ -19,17 +18,18 @@ from resilient_jax.erasure import (
     ReedSolomon,
     check_kernel,
     encode,
+    kernels,
 )
 from resilient_jax.erasure.isal_library import load_isal
-from resilient_jax.erasure_kernels import (
+from resilient_jax.erasure.kernels import (
     NumpyKernel,
     XlaKernel,
-    choice,
     choose_kernel,
     isal_kernel,
+    kernel_choice,
     xla_kernel,
 )
-from resilient_jax.erasure_kernels.numpy_kernel import BLOCK_BYTES
+from resilient_jax.erasure.kernels.numpy_kernel import BLOCK_BYTES
 from resilient_jax.testing.erasure_conformance import CHECKS, applied, expected_product, random_buffers
 
 SELF_TEST_S, PATIENCE_S = 0.05, 60.0
@@ -165,7 +165,7 @@ def test_without_isal_xla_is_chosen_in_a_process_that_runs_jax():
 
 
 def test_a_kernel_that_computes_wrong_bytes_is_passed_over(monkeypatch):
-    monkeypatch.setattr(erasure_kernels, "IsalKernel", lambda: OneBitWrong(0), raising=False)
+    monkeypatch.setattr(kernels, "IsalKernel", lambda: OneBitWrong(0), raising=False)
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
     assert "wrong products" in chosen.passed_over[0].reason
@@ -184,7 +184,7 @@ def test_a_forced_kernel_that_is_not_here_is_an_error():
 
 
 def test_a_forced_kernel_that_is_wrong_is_an_error(monkeypatch):
-    monkeypatch.setattr(erasure_kernels, "NumpyKernel", lambda: OneBitWrong(0), raising=False)
+    monkeypatch.setattr(kernels, "NumpyKernel", lambda: OneBitWrong(0), raising=False)
     with pytest.raises(KernelWrong):
         choose_kernel(KernelName.NUMPY)
 
@@ -198,7 +198,7 @@ def test_isal_that_is_nowhere_says_how_to_get_it(monkeypatch):
 
 
 def test_choosing_loads_no_jax():
-    program = "import sys, resilient_jax.erasure_kernels as e; e.choose_kernel(); print('jax' in sys.modules)"
+    program = "import sys, resilient_jax.erasure.kernels as e; e.choose_kernel(); print('jax' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
@@ -206,5 +206,5 @@ def test_choosing_loads_no_jax():
 
 
 def test_the_reason_of_the_choice_names_every_kernel_passed_over():
-    passed = [choice.PassedOver(KernelName.ISAL, "a"), choice.PassedOver(KernelName.XLA, "b")]
-    assert choice._reason(KernelName.NUMPY, passed).endswith("isal: a; xla: b")
+    passed = [kernel_choice.PassedOver(KernelName.ISAL, "a"), kernel_choice.PassedOver(KernelName.XLA, "b")]
+    assert kernel_choice._reason(KernelName.NUMPY, passed).endswith("isal: a; xla: b")

@@ -22,8 +22,8 @@ from resilient_jax.erasure import (
     scan,
     verify_against,
 )
+from resilient_jax.erasure.kernels import NumpyKernel
 from resilient_jax.erasure.matrix import Span, combine, transpose
-from resilient_jax.erasure_kernels import NumpyKernel
 
 KERNEL = NumpyKernel()
 CRC32 = choose_checksum(ChecksumName.CRC32)

@@ -16,8 +16,8 @@ from resilient_jax.erasure import (
     encode,
     update_parity,
 )
-from resilient_jax.erasure.reference import reference_codec
-from resilient_jax.erasure_kernels import NumpyKernel
+from resilient_jax.erasure.kernels import NumpyKernel
+from resilient_jax.erasure.reference_codec import reference_codec
 
 small_codes = st.builds(ReedSolomon, st.integers(1, 10), st.integers(1, 6))
 codes = st.one_of(

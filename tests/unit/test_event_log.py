@@ -7,9 +7,9 @@ import pytest
 from resilient_jax.clock import ManualClock
 from resilient_jax.errors import MessageError
 from resilient_jax.events import EventKind
-from resilient_jax.telemetry import line_file
+from resilient_jax.telemetry import log_file
 from resilient_jax.telemetry.event_log import EventLog, read_events
-from resilient_jax.telemetry.line_file import RETRY_AFTER_S, LineFile
+from resilient_jax.telemetry.log_file import RETRY_AFTER_S, LineFile
 
 FULL = "No space left on device"
 
@@ -87,7 +87,7 @@ def test_an_event_log_on_a_full_disk_keeps_its_events_in_memory(tmp_path, capfd)
 
 def test_a_disk_that_has_space_again_gets_the_number_of_lost_lines(tmp_path, monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     said = []
@@ -104,7 +104,7 @@ def test_a_disk_that_has_space_again_gets_the_number_of_lost_lines(tmp_path, mon
 
 def test_events_that_a_full_disk_did_not_take_are_written_when_there_is_space_again(tmp_path, monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     log = EventLog(path, "host-0")
@@ -119,7 +119,7 @@ def test_events_that_a_full_disk_did_not_take_are_written_when_there_is_space_ag
 
 def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     log = EventLog(path, "host-0")
@@ -136,14 +136,14 @@ def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatc
 
 def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
     log = EventLog(path, "host-0")
     log.record(EventKind.HOST_LOST, lost="host-1")
     write = os.write
-    monkeypatch.setattr(line_file.os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+    monkeypatch.setattr(log_file.os, "write", lambda descriptor, data: write(descriptor, data[:10]))
     log.record(EventKind.HOST_LOST, lost="host-2")
-    monkeypatch.setattr(line_file.os, "write", write)
+    monkeypatch.setattr(log_file.os, "write", write)
     now_s += RETRY_AFTER_S
     log.record(EventKind.HOST_LOST, lost="host-3")
     log.close()
@@ -152,7 +152,7 @@ def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
 
 def test_a_disk_that_stays_full_is_tried_again_without_a_word(tmp_path, monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(line_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     said = []

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 
 from resilient_jax.config import decode, load, override
 from resilient_jax.errors import ConfigError
-from resilient_jax.training.step.placements import fully_sharded
+from resilient_jax.sharding.placements import fully_sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from resilient_jax.cli import main
 from resilient_jax.cli.options import domain_in
 from resilient_jax.errors import CallerError, ConfigError, ExitCode
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.placement import form_groups
+from resilient_jax.snapshot.parity_groups import form_groups
 from resilient_jax.topology import load_topology
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from agents import wait_until
 
-from resilient_jax.protocol.fault_points import (
+from resilient_jax.protocol.failpoints import (
     ANY_STEP,
     Act,
     FaultOrder,

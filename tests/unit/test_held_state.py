@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import StateError
-from resilient_jax.training.held_state import describe, hold, place_initial, restore, to_host
+from resilient_jax.state.flat_state import describe, hold, place_initial, restore, to_host
 
 
 def make_state() -> dict:

@@ -6,7 +6,7 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step.host_grid import HostGrid
+from resilient_jax.step.host_grid import HostGrid
 
 
 def test_a_host_with_more_devices_than_the_others_gives_some_and_has_its_sums_on_all() -> None:

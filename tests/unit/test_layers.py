@@ -23,24 +23,46 @@ ROOT_NAME = "resilient_jax"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "ids", "clock", "events", "threads"}),
     frozenset({"config", "topology", "erasure", "protocol"}),
-    frozenset({"telemetry", "transport", "erasure_kernels"}),
+    frozenset({"telemetry", "transport", "erasure.kernels"}),
     frozenset({"store", "planning"}),
-    frozenset({"snapshot", "sharding"}),
+    frozenset({"snapshot"}),
+    frozenset({"cluster", "data", "jax_runtime"}),
+    frozenset({"sharding"}),
+    frozenset({"program_cost"}),
     frozenset({"compile"}),
-    frozenset({"world", "training"}),
+    frozenset({"state"}),
+    frozenset({"step"}),
+    frozenset({"checkpoint"}),
+    frozenset({"worker"}),
+    frozenset({"trainer"}),
     frozenset({"chaos"}),
     frozenset({"cli", "testing"}),
     frozenset({ROOT_NAME}),  # the root's `__init__` names what is public; nothing below may import it
 )
-STARRED = frozenset({"erasure_kernels", "sharding", "compile", "training"})
+"""From the lowest to the highest, by dotted names under the root; the longest name that a module begins with counts."""
+STARRED = frozenset(
+    {
+        "erasure.kernels",
+        "data",
+        "jax_runtime",
+        "sharding",
+        "program_cost",
+        "compile",
+        "state",
+        "step",
+        "checkpoint",
+        "worker",
+        "trainer",
+    }
+)
 JAX_AND_KIN = frozenset({"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"})
 NUMERICAL = JAX_AND_KIN | {"numpy"}
 
 LATE_LOADERS = frozenset({"resilient_jax.cli.main", "resilient_jax.planning.plan"})
-"""Modules that load others by a name that is not written there: the commands, and a plan's half that
-needs JAX and stands above it, for callers who ask a plan for a mesh or a program."""
+"""Modules that load others by a name that is not written there: the commands, each when it is asked for."""
 
-LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+PACKAGES = frozenset(room.split(".")[0] for rooms in LAYERS for room in rooms)
+LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 
 
 class Import(NamedTuple):
@@ -52,9 +74,10 @@ class Import(NamedTuple):
 
 
 def package_of(module: str) -> str:
-    """The part of the design that a module of ours belongs to; the root's name for the root itself."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ROOT_NAME
+    """Return the room of one of our modules: the longest dotted name with a layer; else its package, or the root."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in names if name in LAYER_OF), parts[0] if parts else ROOT_NAME)
 
 
 def find_imports(source: str, module: str, *, is_package: bool) -> Iterator[Import]:
@@ -78,7 +101,7 @@ def _names_imported(node: ast.AST, base: list[str]) -> Iterator[str]:
             stem = base[: len(base) - level + 1] if level else []
             origin = ".".join([*stem, *([module] if module else [])])
             if origin == ROOT_NAME:  # `from resilient_jax import config` means the package, not the root
-                yield from (f"{origin}.{a.name}" if a.name in LAYER_OF else origin for a in names)
+                yield from (f"{origin}.{a.name}" if a.name in PACKAGES else origin for a in names)
             else:
                 yield origin
         case ast.Call(func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")):
@@ -188,16 +211,16 @@ def test_only_those_known_for_it_load_modules_late(file):
 
 
 VIOLATIONS = {
-    "from a higher layer": ("resilient_jax.store.memory", "from resilient_jax.world import agent"),
-    "from another package of its layer": ("resilient_jax.training.loop", "import resilient_jax.world.agent"),
-    "relative": ("resilient_jax.store.memory", "from ..world.agent import run"),
-    "relative, naming the package": ("resilient_jax.store.memory", "from .. import world"),
+    "from a higher layer": ("resilient_jax.store.memory", "from resilient_jax.cluster import agent"),
+    "from another package of its layer": ("resilient_jax.data.rows", "import resilient_jax.cluster.agent"),
+    "relative": ("resilient_jax.store.memory", "from ..cluster.agent import run"),
+    "relative, naming the package": ("resilient_jax.store.memory", "from .. import cluster"),
     "the root": ("resilient_jax.cli.main", "import resilient_jax as rj"),
     "for type checkers only": (
         "resilient_jax.store.memory",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from resilient_jax import world",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from resilient_jax import cluster",
     ),
-    "at run time": ("resilient_jax.store.memory", "importlib.import_module('resilient_jax.world')"),
+    "at run time": ("resilient_jax.store.memory", "importlib.import_module('resilient_jax.cluster')"),
 }
 
 
@@ -205,6 +228,15 @@ VIOLATIONS = {
 def test_an_import_that_points_up_is_found(case):
     module, source = VIOLATIONS[case]
     assert len(find_upward_imports(find_imports(source, module, is_package=False), module)) == 1
+
+
+def test_the_longest_dotted_name_gives_a_module_its_layer():
+    assert package_of("resilient_jax.erasure.kernels.numpy_kernel") == "erasure.kernels"
+    assert package_of("resilient_jax.erasure.matrix") == "erasure"
+    source = "from resilient_jax.erasure.kernels import choose_kernel\n"
+    imports = list(find_imports(source, "resilient_jax.erasure.matrix", is_package=False))
+    assert len(find_upward_imports(iter(imports), "resilient_jax.erasure.matrix")) == 1
+    assert find_upward_imports(iter(imports), "resilient_jax.snapshot.server") == []
 
 
 def test_an_import_that_points_down_or_stays_is_allowed():

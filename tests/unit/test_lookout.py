@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from resilient_jax.events import EventKind
-from resilient_jax.training import lookout
-from resilient_jax.training.lookout import Lookout
+from resilient_jax.worker import checkpoint_poller
+from resilient_jax.worker.checkpoint_poller import Lookout
 
 DEADLINE_S = 20.0
 
@@ -38,7 +38,7 @@ class Storage:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr(lookout, "AGAIN_S", 0.001)
+    monkeypatch.setattr(checkpoint_poller, "AGAIN_S", 0.001)
 
 
 def test_what_is_seen_while_the_worker_is_idle_is_told_when_it_changes():

@@ -6,6 +6,15 @@ import msgspec
 import pytest
 from membership_job import Job, stop_at_boundary, training
 
+from resilient_jax.cluster.membership import (
+    AfterStateLoss,
+    HostChanged,
+    HostGone,
+    Tick,
+    handle,
+    initial_state,
+)
+from resilient_jax.cluster.world_formation import PrepareService
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
     Change,
@@ -15,16 +24,7 @@ from resilient_jax.protocol.records import (
     Phase,
     WorkerState,
 )
-from resilient_jax.protocol.worker import RESTART_EXIT_CODE
-from resilient_jax.world.forming import PrepareService
-from resilient_jax.world.membership import (
-    AfterStateLoss,
-    HostChanged,
-    HostGone,
-    Tick,
-    handle,
-    initial_state,
-)
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
 COLLECTIVE = Failure(kind=FailureKind.COLLECTIVE, text="connection reset by peer")
 

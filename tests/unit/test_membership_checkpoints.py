@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, training
 
+from resilient_jax.cluster.membership import AfterStateLoss, HostGone, initial_state
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import (
@@ -13,7 +14,6 @@ from resilient_jax.protocol.records import (
     Phase,
     WorkerState,
 )
-from resilient_jax.world.membership import AfterStateLoss, HostGone, initial_state
 
 
 def lost(*, checkpoint: int | None = 3, **rules) -> Job:

@@ -21,6 +21,18 @@ import msgspec
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from resilient_jax.cluster.membership import (
+    HostChanged,
+    HostGone,
+    MembershipEvent,
+    Publish,
+    Rules,
+    Tick,
+    handle,
+    initial_state,
+)
+from resilient_jax.cluster.membership_state import MembershipState
+from resilient_jax.cluster.world_formation import PrepareService
 from resilient_jax.ids import (
     GenerationNumber,
     HostName,
@@ -29,7 +41,6 @@ from resilient_jax.ids import (
     LeaseId,
     Revision,
 )
-from resilient_jax.protocol.keys import generation_key, host_key, hosts_prefix, leader_key
 from resilient_jax.protocol.records import (
     Change,
     Failure,
@@ -45,21 +56,10 @@ from resilient_jax.protocol.records import (
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.worker import Boundary, Form, Hold, Order, Pause, Quiesce
+from resilient_jax.protocol.store_keys import generation_key, host_key, hosts_prefix, leader_key
+from resilient_jax.protocol.worker_messages import Boundary, Form, Hold, Order, Pause, Quiesce
 from resilient_jax.store.interface import Compare, Operator, Put, PutOp, Target, is_absent
-from resilient_jax.store.machine import StoreMachine
-from resilient_jax.world.evidence import MembershipState
-from resilient_jax.world.forming import PrepareService
-from resilient_jax.world.membership import (
-    HostChanged,
-    HostGone,
-    MembershipEvent,
-    Publish,
-    Rules,
-    Tick,
-    handle,
-    initial_state,
-)
+from resilient_jax.store.state_machine import StoreMachine
 
 JOB = JobName("job")
 NAMES = tuple(HostName(name) for name in "abcd")

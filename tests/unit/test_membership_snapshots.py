@@ -3,10 +3,10 @@
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
+from resilient_jax.cluster.membership import AfterStateLoss, HostGone
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import Change, Failure, FailureKind, OutcomeKind, Phase, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.world.membership import AfterStateLoss, HostGone
 
 
 def test_a_lost_host_leads_back_to_the_newest_snapshot_in_the_same_world():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step.placements import SMALLEST, Complete, fully_sharded
+from resilient_jax.sharding.placements import SMALLEST, Complete, fully_sharded
 
 shapes = st.lists(st.sampled_from([1, 2, 3, 5, 7, 12, 64, 96, 160, 192]), max_size=4).map(tuple)
 sizes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resilient_jax.compile.guiding import follow_examples, hold_examples
 from resilient_jax.planning.axes import Axis
+from resilient_jax.sharding.activation_constraints import follow_examples, hold_examples
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
 from tests.support.quick_compiling import quick_compiling as quick_compiling

@@ -6,11 +6,11 @@ import pytest
 from plan_topologies import cluster, small_profile
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.calibrating import Measurement, calibrate, estimate_s
 from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration_fit import Measurement, calibrate, estimate_s
+from resilient_jax.planning.device_layout import AS_MANY_AS_FIT
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.search import search
-from resilient_jax.planning.shape import AS_MANY_AS_FIT
 
 TRUE = Calibration(
     matrix_efficiency=0.41,

@@ -10,10 +10,10 @@ from plan_topologies import cluster, small_profile
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.planning.calibration import Calibration, load_calibration, save_calibration
 from resilient_jax.planning.collectives import Link, links_of, send_s, time_of
+from resilient_jax.planning.device_cost import compute_s, count_work, fsdp_messages
+from resilient_jax.planning.device_layout import Group, Microbatch, lay_out
 from resilient_jax.planning.memory import count_activations, memory_of_stage
-from resilient_jax.planning.part_cost import compute_s, count_work, fsdp_messages
-from resilient_jax.planning.profile import ExchangeKind, Part, Role
-from resilient_jax.planning.shape import Group, Microbatch, lay_out
+from resilient_jax.planning.program_cost import ExchangeKind, Part, Role
 from resilient_jax.planning.state_bytes import count_state
 
 FAST, SLOW = Link(bytes_per_s=1e9, latency_s=1e-6), Link(bytes_per_s=1e8, latency_s=1e-5)

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis, read_sizes
-from resilient_jax.planning.cutting import count_parts, cut, find_misfits, find_sizes, require_cuttable
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.profile import Divisor, Part, Profile, Role, Tensor
+from resilient_jax.planning.program_cost import Divisor, Part, Profile, Role, Tensor
+from resilient_jax.planning.tensor_partition import (
+    count_parts,
+    cut,
+    find_misfits,
+    find_sizes,
+    require_cuttable,
+)
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.planning.transformer_profile import profile_transformer
+from resilient_jax.planning.transformer_cost import profile_transformer
 
 SHAPE = TransformerShape(
     layers=6,

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.dealing import Takers, deal_classes
+from resilient_jax.planning.layer_split import Run, keep_of_tensor_group, split_layers, split_runs
+from resilient_jax.planning.makespan import Takers, deal_classes
 from resilient_jax.planning.memory import in_flight
 from resilient_jax.planning.pipeline import pipeline_s, rerouted_s, walk_pipeline
-from resilient_jax.planning.stages import Run, keep_of_tensor_group, split_layers, split_runs
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 classes = st.lists(

@@ -10,10 +10,10 @@ from plan_topologies import cluster, small_profile
 from resilient_jax.planning.assignment import assign_least
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import NothingFits, PlanError
-from resilient_jax.planning.holdings import Box, cut_common, find_holdings, size_of_box, weigh_layers
-from resilient_jax.planning.moving import find_moves, missing_bytes
+from resilient_jax.planning.host_state import Box, cut_common, find_holdings, size_of_box, weigh_layers
 from resilient_jax.planning.replanning import Choice, break_even_s, replan, score_of
 from resilient_jax.planning.search import search
+from resilient_jax.planning.state_migration import find_moves, missing_bytes
 from resilient_jax.topology import UnknownHost
 
 PROFILE = small_profile()

@@ -11,10 +11,10 @@ from plan_topologies import chip, cluster, clusters, small_profile, tight_bytes,
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.candidates import NO_AXES
+from resilient_jax.planning.branch_and_bound import NO_AXES
+from resilient_jax.planning.device_layout import Group, lay_out
 from resilient_jax.planning.errors import NothingFits, PlanError
 from resilient_jax.planning.search import search, search_best
-from resilient_jax.planning.shape import Group, lay_out
 from resilient_jax.topology import TopologyError
 
 PROFILE = small_profile()

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.planning import cutting, transformer, transformer_profile
+from resilient_jax.planning import tensor_partition, transformer, transformer_cost
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.profile import ExchangeKind, Part, Role
+from resilient_jax.planning.program_cost import ExchangeKind, Part, Role
 from resilient_jax.planning.transformer import TransformerShape, count_parameters
+from resilient_jax.planning.transformer_cost import profile_transformer
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_profile import profile_transformer
-from resilient_jax.planning.transformer_work import MIXED, SINGLE
+from resilient_jax.planning.transformer_parts import MIXED, SINGLE
 
 LLAMA2_7B = TransformerShape(
     layers=32,
@@ -147,7 +147,7 @@ def test_half_the_bytes_of_a_number_are_half_the_bytes_of_activations():
 
 
 @pytest.mark.parametrize(
-    "module", [cutting, transformer, transformer_profile], ids=lambda module: module.__name__
+    "module", [tensor_partition, transformer, transformer_cost], ids=lambda module: module.__name__
 )
 def test_the_examples_in_the_docstrings_run(module):
     result = doctest.testmod(module)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.training.step.quotas import (
+from resilient_jax.step.quotas import (
     Roles,
     deal,
     deal_by_roles,

@@ -12,7 +12,7 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.training.step.replicas import Replica
+from resilient_jax.step.replicas import Replica
 
 REPLICAS, TIMES = 4, 300
 

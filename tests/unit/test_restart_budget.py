@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.world.restart_budget import RestartBudget
+from resilient_jax.cluster.restart_budget import RestartBudget
 
 
 def spend_all(budget: RestartBudget, times: list[float]) -> list[float | None]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.errors import CallerError, LogUnwritable
-from resilient_jax.world.run_directory import (
+from resilient_jax.cluster.run_directory import (
     CONTACT_FILE,
     Contact,
     claimed,
@@ -15,6 +14,7 @@ from resilient_jax.world.run_directory import (
     remove_contact,
     write_contact,
 )
+from resilient_jax.errors import CallerError, LogUnwritable
 
 OURS = Contact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
 THEIRS = Contact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from resilient_jax.planning.axes import AXIS_OF, Axis
-from resilient_jax.planning.profile import Part
-from resilient_jax.sharding.attribution import Kind, attribute
-from resilient_jax.sharding.layering import Place
-from resilient_jax.sharding.operations import trace_operations
-from resilient_jax.sharding.parts import locate
+from resilient_jax.planning.program_cost import Part
+from resilient_jax.program_cost.operations import trace_operations
+from resilient_jax.program_cost.program_parts import locate
+from resilient_jax.program_cost.sharding_propagation import Kind, attribute
+from resilient_jax.sharding.layer_stacks import Place
 
 BATCH, TOKENS, WIDTH = 2, 8, 16
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from resilient_jax.planning.axes import AXIS_OF
-from resilient_jax.planning.profile import Part
-from resilient_jax.sharding.attribution import attribute
-from resilient_jax.sharding.keeping import count_kept, residuals_of
-from resilient_jax.sharding.operations import trace_operations
+from resilient_jax.planning.program_cost import Part
+from resilient_jax.program_cost.operations import trace_operations
+from resilient_jax.program_cost.residuals import count_kept, residuals_of
+from resilient_jax.program_cost.sharding_propagation import attribute
 
 ROWS, WIDTH, HIDDEN = 8, 16, 24
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)

@@ -10,9 +10,9 @@ from flax import nnx
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import AXIS_OF, Axis
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.sharding.abstract_model import abstract_program
-from resilient_jax.sharding.layering import find_places
-from resilient_jax.sharding.naming import Naming, linen_names, name_dims, nnx_names, units_of
+from resilient_jax.program_cost.abstract_program import abstract_program
+from resilient_jax.sharding.layer_stacks import find_places
+from resilient_jax.sharding.logical_axes import Naming, linen_names, name_dims, nnx_names, units_of
 
 SHAPE = TransformerShape(
     layers=2,

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.sharding.attribution import count_products
-from resilient_jax.sharding.operations import has_unknown_loop, trace_operations
-from resilient_jax.sharding.xla_cost import compile_and_read, count_flops
+from resilient_jax.program_cost.operations import has_unknown_loop, trace_operations
+from resilient_jax.program_cost.sharding_propagation import count_products
+from resilient_jax.program_cost.xla_cost import compile_and_read, count_flops
 
 X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((6, 32, 32), jnp.float32)

@@ -12,13 +12,13 @@ from flax import nnx
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cutting import find_sizes
-from resilient_jax.planning.profile import Part, Role
-from resilient_jax.sharding import program_profile
-from resilient_jax.sharding.abstract_model import abstract_program
-from resilient_jax.sharding.naming import Naming
-from resilient_jax.sharding.program_profile import profile_of
-from resilient_jax.sharding.xla_cost import count_flops
+from resilient_jax.planning.program_cost import Part, Role
+from resilient_jax.planning.tensor_partition import find_sizes
+from resilient_jax.program_cost import program_analysis
+from resilient_jax.program_cost.abstract_program import abstract_program
+from resilient_jax.program_cost.program_analysis import profile_of
+from resilient_jax.program_cost.xla_cost import count_flops
+from resilient_jax.sharding.logical_axes import Naming
 
 GPT = msgspec.structs.replace(
     LLAMA, kv_heads=4, gated=False, norm="layer", biases="all", positions="table", tied_embedding=True
@@ -141,6 +141,6 @@ def test_an_nnx_module_made_already_is_refused():
 
 
 def test_the_example_in_the_docstring_runs():
-    result = doctest.testmod(program_profile)
+    result = doctest.testmod(program_analysis)
     assert result.attempted > 0
     assert result.failed == 0

@@ -5,7 +5,7 @@ import sys
 
 MESSAGES = """
 import resource
-from resilient_jax.snapshot.allocation import keep_freed_memory
+from resilient_jax.snapshot.malloc_settings import keep_freed_memory
 {first}
 def use():
     [b"x" * 4 * 2**20 for _ in range(8)]

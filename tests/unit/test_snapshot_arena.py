@@ -24,10 +24,8 @@ from resilient_jax.errors import (
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase
-from resilient_jax.snapshot import memory
-from resilient_jax.snapshot.arena import Arena
-from resilient_jax.snapshot.commit import CommitBoard
-from resilient_jax.snapshot.held import cut_blocks
+from resilient_jax.snapshot import memory_budget
+from resilient_jax.snapshot.commit_votes import CommitBoard
 from resilient_jax.snapshot.manifest import (
     Manifest,
     PartContents,
@@ -44,7 +42,9 @@ from resilient_jax.snapshot.messages import (
     Settled,
 )
 from resilient_jax.snapshot.slot_choice import choose_slot
-from resilient_jax.snapshot.slots import MEMFD_NAME, Mark, Phase, Slot, SlotShape
+from resilient_jax.snapshot.slot_contents import cut_blocks
+from resilient_jax.snapshot.slot_memory import MEMFD_NAME, Mark, Phase, Slot, SlotShape
+from resilient_jax.snapshot.snapshot_slots import Arena
 from resilient_jax.snapshot.stripes import MIN_BLOCK_BYTES, Grid, cut_grid
 
 HOST, PEER = HostName("a"), HostName("b")
@@ -614,8 +614,8 @@ def test_a_layout_that_does_not_fit_is_refused_with_numbers_and_changes_nothing(
 
 def test_memory_of_the_slots_that_there_are_counts_for_the_next_layout(arena, monkeypatch):
     arena.open(make_layout(part_bytes=30 * 2**20))
-    nothing_left = memory.MemoryFree(available=16 * 2**20)
-    monkeypatch.setattr("resilient_jax.snapshot.arena.read_free_memory", lambda: nothing_left)
+    nothing_left = memory_budget.MemoryFree(available=16 * 2**20)
+    monkeypatch.setattr("resilient_jax.snapshot.snapshot_slots.read_free_memory", lambda: nothing_left)
     arena.open(make_layout(part_bytes=30 * 2**20, generation=2))
     with pytest.raises(SnapshotRefused):
         arena.open(make_layout(part_bytes=60 * 2**20, generation=3))

@@ -32,14 +32,14 @@ from snapshot_parts import (
 
 from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.fault_points import Place
-from resilient_jax.training.held_state import Leaf, hold
-from resilient_jax.training.snapshots import filling
-from resilient_jax.training.snapshots.boxes import Box, whole
-from resilient_jax.training.snapshots.capture import Capture
-from resilient_jax.training.snapshots.filling import COPY_BYTES, fill
-from resilient_jax.training.snapshots.parts import cut_state
-from resilient_jax.training.snapshots.sources import Source, Task, plan_tasks, send_to_host
+from resilient_jax.protocol.failpoints import Place
+from resilient_jax.state import part_copy
+from resilient_jax.state.capture import Capture
+from resilient_jax.state.copy_sources import Source, Task, plan_tasks, send_to_host
+from resilient_jax.state.flat_state import Leaf, hold
+from resilient_jax.state.index_box import Box, whole
+from resilient_jax.state.part_copy import COPY_BYTES, fill
+from resilient_jax.state.state_partition import cut_state
 
 (HOST,) = host_names(1)
 
@@ -101,7 +101,7 @@ def check_parts(state, arena, cut, hosts):
 def test_the_parts_hold_the_numbers_of_their_pieces(state, count, threads, copy_bytes):
     hosts, host_of = hosts_of_eight(count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filling, "COPY_BYTES", copy_bytes)
+        patch.setattr(part_copy, "COPY_BYTES", copy_bytes)
         arena, cut = take(state, hosts, host_of, threads=threads)
     check_parts(state, arena, cut, hosts)
 

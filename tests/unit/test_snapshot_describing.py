@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from resilient_jax.errors import CallerError
-from resilient_jax.training.held_state import hold
-from resilient_jax.training.snapshots.keeping import MOST_DESCRIBED_BYTES, check_described
+from resilient_jax.state.flat_state import hold
+from resilient_jax.state.snapshotter import MOST_DESCRIBED_BYTES, check_described
 
 
 def test_texts_that_no_message_holds_are_refused_with_the_longest():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Layout
-from resilient_jax.snapshot.memory import (
+from resilient_jax.snapshot.memory_budget import (
     MANIFEST_BYTES,
     MemoryFree,
     MemoryNeeded,
@@ -17,7 +17,7 @@ from resilient_jax.snapshot.memory import (
     memory_needed,
     read_free_memory,
 )
-from resilient_jax.snapshot.placement import form_groups
+from resilient_jax.snapshot.parity_groups import form_groups
 
 GIB = 2**30
 A = HostName("a")

@@ -13,10 +13,10 @@ from snapshot_parts import host_names, hosts_of_eight, put, shapes, shardings, s
 
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.snapshot.manifest import PIECE_ALIGNMENT
-from resilient_jax.training.held_state import hold
-from resilient_jax.training.snapshots.boxes import Box, runs, whole
-from resilient_jax.training.snapshots.interval import optimal_interval_s, steps_between
-from resilient_jax.training.snapshots.parts import check_fits, cut_state
+from resilient_jax.state.flat_state import hold
+from resilient_jax.state.index_box import Box, runs, whole
+from resilient_jax.state.snapshot_interval import optimal_interval_s, steps_between
+from resilient_jax.state.state_partition import check_fits, cut_state
 
 host_counts = st.sampled_from([1, 2, 4, 8])
 

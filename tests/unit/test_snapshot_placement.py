@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.placement import MAX_GROUP, describe_compromises, form_groups
+from resilient_jax.snapshot.parity_groups import MAX_GROUP, describe_compromises, form_groups
 
 sizes = st.integers(5, 12)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.snapshot.placement import form_groups
-from resilient_jax.snapshot.recovery import Statuses, choose_snapshot, explain_loss
+from resilient_jax.snapshot.parity_groups import form_groups
+from resilient_jax.snapshot.snapshot_choice import Statuses, choose_snapshot, explain_loss
 
 
 def hosts(count):

@@ -4,9 +4,9 @@ import socket
 
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.link import Link
+from resilient_jax.snapshot.fd_connection import Link
 from resilient_jax.snapshot.messages import SERVER_WORD_DECODER, Happened, Holding
-from resilient_jax.snapshot.reporting import Reporter
+from resilient_jax.snapshot.notifier import Reporter
 
 
 def test_what_is_held_is_told_when_there_is_memory_again():

@@ -25,15 +25,15 @@ from snapshot_parts import (
 )
 
 from resilient_jax.errors import MessageError, StateError
-from resilient_jax.protocol.fault_points import Place
+from resilient_jax.protocol.failpoints import Place
 from resilient_jax.snapshot.manifest import Manifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.training.held_state import describe, hold, to_host
-from resilient_jax.training.held_state import restore as restore_held
-from resilient_jax.training.snapshots import gathering, restoring
-from resilient_jax.training.snapshots.boxes import whole
-from resilient_jax.training.snapshots.gathering import Gatherer, Target
-from resilient_jax.training.snapshots.restoring import restore_snapshot
+from resilient_jax.state import gather, restore
+from resilient_jax.state.flat_state import describe, hold, to_host
+from resilient_jax.state.flat_state import restore as restore_held
+from resilient_jax.state.gather import Gatherer, Target
+from resilient_jax.state.index_box import whole
+from resilient_jax.state.restore import restore_snapshot
 
 host_counts = st.sampled_from([1, 2, 4, 8])
 
@@ -179,9 +179,9 @@ def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
     }
     arena = take_by(count, state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "READ_BYTES", read_bytes)
-        patch.setattr(gathering, "GAP_BYTES", gap_bytes)
-        patch.setattr(restoring, "BATCH_BYTES", read_bytes)
+        patch.setattr(gather, "READ_BYTES", read_bytes)
+        patch.setattr(gather, "GAP_BYTES", gap_bytes)
+        patch.setattr(restore, "BATCH_BYTES", read_bytes)
         target = data.draw(shardings(shape))
         _, restored = restore_snapshot(abstract_of(state), arena, target)
     assert_same(restored, state)

@@ -8,11 +8,11 @@ from rich.console import Console
 
 from resilient_jax.cli import main, status
 from resilient_jax.cli.options import installed_versions
+from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
 from resilient_jax.protocol.records import HostStatus, ServiceStatus, WorkerStatus
 from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.world.inspection import JobReport
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
 HOSTS = (HOST, HostName("host-1"))

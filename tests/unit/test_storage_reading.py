@@ -12,13 +12,13 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient_jax.checkpoint import orbax_reader, orbax_writer
+from resilient_jax.checkpoint.byte_budget import Budget
+from resilient_jax.checkpoint.orbax_reader import check_whole, describe, read
+from resilient_jax.checkpoint.orbax_writer import write
+from resilient_jax.checkpoint.stored_tree import Key, Piece, align, allocate, view
 from resilient_jax.errors import CheckpointUnreadable
-from resilient_jax.training.snapshots.boxes import Box, whole
-from resilient_jax.training.trainer.storage import reading, writing
-from resilient_jax.training.trainer.storage.budget import Budget
-from resilient_jax.training.trainer.storage.leaves import Key, Piece, align, allocate, view
-from resilient_jax.training.trainer.storage.reading import check_whole, describe, read
-from resilient_jax.training.trainer.storage.writing import write
+from resilient_jax.state.index_box import Box, whole
 
 KIB = 2**10
 CHUNK_BYTES = 64 * KIB
@@ -44,7 +44,7 @@ def folder(request, tree, tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoints")
     if request.param == "ours":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writing, "CHUNK_BYTES", CHUNK_BYTES)
+            patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
             write(directory, 1, tree)
     else:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt="without" not in request.param)
@@ -105,7 +105,7 @@ def bytes_from_files():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading(tree, dim, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
         write(tmp_path, 1, tree)
     quarter = Box((0, 0), (ROWS, COLUMNS)).part(dim, 0, (ROWS, COLUMNS)[dim] // 4)
     before = bytes_from_files()
@@ -140,7 +140,7 @@ def test_a_budget_bounds_what_is_in_the_air_and_lets_what_is_larger_through_alon
 def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
     folder, tree, limit_bytes, monkeypatch
 ):
-    monkeypatch.setattr(reading, "DECODED_BYTES", limit_bytes)
+    monkeypatch.setattr(orbax_reader, "DECODED_BYTES", limit_bytes)
     boxes = [(name, whole(value.shape)) for name, value in tree.items()]
     for (name, _), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
         assert found.tobytes() == tree[name].tobytes()

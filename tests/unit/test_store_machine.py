@@ -21,7 +21,7 @@ from resilient_jax.store.interface import (
     RangeResponse,
     Target,
 )
-from resilient_jax.store.machine import StoreMachine
+from resilient_jax.store.state_machine import StoreMachine
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "ab", "b", "ö"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b", "z"])

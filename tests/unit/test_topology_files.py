@@ -6,7 +6,7 @@ import pytest
 from topologies import MESHES
 
 import resilient_jax as rj
-from resilient_jax.snapshot.placement import describe_compromises, form_groups
+from resilient_jax.snapshot.parity_groups import describe_compromises, form_groups
 from resilient_jax.topology import NumberFormat, Topology, decode_topology
 from resilient_jax.topology.file_format import TABLES
 

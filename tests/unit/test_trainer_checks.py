@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from resilient_jax.errors import CallerError, StateError
-from resilient_jax.training.step.assignment import ReplicaShape
-from resilient_jax.training.trainer.checkpoints import Checkpoints
-from resilient_jax.training.trainer.checks import agree_on_checkpoint, check_devices, check_replicas
+from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.trainer.checkpoints import Checkpoints
+from resilient_jax.trainer.host_checks import agree_on_checkpoint, check_devices, check_replicas
 
 
 @dataclasses.dataclass

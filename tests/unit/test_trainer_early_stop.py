@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.training.trainer.early_stop import EarlyStop
+from resilient_jax.trainer.early_stopping import EarlyStop
 
 
 def judge_all(early_stop, values):

@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
-from resilient_jax.training.step.placements import Complete
-from resilient_jax.training.trainer.loss import read_loss
-from resilient_jax.training.trainer.models import adapt
-from resilient_jax.training.trainer.numerics import Numerics
-from resilient_jax.training.trainer.programs import Programs, Recipe, locate, read_optimizer, zeros_like
+from resilient_jax.sharding.placements import Complete
+from resilient_jax.trainer.loss_function import read_loss
+from resilient_jax.trainer.model_adapters import adapt
+from resilient_jax.trainer.numerics import Numerics
+from resilient_jax.trainer.step_programs import Programs, Recipe, locate, read_optimizer, zeros_like
 
 MICROBATCHES, ROWS = 4, 6
 BATCHES = [

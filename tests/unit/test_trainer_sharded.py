@@ -11,10 +11,10 @@ import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
 
 import resilient_jax as rj
+from resilient_jax.checkpoint.host_copy import HostCopy
+from resilient_jax.checkpoint.stored_tree import view
 from resilient_jax.errors import CallerError
-from resilient_jax.training.step import reduction
-from resilient_jax.training.trainer.storage.copying import HostCopy
-from resilient_jax.training.trainer.storage.leaves import view
+from resilient_jax.step import reduction
 
 WIDTH, STEPS = 48, 3
 

@@ -8,11 +8,11 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.chaos.commits import add_sums
+from resilient_jax.chaos.ledger_invariants import add_sums
 from resilient_jax.protocol.ledger import Begun, Committed, read_ledger
-from resilient_jax.training import ledger
-from resilient_jax.training.held_state import hold
-from resilient_jax.training.ledger import Ledger, add_up, digest
+from resilient_jax.state.flat_state import hold
+from resilient_jax.worker import ledger
+from resilient_jax.worker.ledger import Ledger, add_up, digest
 
 SHAPES = {"matrix": (6, 10), "scalar": (), "long": (17,), "empty": (0, 3)}
 DTYPES = (np.float32, np.int32, np.uint8, np.bool_, jnp.bfloat16)

@@ -6,13 +6,13 @@ import pytest
 
 from resilient_jax.errors import InternalError, PeerUnreachable, TokenRefused
 from resilient_jax.store import interface
-from resilient_jax.transport import failures, gate, method
-from resilient_jax.transport.failures import ERROR_CLASSES, error_of, failure_of
+from resilient_jax.transport import authentication, error_codec, method
+from resilient_jax.transport.error_codec import ERROR_CLASSES, error_of, failure_of
 
-StatusCode = failures.grpc.StatusCode  # importing grpc before our package would make it noisy
+StatusCode = error_codec.grpc.StatusCode  # importing grpc before our package would make it noisy
 
 
-@pytest.mark.parametrize("module", [gate, method, interface], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [authentication, method, interface], ids=lambda module: module.__name__)
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(module, extraglobs={"msgspec": __import__("msgspec")})
     assert result.attempted > 0

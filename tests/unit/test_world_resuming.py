@@ -7,8 +7,8 @@ import pytest
 from resilient_jax.errors import StateError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.records import StateLoss
-from resilient_jax.training.solo import SoloLink
-from resilient_jax.training.world import StateHolder, World
+from resilient_jax.worker.standalone import SoloLink
+from resilient_jax.worker.world import StateHolder, World
 
 
 def world(*, lost=None, holder=None):

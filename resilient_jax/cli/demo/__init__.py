@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cli.demo.endings import Ending, read_ending, tabulate, train_undisturbed
-from resilient_jax.cli.demo.story import HOSTS, Incident, Story
+from resilient_jax.cli.demo.results import Ending, read_ending, tabulate, train_undisturbed
+from resilient_jax.cli.demo.scenarios import HOSTS, Incident, Story
+from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
-from resilient_jax.world.local_job import LocalJob
 
 DEVICES: Final = 2
 PARITY: Final = 2

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from resilient_jax.training.step.complete_copies import cut, gather
-from resilient_jax.training.step.placements import fully_sharded
+from resilient_jax.sharding.placements import fully_sharded
+from resilient_jax.step.resharding import cut, gather
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)

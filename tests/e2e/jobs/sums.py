@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from resilient_jax.training.step.host_grid import HostGrid
-from resilient_jax.training.step.reduction import HostSum, OrderedSum
+from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.reduction import HostSum, OrderedSum
 
 SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "empty": (0, 4)}
 DTYPES = (np.float32, jnp.bfloat16, np.int32)

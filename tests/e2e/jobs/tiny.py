@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from resilient_jax.training.data.prefetch import Prefetcher
+from resilient_jax.data.prefetcher import Prefetcher
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)

@@ -1,0 +1,104 @@
+"""Turns bits over where a job keeps its state: in the memory of snapshot servers, and in checkpoints."""
+
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from resilient_jax.errors import CallerError, ChecksumMismatch
+from resilient_jax.snapshot.slot_memory import MEMFD_NAME, PAGE_BYTES, Mark, Phase, parse_mark
+
+MARK_BYTES = 64
+"""Of the first page; the rest of it is not used."""
+
+
+def flip_snapshot(server: int, where: str, count: int, chance: random.Random) -> int:
+    """Turns a bit over in each of `count` bytes of the newest complete snapshot of a server process.
+
+    Args:
+        server: process number.
+        where: "arena" for the host's part, "parity", "manifest" or "mark".
+        count: at most; a short region has fewer.
+        chance: which bytes and bits.
+
+    Returns:
+        The step of the snapshot.
+
+    Raises:
+        CallerError: there is none, or it has no such region.
+    """
+    newest: tuple[Mark, str] | None = None
+    for path in _slots_of(server):
+        mark = _read_mark(path)
+        if mark is not None and mark.phase >= Phase.COMPLETE and (newest is None or mark.id > newest[0].id):
+            newest = mark, path
+    if newest is None:
+        raise CallerError(f"process {server} holds no complete snapshot now")
+    mark, path = newest
+    start, length = _region(mark, where)
+    if not length:
+        raise CallerError(f"the snapshot of process {server} has no {where}")
+    with open(path, "r+b", buffering=0) as file:
+        _flip(file.fileno(), start, length, count, chance)
+    return mark.id.step
+
+
+def flip_file(folder: Path, count: int, chance: random.Random) -> Path:
+    """Turns bits over in the largest file of the newest checkpoint in a folder; gives the file.
+
+    Raises:
+        CallerError: there is none.
+    """
+    steps = sorted((p for p in folder.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
+    for step in reversed(steps):
+        files = [path for path in step.rglob("*") if path.is_file()]
+        if files:
+            largest = max(files, key=lambda path: path.stat().st_size)
+            with largest.open("r+b", buffering=0) as file:
+                _flip(file.fileno(), 0, largest.stat().st_size, count, chance)
+            return largest
+    raise CallerError(f"{folder}: found no checkpoint, expected folders with files, one for each")
+
+
+def _slots_of(server: int) -> Iterator[str]:
+    for name in os.listdir(f"/proc/{server}/fd"):
+        path = f"/proc/{server}/fd/{name}"
+        try:
+            target = os.readlink(path)
+        except OSError:
+            continue
+        if target.startswith(f"/memfd:{MEMFD_NAME}"):
+            yield path
+
+
+def _read_mark(path: str) -> Mark | None:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return parse_mark(file.read(PAGE_BYTES))
+    except (OSError, ChecksumMismatch):
+        return None
+
+
+def _region(mark: Mark, where: str) -> tuple[int, int]:
+    """Where it begins in the slot, and its length."""
+    shape = mark.shape
+    match where:
+        case "arena":
+            return shape.part_offset, shape.part_bytes
+        case "parity":
+            return shape.parity_offset, shape.rows * shape.chunk_bytes
+        case "manifest":
+            return shape.mapped_bytes, mark.manifest_bytes
+        case "mark":
+            return 0, MARK_BYTES
+        case _:
+            raise CallerError(f"found region {where!r}, expected arena, parity, manifest or mark")
+
+
+def _flip(descriptor: int, start: int, length: int, count: int, chance: random.Random) -> None:
+    length = min(length, os.fstat(descriptor).st_size - start)
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    with mmap.mmap(descriptor, start + length - first, offset=first) as memory:
+        for offset in chance.sample(range(length), min(count, length)):
+            memory[start - first + offset] ^= 1 << chance.randrange(8)

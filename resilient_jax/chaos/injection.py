@@ -1,0 +1,160 @@
+"""Does to a running job what an incident says. What this machine does not permit is refused with the reason."""
+
+import dataclasses
+import random
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import assert_never
+
+from resilient_jax.chaos import bit_flips, cpu_quota, resource_limits, wall_clock
+from resilient_jax.chaos.active_faults import Lifetimes
+from resilient_jax.chaos.disk import Disk
+from resilient_jax.chaos.faults import (
+    ClockJump,
+    Exit,
+    Fault,
+    Flip,
+    FullDisk,
+    FullMemory,
+    Hang,
+    Kill,
+    LossyLink,
+    Nan,
+    NoDescriptors,
+    Partition,
+    Raise,
+    Slow,
+    SlowLink,
+    Stop,
+    kind_of,
+)
+from resilient_jax.chaos.network import Network
+from resilient_jax.chaos.signals import send, wake
+from resilient_jax.errors import CallerError
+from resilient_jax.protocol import failpoints
+
+
+class Skipped(Exception):
+    """This machine cannot do that; the text is a whole line for people."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What faults need besides processes.
+
+    Attributes:
+        network: of the job's hosts; None if they have no namespaces.
+        disk: that the run folder is on; None if it is on the machine's.
+        checkpoints: what relative paths of a flip begin at.
+    """
+
+    network: Network | None
+    disk: Disk | None
+    checkpoints: Path
+
+
+def act_of(fault: Fault) -> failpoints.Act | None:
+    """What a process does by itself at its place; None for a fault that comes from outside."""
+    match fault:
+        case Exit(code=code):
+            return failpoints.Exit(code=code)
+        case Raise():
+            return failpoints.Raise(text="an error in a step, made by the chaos campaign")
+        case Hang(for_s=for_s):
+            return failpoints.Hang(seconds=for_s)
+        case Nan() | Flip(where="message"):
+            return failpoints.Spoil()
+        case _:
+            return None
+
+
+def inject(
+    fault: Fault,
+    hosts: Sequence[str],
+    pids: Sequence[int],
+    around: Surroundings,
+    lifetimes: Lifetimes,
+    chance: random.Random,
+) -> str:
+    """Does it now; gives what there is to say of it.
+
+    Args:
+        fault: from outside.
+        hosts: that are hit.
+        pids: processes that are hit.
+        around: what is not a process.
+        lifetimes: what will end it.
+        chance: for what is left to chance.
+
+    Raises:
+        Skipped: not on this machine, or there is nothing to do it to.
+    """
+    try:
+        undo, text = _do(fault, hosts, pids, around, chance)
+    except (OSError, CallerError) as error:
+        raise Skipped(f"{kind_of(fault)}: {error}") from error
+    for one in undo:
+        lifetimes.add(one, after_s=getattr(fault, "for_s", None), until=getattr(fault, "until", None))
+    return text
+
+
+def _do(
+    fault: Fault, hosts: Sequence[str], pids: Sequence[int], around: Surroundings, chance: random.Random
+) -> tuple[list[Callable[[], None]], str]:
+    """What undoes it, and what there is to say."""
+    match fault:
+        case Kill():
+            send(pids, signal.SIGKILL)
+            return [], f"SIGKILL to {list(pids)}"
+        case Stop():
+            send(pids, signal.SIGSTOP)
+            return [lambda: wake(pids)], f"SIGSTOP to {list(pids)}"
+        case Slow(share=share):
+            return [
+                cpu_quota.slow_down(pid, share) for pid in pids
+            ], f"{share:.0%} of a core for {list(pids)}"
+        case FullMemory():
+            return [resource_limits.refuse_memory(pid) for pid in pids], f"no more memory for {list(pids)}"
+        case NoDescriptors():
+            return [
+                resource_limits.refuse_descriptors(pid) for pid in pids
+            ], f"no more descriptors for {list(pids)}"
+        case Flip():
+            return [], _flip(fault, pids, around, chance)
+        case FullDisk():
+            if around.disk is None:
+                raise Skipped("full_disk: the run folder has no disk of its own here")
+            return [around.disk.fill()], "the disk of the run folder is full"
+        case Partition() | SlowLink() | LossyLink():
+            return _disturb_links(fault, hosts, around.network)
+        case ClockJump(seconds=seconds):
+            return [wall_clock.jump(seconds)], f"the wall clock of this machine jumps by {seconds:g} s"
+        case Exit() | Raise() | Hang() | Nan():
+            raise AssertionError("made by the worker itself")
+        case _:
+            assert_never(fault)
+
+
+def _disturb_links(
+    fault: Partition | SlowLink | LossyLink, hosts: Sequence[str], network: Network | None
+) -> tuple[list[Callable[[], None]], str]:
+    if network is None:
+        raise Skipped(f"{kind_of(fault)}: the hosts have no network namespaces here")
+    match fault:
+        case Partition():
+            return [network.cut(host) for host in hosts], f"the link of {', '.join(hosts)} is down"
+        case SlowLink(mbit_s=mbit_s):
+            return [network.throttle(h, mbit_s) for h in hosts], f"{mbit_s:g} Mbit/s for {', '.join(hosts)}"
+        case LossyLink(percent=percent):
+            return [network.lose(h, percent) for h in hosts], f"{percent:g} % lost by {', '.join(hosts)}"
+        case _:
+            assert_never(fault)
+
+
+def _flip(fault: Flip, pids: Sequence[int], around: Surroundings, chance: random.Random) -> str:
+    if fault.where == "checkpoint":
+        path = bit_flips.flip_file(around.checkpoints / fault.path, fault.count, chance)
+        return f"{fault.count} bits in {path}"
+    steps = [bit_flips.flip_snapshot(pid, fault.where, fault.count, chance) for pid in pids]
+    return f"{fault.count} bits in the {fault.where} of the snapshot of step {steps} in {list(pids)}"

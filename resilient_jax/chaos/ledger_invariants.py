@@ -1,0 +1,202 @@
+"""Invariants of what was committed, read from the ledgers of all workers. Pure.
+
+A step may be committed by several hosts, and again in a later generation if those that had committed it died or the
+job went back to a snapshot; it must be the same step each time.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from resilient_jax.chaos.invariants import Invariant, Violation
+from resilient_jax.protocol.ledger import Begun, Committed, Line, Restored
+
+SUM_MODULUS = 2**64
+HALF = 16
+"""Hexadecimal digits of each of the two lanes of a sum."""
+SHOWN = 5
+"""Of many violations of one kind: more would bury the story."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Digest:
+    """Of the whole state after a step. `sha256` is empty where no host had the whole."""
+
+    sha256: str
+    sum: str
+
+    def equals(self, other: "Digest") -> bool:
+        """By SHA-256 where both have it."""
+        if self.sha256 and other.sha256:
+            return self.sha256 == other.sha256
+        return self.sum == other.sum
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """A step of the run that nobody disturbed.
+
+    Attributes:
+        digest: of the whole state after it.
+        microbatches: how many each of its sums has, by the sum's name.
+    """
+
+    digest: Digest
+    microbatches: Mapping[str, int]
+
+
+def add_sums(sums: Iterable[str]) -> str:
+    """The digest of a state from those of its parts."""
+    lanes = [0, 0]
+    for text in sums:
+        for lane, digits in enumerate((text[:HALF], text[HALF:])):
+            lanes[lane] = (lanes[lane] + int(digits, 16)) % SUM_MODULUS
+    return "".join(f"{lane:016x}" for lane in lanes)
+
+
+def digests_of(lines: Iterable[Committed | Restored]) -> Iterator[tuple[int, Digest, str]]:
+    """Step, digest of the whole state after it, and who says so. Parts of which some are missing say nothing."""
+    parts: dict[tuple[int, int], list[Committed | Restored]] = collections.defaultdict(list)
+    for line in lines:
+        step = line.step if isinstance(line, Committed) else line.steps - 1
+        if line.sha256:
+            yield step, Digest(line.sha256, line.sum), f"{line.host} in generation {line.generation}"
+        else:
+            parts[line.generation, step].append(line)
+    for (generation, step), found in parts.items():
+        by_host = {line.host: line for line in found}
+        if len(by_host) == found[0].hosts:
+            total = add_sums(line.sum for line in by_host.values())
+            yield step, Digest("", total), f"all {len(by_host)} hosts of generation {generation}"
+
+
+def read_reference(lines: Iterable[Line]) -> dict[int, Undisturbed]:
+    """Each step of a run that nobody disturbed."""
+    committed = {line.step: line for line in lines if isinstance(line, Committed)}
+    return {
+        step: Undisturbed(digest=digest, microbatches=_microbatches_of(committed[step]))
+        for step, digest, _ in digests_of(committed.values())
+    }
+
+
+def check_commits(lines: Sequence[Line], reference: Mapping[int, Undisturbed]) -> list[Violation]:
+    """All that is wrong.
+
+    Args:
+        lines: of all workers so far, each process's in its order.
+        reference: the undisturbed run; of steps that it lacks the hosts must agree among themselves.
+    """
+    committed = [line for line in lines if isinstance(line, Committed)]
+    restored = [line for line in lines if isinstance(line, Restored)]
+    return [
+        *_other_bits(committed, restored, reference),
+        *_out_of_order(committed),
+        *_wrong_microbatches(committed, [line for line in lines if isinstance(line, Begun)], reference),
+        *_late_commits(committed),
+    ]
+
+
+def check_complete(
+    lines: Sequence[Line], steps: int | None, reference: Mapping[int, Undisturbed]
+) -> list[Violation]:
+    """What is missing when the job is done.
+
+    Args:
+        lines: of all workers.
+        steps: that were to be trained; None: the job ended on the way, in the step after the newest or in the newest.
+        reference: the undisturbed run.
+    """
+    committed = [line for line in lines if isinstance(line, Committed)]
+    restored = [line for line in lines if isinstance(line, Restored)]
+    done = {line.step for line in committed}
+    # A step that a host died in is done again; or else all go on from it, which tells its digest as well.
+    compared = {step for found in (committed, restored) for step, _, _ in digests_of(found)}
+    total = steps if steps is not None else max(done, default=-1) + 1
+    found = []
+    if missing := sorted(set(range(total)) - done):
+        found.append(
+            Violation(invariant=Invariant.STEPS, found=f"steps {missing[:SHOWN]} were never committed")
+        )
+    if extra := sorted(step for step in done if step >= total):
+        found.append(Violation(invariant=Invariant.STEPS, found=f"steps {extra[:SHOWN]} are beyond the last"))
+    if unknown := sorted(done - reference.keys()):
+        text = f"steps {unknown[:SHOWN]} have no undisturbed counterpart"
+        found.append(Violation(invariant=Invariant.BITS, found=text))
+    in_flight = {max(done)} if done and steps is None else set()
+    if torn := sorted(done - compared - in_flight):
+        text = f"steps {torn[:SHOWN]} were never compared, expected each committed by all hosts of some generation"
+        found.append(Violation(invariant=Invariant.BITS, found=text))
+    return found
+
+
+def _other_bits(
+    committed: list[Committed], restored: list[Restored], reference: Mapping[int, Undisturbed]
+) -> Iterator[Violation]:
+    expected = {step: known.digest for step, known in reference.items()}
+    shown: collections.Counter[Invariant] = collections.Counter()
+    for invariant, lines in ((Invariant.BITS, committed), (Invariant.RESTORED, restored)):
+        for step, digest, who in digests_of(lines):
+            if step < 0:
+                continue  # the initial state
+            first = expected.setdefault(step, digest)
+            if not digest.equals(first):
+                shown[invariant] += 1
+                if shown[invariant] <= SHOWN:
+                    text = f"step {step}: {digest.sha256 or digest.sum} on {who}, expected {first.sha256 or first.sum}"
+                    yield Violation(invariant=invariant, found=text)
+
+
+def _out_of_order(committed: list[Committed]) -> Iterator[Violation]:
+    newest: dict[tuple[str, int, int], int] = {}
+    for line in committed:
+        key = line.host, line.process, line.generation
+        before = newest.get(key)
+        if before is not None and line.step != before + 1:
+            text = f"process {line.process} of {line.host} committed step {line.step} after {before} in generation "
+            yield Violation(invariant=Invariant.STEPS, found=f"{text}{line.generation}")
+        newest[key] = line.step
+
+
+def _wrong_microbatches(
+    committed: list[Committed], begun: list[Begun], reference: Mapping[int, Undisturbed]
+) -> Iterator[Violation]:
+    computed = {(line.host, line.step, line.index) for line in begun}
+    owners: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {}
+    # By step: an evaluation is a sum that few steps have.
+    expected = {step: known.microbatches for step, known in reference.items()}
+    for line in committed:
+        first = owners.setdefault((line.generation, line.step), line.owners)
+        where = f"step {line.step} in generation {line.generation}"
+        if first != line.owners:
+            text = f"{where}: {line.host} says {line.owners}, another host {first}"
+            yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+        counts = _microbatches_of(line)
+        if counts != expected.setdefault(line.step, counts):
+            text = f"{where}: {line.host} says so many microbatches: {counts}, expected {expected[line.step]}"
+            yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+        for hosts in line.owners.values():
+            for index, host in enumerate(hosts):
+                if (host, line.step, index) not in computed:
+                    text = f"{where}: {host} is said to have computed microbatch {index}, and never began it"
+                    yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+
+
+def _microbatches_of(line: Committed) -> dict[str, int]:
+    return {name: len(hosts) for name, hosts in line.owners.items()}
+
+
+def _late_commits(committed: list[Committed]) -> Iterator[Violation]:
+    """A worker that wakes up late may finish the step that it was in, and no other.
+
+    The step in flight of a generation that has ended is at most the first that a later one commits.
+    """
+    firsts: dict[int, tuple[float, int]] = {}
+    for line in sorted(committed, key=lambda line: line.monotonic_s):
+        for generation, (when_s, step) in firsts.items():
+            if generation > line.generation and line.step > step:
+                yield Violation(
+                    invariant=Invariant.FENCED,
+                    found=f"{line.host} committed step {line.step} in generation {line.generation} "
+                    f"{line.monotonic_s - when_s:.2f} s after generation {generation} had committed step {step}",
+                )
+        firsts.setdefault(line.generation, (line.monotonic_s, line.step))

@@ -1,0 +1,79 @@
+"""Invariants of membership, read from the events of all hosts. Pure.
+
+Every decision of a leader is a transaction of the store, and its event carries the transaction's revision and the
+leader's token. So the order of decisions is known, whenever a leader that was stopped comes to write its event.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from resilient_jax.chaos.invariants import Invariant, Violation
+from resilient_jax.events import Event, EventKind
+from resilient_jax.protocol.records import Phase
+
+ORDER = {phase: place for place, phase in enumerate(Phase)}
+
+
+def check_membership(events: Sequence[Event]) -> list[Violation]:
+    """All that is wrong."""
+    return [*_two_leaders(events), *_numbers(events), *_forms(events), *_without_reason(events)]
+
+
+def _decisions(events: Sequence[Event]) -> list[Event]:
+    found = [e for e in events if e.kind is EventKind.GENERATION_PHASE and "revision" in e.detail]
+    return sorted(found, key=lambda event: int(event.detail["revision"]))
+
+
+def _two_leaders(events: Sequence[Event]) -> Iterator[Violation]:
+    elected: dict[int, str] = {}
+    for event in events:
+        if event.kind is EventKind.LEADER_ELECTED:
+            token = int(event.detail["token"])
+            if elected.setdefault(token, event.host) != event.host:
+                text = f"token {token} was given to {elected[token]} and to {event.host}"
+                yield Violation(invariant=Invariant.LEADERS, found=text)
+    newest: Event | None = None
+    for event in _decisions(events):
+        if newest is not None and int(event.detail["token"]) < int(newest.detail["token"]):
+            text = f"{event.host} decided with token {event.detail['token']} after {newest.host} had with "
+            yield Violation(invariant=Invariant.LEADERS, found=f"{text}{newest.detail['token']}")
+        newest = event
+
+
+def _numbers(events: Sequence[Event]) -> Iterator[Violation]:
+    before: Event | None = None
+    for event in _decisions(events):
+        if before is not None:
+            found, last = event.generation or 0, before.generation or 0
+            phase, last_phase = str(event.detail["phase"]), str(before.detail["phase"])
+            if found < last or (found == last and not _may_follow(Phase(phase), Phase(last_phase))):
+                text = f"generation {found} ({phase}) was published after generation {last} ({last_phase})"
+                yield Violation(invariant=Invariant.NUMBERS, found=text)
+        before = event
+
+
+def _may_follow(phase: Phase, last: Phase) -> bool:
+    """Under one number: see the rules of world/membership.py. An active one is written again with what is new."""
+    if phase is last:
+        return phase is Phase.ACTIVE
+    if phase is Phase.QUIESCE:  # unplanned: always the first phase of a number
+        return False
+    return ORDER[phase] > ORDER[last]
+
+
+def _forms(events: Sequence[Event]) -> Iterator[Violation]:
+    """Whoever forms a generation forms the same one."""
+    seen: dict[int, tuple[str, int]] = {}
+    for event in events:
+        if event.kind is EventKind.WORLD_FORMED and event.generation is not None:
+            form = str(event.detail["change"]), int(event.detail["hosts"])
+            if seen.setdefault(event.generation, form) != form:
+                other = seen[event.generation]
+                text = f"generation {event.generation} is {form} on {event.host}, and {other} elsewhere"
+                yield Violation(invariant=Invariant.NUMBERS, found=text)
+
+
+def _without_reason(events: Sequence[Event]) -> Iterator[Violation]:
+    for event in _decisions(events):
+        if event.detail["phase"] in (Phase.QUIESCE, Phase.PAUSE) and not event.detail.get("reason"):
+            text = f"generation {event.generation} ({event.detail['phase']}) has no reason"
+            yield Violation(invariant=Invariant.EVENTS, found=text)

@@ -1,0 +1,77 @@
+"""What is said between a worker and its storage process, over a socket pair.
+
+The numbers are in memory of the worker's, whose descriptor goes with the order. Every order is answered once, in turn.
+"""
+
+import msgspec
+
+from resilient_jax.checkpoint.stored_tree import Leaf, Piece
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Order: write a checkpoint; the state is in the memory that comes with it. Then drop old ones.
+
+    Attributes:
+        keep: how many of the newest to keep.
+        distrusted: steps whose checkpoints could not be read: they do not count as kept.
+    """
+
+    directory: str
+    step: int
+    keep: int
+    distrusted: tuple[int, ...]
+    leaves: list[Leaf]
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is on storage.
+
+    Attributes:
+        nbytes: of its files.
+        seconds: that it took.
+        existed: a whole one of this step was there; nothing was written.
+    """
+
+    step: int
+    nbytes: int
+    seconds: float
+    existed: bool = False
+
+
+class Verify(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Order: verify a checkpoint, and say what is in it."""
+
+    folder: str
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is whole, as far as can be told without its numbers.
+
+    Attributes:
+        leaves: without places in memory.
+        by_digests: of all its files. Without, damaged numbers are not noticed; plain Orbax writes none.
+    """
+
+    leaves: list[Leaf]
+    by_digests: bool
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Order: put these boxes of its arrays into the memory that comes with this."""
+
+    folder: str
+    pieces: list[Piece]
+
+
+class WereRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """They are there."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The order could not be carried out."""
+
+    reason: str
+
+
+Order = Save | Verify | Read
+Answer = Saved | Verified | WereRead | Failed

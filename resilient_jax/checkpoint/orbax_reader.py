@@ -1,0 +1,175 @@
+"""Reads a checkpoint with Orbax: what is in it, and boxes of its arrays. Only the storage process does this.
+
+Of an array nothing is decoded but the chunks that a box touches, and so many bytes at once: so a host that needs a
+share of a state never has the whole of it, nor of a large array. Our own chunks are small (see writing.py); plain Orbax
+makes an array, or what one device had of it, a single chunk, and that is whole for a moment.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from resilient_jax.checkpoint.byte_budget import Budget
+from resilient_jax.checkpoint.directory_listing import METADATA, find_tree
+from resilient_jax.checkpoint.file_digests import find_damage, has_digests
+from resilient_jax.checkpoint.stored_tree import Key, Leaf, Piece, flatten, lay_out, name_path, view
+from resilient_jax.errors import CheckpointUnreadable
+from resilient_jax.state.index_box import Box, whole
+
+REASON_CHARACTERS: Final = 300
+DECODED_BYTES: Final = 128 * 2**20
+"""Of chunks, at once; a chunk that is larger comes alone. Enough to keep all cores busy."""
+
+Take = Callable[[np.ndarray], None]
+"""Is given a box's numbers."""
+
+
+def describe(folder: Path) -> tuple[list[Leaf], bool]:
+    """The leaves of a checkpoint, and whether digests have vouched for all its files.
+
+    Raises:
+        CheckpointUnreadable: it is incomplete, damaged or none.
+    """
+    place = find_tree(folder)
+    if place is None:
+        raise CheckpointUnreadable(f"it has no {METADATA}: it is incomplete, or no checkpoint of Orbax")
+    verified = has_digests(folder)
+    if verified and (damage := find_damage(folder)) is not None:
+        raise CheckpointUnreadable(damage)
+    with _open(folder, _BoxHandler()) as (_, tree):
+        leaves, _ = lay_out(flatten(jax.tree.map(_as_abstract, tree)))
+        return leaves, verified
+
+
+def read(folder: Path, pieces: Sequence[Piece], memory: mmap.mmap) -> None:
+    """Puts boxes of a checkpoint's arrays where they belong in this memory.
+
+    Raises:
+        CheckpointUnreadable: its numbers cannot be read.
+    """
+    wanted: dict[tuple[Key, ...], list[tuple[Box, Take]]] = {}
+    for piece in pieces:
+        target = view(piece, memory)
+        wanted.setdefault(piece.path, []).append(
+            (piece.box, lambda numbers, target=target: np.copyto(target, numbers))
+        )
+    _restore(folder, wanted)
+
+
+def check_whole(folder: Path) -> None:
+    """Reads every number of a checkpoint that no digest vouches for.
+
+    Raises:
+        CheckpointUnreadable: it is incomplete, damaged or none.
+    """
+    leaves, verified = describe(folder)
+    if not verified:
+        found = [leaf for leaf in leaves if not leaf.empty]
+        _restore(folder, {leaf.path: [(whole(leaf.shape), lambda numbers: None)] for leaf in found})
+
+
+@dataclasses.dataclass
+class _BoxArgs(ocp.RestoreArgs):
+    """Which boxes of an array are wanted, and who takes them."""
+
+    boxes: Sequence[tuple[Box, Take]] = ()
+
+
+class _BoxHandler(ocp.type_handlers.NumpyHandler):
+    """Orbax's reader of arrays, asked for boxes: it gives nothing back."""
+
+    async def deserialize(
+        self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
+    ) -> Sequence[np.ndarray]:
+        budget = Budget(DECODED_BYTES)
+        ends = await asyncio.gather(
+            *(
+                _read_array(info, wanted.boxes, budget)
+                for info, wanted in zip(infos, args or (), strict=True)
+                if isinstance(wanted, _BoxArgs) and wanted.boxes
+            ),
+            return_exceptions=True,  # none goes on when Orbax has closed its loop
+        )
+        for error in ends:
+            if error is not None:
+                raise error
+        return [np.empty(0)] * len(infos)
+
+
+async def _read_array(
+    info: ocp.type_handlers.ParamInfo, boxes: Sequence[tuple[Box, Take]], budget: Budget
+) -> None:
+    spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint))
+    array = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
+    for box, take in boxes:
+        async with budget.spend(_decoded_bytes(array, box)):
+            take(await array[box.within(whole(array.shape))].read())
+
+
+def _decoded_bytes(array: ts.TensorStore, box: Box) -> int:
+    """Of the chunks that a box touches, and of its own numbers."""
+    chunk = array.chunk_layout.read_chunk.shape or array.shape
+    touched = 1
+    for start, stop, size, length in zip(box.start, box.stop, chunk, array.shape, strict=True):
+        side = size or length
+        touched *= (-(-stop // side) - start // side) * side
+    return (touched + box.size) * array.dtype.numpy_dtype.itemsize
+
+
+@contextlib.contextmanager
+def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], None], Any]]:
+    """What restores a tree of arguments, and the tree as Orbax describes it; what fails inside is our error."""
+    place = find_tree(folder)
+    assert place is not None, "it was described before"
+    # Whatever is stored was written by one of these; all arrays and numbers are read by ours.
+    types = ocp.type_handlers
+    scalars, arrays, texts = types.ScalarHandler(), types.ArrayHandler(), types.StringHandler()
+    registry = types.create_type_handler_registry(
+        *((of, scalars) for of in (int, float, bytes, np.number)),
+        (np.ndarray, handler),
+        (jax.Array, arrays),
+        (str, texts),
+    )
+    orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    try:
+        with contextlib.closing(ocp.Checkpointer(orbax)) as checkpointer:
+            metadata: Any = checkpointer.metadata(place).item_metadata
+            if metadata is None:
+                raise CheckpointUnreadable(f"its {METADATA} does not describe a tree")
+
+            def restore(arguments: Any) -> None:  # noqa: ANN401 - a tree
+                checkpointer.restore(place, args=ocp.args.PyTreeRestore(restore_args=arguments))
+
+            yield restore, metadata.tree
+    except CheckpointUnreadable:
+        raise
+    except Exception as error:  # whatever Orbax and its readers say to bytes that are not theirs
+        raise CheckpointUnreadable(
+            f"Orbax cannot read it: {type(error).__name__}: {_shorten(error)}"
+        ) from error
+
+
+def _restore(folder: Path, wanted: Mapping[tuple[Key, ...], Sequence[tuple[Box, Take]]]) -> None:
+    with _open(folder, _BoxHandler()) as (restore, tree):
+        restore(
+            jax.tree_util.tree_map_with_path(
+                lambda path, _: _BoxArgs(restore_type=np.ndarray, boxes=wanted.get(name_path(path), ())), tree
+            )
+        )
+
+
+def _as_abstract(leaf: Any) -> Any:  # noqa: ANN401 - Orbax's description of an array, or of a string
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else None
+
+
+def _shorten(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:REASON_CHARACTERS]

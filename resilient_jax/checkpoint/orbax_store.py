@@ -1,0 +1,342 @@
+"""Checkpoints in Orbax's format. This process copies the state; a process of its own does the rest.
+
+Rules: at most one save is in flight; what becomes of it is an event, seen by the next call of any method that takes
+`note`. The copy lies in memory of ours, so the arrays may be donated and their devices left while it is written. A save
+outlives generations, but not this process: a writer without its worker is killed, and leaves nothing that counts.
+"""
+
+import dataclasses
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import jax
+import numpy as np
+
+from resilient_jax.checkpoint.array_reads import Arriving, batches, size_of
+from resilient_jax.checkpoint.checkpoint_match import match
+from resilient_jax.checkpoint.directory_listing import Listing, find_tree, look_into
+from resilient_jax.checkpoint.host_copy import HostCopy
+from resilient_jax.checkpoint.messages import (
+    Answer,
+    Failed,
+    Order,
+    Read,
+    Save,
+    Saved,
+    Verified,
+    Verify,
+    WereRead,
+)
+from resilient_jax.checkpoint.storage_connection import StorageLine
+from resilient_jax.checkpoint.stored_tree import Tree, allocate
+from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
+from resilient_jax.events import EventKind
+from resilient_jax.state.flat_state import ShardingRule
+
+logger = logging.getLogger(__name__)
+
+Note = Callable[..., object]
+"""Takes an `EventKind` and details."""
+TIMEOUT_S: Final = 1800.0
+POLL_S: Final = 0.1
+CLOSE_S: Final = 60.0
+"""What a save in flight gets when training has failed."""
+
+
+def note_nothing(kind: EventKind, **detail: object) -> None:
+    """For whoever keeps no events."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: int
+    started_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Patience:
+    """How long a load is waited for: since when, and what may end it before its time."""
+
+    since_s: float
+    check: Callable[[], None] | None
+
+
+class OrbaxStore:
+    """The checkpoints in one directory, each in a folder named by its step.
+
+    Args:
+        directory: of the checkpoints; made by the first save.
+        keep: how many of the newest to keep.
+        timeout_s: for one save or load; then it has failed.
+    """
+
+    def __init__(self, directory: str | Path, keep: int, timeout_s: float = TIMEOUT_S) -> None:
+        self._directory = Path(directory).absolute()
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._line: StorageLine | None = None
+        self._copy = HostCopy()
+        self._in_flight: _InFlight | None = None
+        self._failure: str | None = None
+        """Of the last save."""
+        self._distrusted: set[int] = set()
+        self.bytes_read = 0
+        """Of arrays, by all loads."""
+
+    # Looking.
+
+    def look(self) -> Listing:
+        """What is in the directory, by names alone."""
+        return look_into(self._directory)
+
+    def find_newest(self) -> int | None:
+        """The step of the newest checkpoint, by names alone; None: there is none."""
+        return max((step for step in self.look().steps if self.has(step)), default=None)
+
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of this step was finished; that it can be read is another question."""
+        return find_tree(self.path(step)) is not None
+
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self._directory / str(step)
+
+    # Saving.
+
+    @property
+    def process(self) -> int | None:
+        """The id of the storage process; None: it was not needed yet, or has ended."""
+        return self._line.pid if self._line is not None else None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight, as far as was seen."""
+        return self._in_flight is not None
+
+    def start_saving(self, step: int, state: Tree, note: Note = note_nothing) -> bool:
+        """Copies the state into memory of ours, and has it written. Returns when it is copied.
+
+        Gives False, and an event, if the save before is still in flight: then this one is skipped.
+
+        Args:
+            step: how many steps are in the state. If a whole checkpoint of it is on storage, that one stays.
+            state: arrays of which this process's devices have all.
+            note: takes events.
+        """
+        self.report(note)
+        if self._in_flight is not None:
+            since_s = time.monotonic() - self._in_flight.started_s
+            logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._in_flight.step)
+            note(EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s)
+            return False
+        started_s = time.monotonic()
+        leaves, descriptor = self._copy.take(state)
+        self._in_flight = _InFlight(step, started_s)
+        order = Save(
+            directory=str(self._directory),
+            step=step,
+            keep=self._keep,
+            distrusted=tuple(self._distrusted),
+            leaves=leaves,
+        )
+        try:
+            self._connect().send(order, descriptor)
+        except CheckpointFailed as error:
+            self._drop_line()
+            self._end_save(Failed(reason=str(error)), note)
+        return True
+
+    def report(self, note: Note = note_nothing) -> None:
+        """Notes what has become of the save in flight, if that is known. Waits for nothing."""
+        self._wait_save(note, timeout_s=0.0)
+
+    def wait(self, note: Note = note_nothing, check: Callable[[], None] | None = None) -> None:
+        """Returns when no save is in flight.
+
+        Args:
+            note: takes events.
+            check: called while it waits; may raise, to wait no longer.
+        """
+        while self._in_flight is not None:
+            self._wait_save(note, POLL_S)
+            if check is not None:
+                check()
+
+    def finish(self, note: Note = note_nothing, check: Callable[[], None] | None = None) -> None:
+        """Returns when no save is in flight, and the last one is on storage; arguments as those of `wait`.
+
+        Raises:
+            CheckpointFailed: the last save failed; says why.
+        """
+        self.wait(note, check)
+        if self._failure is not None:
+            newest = self.find_newest()
+            there = (
+                "there is none on storage" if newest is None else f"the newest on storage is of step {newest}"
+            )
+            raise CheckpointFailed(
+                f"checkpoints in {self._directory}: the last save failed ({self._failure}); {there}. Make the storage "
+                "work again and start the job anew: it goes on from there"
+            )
+
+    def save(self, step: int, state: Tree) -> None:
+        """Saves, and returns when it is on storage.
+
+        Raises:
+            CheckpointFailed: it is not; says why.
+        """
+        self.wait()
+        self.start_saving(step, state)
+        self.finish()
+
+    def close(self) -> None:
+        """Ends the process, which may finish its save, and frees the memory."""
+        deadline_s = time.monotonic() + CLOSE_S
+        try:
+            self.wait(check=lambda: _check_deadline(deadline_s))
+        except CheckpointFailed as error:
+            logger.warning("checkpoints in %s: %s", self._directory, error)
+        self._drop_line()
+        self._copy.free()
+
+    def _wait_save(self, note: Note, timeout_s: float) -> None:
+        if self._in_flight is None:
+            return
+        answer = self._receive(timeout_s, self._in_flight.started_s)
+        if answer is not None:
+            self._end_save(answer, note)
+
+    def _end_save(self, answer: Answer, note: Note) -> None:
+        assert self._in_flight is not None
+        step, self._in_flight = self._in_flight.step, None
+        path = str(self.path(step))
+        if isinstance(answer, Saved):
+            self._failure = None
+            self._distrusted.discard(step)
+            note(
+                EventKind.CHECKPOINT_SAVED,
+                step=step,
+                path=path,
+                bytes=answer.nbytes,
+                seconds=answer.seconds,
+                existed=answer.existed,
+            )
+        else:
+            reason = answer.reason if isinstance(answer, Failed) else "an answer to another order"
+            self._failure = f"step {step}: {reason}"
+            logger.warning("the checkpoint %s could not be written: %s", path, reason)
+            note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
+
+    # Loading.
+
+    def load(
+        self,
+        step: int,
+        abstract: Tree,
+        sharding: ShardingRule | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Tree:
+        """The state of a checkpoint. Of each array nothing is read but what this host's devices need.
+
+        Args:
+            step: of the checkpoint.
+            abstract: the state's shapes.
+            sharding: where each leaf shall lie, on any mesh; None: whole, in host memory.
+            check: called while it waits; may raise, to wait no longer.
+
+        Raises:
+            CheckpointUnreadable: it is incomplete or damaged; says how. It is not counted among those to keep.
+            StateError: it is whole, but holds another state; names a leaf.
+        """
+        self.wait(check=check)
+        patience = _Patience(time.monotonic(), check)
+        try:
+            found = self._ask(Verify(folder=str(self.path(step))), patience)
+            if not isinstance(found, Verified):
+                raise _unreadable(found)
+            if not found.by_digests:
+                logger.warning(
+                    "the checkpoint %s has no digests: damaged numbers would not be seen", self.path(step)
+                )
+            matched = match(found.leaves, abstract, sharding, self.path(step))
+            return matched.build(self._read(step, matched.arrays, patience))
+        except CheckpointUnreadable as error:
+            self._distrusted.add(step)
+            raise CheckpointUnreadable(f"the checkpoint {self.path(step)}: {error}") from error
+
+    def _read(
+        self, step: int, arrays: Sequence[Arriving], patience: _Patience
+    ) -> list[np.ndarray | jax.Array]:
+        """The arrays, batch by batch through one piece of memory."""
+        size = max(map(size_of, batches(arrays)), default=0)
+        descriptor = allocate(size)
+        try:
+            memory = mmap.mmap(descriptor, 0)
+            placed: list[np.ndarray | jax.Array] = []
+            for batch in batches(arrays):
+                pieces = [piece for array in batch for piece in array.pieces]
+                answer = self._ask(Read(folder=str(self.path(step)), pieces=pieces), patience, descriptor)
+                if not isinstance(answer, WereRead):
+                    raise _unreadable(answer)
+                placed += [array.place(memory) for array in batch]
+                self.bytes_read += sum(piece.nbytes for piece in pieces)
+            return placed
+        finally:
+            os.close(descriptor)
+
+    def _ask(self, order: Order, patience: _Patience, descriptor: int | None = None) -> Answer:
+        """Gives an order, and waits for its answer. If that is broken off the process ends, too: it owes an answer."""
+        try:
+            self._connect().send(order, descriptor)
+            while (answer := self._receive(POLL_S, patience.since_s)) is None:
+                if patience.check is not None:
+                    patience.check()
+        except CheckpointFailed as error:
+            self._drop_line()
+            answer = Failed(reason=str(error))
+        except BaseException:
+            self._drop_line()
+            raise
+        return answer
+
+    # The process.
+
+    def _connect(self) -> StorageLine:
+        """The line for a new order: one whose process has died since the last is replaced."""
+        if self._line is not None and self._line.has_ended:
+            self._drop_line()
+        if self._line is None:
+            self._line = StorageLine()
+        return self._line
+
+    def _drop_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.end()
+
+    def _receive(self, timeout_s: float, started_s: float) -> Answer | None:
+        """The answer to the order in flight; that the process died, or took too long, is one, too."""
+        assert self._line is not None, "an order is in flight"
+        try:
+            answer = self._line.poll(timeout_s)
+        except CheckpointFailed as error:
+            self._drop_line()
+            return Failed(reason=str(error))
+        if answer is None and time.monotonic() - started_s > self._timeout_s:
+            self._drop_line()
+            return Failed(reason=f"it took more than {self._timeout_s:g} s, and was given up")
+        return answer
+
+
+def _unreadable(answer: Answer) -> CheckpointUnreadable:
+    return CheckpointUnreadable(answer.reason if isinstance(answer, Failed) else "an answer to another order")
+
+
+def _check_deadline(deadline_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise CheckpointFailed(f"a save was not done within {CLOSE_S:g} s after training had ended")

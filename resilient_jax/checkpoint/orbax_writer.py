@@ -1,0 +1,129 @@
+"""Writes a checkpoint with plain Orbax, and clears away old ones. Only the storage process does this.
+
+A checkpoint is written in a temporary folder, with its digests, and everything is flushed; then one rename makes it
+count. A writer that dies before leaves a folder whose name says that it is unfinished. The writer held a lock on it, so
+the next one knows that it is dead, and clears it away.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from resilient_jax.checkpoint.directory_listing import TEMPORARY_MARK, find_tree, look_into
+from resilient_jax.checkpoint.file_digests import write_digests
+from resilient_jax.checkpoint.orbax_reader import check_whole
+from resilient_jax.checkpoint.stored_tree import Tree
+from resilient_jax.errors import CheckpointUnreadable
+
+LOCK: Final = "lock"
+CONTENT: Final = "content"
+CHUNK_BYTES: Final = 8 * 2**20
+"""Of an array, at most, in one chunk: a host that reads a share of it decodes the chunks that the share touches. Orbax
+cuts the largest dims first; much smaller ones cost time for each."""
+
+
+def write(directory: Path, step: int, tree: Tree) -> int | None:
+    """Writes the checkpoint of a step; gives its bytes. None: a whole one was there.
+
+    Raises:
+        OSError: the storage cannot take it.
+    """
+    final = directory / str(step)
+    if final.exists() and _is_whole(final):
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    with _temporary(directory, step) as folder:
+        content = folder / CONTENT
+        _save(content, tree)
+        nbytes = write_digests(content)
+        _flush(content)
+        if final.exists():  # and damaged: it gives way, now that there is a better one
+            final.rename(folder / "damaged")
+        content.rename(final)
+        _flush_one(directory)
+    return nbytes
+
+
+def clear_away(directory: Path, step: int, keep: int, distrusted: Collection[int]) -> None:
+    """Drops old checkpoints, and what dead writers have left.
+
+    Args:
+        directory: of the checkpoints.
+        step: that was just saved. Newer ones, of a run that was not gone on with, are neither counted nor dropped.
+        keep: how many to keep; the newest of those up to `step`.
+        distrusted: steps that do not count as kept.
+    """
+    found = [s for s in look_into(directory).steps if s <= step and find_tree(directory / str(s)) is not None]
+    kept = [s for s in found if s not in distrusted][:keep]
+    for old in (s for s in found if s < min(kept, default=0)):
+        # Renamed first: half of a checkpoint must not look like one.
+        (directory / str(old)).rename(directory / f"{old}{TEMPORARY_MARK}-old")
+    for name in look_into(directory).unfinished:
+        if not _is_being_written(directory / name):
+            shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def _save(folder: Path, tree: Tree) -> None:
+    # No copy of the numbers: nobody changes them before this is done. Without an entry for jax.Array Orbax warns.
+    numbers = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    arrays = ocp.type_handlers.ArrayHandler()
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, numbers), (jax.Array, arrays))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
+        how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=how))
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_whole(folder)
+    except CheckpointUnreadable:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _temporary(directory: Path, step: int) -> Iterator[Path]:
+    """A folder of this process alone, locked while it lasts."""
+    folder = directory / f"{step}{TEMPORARY_MARK}-{socket.gethostname()}-{os.getpid()}"
+    folder.mkdir()
+    try:
+        with (folder / LOCK).open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: others may take us for dead
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_being_written(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock: Orbax's own, or half cleared away
+        return False
+    return False
+
+
+def _flush(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

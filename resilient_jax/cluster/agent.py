@@ -1,0 +1,471 @@
+"""A host's supervisor: keeps one worker training in whatever generation the leader decides.
+
+Data flow: the worker's words and the kernel's news change the host's status; the session writes it to the
+store; some agent leads and answers with a generation; this agent turns it into orders for its worker. The
+agent decides nothing about membership, not even when it leads: the machine does (membership.py).
+"""
+
+import asyncio
+import contextlib
+import enum
+import os
+import signal
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+
+from resilient_jax.clock import Clock, SystemClock
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.leader import GENERATION_DECODER, Leader
+from resilient_jax.cluster.membership import Rules
+from resilient_jax.cluster.relay import Relay
+from resilient_jax.cluster.snapshot_server_process import SnapshotProcess
+from resilient_jax.cluster.state_loss import AfterStateLoss
+from resilient_jax.cluster.store_session import Session, SessionLost
+from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
+from resilient_jax.errors import ExitCode, PeerError, StoreUnreachable
+from resilient_jax.events import EventKind
+from resilient_jax.ids import GenerationNumber, Revision
+from resilient_jax.protocol.records import (
+    Change,
+    Generation,
+    HostStatus,
+    LeaderRecord,
+    Outcome,
+    OutcomeKind,
+    Phase,
+    WorkerState,
+)
+from resilient_jax.protocol.store_keys import generation_key
+from resilient_jax.protocol.worker_messages import (
+    Boundary,
+    Form,
+    Hold,
+    Leased,
+    Pause,
+    Quiesce,
+)
+from resilient_jax.store.interface import Put, Store
+from resilient_jax.telemetry.event_log import EventLog
+
+PROGRESS_INTERVAL_S = 0.25
+"""How often step and metrics go to the store, for people to look at."""
+RELAY_GRACE_S = 10.0
+"""JAX's client takes up to 5 s more than its own deadline to give up."""
+CANCEL_AGAIN_S = 1.0
+DRAIN_DEADLINE_S = 25.0
+"""Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
+
+
+class _Leaving(enum.Enum):
+    """How far a notice to leave has come."""
+
+    NO = enum.auto()
+    ASKED = enum.auto()
+
+
+class Agent:
+    """One host's supervisor. `run` is its whole life."""
+
+    def __init__(
+        self, settings: AgentSettings, store: Store, say: Callable[[str], None], clock: Clock | None = None
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._say = say
+        self._clock = clock or SystemClock()
+        directory = settings.run_directory
+        self._log = EventLog(
+            directory / f"{settings.host}.events.jsonl" if directory else None, settings.host
+        )
+        self._agent_id = uuid.uuid4().hex
+        self._services = CoordinationServices(settings.address, self._log, self._touch)
+        self._relay: Relay | None = None
+        self._generation: Generation | None = None
+        self._session: Session | None = None
+        self._leaving = _Leaving.NO
+        self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._cut_short: Outcome | None = None
+        """Of a notice or an interrupt that came when training was over and the script was not."""
+        self._killing: asyncio.Task[None] | None = None
+        self._void: GenerationNumber | None = None
+        self._snapshots = SnapshotProcess(
+            settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
+        )
+        self._supervisor = WorkerSupervisor(
+            settings,
+            self._log,
+            self._clock,
+            say,
+            snapshots=self._snapshots,
+            on_change=self._on_worker_changed,
+            others_train=lambda: self._generation is not None and bool(self._generation.members),
+            is_over=self._ended.done,
+        )
+
+    async def run(self) -> Outcome:
+        """Supervises until the job has ended, or this host leaves.
+
+        Raises:
+            Refused: the job does not let this host in.
+            StoreUnreachable: the store is lost for good.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_notice)
+        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+        self._log.record(EventKind.AGENT_STARTED, pid=os.getpid())
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            session = self._session = await self._register("while it registered")
+            tasks = [
+                loop.create_task(self._supervise_worker()),
+                loop.create_task(self._stay_registered(session)),
+                loop.create_task(self._publish_progress()),
+            ]
+            for task in tasks:
+                task.add_done_callback(self._end_if_failed)
+            outcome = await self._ended
+            await self._supervisor.let_finish(outcome)
+            return self._cut_short or self._supervisor.with_exit_code(outcome)
+        finally:
+            await self._clean_up(tasks)
+
+    # Signals.
+
+    def _on_notice(self) -> None:
+        """SIGTERM: leave at the next step boundary."""
+        if self._leaving is not _Leaving.NO:
+            self._on_interrupt()
+            return
+        self._leaving = _Leaving.ASKED
+        self._log.record(EventKind.HOST_DRAINING)
+        asyncio.get_running_loop().call_later(DRAIN_DEADLINE_S, self._leave)
+        when = (
+            f"the script has {DRAIN_DEADLINE_S:g} s to end"
+            if self._is_done()
+            else "leaving at the next step boundary"
+        )
+        self._say(f"{self._settings.host}: got a notice to leave; {when}")
+        self._touch()
+        generation = self._generation
+        if generation is None or (
+            generation.member(self._settings.host) is None and generation.snapshot is None
+        ):
+            self._leave()
+
+    def _leave(self) -> None:
+        self._leave_with(ExitCode.DRAINED, "drained")
+
+    def _on_interrupt(self) -> None:
+        self._leave_with(ExitCode.INTERRUPTED, "interrupted")
+
+    def _leave_with(self, code: ExitCode, message: str) -> None:
+        """Ends this host's part; a script that still works after training, too."""
+        outcome = Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
+        if self._is_done():
+            self._cut_short = outcome
+            self._supervisor.kill(message)
+        self._end(outcome)
+
+    def _is_done(self) -> bool:
+        """Whether training is done: what is left to do is the script's."""
+        ended = self._ended
+        return ended.done() and ended.exception() is None and ended.result().kind is OutcomeKind.DONE
+
+    def _end_if_failed(self, task: "asyncio.Task[None]") -> None:
+        """An error of the agent itself ends it; `run` raises it."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _end(self, outcome: Outcome) -> None:
+        if not self._ended.done():
+            self._ended.set_result(outcome)
+
+    # The store.
+
+    def _new_session(self) -> Session:
+        return Session(
+            self._store,
+            self._settings.job,
+            self._settings.config.lease_ttl_s,
+            self._clock,
+            self._status,
+            self._on_lease_renewed,
+        )
+
+    def _on_lease_renewed(self, until_s: float) -> None:
+        self._supervisor.order(Leased(until_s=until_s))
+
+    async def _stay_registered(self, session: Session) -> None:
+        """Holds a session; when one is lost, stops training first and then comes back with a new one."""
+        while True:
+            self._session = session
+            session.touch()
+            why = await self._use_session(session)
+            self._session = None
+            self._log.record(EventKind.STORE_LOST, why=why)
+            self._say(f"{self._settings.host}: {why}; training stops here until the store is back")
+            self._supervisor.order(Hold())
+            session = await self._register(why)
+            self._log.record(EventKind.STORE_REGAINED)
+            self._say(f"{self._settings.host}: the store is back")
+
+    async def _use_session(self, session: Session) -> str:
+        """Lives with a session; gives the reason for its end."""
+        loop = asyncio.get_running_loop()
+        leader = self._leader()
+        tasks = [
+            loop.create_task(session.keep_alive()),
+            loop.create_task(session.publish_changes()),
+            loop.create_task(self._retrying(lambda: self._watch_generation())),
+            loop.create_task(self._retrying(lambda: leader.campaign(session.lease))),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                error = task.exception()
+                if isinstance(error, SessionLost):
+                    return str(error)
+                if error is not None:
+                    raise error
+            raise AssertionError("a session's tasks end only by an error")
+        finally:
+            await _end_all(tasks)
+
+    async def _retrying(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Does `work` again when the store was away for a moment; the lease decides when that is too long."""
+        while True:
+            try:
+                await work()
+            except PeerError:
+                await asyncio.sleep(0.1)
+
+    async def _register(self, why: str) -> Session:
+        """A session of its own again, or for the first time; `why` it has none.
+
+        Raises:
+            Refused: the job does not let this host in.
+            StoreUnreachable: it cannot be had in time.
+        """
+        deadline_s = self._clock.monotonic_s() + self._settings.config.store_deadline_s
+        while True:
+            session = self._new_session()
+            try:
+                known = await self._read_generation()
+                self._void = self._seat_of_before(known)
+                await session.open()
+                self._generation = self._generation or known
+                return session
+            except PeerError as error:
+                if self._clock.monotonic_s() > deadline_s:
+                    raise StoreUnreachable(
+                        f"host {self._settings.host} lost the store ({why}) and could not reach it again within "
+                        f"{self._settings.config.store_deadline_s:g} s; training stopped here, its state is given "
+                        "up. Start the store again, then this agent"
+                    ) from error
+                await asyncio.sleep(0.2)
+
+    async def _read_generation(self) -> Generation | None:
+        """The generation that stands when this host comes (back)."""
+        record = await self._store.get(generation_key(self._settings.job))
+        return GENERATION_DECODER.decode(record.value) if record is not None else None
+
+    def _seat_of_before(self, known: Generation | None) -> GenerationNumber | None:
+        """The generation in which this host has a seat from before it lost the store: that seat is void.
+
+        Where it has none, the generation may be one that is just being changed, and take it in.
+        """
+        if known is None or known.member(self._settings.host) is None:
+            return None
+        return known.number
+
+    def _leader(self) -> Leader:
+        config = self._settings.config
+        return Leader(
+            store=self._store,
+            job=self._settings.job,
+            record=LeaderRecord(host=self._settings.host, agent_id=self._agent_id),
+            rules=Rules(
+                expected_hosts=self._settings.expected_hosts,
+                min_hosts=config.min_hosts,
+                start_deadline_s=config.start_deadline_s,
+                regroup_s=config.lease_ttl_s + 2.0,
+                lost_patience_s=config.state_lost_patience_s,
+                quiesce_deadline_s=config.quiesce_deadline_s,
+                forming_deadline_s=config.forming_deadline_s,
+                collective_retry_limit=config.collective_retry_limit,
+                after_state_loss=AfterStateLoss(config.on_state_lost),
+            ),
+            services=self._services,
+            log=self._log,
+            say=self._say,
+            clock=self._clock,
+        )
+
+    def _status(self) -> HostStatus:
+        step, metrics = self._supervisor.progress
+        return HostStatus(
+            host=self._settings.host,
+            agent_id=self._agent_id,
+            agent_pid=os.getpid(),
+            address=self._settings.address,
+            versions=self._settings.versions,
+            draining=self._leaving is not _Leaving.NO,
+            worker=self._supervisor.status,
+            services=self._services.running,
+            snapshot_server=self._snapshots.server,
+            snapshots=self._snapshots.snapshots,
+            step=step,
+            metrics=metrics,
+        )
+
+    def _touch(self) -> None:
+        if self._session is not None:
+            self._session.touch()
+
+    async def _publish_progress(self) -> None:
+        published = self._supervisor.progress
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            if self._supervisor.progress != published:
+                published = self._supervisor.progress
+                self._touch()
+
+    # The worker.
+
+    async def _supervise_worker(self) -> None:
+        if (outcome := await self._supervisor.supervise()) is not None:
+            self._end(outcome)
+
+    def _on_worker_changed(self) -> None:
+        self._touch()
+        worker, generation = self._supervisor.worker, self._generation
+        is_member = generation is None or generation.member(self._settings.host) is not None
+        if worker is not None and worker.stopped and not is_member:
+            self._supervisor.kill("it was stopped")
+
+    def _on_snapshots_changed(self) -> None:
+        self._supervisor.on_snapshots_changed()
+        self._touch()
+
+    def _on_snapshots_lost(self) -> None:
+        """The worker's line to the server ended with it: only a new worker gets another."""
+        if not self._ended.done():
+            self._say(f"{self._settings.host}: the snapshot server ended; starting it and the worker again")
+            self._supervisor.kill("its snapshot server ended")
+
+    # Generations.
+
+    async def _watch_generation(self) -> None:
+        key = generation_key(self._settings.job)
+        record = await self._store.get(key)
+        revision = record.mod_revision if record else Revision(0)
+        if record is not None:
+            await self._obey(GENERATION_DECODER.decode(record.value))
+        async with contextlib.aclosing(self._store.watch(key, Revision(revision + 1))) as batches:
+            async for batch in batches:
+                for event in batch:
+                    if isinstance(event, Put):
+                        await self._obey(GENERATION_DECODER.decode(event.key_value.value))
+
+    async def _obey(self, generation: Generation) -> None:
+        """Turns the leader's decision into an order for the worker."""
+        known = self._generation
+        if known is not None and generation.number < known.number:
+            self._log.record(EventKind.GENERATION_REFUSED, generation=generation.number, newest=known.number)
+            return
+        self._generation = generation
+        if generation.phase is Phase.FINISHED:
+            assert generation.outcome is not None, "a finished generation has an outcome"
+            self._end(generation.outcome)
+            return
+        worker = self._supervisor.worker
+        member = generation.member(self._settings.host)
+        seated = member is not None and worker is not None and member.incarnation == worker.incarnation
+        if worker is None or not seated or generation.number == self._void:
+            await self._obey_from_outside(generation)
+            return
+        match generation.phase:
+            case Phase.QUIESCE:
+                worker.order(Quiesce(generation=generation.number, reason=generation.reason))
+            case Phase.PAUSE:
+                worker.order(Pause(generation=generation.number))
+            case Phase.BOUNDARY:
+                assert generation.boundary is not None, "a boundary has a step"
+                worker.order(Boundary(generation=generation.number, step=generation.boundary))
+            case Phase.FORM:
+                relay = await self._relay_to(generation)
+                worker.order(Form(generation=generation, host=self._settings.host, relay=relay))
+            case Phase.ACTIVE:
+                self._services.retire_before(generation.world)
+
+    async def _obey_from_outside(self, generation: Generation) -> None:
+        """This host's worker is not a member: it must not train, and may ask to join."""
+        if self._leaving is not _Leaving.NO and generation.phase in (Phase.FORM, Phase.ACTIVE):
+            if (
+                generation.snapshot is None
+            ):  # else the others still read what only this host's memory may have
+                self._leave()
+            return
+        worker = self._supervisor.worker
+        if worker is None or worker.child.exit_code is not None:
+            return
+        if worker.stopped:
+            self._supervisor.kill("it was stopped and the others went on without it")
+            return
+        # An idle one answers at once; that answer is what lets it join (Generation.dropped).
+        worker.order(Quiesce(generation=generation.number, reason="left out of the generation"))
+        running = worker.report.state is WorkerState.RUNNING
+        if running and (self._killing is None or self._killing.done()):
+            self._killing = asyncio.create_task(self._kill_unless_idle(worker))
+
+    async def _kill_unless_idle(self, worker: WorkerProcess) -> None:
+        deadline_s = self._clock.monotonic_s() + self._settings.config.quiesce_deadline_s
+        while worker.report.state is WorkerState.RUNNING and worker.child.exit_code is None:
+            if self._clock.monotonic_s() > deadline_s and not worker.report.busy:
+                if worker is self._supervisor.worker:
+                    self._supervisor.kill("it was left out of the generation and did not stop training")
+                return
+            await asyncio.sleep(0.1)
+
+    async def _relay_to(self, generation: Generation) -> str:
+        if generation.change is Change.SHRINK and self._relay is not None:
+            return self._relay.address
+        if self._relay is None or self._relay.service != generation.service:
+            old, self._relay = self._relay, Relay(generation.service)
+            await self._relay.start(self._settings.address)
+            if old is not None:
+                # The worker hangs up itself when it leaves the old world; until then it must not be cut. An
+                # attempt to connect that it abandoned lives as long as its deadline.
+                lived_out_s = self._settings.config.forming_deadline_s + RELAY_GRACE_S
+                asyncio.get_running_loop().call_later(lived_out_s, lambda: asyncio.ensure_future(old.close()))
+        return self._relay.address
+
+    # The end.
+
+    async def _clean_up(self, tasks: "list[asyncio.Task[None]]") -> None:
+        session = self._session
+        for task in (*tasks, *([self._killing] if self._killing else [])):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._supervisor.close()
+        await self._snapshots.close()
+        await self._services.close()
+        if self._relay is not None:
+            await self._relay.close()
+        if session is not None:
+            with contextlib.suppress(PeerError, TimeoutError):
+                await session.close()
+        self._log.record(EventKind.AGENT_STOPPED)
+        self._log.close()
+
+
+async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    """Cancels tasks until they are done: one that swallowed a cancellation must not keep a host away for ever."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)  # their errors are known, or of no interest any more

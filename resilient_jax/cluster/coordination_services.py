@@ -1,0 +1,171 @@
+"""Coordination services, one process a world, on the leader's host.
+
+Importing jaxlib takes 0.4 s, far too long inside a stall. So the leader keeps one process warm that has
+imported it and waits for an address; taking it into service is a matter of milliseconds.
+"""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+
+from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.errors import InternalError
+from resilient_jax.events import EventKind
+from resilient_jax.ids import WorldId
+from resilient_jax.protocol.records import ServiceStatus
+from resilient_jax.telemetry.event_log import EventLog
+
+SERVICE_MODULE = "resilient_jax.jax_runtime.coordination_service"
+PORT_TRIES = 5
+"""A free port may be taken by somebody else between finding it and serving on it."""
+START_TIMEOUT_S = 30.0
+NOT_STARTED_PAUSE_S = 1.0
+"""When one could not be started, until it is tried again."""
+
+
+class CoordinationServices:
+    """Starts, watches and ends the services that this host runs for the job.
+
+    Attributes:
+        running: the services that live, for the host's status.
+    """
+
+    def __init__(self, host_address: str, log: EventLog, on_change: Callable[[], None]) -> None:
+        self._host_address = host_address
+        self._log = log
+        self._on_change = on_change
+        self._standby: asyncio.Task[_Waiting] | None = None
+        self._children: dict[ServiceStatus, Child] = {}
+        self._starting: set[tuple[WorldId, int]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def running(self) -> tuple[ServiceStatus, ...]:
+        return tuple(self._children)
+
+    def warm_up(self) -> None:
+        """Keeps one process ready."""
+        if self._standby is None:
+            self._standby = asyncio.get_running_loop().create_task(_start_waiting())
+
+    def prepare(self, world: WorldId, nodes: int) -> None:
+        """Has a service for `world` with `nodes` processes run soon. Asking again changes nothing."""
+        wanted = (world, nodes)
+        if wanted in self._starting or any((s.world, s.nodes) == wanted for s in self._children):
+            return
+        self._starting.add(wanted)
+        self._spawn(self._serve(world, nodes))
+
+    def retire_before(self, world: WorldId) -> None:
+        """Ends the services of older worlds."""
+        for status, child in list(self._children.items()):
+            if status.world < world:
+                child.kill()
+
+    async def close(self) -> None:
+        """Ends everything."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._standby is not None:
+            self._standby.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InternalError, OSError, TimeoutError):
+                waiting = await self._standby
+                await waiting.child.end()
+        for child in list(self._children.values()):
+            await child.end()
+
+    async def _serve(self, world: WorldId, nodes: int) -> None:
+        try:
+            for _ in range(PORT_TRIES):
+                if await self._try_to_serve(world, nodes):
+                    return
+            raise InternalError(f"no free port for a coordination service on {self._host_address}")
+        except (InternalError, OSError, TimeoutError) as error:
+            self._log.record(
+                EventKind.SERVICE_NOT_STARTED, world=world, error=str(error) or "it took too long"
+            )
+            await asyncio.sleep(NOT_STARTED_PAUSE_S)  # then the leader asks again
+        finally:
+            self._starting.discard((world, nodes))
+            self._on_change()
+            self.warm_up()
+
+    async def _try_to_serve(self, world: WorldId, nodes: int) -> bool:
+        """Takes the process that waits into service; False if its port was taken."""
+        self.warm_up()
+        assert self._standby is not None, "just warmed up"
+        standby, self._standby = self._standby, None  # one that could not be started is not asked again
+        waiting = await standby
+        is_serving = False
+        try:
+            address = f"{self._host_address}:{_free_port(self._host_address)}"
+            is_serving = await waiting.serve(address, nodes)
+        finally:
+            if not is_serving:
+                await waiting.child.end()
+        if is_serving:
+            status = ServiceStatus(world=world, nodes=nodes, address=address, pid=waiting.child.pid)
+            self._children[status] = waiting.child
+            self._log.record(EventKind.SERVICE_STARTED, world=world, address=address, pid=status.pid)
+            self._spawn(self._watch(status, waiting.child))
+        return is_serving
+
+    async def _watch(self, status: ServiceStatus, child: Child) -> None:
+        code = await child.exited_or_stopped()
+        self._children.pop(status, None)
+        self._log.record(EventKind.SERVICE_EXITED, world=status.world, exit_code=code)
+        self._on_change()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Waiting:
+    """A process that has imported jaxlib and waits for an address."""
+
+    def __init__(self, child: Child, lines: asyncio.StreamReader) -> None:
+        self.child = child
+        self._lines = lines
+
+    async def serve(self, address: str, nodes: int) -> bool:
+        """Takes it into service; False if the port is taken."""
+        assert self.child.process.stdin is not None, "started with a pipe"
+        try:
+            self.child.process.stdin.write(f"{address} {nodes}\n".encode())
+            self.child.process.stdin.flush()
+        except OSError:
+            return False
+        async with asyncio.timeout(START_TIMEOUT_S):
+            answer = await self._lines.readline()
+        return answer.startswith(b"serving")
+
+
+async def _start_waiting() -> _Waiting:
+    child = Child(
+        [sys.executable, "-m", SERVICE_MODULE],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert child.process.stdout is not None, "started with a pipe"
+        lines = await read_lines(child.process.stdout.fileno())
+        child.process.stdout.close()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            answer = await lines.readline()
+        if answer.strip() != b"ready":
+            raise InternalError(f"the coordination service said {answer!r} instead of being ready")
+    except BaseException:
+        await child.end()
+        raise
+    return _Waiting(child, lines)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

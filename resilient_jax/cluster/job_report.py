@@ -1,0 +1,88 @@
+"""A running job, looked at from outside: its records, and the processes that are its parts."""
+
+import enum
+from collections.abc import Iterator
+
+import msgspec
+
+from resilient_jax.cluster.run_directory import Contact
+from resilient_jax.errors import CallerError
+from resilient_jax.ids import HostName, JobName
+from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
+from resilient_jax.protocol.store_keys import generation_key, hosts_prefix, leader_key
+from resilient_jax.store.remote import RemoteStore
+from resilient_jax.transport.credentials import Credentials
+
+CONNECT_DEADLINE_S = 5.0
+
+
+class JobReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the store knows of a job at one moment."""
+
+    job: str
+    generation: Generation | None
+    leader: HostName | None
+    hosts: tuple[HostStatus, ...]
+
+
+class Part(enum.StrEnum):
+    """What can be killed."""
+
+    WORKER = "worker"
+    AGENT = "agent"
+    SERVICE = "service"
+    SNAPSHOTS = "snapshots"
+    HOST = "host"
+
+
+async def read_report(contact: Contact) -> JobReport:
+    """Reads a job's records.
+
+    Raises:
+        StoreUnreachable: the store does not answer.
+    """
+    job = JobName(contact.job)
+    async with await RemoteStore.connect(
+        contact.store, Credentials(contact.token), CONNECT_DEADLINE_S
+    ) as store:
+        generation = await store.get(generation_key(job))
+        leader = await store.get(leader_key(job))
+        _, hosts = await store.range(hosts_prefix(job))
+    decode = msgspec.msgpack.decode
+    return JobReport(
+        job=contact.job,
+        generation=decode(generation.value, type=Generation) if generation else None,
+        leader=decode(leader.value, type=LeaderRecord).host if leader else None,
+        hosts=tuple(decode(record.value, type=HostStatus) for record in hosts),
+    )
+
+
+def pids_of(report: JobReport, part: Part, host: str) -> Iterator[int]:
+    """The processes that are a part of the job; for a host the agent first, then all it runs.
+
+    Raises:
+        CallerError: there is no such host.
+    """
+    name = report.leader if host == "leader" else host
+    found = next((h for h in report.hosts if h.host == name), None)
+    if part is Part.SERVICE and host == "leader":
+        yield from (service.pid for h in report.hosts for service in h.services)
+        return
+    if found is None:
+        known = ", ".join(h.host for h in report.hosts) or "none"
+        raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}, or leader")
+    worker = [found.worker.pid] if found.worker is not None and found.worker.exit_code is None else []
+    server = [found.snapshot_server.pid] if found.snapshot_server is not None else []
+    match part:
+        case Part.WORKER:
+            yield from worker
+        case Part.AGENT:
+            yield found.agent_pid
+        case Part.SERVICE:
+            yield from (service.pid for service in found.services)
+        case Part.SNAPSHOTS:
+            yield from server
+        case Part.HOST:
+            yield found.agent_pid
+            yield from (*worker, *server)
+            yield from (service.pid for service in found.services)

@@ -1,0 +1,337 @@
+"""Several hosts on one machine: the embedded store and one agent per host, as on a pod, but all here.
+
+The launcher is to its agents what a pod's scheduler is: it starts them, starts a killed one again, and
+ends all when the job is over. It takes no part in the job. It serves the store, so the job ends with it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.cluster.leader import GENERATION_DECODER, STATUS_DECODER
+from resilient_jax.cluster.restart_budget import RestartBudget
+from resilient_jax.cluster.run_directory import Contact, remove_contact, write_contact
+from resilient_jax.errors import ExitCode
+from resilient_jax.ids import HostName, JobName, Revision
+from resilient_jax.protocol.records import Generation, HostStatus, Outcome, OutcomeKind
+from resilient_jax.protocol.store_keys import generation_key, hosts_prefix
+from resilient_jax.store.interface import Put
+from resilient_jax.store.memory import MemoryStore
+from resilient_jax.store.service import serve_store
+from resilient_jax.telemetry.event_log import EventLog
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.server import Server
+
+TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
+END_GRACE_S = 35.0
+"""Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
+FATAL_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.REFUSED), int(ExitCode.INTERNAL)})
+"""Agents that end with one of these would end so again, wherever they are started."""
+CUT_SHORT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
+"""Of agents that were told to leave."""
+OWN_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
+"""Agents end with another positive one only for the script."""
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a host of the job is on this machine.
+
+    Attributes:
+        address: that it listens at.
+        prefix: the words before its agent's command that make it run there, such as `ip netns exec NAME`.
+    """
+
+    address: str
+    prefix: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """A job on this machine.
+
+    Attributes:
+        agent_options: options for every agent's command line.
+        run_directory: a folder that exists, can be written and is claimed for this job.
+        host_restart_delay_s: how long a killed host stays away; None: for good.
+        sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
+        store_host: address that the store listens at.
+    """
+
+    job: JobName
+    hosts: int
+    command: tuple[str, ...]
+    agent_options: tuple[str, ...]
+    run_directory: Path
+    environment: Mapping[str, str]
+    host_restart_delay_s: float | None = 1.0
+    host_restart_limit: int = 100
+    sites: tuple[Site, ...] = ()
+    store_host: str = "127.0.0.1"
+
+
+class JobView:
+    """What a progress line or a table shows of a job; kept up to date by the launcher."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.hosts: dict[HostName, HostStatus] = {}
+        self.step = 0
+        """The newest step that any host reported."""
+        self.metrics: dict[str, float] = {}
+        """What was reported with that step."""
+
+    def see_host(self, status: HostStatus) -> None:
+        """A host's new status."""
+        self.hosts[status.host] = status
+        if status.step > self.step:
+            self.step, self.metrics = status.step, status.metrics
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.generation.outcome if self.generation is not None else None
+
+
+def host_names(count: int) -> list[HostName]:
+    """Of a job on this machine."""
+    return [HostName(f"host-{index}") for index in range(count)]
+
+
+class Launcher:
+    """Runs one job. `run` is its whole life; `view` may be read meanwhile.
+
+    Attributes:
+        agents: the living agent processes by host, for those who want to break them.
+    """
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        *,
+        on_line: Callable[[bytes], None],
+        on_change: Callable[[JobView], None] = lambda view: None,
+    ) -> None:
+        self._settings = settings
+        self._on_line = on_line
+        self._on_change = on_change
+        self._credentials = Credentials(secrets.token_hex(16))
+        self._interrupted = 0
+        self._codes: dict[HostName, int] = {}
+        self.view = JobView()
+        self.agents: dict[HostName, Child] = {}
+        self.address = ""
+
+    @property
+    def credentials(self) -> Credentials:
+        """What it takes to talk to this job's store."""
+        return self._credentials
+
+    async def run(self) -> Outcome:
+        """Starts everything, waits for the job's end, leaves nothing behind."""
+        directory = self._settings.run_directory
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        log = EventLog(directory / "launcher.events.jsonl", "launcher")
+        store = MemoryStore()
+        server = Server(
+            f"{self._settings.store_host}:0",
+            credentials=self._credentials,
+            on_event=lambda kind, detail: log.note(kind, detail),
+        )
+        serve_store(server, store)
+        async with store, server:
+            self.address = server.address
+            contact = Contact(
+                job=self._settings.job,
+                store=self.address,
+                token=self._credentials.token,
+                launcher_pid=os.getpid(),
+            )
+            write_contact(directory, contact)
+            watching = asyncio.create_task(self._watch(store))
+            try:
+                return await self._run_hosts()
+            finally:
+                watching.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
+                remove_contact(directory, contact)
+                log.close()
+
+    async def _run_hosts(self) -> Outcome:
+        names = host_names(self._settings.hosts)
+        hosts = [asyncio.create_task(self._run_host(name, index)) for index, name in enumerate(names)]
+        try:
+            await self._wait_end(hosts)
+        finally:
+            for child in list(self.agents.values()):
+                child.kill()
+            for host in hosts:
+                host.cancel()
+            await asyncio.gather(*hosts, return_exceptions=True)
+        if self.view.outcome is not None:
+            return self._with_agents_code(self.view.outcome)
+        return self._outcome_without_leader()
+
+    async def _wait_end(self, hosts: "list[asyncio.Task[None]]") -> None:
+        pending = set(hosts)
+        deadline_s: float | None = None
+        loop = asyncio.get_running_loop()
+        while pending:
+            if deadline_s is None and self._is_ending():
+                deadline_s = loop.time() + END_GRACE_S
+            if deadline_s is not None and loop.time() > deadline_s:
+                return
+            finished, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+            for host in finished:
+                host.result()
+
+    def _is_ending(self) -> bool:
+        """Whether all agents should be gone soon. Scripts may work on after training as long as they like."""
+        outcome = self.view.outcome
+        is_done = outcome is not None and outcome.exit_code == ExitCode.DONE
+        return bool(self._interrupted) or (outcome is not None and not (is_done and self.view.hosts))
+
+    def _with_agents_code(self, outcome: Outcome) -> Outcome:
+        """A script that failed after the job was done: its agent exited with the script's code."""
+        if outcome.exit_code != ExitCode.DONE:
+            return outcome
+        cut_short = [code for code in self._codes.values() if code in CUT_SHORT_CODES]
+        if self._interrupted and cut_short:
+            message = "interrupted after training was done, while scripts still worked"
+            return Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
+        # Our own codes say that a host left or was given up: the others did the job without it.
+        failed = [(h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in OWN_CODES]
+        if not failed:
+            return outcome
+        host, code = failed[0]
+        message = f"training was done, but then the script failed with code {code}; its words are above and in its log"
+        return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
+
+    def _outcome_without_leader(self) -> Outcome:
+        """No host is left: they were refused, interrupted or killed, or their budget is spent."""
+        ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
+        fatal = [code for code in ends.values() if code in FATAL_CODES]
+        failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
+        code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
+        if code == ExitCode.INTERRUPTED:
+            return Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=code, message="interrupted")
+        how = ", ".join(f"{host} {_how_it_ended(code)}" for host, code in sorted(self._codes.items()))
+        return Outcome(
+            kind=_kind_of(code),
+            exit_code=code,
+            message=f"no host is left: {how}; what each of them said is above and in its log",
+        )
+
+    async def _run_host(self, name: HostName, index: int) -> None:
+        """Keeps one host's agent running until it ends by itself."""
+        budget = RestartBudget(limit=self._settings.host_restart_limit, window_s=600.0, backoff_s=0.0)
+        while not self._interrupted and self.view.outcome is None:
+            child = self._start_agent(name, index)
+            self.agents[name] = child
+            assert child.process.stdout is not None, "started with a pipe"
+            printing = asyncio.create_task(self._print(await read_lines(child.process.stdout.fileno())))
+            child.process.stdout.close()
+            try:
+                code = await child.exited()
+                await asyncio.wait((printing,), timeout=0.5)
+            finally:
+                printing.cancel()
+                child.kill()
+            self.agents.pop(name, None)
+            self._codes[name] = code
+            if code in FATAL_CODES and self.view.outcome is None:
+                self._on_signal(signal.SIGINT)  # what one agent was refused for, all were started with
+                return
+            delay_s = self._settings.host_restart_delay_s
+            is_down = code < 0 or code == ExitCode.OUT_OF_RESOURCES
+            if not is_down or self._interrupted or self.view.outcome is not None or delay_s is None:
+                return
+            budget, backoff_s = budget.spend(asyncio.get_running_loop().time())
+            if backoff_s is None:
+                return
+            why = signal.Signals(-code).name if code < 0 else ExitCode(code).name
+            self._on_line(f"[{name}] the host is down ({why})".encode())
+            await asyncio.sleep(delay_s + backoff_s)
+
+    def _start_agent(self, name: HostName, index: int) -> Child:
+        settings = self._settings
+        # An address of its own: loopback has 2^24 of them, and each host of a pod has one, too.
+        site = settings.sites[index] if settings.sites else Site(address=f"127.0.0.{index + 2}")
+        command = [
+            *site.prefix,
+            sys.executable,
+            "-m",
+            "resilient_jax.cli.main",
+            "agent",
+            *("--store", self.address),
+            *("--job", settings.job),
+            *("--host-name", name),
+            *("--address", site.address),
+            *("--expected-hosts", str(settings.hosts)),
+            *("--run-dir", str(settings.run_directory)),
+            *settings.agent_options,
+            "--",
+            *settings.command,
+        ]
+        environment = {**settings.environment, TOKEN_VARIABLE: self._credentials.token}
+        return Child(command, env=environment, stderr=subprocess.STDOUT)
+
+    async def _print(self, lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            self._on_line(line.rstrip(b"\n"))
+
+    async def _watch(self, store: MemoryStore) -> None:
+        prefix = f"/{self._settings.job}/"
+        revision, _ = await store.range(prefix)
+        async with contextlib.aclosing(store.watch(prefix, Revision(revision + 1))) as batches:
+            async for batch in batches:
+                for event in batch:
+                    self._absorb(event)
+                self._on_change(self.view)
+
+    def _absorb(self, event: object) -> None:
+        job = self._settings.job
+        if isinstance(event, Put) and event.key == generation_key(job):
+            self.view.generation = GENERATION_DECODER.decode(event.key_value.value)
+        elif isinstance(event, Put) and event.key.startswith(hosts_prefix(job)):
+            self.view.see_host(STATUS_DECODER.decode(event.key_value.value))
+        elif not isinstance(event, Put):
+            key = getattr(event, "key", "")
+            self.view.hosts.pop(HostName(key.removeprefix(hosts_prefix(job))), None)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """SIGTERM: all hosts get the notice. SIGINT, or a second signal: all end now."""
+        self._interrupted += 1
+        forward = number if self._interrupted == 1 else signal.SIGINT
+        for child in self.agents.values():
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(forward)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    if code in OWN_CODES:
+        return f"ended with {ExitCode(code).name} ({code})"
+    return f"exited with code {code}"
+
+
+def _kind_of(code: int) -> OutcomeKind:
+    return {
+        int(ExitCode.INTERRUPTED): OutcomeKind.INTERRUPTED,
+        int(ExitCode.DRAINED): OutcomeKind.INTERRUPTED,
+        int(ExitCode.TOO_FEW_HOSTS): OutcomeKind.TOO_FEW_HOSTS,
+        int(ExitCode.BUDGET_EXHAUSTED): OutcomeKind.TOO_FEW_HOSTS,
+        int(ExitCode.REFUSED): OutcomeKind.TOO_FEW_HOSTS,
+    }.get(code, OutcomeKind.USER_ERROR)

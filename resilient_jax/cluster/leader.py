@@ -1,0 +1,245 @@
+"""The leader: feeds the store's statuses to the membership machine and writes what it decides.
+
+Leadership is a key bound to a lease; its create revision is the fencing token. Every decision is one
+transaction that holds only while that key and the generation are as this leader knows them, so of two
+agents that both believe they lead, at most one can write.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from resilient_jax.clock import Clock
+from resilient_jax.cluster.coordination_services import CoordinationServices
+from resilient_jax.cluster.membership import (
+    Command,
+    HostChanged,
+    HostGone,
+    MembershipEvent,
+    MembershipState,
+    PrepareService,
+    Publish,
+    Rules,
+    Tick,
+    handle,
+    initial_state,
+)
+from resilient_jax.cluster.state_loss import explain, steps_lost
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName, JobName, LeaseId, Revision
+from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord, StateLoss
+from resilient_jax.protocol.store_keys import generation_key, hosts_prefix, leader_key
+from resilient_jax.store.interface import (
+    Compare,
+    Delete,
+    OperationResponse,
+    Operator,
+    Put,
+    PutOp,
+    RangeOp,
+    RangeResponse,
+    Store,
+    Target,
+    WatchEvent,
+    is_absent,
+)
+from resilient_jax.telemetry.event_log import EventLog
+
+TICK_S = 0.1
+"""How late a deadline may be noticed. Events are acted on at once."""
+
+ENCODER = msgspec.msgpack.Encoder()
+GENERATION_DECODER = msgspec.msgpack.Decoder(Generation)
+STATUS_DECODER = msgspec.msgpack.Decoder(HostStatus)
+
+
+class _Deposed(Exception):
+    """Another leader wrote, or our key is gone."""
+
+
+class Leader:
+    """One agent's candidacy, and its rule while it leads."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        job: JobName,
+        record: LeaderRecord,
+        rules: Rules,
+        services: CoordinationServices,
+        log: EventLog,
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._record = record
+        self._rules = rules
+        self._services = services
+        self._log = log
+        self._say = say
+        self._clock = clock
+
+    async def campaign(self, lease: LeaseId) -> None:
+        """Leads whenever nobody else does, until cancelled.
+
+        Raises:
+            ResilientJaxError: the store cannot be reached.
+        """
+        key = leader_key(self._job)
+        while True:
+            result = await self._store.transaction(
+                [is_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
+            )
+            token = result.revision if result.succeeded else self._own_token(result.responses[0], lease)
+            if token is None:
+                await self._wait_vacant(key, result.revision)
+                continue
+            self._log.record(EventKind.LEADER_ELECTED, token=token)
+            self._services.warm_up()
+            try:
+                await _Rule(self, token).run()
+            except _Deposed:
+                self._log.record(EventKind.LEADER_RESIGNED)
+
+    def _own_token(self, found: OperationResponse, lease: LeaseId) -> Revision | None:
+        """The token of our own term, if a passing fault of the store ended only our watching; else None."""
+        assert isinstance(found, RangeResponse), "the failure operation is a range"
+        ours = [kv for kv in found.key_values if kv.lease == lease]
+        return ours[0].create_revision if ours else None
+
+    async def _wait_vacant(self, key: str, revision: Revision) -> None:
+        if await self._store.get(key) is None:
+            return
+        async with contextlib.aclosing(self._store.watch(key, Revision(revision + 1))) as batches:
+            async for batch in batches:
+                if any(isinstance(event, Delete) and event.key == key for event in batch):
+                    return
+
+
+async def next_event(inbox: "asyncio.Queue[MembershipEvent]") -> MembershipEvent:
+    """What comes next; a tick if nothing does for a while.
+
+    Not `asyncio.wait_for`: until Python 3.12 it swallows a cancellation that comes together with the result.
+    """
+    try:
+        async with asyncio.timeout(TICK_S):
+            return await inbox.get()
+    except TimeoutError:
+        return Tick()
+
+
+class _Rule:
+    """One term of leadership."""
+
+    def __init__(self, leader: Leader, token: Revision) -> None:
+        self._leader = leader
+        self._token = token
+        self._store = leader._store
+        self._generation_key = generation_key(leader._job)
+        self._known_revision = Revision(0)
+        self._published: Generation | None = None
+        """As far as this leader knows."""
+
+    async def run(self) -> None:
+        prefix = hosts_prefix(self._leader._job)
+        stored = await self._store.get(self._generation_key)
+        generation = GENERATION_DECODER.decode(stored.value) if stored else None
+        self._known_revision = stored.mod_revision if stored else Revision(0)
+        self._published = generation
+        revision, records = await self._store.range(prefix)
+        state = initial_state(generation, self._now())
+        hosts = {s.host: s for s in (STATUS_DECODER.decode(r.value) for r in records)}
+        state = MembershipState(generation=state.generation, hosts=hosts, phase_since_s=state.phase_since_s)
+        inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
+        watching = asyncio.create_task(self._watch(prefix, Revision(revision + 1), inbox.put_nowait))
+        try:
+            event: MembershipEvent = Tick()
+            while True:
+                state, commands = handle(state, event, self._now(), self._leader._rules)
+                for command in commands:
+                    await self._execute(command)
+                event = await self._next(inbox, watching)
+        finally:
+            watching.cancel()
+
+    async def _next(
+        self, inbox: "asyncio.Queue[MembershipEvent]", watching: "asyncio.Task[None]"
+    ) -> MembershipEvent:
+        if watching.done():
+            watching.result()  # raises what ended it
+        return await next_event(inbox)
+
+    async def _watch(self, prefix: str, revision: Revision, emit: Callable[[MembershipEvent], None]) -> None:
+        async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
+            async for batch in batches:
+                for event in batch:
+                    emit(self._translate(event, prefix))
+
+    def _translate(self, event: WatchEvent, prefix: str) -> MembershipEvent:
+        if isinstance(event, Put):
+            return HostChanged(STATUS_DECODER.decode(event.key_value.value))
+        host = HostName(event.key.removeprefix(prefix))
+        self._leader._log.record(EventKind.HOST_LOST, lost=host)
+        return HostGone(host)
+
+    async def _execute(self, command: Command) -> None:
+        if isinstance(command, PrepareService):
+            self._leader._services.prepare(command.world, command.nodes)
+            return
+        assert isinstance(command, Publish), "the machine has two commands"
+        await self._publish(command.generation)
+
+    async def _publish(self, generation: Generation) -> None:
+        leader = leader_key(self._leader._job)
+        result = await self._store.transaction(
+            [
+                Compare(leader, Target.CREATE_REVISION, Operator.EQUAL, self._token),
+                Compare(
+                    self._generation_key,
+                    Target.MOD_REVISION,
+                    Operator.EQUAL,
+                    self._known_revision,
+                ),
+            ],
+            [PutOp(self._generation_key, ENCODER.encode(generation))],
+        )
+        if not result.succeeded:
+            raise _Deposed
+        self._known_revision = result.revision
+        before, self._published = self._published, generation
+        if before is not None and msgspec.structs.replace(before, progress=generation.progress) == generation:
+            return  # a mere record of progress
+        self._leader._log.record(
+            EventKind.GENERATION_PHASE,
+            generation=generation.number,
+            step=generation.step,
+            phase=str(generation.phase),
+            change=str(generation.change),
+            hosts=len(generation.members),
+            reason=generation.reason,
+            token=self._token,
+            revision=result.revision,
+        )
+        if generation.lost is not None and (before is None or generation.lost != before.lost):
+            self._announce(generation, generation.lost)
+
+    def _announce(self, generation: Generation, lost: StateLoss) -> None:
+        """Says that steps are lost: to the log, and to whoever watches the job."""
+        self._leader._log.record(
+            EventKind.STATE_LOST,
+            generation=generation.number,
+            step=lost.step,
+            source="the initial state" if lost.checkpoint is None else "checkpoint",
+            goes_on_from=lost.checkpoint or 0,
+            steps_lost=steps_lost(lost),
+            at_least=lost.at_least,
+            reason=lost.reason,
+        )
+        self._leader._say(f"{explain(lost)}: {lost.reason}")
+
+    def _now(self) -> float:
+        return self._leader._clock.monotonic_s()

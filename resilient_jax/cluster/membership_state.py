@@ -1,0 +1,269 @@
+"""What the statuses of all hosts say about a generation: who lives, who failed, who may join. Pure."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from resilient_jax.errors import ExitCode
+from resilient_jax.ids import GenerationNumber, HostName, WorldId
+from resilient_jax.protocol.records import (
+    Dropped,
+    FailureKind,
+    Generation,
+    HostStatus,
+    Member,
+    Outcome,
+    OutcomeKind,
+    Phase,
+    ServiceStatus,
+    WorkerState,
+    WorkerStatus,
+)
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan
+from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
+from resilient_jax.snapshot.snapshot_choice import Statuses, choose_snapshot, explain_loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipState:
+    """Everything the machine knows."""
+
+    generation: Generation
+    hosts: Mapping[HostName, HostStatus]
+    phase_since_s: float
+
+
+def name_all(hosts: Iterable[HostName]) -> str:
+    return ", ".join(hosts)
+
+
+def worker_of(state: MembershipState, member: Member) -> WorkerStatus | None:
+    """The member's own worker: alive, and the very one that became a member."""
+    status = state.hosts.get(member.host)
+    worker = status.worker if status else None
+    if worker is None or worker.incarnation != member.incarnation or not worker.alive:
+        return None
+    return worker
+
+
+def living_members(state: MembershipState) -> list[WorkerStatus]:
+    """The members' workers that are alive, in order of process index."""
+    return [w for m in state.generation.members if (w := worker_of(state, m)) is not None]
+
+
+def survivors_of(state: MembershipState) -> tuple[Member, ...]:
+    return tuple(m for m in state.generation.members if worker_of(state, m) is not None)
+
+
+def is_idle(worker: WorkerStatus) -> bool:
+    return worker.report.state is WorkerState.IDLE
+
+
+def is_draining(state: MembershipState, host: HostName) -> bool:
+    return host in state.hosts and state.hosts[host].draining
+
+
+def joiners_of(state: MembershipState) -> list[HostStatus]:
+    """Hosts whose worker is ready and not a member, by name."""
+    seated = {(m.host, m.incarnation) for m in survivors_of(state)}
+    return [
+        status
+        for host, status in sorted(state.hosts.items())
+        if status.worker is not None
+        and status.worker.alive
+        and is_idle(status.worker)
+        and not status.draining
+        and (host, status.worker.incarnation) not in seated
+        and not _owes_answer(state.generation, host, status.worker)
+    ]
+
+
+def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -> bool:
+    """Whether this worker was dropped, and its report may be older than the order that sent it training."""
+    return any(
+        dropped.host == host
+        and dropped.incarnation == worker.incarnation
+        and worker.report.generation < dropped.answer
+        for dropped in generation.dropped
+    )
+
+
+def dropped_without(state: MembershipState, members: tuple[Member, ...]) -> tuple[Dropped, ...]:
+    """Who owes an answer when only `members` stay: from before, and those who were just dropped while idle.
+
+    Who ran when it last spoke owes none: when it says that it is idle, it has unwound.
+    """
+    generation = state.generation
+    # In FORM all have answered this number before they were sent in; else this number is the question.
+    answer = GenerationNumber(generation.number + (generation.phase is Phase.FORM))
+    found = {d.host: d for d in generation.dropped}
+    for member in generation.members:
+        status = state.hosts.get(member.host)
+        worker = status.worker if status else None
+        if member not in members and worker is not None and worker.incarnation == member.incarnation:
+            found[member.host] = Dropped(host=member.host, incarnation=member.incarnation, answer=answer)
+    workers = {host: status.worker for host, status in state.hosts.items()}
+    return tuple(
+        d
+        for d in found.values()
+        if (worker := workers.get(d.host)) is not None
+        and worker.incarnation == d.incarnation
+        and worker.exit_code is None
+        and is_idle(worker)
+        and worker.report.generation < d.answer
+    )
+
+
+def services_of(state: MembershipState, world: WorldId) -> list[ServiceStatus]:
+    """More than one where a former leader, or an earlier guess of the number of members, had its own."""
+    return [s for status in state.hosts.values() for s in status.services if s.world == world]
+
+
+def has_service(state: MembershipState) -> bool:
+    """Whether the very service that the members connect to runs."""
+    generation = state.generation
+    return any(s.address == generation.service for s in services_of(state, generation.world))
+
+
+def find_user_error(state: MembershipState) -> Outcome | None:
+    """The user's own error, from whichever worker; None if there is none."""
+    for host, status in sorted(state.hosts.items()):
+        worker = status.worker
+        if worker is None:
+            continue
+        failure = worker.report.failure
+        code = worker.exit_code
+        if code is not None and code > 0 and code != RESTART_EXIT_CODE:
+            text = worker.error or (failure.text if failure else "")
+            return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=text)
+        if code == 0 and not worker.report.done:
+            text = "the script ended without rj.run(...) having finished; call rj.run(train) in it"
+            return Outcome(
+                kind=OutcomeKind.USER_ERROR, exit_code=int(ExitCode.USAGE), host=host, message=text
+            )
+        if failure is not None and failure.kind is FailureKind.USER and code is None and not worker.stopped:
+            return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=1, host=host, message=failure.text)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Disruption:
+    reason: str
+    failed_host: HostName | None = None
+    failure: str = ""
+    unreadable: SnapshotId | None = None
+    """A snapshot that is not to be tried again."""
+
+
+def find_disruption(state: MembershipState) -> Disruption | None:
+    """Why the members cannot go on as they are; None if they can."""
+    generation = state.generation
+    lost = [m.host for m in generation.members if worker_of(state, m) is None]
+    if lost:
+        return Disruption(f"lost {name_all(lost)}")
+    for member, worker in zip(generation.members, living_members(state), strict=True):
+        failure = worker.report.failure
+        # In FORM, a joiner may still carry the failure of a generation it was in long ago.
+        is_old = generation.phase is Phase.FORM and worker.report.generation < generation.number
+        if failure is not None and not is_old and failure.kind is FailureKind.COLLECTIVE:
+            return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
+        if failure is not None and not is_old and failure.kind is FailureKind.SNAPSHOT:
+            return Disruption(
+                f"{member.host} could not read the snapshot",
+                member.host,
+                failure.text,
+                unreadable=generation.snapshot.id if generation.snapshot is not None else None,
+            )
+        if _stopped_early(generation, worker):
+            return Disruption(f"{member.host} stopped training (its link to the store was lost)")
+    cliques_pending = generation.phase is Phase.FORM or (
+        generation.phase is Phase.ACTIVE and not are_all_steady(state)
+    )
+    if cliques_pending and not has_service(state):
+        return Disruption("lost the coordination service before the world was complete")
+    return None
+
+
+def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
+    """Whether it is idle where it should train: it held because it lost the store."""
+    report = worker.report
+    if report.done or report.state is not WorkerState.IDLE:
+        return False
+    at_boundary = generation.phase is Phase.BOUNDARY and report.step == generation.boundary
+    return generation.phase is not Phase.FORM and not at_boundary
+
+
+def newest_step(state: MembershipState) -> int:
+    """The newest committed step that anybody is known to have reached."""
+    of_workers = [w.report.step for w in living_members(state)]
+    of_hosts = [status.step for status in state.hosts.values()]
+    return max([state.generation.progress, *of_workers, *of_hosts])
+
+
+def safe_progress(state: MembershipState) -> int:
+    """The newest step, once a whole state was ever known to be somewhere; before that, what the generation says.
+
+    A job of which no snapshot was ever committed, and whose state no host holds whole, begins again when it is broken:
+    nothing else was promised.
+    """
+    held = any(
+        status.worker is not None and status.worker.report.holds_state for status in state.hosts.values()
+    )
+    kept = any(
+        s.phase is SnapshotPhase.COMMITTED for statuses in _snapshots_of(state).values() for s in statuses[1]
+    )
+    if held or kept or state.generation.progress > 0 or find_snapshot(state) is not None:
+        return newest_step(state)
+    return 0
+
+
+def are_all_steady(state: MembershipState) -> bool:
+    return all(w.report.steady or w.report.done for w in living_members(state))
+
+
+def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
+    """The newest snapshot of this job's state of which enough is left; of all hosts, also those that do not train."""
+    return choose_snapshot(_snapshots_of(state))
+
+
+def is_snapshot_needed(state: MembershipState) -> bool:
+    """Whether hosts that train no more, and are still here, keep what nobody else has: until a snapshot of this
+    generation is committed, or a member holds the state whole."""
+    generation = state.generation
+    members = {member.host for member in generation.members}
+    kept = generation.snapshot.sources if generation.snapshot is not None else ()
+    if not any(source.host in state.hosts and source.host not in members for source in kept):
+        return False
+    is_newer_safe = any(
+        s.id.generation == generation.number and s.phase is SnapshotPhase.COMMITTED
+        for host, status in state.hosts.items()
+        if host in members
+        for s in status.snapshots
+    )
+    return not (is_newer_safe or any(worker.report.holds_state for worker in living_members(state)))
+
+
+def explain_snapshots(state: MembershipState) -> str:
+    """Why `find_snapshot` finds none, in words."""
+    return explain_loss(_snapshots_of(state))
+
+
+def _snapshots_of(state: MembershipState) -> Statuses:
+    began, unreadable = state.generation.began, state.generation.unreadable
+    return {
+        host: (
+            status.snapshot_server.endpoint,
+            tuple(s for s in status.snapshots if s.id.generation >= began and s.id not in unreadable),
+        )
+        for host, status in state.hosts.items()
+        if status.snapshot_server is not None
+    }
+
+
+def awaits_snapshot_report(status: HostStatus) -> bool:
+    """Whether the worker knows of a snapshot that its host's server has not reported yet, and will."""
+    told = status.worker.report.snapshot if status.worker is not None else None
+    return (
+        told is not None
+        and status.snapshot_server is not None
+        and all(s.id != told for s in status.snapshots)
+    )

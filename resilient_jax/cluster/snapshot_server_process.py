@@ -1,0 +1,160 @@
+"""The host's snapshot server as its agent sees it: started when a worker first asks, spoken to, watched, ended.
+
+Each worker is born with one end of a socket pair. The agent keeps the other end until a server runs, and hands it over
+then; so a server may start after the worker, and outlives any number of them.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.child_process import Child
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.records import SnapshotServerStatus
+from resilient_jax.protocol.snapshots import SnapshotStatus
+from resilient_jax.snapshot.messages import (
+    SERVER_WORD_DECODER,
+    SETTINGS_VARIABLE,
+    Happened,
+    Holding,
+    NewWorker,
+    ServerSettings,
+    Serving,
+)
+from resilient_jax.telemetry.event_log import EventLog
+
+SERVER_MODULE = "resilient_jax.snapshot.server"
+RECEIVED_BYTES = 65_536
+
+
+class SnapshotProcess:
+    """At most one server at a time.
+
+    Attributes:
+        server: that listens for other hosts; None while there is none.
+        snapshots: those that it has complete.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        log: EventLog,
+        *,
+        on_change: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """`on_change` hears of every change of the attributes; `on_end` of a server that ended by itself."""
+        self._settings = settings
+        self._log = log
+        self._on_change = on_change
+        self._on_end = on_end
+        self._child: Child | None = None
+        self._link: socket.socket | None = None
+        self._pending: socket.socket | None = None
+        """The server's end of the newest worker's pair, until it is handed over."""
+        self._watching: asyncio.Task[None] | None = None
+        self.server: SnapshotServerStatus | None = None
+        self.snapshots: tuple[SnapshotStatus, ...] = ()
+
+    def connect_worker(self) -> socket.socket:
+        """The end of a new socket pair that the next worker gets; the server serves it from now on."""
+        ours, theirs = socket.socketpair()
+        if self._pending is not None:
+            self._pending.close()
+        self._pending = ours
+        self._hand_over()
+        return theirs
+
+    def start(self) -> None:
+        """Has a server run soon. Asking again changes nothing."""
+        if self._child is not None:
+            return
+        settings = self._settings
+        ours, theirs = socket.socketpair()
+        with theirs:
+            message = ServerSettings(
+                host=settings.host,
+                address=settings.address,
+                token=settings.credentials.token,
+                tls=settings.credentials.tls_paths,
+                link_fd=theirs.fileno(),
+            )
+            self._child = Child(
+                [sys.executable, "-m", SERVER_MODULE],
+                env={**os.environ, SETTINGS_VARIABLE: msgspec.json.encode(message).decode()},
+                stdout=subprocess.DEVNULL,
+                stderr=None,
+                pass_fds=(theirs.fileno(),),
+            )
+        ours.setblocking(False)
+        self._link = ours
+        self._log.record(EventKind.SNAPSHOT_SERVER_STARTED, pid=self._child.pid)
+        deframer = Deframer()
+        asyncio.get_running_loop().add_reader(ours, self._read, ours, self._child, deframer)
+        self._watching = asyncio.create_task(self._watch(self._child))
+
+    async def close(self) -> None:
+        """Ends the server, and with it every snapshot of this host."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._child is not None:
+            await self._child.end()
+        self._forget()
+        if self._pending is not None:
+            self._pending.close()
+
+    def _hand_over(self) -> None:
+        """Gives the server the newest worker's socket, if both are there."""
+        if self._link is None or self._pending is None or self.server is None:
+            return
+        data = frame(msgspec.msgpack.encode(NewWorker()))
+        with contextlib.suppress(OSError):  # it has just died, which `_watch` tells
+            socket.send_fds(self._link, [data], [self._pending.fileno()])
+        self._pending.close()
+        self._pending = None
+
+    def _read(self, link: socket.socket, child: Child, deframer: Deframer) -> None:
+        try:
+            data = link.recv(RECEIVED_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(link)
+            return
+        for message in deframer.feed(data):
+            word = SERVER_WORD_DECODER.decode(message)
+            if isinstance(word, Happened):
+                self._log.append(word.event)
+                continue
+            if isinstance(word, Serving):
+                self.server = SnapshotServerStatus(endpoint=word.endpoint, pid=child.pid)
+                self._hand_over()
+            elif isinstance(word, Holding):
+                self.snapshots = word.snapshots
+            self._on_change()
+
+    async def _watch(self, child: Child) -> None:
+        code = await child.exited_or_stopped()
+        self._log.record(EventKind.SNAPSHOT_SERVER_EXITED, pid=child.pid, exit_code=code)
+        self._forget()
+        self._on_end()
+        self._on_change()
+
+    def _forget(self) -> None:
+        if self._link is not None:
+            asyncio.get_running_loop().remove_reader(self._link)
+            self._link.close()
+        self._child = self._link = None
+        self.server = None
+        self.snapshots = ()

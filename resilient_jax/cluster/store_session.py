@@ -1,0 +1,173 @@
+"""An agent's membership of the job: one lease, one status record, and the knowledge of when both ended.
+
+The lease is the fence. An agent that has not had it renewed for its time to live, counted from before the
+last renewal was sent, must take itself for dead, because the others may: it stops training then, whatever
+the reason, and only then may come back.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from resilient_jax.clock import Clock
+from resilient_jax.errors import LeaseExpired, PeerUnreachable, Refused
+from resilient_jax.ids import HostName, JobName, LeaseId
+from resilient_jax.protocol.records import HostStatus, JobRecord, Versions
+from resilient_jax.protocol.store_keys import host_key, job_key
+from resilient_jax.store.interface import PutOp, RangeOp, RangeResponse, Store, is_absent
+
+RENEWALS_PER_TTL = 3
+TAKEN_NAME_POLL_S = 0.25
+
+ENCODER = msgspec.msgpack.Encoder()
+
+
+class SessionLost(Exception):
+    """The lease ended, or could not be renewed in time: others may count this host as dead."""
+
+
+class Session:
+    """A registered host.
+
+    Use: `await open(...)`, then run `keep_alive` and `publish_changes` until one of them raises
+    `SessionLost`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: JobName,
+        ttl_s: float,
+        clock: Clock,
+        status: Callable[[], HostStatus],
+        on_renewed: Callable[[float], None] = lambda until_s: None,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._status = status
+        self._on_renewed = on_renewed
+        self._changed = asyncio.Event()
+        self._renewed_s = 0.0
+        self.lease = LeaseId(0)
+
+    async def open(self) -> None:
+        """Registers the host.
+
+        Raises:
+            Refused: the host's name is taken by a living agent, or its versions differ from the job's.
+            PeerUnreachable: the store does not answer.
+        """
+        status = self._status()
+        await self._check_versions(status.host, status.versions)
+        self._renewed_s = self._clock.monotonic_s()
+        self.lease = await self._store.grant(self._ttl_s)
+        key = host_key(self._job, status.host)
+        # A predecessor that was killed keeps the name until its lease ends: wait that long, not longer.
+        deadline_s = self._clock.monotonic_s() + self._ttl_s + 2.0
+        while True:
+            result = await self._store.transaction(
+                [is_absent(key)], [PutOp(key, ENCODER.encode(self._status()), self.lease)], [RangeOp(key)]
+            )
+            if result.succeeded:
+                return
+            if self._clock.monotonic_s() > deadline_s:
+                raise Refused(_name_taken(status.host, result.responses[0]))
+            await asyncio.sleep(TAKEN_NAME_POLL_S)
+            self._renewed_s = self._clock.monotonic_s()
+            await self._store.keep_alive(self.lease)
+
+    @property
+    def valid_until_s(self) -> float:
+        """The monotonic time until which nobody may count this host as dead."""
+        return self._renewed_s + self._ttl_s
+
+    def touch(self) -> None:
+        """The status has changed; it is written soon, once for many changes."""
+        self._changed.set()
+
+    async def publish_changes(self) -> None:
+        """Writes the status whenever it was touched.
+
+        Raises:
+            SessionLost: the lease is gone.
+        """
+        key = host_key(self._job, self._status().host)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._store.put(key, ENCODER.encode(self._status()), self.lease)
+            except LeaseExpired as error:
+                raise SessionLost("the lease expired") from error
+            except PeerUnreachable:
+                self._changed.set()
+                await asyncio.sleep(TAKEN_NAME_POLL_S)
+
+    async def keep_alive(self) -> None:
+        """Renews the lease until that fails for a whole time to live.
+
+        Raises:
+            SessionLost: it is over.
+        """
+        interval_s = self._ttl_s / RENEWALS_PER_TTL
+        while True:
+            left_s = self._renewed_s + self._ttl_s - self._clock.monotonic_s()
+            if left_s <= 0:
+                raise SessionLost(f"the store did not renew the lease for {self._ttl_s:g} s")
+            started_s = self._clock.monotonic_s()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._store.keep_alive(self.lease)
+            except LeaseExpired as error:
+                raise SessionLost("the lease expired") from error
+            except (PeerUnreachable, TimeoutError):
+                await asyncio.sleep(min(interval_s, max(left_s, 0)) / 4)
+                continue
+            self._renewed_s = started_s
+            self._on_renewed(self.valid_until_s)
+            await asyncio.sleep(interval_s)
+
+    async def close(self) -> None:
+        """Gives the lease back: the others know at once that this host has left."""
+        if self.lease:
+            async with asyncio.timeout(1.0):
+                await self._store.revoke(self.lease)
+
+    async def _check_versions(self, host: HostName, versions: Versions) -> None:
+        key = job_key(self._job)
+        record = JobRecord(versions=versions, first_host=host)
+        result = await self._store.transaction(
+            [is_absent(key)], [PutOp(key, ENCODER.encode(record))], [RangeOp(key)]
+        )
+        if result.succeeded:
+            return
+        read = result.responses[0]
+        assert isinstance(read, RangeResponse), "the failure operation is a range"
+        try:
+            first = msgspec.msgpack.decode(read.key_values[0].value, type=JobRecord)
+        except msgspec.DecodeError as error:
+            raise Refused(
+                f"host {host} has resilient_jax {versions.resilient_jax}, which cannot read the record of job "
+                f"{self._job} ({error}): another version runs there; install the same version on all hosts"
+            ) from error
+        for name in Versions.__struct_fields__:
+            ours, theirs = getattr(versions, name), getattr(first.versions, name)
+            if ours != theirs:
+                raise Refused(
+                    f"host {host} has {name} {ours}, but job {self._job} (host {first.first_host}) runs {name} "
+                    f"{theirs}; all hosts of a job need the same version: install {name} {theirs} on {host}"
+                )
+
+
+def _name_taken(host: HostName, found: object) -> str:
+    where = ""
+    if isinstance(found, RangeResponse) and found.key_values:
+        other = msgspec.msgpack.decode(found.key_values[0].value, type=HostStatus)
+        where = f" (agent process {other.agent_pid} at {other.address})"
+    return (
+        f"host name {host} is taken by another living agent{where}; every host needs a name of its own: "
+        "choose another with --host-name"
+    )

@@ -1,0 +1,184 @@
+"""One host's worker process: started, spoken to, watched, ended."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from resilient_jax.clock import Clock
+from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.cluster.worker_output import WorkerOutput
+from resilient_jax.ids import Incarnation
+from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.records import WorkerReport
+from resilient_jax.protocol.worker_messages import (
+    LINK_VARIABLE,
+    SETTINGS_VARIABLE,
+    SNAPSHOT_LINK_VARIABLE,
+    TRIPWIRE_VARIABLE,
+    WORD_DECODER,
+    Happened,
+    Order,
+    Progressed,
+    Reported,
+    WantsSnapshots,
+    WorkerSettings,
+)
+
+POLL_S = 0.1
+"""How often the process's state is read; a stop must be seen twice, so that a blink does not count."""
+
+WORKERS_OWN = (LINK_VARIABLE, SETTINGS_VARIABLE, SNAPSHOT_LINK_VARIABLE, TRIPWIRE_VARIABLE)
+
+ENCODER = msgspec.msgpack.Encoder()
+
+
+class WorkerProcess:
+    """A worker, its socket pair, and the pipe that closes when it dies.
+
+    Attributes:
+        report: the newest the worker said of itself.
+        stopped: it is stopped, or silent for longer than the deadline.
+        dying: its threads have ended; its exit code follows.
+    """
+
+    def __init__(
+        self, incarnation: Incarnation, child: Child, link: socket.socket, tripwire: int, clock: Clock
+    ) -> None:
+        self.incarnation = incarnation
+        self.child = child
+        self.report = WorkerReport()
+        self.stopped = False
+        self.dying = False
+        self.error = ""
+        self._link = link
+        self._tripwire = tripwire
+        self._clock = clock
+        self._last_word_s = clock.monotonic_s()
+        self._writer: asyncio.StreamWriter | None = None
+
+    @classmethod
+    def start(
+        cls,
+        incarnation: Incarnation,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        settings: WorkerSettings,
+        clock: Clock,
+        snapshot_link: socket.socket,
+    ) -> "WorkerProcess":
+        """Starts `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`.
+
+        Raises:
+            OSError: there is no descriptor, process or memory left for it.
+        """
+        with contextlib.ExitStack() as theirs_too, contextlib.ExitStack() as unless_started:
+            theirs_too.enter_context(snapshot_link)
+            ours, theirs = socket.socketpair()
+            unless_started.enter_context(ours)
+            theirs_too.enter_context(theirs)
+            tripwire, held = os.pipe()
+            unless_started.callback(os.close, tripwire)
+            theirs_too.callback(os.close, held)
+            child = Child(
+                [sys.executable, "-u", *command],
+                env={
+                    **environment,
+                    LINK_VARIABLE: str(theirs.fileno()),
+                    TRIPWIRE_VARIABLE: str(held),
+                    SNAPSHOT_LINK_VARIABLE: str(snapshot_link.fileno()),
+                    SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
+                },
+                pass_fds=(theirs.fileno(), held, snapshot_link.fileno()),
+            )
+            unless_started.pop_all()
+        ours.setblocking(False)
+        return cls(incarnation, child, ours, tripwire, clock)
+
+    async def follow(
+        self,
+        output: WorkerOutput,
+        silence_deadline_s: float,
+        on_change: Callable[[], None],
+        on_word: Callable[[Progressed | WantsSnapshots | Happened], None],
+    ) -> int:
+        """Reads and watches until the process ends; gives its exit code."""
+        process = self.child.process
+        assert process.stdout is not None, "started with pipes"
+        assert process.stderr is not None, "started with pipes"
+        pumps = [
+            asyncio.create_task(output.follow(await read_lines(pipe.fileno()), is_error=is_error))
+            for pipe, is_error in ((process.stdout, False), (process.stderr, True))
+        ]
+        process.stdout.close()
+        process.stderr.close()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._tripwire, self._on_tripwire, on_change)
+        listening = asyncio.create_task(self._listen(on_change, on_word))
+        watching = asyncio.create_task(self._watch(silence_deadline_s, on_change))
+        try:
+            code = await self.child.exited()
+            # Its last words may still lie in the pipes; whoever inherited them must not keep us waiting.
+            await asyncio.wait((*pumps, listening), timeout=0.2)
+            self.error = output.last_errors()
+            return code
+        finally:
+            for task in (*pumps, listening, watching):
+                task.cancel()
+            loop.remove_reader(self._tripwire)
+            os.close(self._tripwire)
+            if self._writer is not None:
+                self._writer.close()
+            else:
+                self._link.close()
+
+    def _on_tripwire(self, on_change: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._tripwire)
+        self.dying = True
+        on_change()
+
+    def order(self, order: Order) -> None:
+        """Sends an order; to a dead worker it is lost, which its exit will tell."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(ENCODER.encode(order)))
+
+    async def _listen(
+        self, on_change: Callable[[], None], on_word: Callable[[Progressed | WantsSnapshots | Happened], None]
+    ) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._link)
+        deframer = Deframer()
+        try:
+            while data := await reader.read(65536):
+                self._last_word_s = self._clock.monotonic_s()
+                for message in deframer.feed(data):
+                    word = WORD_DECODER.decode(message)
+                    if isinstance(word, Reported):
+                        self.report = word.report
+                        on_change()
+                    elif isinstance(word, Progressed | WantsSnapshots | Happened):
+                        on_word(word)
+        except ConnectionError:
+            pass  # the worker died; its exit code says more
+
+    async def _watch(self, silence_deadline_s: float, on_change: Callable[[], None]) -> None:
+        seen_stopped = False
+        while True:
+            await asyncio.sleep(POLL_S)
+            now_stopped = self.child.is_stopped()
+            # A worker speaks only from `rj.run` on: before that, silence means nothing.
+            spoke = self.report != WorkerReport()
+            silent = spoke and self._clock.monotonic_s() - self._last_word_s > silence_deadline_s
+            stopped = (now_stopped and seen_stopped) or silent
+            seen_stopped = now_stopped
+            if stopped != self.stopped:
+                self.stopped = stopped
+                on_change()
+
+
+def current_environment() -> dict[str, str]:
+    """This process's environment without what belongs to another agent."""
+    return {k: v for k, v in os.environ.items() if k not in WORKERS_OWN}

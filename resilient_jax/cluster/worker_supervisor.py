@@ -1,0 +1,329 @@
+"""Keeps one worker alive on this host: starts it, starts it again within a budget, says how it is.
+
+The agent's other half: it knows nothing of generations.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from resilient_jax.clock import Clock
+from resilient_jax.cluster.agent_settings import AgentSettings
+from resilient_jax.cluster.restart_budget import RestartBudget
+from resilient_jax.cluster.snapshot_server_process import SnapshotProcess
+from resilient_jax.cluster.worker_output import WorkerOutput
+from resilient_jax.cluster.worker_process import WorkerProcess
+from resilient_jax.errors import ExitCode
+from resilient_jax.events import EventKind
+from resilient_jax.ids import Incarnation
+from resilient_jax.protocol.records import FailureKind, Outcome, OutcomeKind, WorkerStatus
+from resilient_jax.protocol.worker_messages import (
+    JOB_OVER_EXIT_CODE,
+    RESTART_EXIT_CODE,
+    Happened,
+    Order,
+    Progressed,
+    SnapshotServerAt,
+    SnapshotSettings,
+    Stop,
+    WantsSnapshots,
+    WorkerSettings,
+)
+from resilient_jax.telemetry.event_log import EventLog
+
+STOP_GRACE_S = 2.0
+"""A worker that was told to stop because the job failed gets this long before SIGKILL."""
+NOT_STARTED_PAUSE_S = 1.0
+"""When the machine has no descriptor, process or memory left for a worker, until it is tried again."""
+FINISH_INTERVAL_S = 60.0
+"""How often it is told that a script still works after training: that is its own affair, and takes what it takes."""
+SIGNAL_CODE = 128
+"""What shells add to a signal's number for the exit code of a process that it ended."""
+
+
+class WorkerSupervisor:
+    """One host's worker, whichever incarnation of it lives.
+
+    Attributes:
+        worker: the newest process; None before the first.
+        status: what the store is told of it.
+        progress: step and metrics that it told last.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        log: EventLog,
+        clock: Clock,
+        say: Callable[[str], None],
+        *,
+        snapshots: SnapshotProcess,
+        on_change: Callable[[], None],
+        others_train: Callable[[], bool],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """`on_change` hears of every new status; `is_over` says if the job, or this host's part, has ended."""
+        directory = settings.run_directory
+        self._settings = settings
+        self._log = log
+        self._clock = clock
+        self._say = say
+        self._snapshots = snapshots
+        self._on_change = on_change
+        self._others_train = others_train
+        self._is_over = is_over
+        self._output = WorkerOutput(
+            settings.host,
+            directory / f"{settings.host}.log" if directory else None,
+            everything=settings.show_everything,
+        )
+        self._budget = RestartBudget(
+            limit=settings.config.restart_limit,
+            window_s=settings.config.restart_window_s,
+            backoff_s=settings.config.restart_backoff_s,
+        )
+        self._wants_snapshots = False
+        self.worker: WorkerProcess | None = None
+        self.status: WorkerStatus | None = None
+        self.progress: tuple[int, dict[str, float]] = (0, {})
+        self._done_and_killed: int | None = None
+        """Exit code of a worker that had trained to the end, and was to be started again for the others."""
+
+    async def supervise(self) -> Outcome | None:
+        """Starts it, and starts it again when it dies.
+
+        Returns:
+            The end of this host, if it died too often; None when its own end stands.
+        """
+        number = 0
+        while True:
+            # From the clock, so that it also differs from those of an agent that ran here before.
+            number = max(number + 1, int(self._clock.wall_s() * 1000))
+            try:
+                worker = self._start(Incarnation(number))
+            except OSError as error:
+                self._log.record(EventKind.WORKER_NOT_STARTED, error=str(error))
+                self._say(f"{self._settings.host}: no worker could be started: {error}; trying again")
+                delay_s = self._spend_restart()
+                if delay_s is None:
+                    return self._out_of_budget()
+                await asyncio.sleep(max(delay_s, NOT_STARTED_PAUSE_S))
+                continue
+            try:
+                code = await worker.follow(
+                    self._output,
+                    self._settings.config.silence_deadline_s,
+                    lambda w=worker: self._on_changed(w),
+                    self._on_word,
+                )
+            except asyncio.CancelledError:
+                await worker.child.end()
+                raise
+            self._log.record(
+                EventKind.WORKER_EXITED,
+                generation=worker.report.generation,
+                step=worker.report.step,
+                exit_code=code,
+                incarnation=number,
+            )
+            self._on_changed(worker)
+            if self._is_over() or _is_users_error(code):
+                # After the user's error its status stays, for the leader to end the job with: another
+                # worker's status would hide it, and the error would be retried.
+                return None
+            if worker.report.done:
+                self._done_and_killed = code
+            delay_s = self._spend_restart()
+            if delay_s is None:
+                return self._out_of_budget()
+            self._say(f"{self._settings.host}: worker {_how_it_ended(code)}; starting another")
+            await asyncio.sleep(delay_s)
+
+    def _start(self, incarnation: Incarnation) -> WorkerProcess:
+        settings = self._settings
+        self._wants_snapshots = False
+        self._output.forget()
+        worker = WorkerProcess.start(
+            incarnation,
+            settings.command,
+            settings.environment,
+            WorkerSettings(
+                job=settings.job,
+                host=settings.host,
+                address=settings.address,
+                token=settings.credentials.token,
+                tls=settings.credentials.tls_paths,
+                devices_per_host=settings.devices_per_host,
+                forming_timeout_s=settings.config.forming_deadline_s,
+                snapshots=SnapshotSettings(
+                    parity=settings.config.snapshot_parity,
+                    every=settings.config.snapshot_every,
+                    group_size=settings.config.snapshot_group_size,
+                    failure_interval_s=settings.config.failure_interval_s,
+                ),
+                failure_domain=settings.failure_domain,
+                program_cache_bytes=settings.config.program_cache_mib * 2**20,
+            ),
+            self._clock,
+            self._snapshots.connect_worker(),
+        )
+        if self._others_train():
+            worker.child.run_in_the_background()
+        self.worker = worker
+        self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
+        self._on_changed(worker)
+        return worker
+
+    def _spend_restart(self) -> float | None:
+        """Seconds to wait before the next start; None if none is left."""
+        self._budget, delay_s = self._budget.spend(self._clock.monotonic_s())
+        if delay_s:
+            self._log.record(EventKind.RESTART_DELAYED, seconds=delay_s)
+        return delay_s
+
+    def _out_of_budget(self) -> Outcome:
+        config = self._settings.config
+        self._log.record(EventKind.BUDGET_EXHAUSTED, limit=config.restart_limit)
+        return Outcome(
+            kind=OutcomeKind.TOO_FEW_HOSTS,
+            exit_code=int(ExitCode.BUDGET_EXHAUSTED),
+            host=self._settings.host,
+            message=f"the worker on {self._settings.host} died {config.restart_limit + 1} times within "
+            f"{config.restart_window_s:g} s, more often than restart_limit = {config.restart_limit} allows; "
+            f"its last words:\n{self._output.last_errors()}",
+        )
+
+    def _on_changed(self, worker: WorkerProcess) -> None:
+        if worker is not self.worker or self._is_over():
+            return  # after the end it exits because it was told to, which is nobody's error
+        was_stopped = self.status is not None and self.status.stopped
+        if worker.stopped and not was_stopped:
+            self._log.record(EventKind.WORKER_STOPPED, pid=worker.child.pid, step=worker.report.step)
+        if worker.dying and self.status is not None and not self.status.dying:
+            self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
+        self.status = WorkerStatus(
+            incarnation=worker.incarnation,
+            pid=worker.child.pid,
+            report=worker.report,
+            stopped=worker.stopped,
+            dying=worker.dying,
+            exit_code=worker.child.exit_code,
+            error=_error_of(worker),
+        )
+        self._on_change()
+
+    def _on_word(self, word: Progressed | WantsSnapshots | Happened) -> None:
+        match word:
+            case Happened():
+                self._log.append(word.event)
+            case Progressed():
+                self.progress = (word.step, word.metrics)
+            case WantsSnapshots():
+                self._wants_snapshots = True
+                try:
+                    self._snapshots.start()
+                except OSError as error:
+                    self._say(f"{self._settings.host}: no snapshot server could be started: {error}")
+                    self.kill(f"no snapshot server could be started: {error}")  # the next worker asks again
+                self.on_snapshots_changed()
+
+    def on_snapshots_changed(self) -> None:
+        """Tells a worker that waits for the snapshot server that it runs."""
+        server = self._snapshots.server
+        if self._wants_snapshots and server is not None:
+            self._wants_snapshots = False
+            self.order(SnapshotServerAt(endpoint=server.endpoint))
+
+    def order(self, order: Order) -> None:
+        """Sends the worker an order, if there is one."""
+        if self.worker is not None:
+            self.worker.order(order)
+
+    def kill(self, why: str) -> None:
+        """Sends SIGKILL to the worker, if it lives."""
+        if self.worker is not None and self.worker.child.exit_code is None:
+            self._log.record(EventKind.WORKER_KILLED, pid=self.worker.child.pid, why=why)
+            self.worker.child.kill()
+
+    async def let_finish(self, outcome: Outcome) -> None:
+        """Tells the worker that the job has ended, and gives it the time it is due."""
+        worker = self.worker
+        if worker is None or worker.child.exit_code is not None:
+            return
+        worker.order(Stop(reason=str(outcome.kind)))
+        exited = asyncio.create_task(worker.child.exited())
+        if outcome.kind is OutcomeKind.DONE:
+            await self._let_script_end(worker, exited)
+        elif outcome.exit_code != ExitCode.INTERRUPTED:
+            await asyncio.wait((exited,), timeout=STOP_GRACE_S)
+        if exited.done():
+            await asyncio.sleep(0.2)  # its last lines
+        else:
+            self.kill("the job is over")
+            await exited
+
+    async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
+        """A script may still save and print. One that was left out of the training, or is stopped, has nothing to."""
+        while not (await asyncio.wait((exited,), timeout=FINISH_INTERVAL_S))[0]:
+            if worker.child.is_stopped() or not worker.report.done:
+                return
+            self._say(f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it")
+
+    def with_exit_code(self, outcome: Outcome) -> Outcome:
+        """A script that fails after training is done has failed; so has one that was killed then, though another was
+        started in its place."""
+        worker = self.worker
+        code = worker.child.exit_code if worker is not None else None
+        if worker is None or code is None or outcome.kind is not OutcomeKind.DONE:
+            return outcome
+        host = self._settings.host
+        if not worker.report.done and (code < 0 or code == JOB_OVER_EXIT_CODE):
+            if self._done_and_killed is None:
+                self._say(
+                    f"{host}: training was done without this host; what its script does then is left out"
+                )
+                return outcome
+            code = self._done_and_killed
+        if code == 0:
+            return outcome
+        missing = (
+            f"training is done, but the script {_how_it_ended(code)} before its end; what it does after training is "
+            "missing on this host"
+        )
+        return Outcome(
+            kind=OutcomeKind.USER_ERROR,
+            exit_code=code if code > 0 else SIGNAL_CODE - code,
+            host=host,
+            message=_error_of(worker) if code > 0 else missing,
+        )
+
+    async def close(self) -> None:
+        """Kills what is left, and closes the log of its output."""
+        if self.worker is not None:
+            await self.worker.child.end()
+        self._output.close()
+
+
+def _is_users_error(code: int) -> bool:
+    """Whether the script ended by itself without asking to be started again; a signal is not its doing."""
+    return code >= 0 and code != RESTART_EXIT_CODE
+
+
+def _error_of(worker: WorkerProcess) -> str:
+    """What the user has to know of a script that failed; empty if it did not, or was killed."""
+    code, failure = worker.child.exit_code, worker.report.failure
+    if code is None or code <= 0:
+        return ""
+    if failure is not None and failure.kind is FailureKind.USER:
+        return failure.text  # whole, with what caused it, however long
+    if not worker.error:
+        return f"the script exited with code {code} and wrote nothing to standard error"
+    if worker.error.startswith("Traceback"):
+        return worker.error
+    return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

@@ -1,0 +1,166 @@
+"""How the next world is built from those who go on: whose state, which seats, in place or anew. Pure."""
+
+import dataclasses
+
+import msgspec
+
+from resilient_jax.cluster.membership_state import MembershipState, find_snapshot, has_service, services_of
+from resilient_jax.cluster.state_loss import explain
+from resilient_jax.ids import HostName, ProcessIndex, WorldId
+from resilient_jax.protocol.records import (
+    Change,
+    Generation,
+    HostStatus,
+    Member,
+    Phase,
+    Source,
+    StateLoss,
+)
+from resilient_jax.protocol.snapshots import SnapshotPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrepareService:
+    """Have a coordination service for this world run on the leader's host; idempotent."""
+
+    world: WorldId
+    nodes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The state that the next generation goes on from, and where it is.
+
+    Attributes:
+        step: of the state; 0 if there is none.
+        sources: members that hold it whole.
+        snapshot: that has it, if nobody holds it whole.
+    """
+
+    step: int = 0
+    sources: tuple[Source, ...] = ()
+    snapshot: SnapshotPlan | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a state; else the job begins."""
+        return bool(self.sources) or self.snapshot is not None
+
+
+def find_origin(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> Origin:
+    """The newest state that is whole somewhere: in a worker, or, if that is newer, in a snapshot."""
+    holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
+    step = max((w.report.step for w in holders.values()), default=0)
+    snapshot = find_snapshot(state)
+    if snapshot is not None and (not holders or snapshot.id.step > step):
+        return Origin(step=snapshot.id.step, snapshot=snapshot)
+    return Origin(
+        step=step,
+        sources=tuple(
+            Source(host=host, endpoint=w.report.endpoint)
+            for host, w in holders.items()
+            if w.report.step == step
+        ),
+    )
+
+
+def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
+    """Who may hand on the state: the members; only if none of them holds it, those who come back."""
+    of_kept, of_joiners = (
+        [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
+        for hosts in (kept, joiners)
+    )
+    return of_kept or of_joiners
+
+
+def form_next(
+    state: MembershipState,
+    kept: list[HostStatus],
+    joiners: list[HostStatus],
+    origin: Origin,
+    lost: StateLoss | None,
+) -> Generation | PrepareService:
+    """The next world.
+
+    Args:
+        state: of the machine.
+        kept: members that go on.
+        joiners: who comes in.
+        origin: of the state.
+        lost: of the job's state, if that was just found out.
+    """
+    generation = state.generation
+    in_place = _can_shrink_in_place(state, kept, joiners)
+    world = generation.world if in_place else WorldId(generation.number)
+    members = _keep_seats(generation, kept) if in_place else _assign_seats(generation, kept, joiners)
+    address = generation.service if in_place else _address_for(state, world, len(members))
+    if address is None:
+        return PrepareService(world, len(members))
+    held = {source.host for source in origin.sources}
+    return msgspec.structs.replace(
+        generation,
+        phase=Phase.FORM,
+        change=Change.SHRINK if in_place else Change.REFORM,
+        world=world,
+        members=members,
+        service=address,
+        step=origin.step,
+        sources=origin.sources,
+        behind=tuple(m.host for m in members if m.host not in held) if held else (),
+        snapshot=origin.snapshot,
+        lost=None
+        if origin.exists
+        else lost or generation.lost,  # the world in which it was to be read may be lost, too
+        reason=f"{generation.reason}: {explain(lost)}" if lost is not None else generation.reason,
+        progress=max(generation.progress, origin.step) if origin.exists else 0,
+        began=generation.began if origin.exists else generation.number,
+    )
+
+
+def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
+    """Only if all are in the world already and its service lives (new cliques need it).
+
+    After a failure that no death explains, a fresh world is the better bet; and the last host goes on in a
+    world of its own, where its devices need no network to talk to each other.
+    """
+    generation = state.generation
+    if len(kept) < 2 or joiners or generation.attempts > 0:
+        return False
+    connected = all(s.worker is not None and s.worker.report.world == generation.world for s in kept)
+    return connected and generation.world > 0 and has_service(state)
+
+
+def _address_for(state: MembershipState, world: WorldId, nodes: int) -> str | None:
+    """Of a service for this many members: it admits exactly as many as it was started for."""
+    return next((s.address for s in services_of(state, world) if s.nodes == nodes), None)
+
+
+def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member, ...]:
+    names = {status.host for status in kept}
+    return tuple(m for m in generation.members if m.host in names)
+
+
+def _assign_seats(
+    generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
+) -> tuple[Member, ...]:
+    """Dense process indexes; whoever can keep its index does, because compiled programs know it."""
+    count = len(kept) + len(joiners)
+    seats: dict[HostName, int] = {}
+    for status in kept:
+        member = generation.member(status.host)
+        if member is not None and member.process_index < count:
+            seats[status.host] = member.process_index
+    free = iter(sorted(set(range(count)) - set(seats.values())))
+    members: list[Member] = []
+    for status in (*kept, *joiners):
+        assert status.worker is not None, "only hosts with a worker are kept or join"
+        index = seats[status.host] if status.host in seats else next(free)
+        members.append(
+            Member(
+                host=status.host,
+                incarnation=status.worker.incarnation,
+                process_index=ProcessIndex(index),
+                endpoint=status.worker.report.endpoint,
+            )
+        )
+    return tuple(sorted(members, key=lambda m: m.process_index))

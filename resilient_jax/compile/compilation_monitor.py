@@ -1,0 +1,111 @@
+"""What this worker compiles, loads and fetches: counted by generation, and said where training had to wait for it."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from resilient_jax.compile.ahead_of_time import is_ahead, may_wait
+from resilient_jax.compile.program_exchange import Peer, PeerPrograms, ProgramFolder
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
+from resilient_jax.protocol.records import Member
+from resilient_jax.transport.credentials import Credentials
+
+PHASES: Final = frozenset(
+    f"/jax/core/compile/{phase}_duration"
+    for phase in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
+"""What JAX says it spends on a program; the last one includes loading it from the cache."""
+WORTH_SAYING_S: Final = 0.05
+"""Programs that compile faster are counted, but are no event each."""
+
+
+class Compiling:
+    """Between JAX's cache, the other hosts and the event log. One for each process.
+
+    Args:
+        host: this one.
+        credentials: of the job.
+        happened: writes an event; on any thread.
+    """
+
+    def __init__(self, host: HostName, credentials: Credentials, happened: Callable[..., Event]) -> None:
+        self._happened = happened
+        self._peers = PeerPrograms(host, credentials, may_wait, self._on_failure)
+        self._lock = threading.Lock()
+        self._seconds = self._compiled_s = 0.0
+        self._compiled = self._fetched = 0
+        """Since the generation began, where training waited. All guarded by the lock."""
+        self._is_said = True
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+
+    def begin(self, members: Iterable[Member]) -> None:
+        """A generation begins."""
+        self._peers.set_peers([Peer(host=m.host, endpoint=m.endpoint) for m in members if m.endpoint])
+        with self._lock:
+            self._seconds = self._compiled_s = 0.0
+            self._compiled = self._fetched = 0
+            self._is_said = False
+
+    def say_once(self) -> None:
+        """At a commit: what the generation's first step had to wait for. Does nothing at the others."""
+        with self._lock:
+            if self._is_said:
+                return
+            self._is_said = True
+            detail = {
+                "seconds": self._seconds,
+                "compiled": self._compiled,
+                "compiled_s": self._compiled_s,
+                "fetched": self._fetched,
+            }
+        self._happened(EventKind.PROGRAMS_READY, **detail)
+
+    # What JAX's cache asks and tells; see `CacheHooks`.
+
+    def fetch(self, key: str) -> bytes | None:
+        """A program from the host that owns it."""
+        found = self._peers.fetch(key)
+        if found is not None and not is_ahead():
+            with self._lock:
+                self._fetched += 1
+        return found
+
+    def missed(self, name: str, seconds: float) -> None:
+        """A program was compiled here."""
+        if is_ahead():
+            return
+        with self._lock:
+            self._compiled += 1
+            self._compiled_s += seconds
+        if seconds >= WORTH_SAYING_S:
+            self._happened(EventKind.PROGRAM_MISSED, program=name, seconds=seconds)
+
+    # What the thread that compiles ahead tells.
+
+    def compiled_ahead(self, world: str, seconds: float) -> None:
+        """Programs of a likely next world are there."""
+        self._happened(EventKind.PROGRAM_AHEAD, world=world, seconds=seconds)
+
+    def refused_ahead(self, world: str, reason: str) -> None:
+        """They could not be compiled."""
+        self._happened(EventKind.PROGRAM_REFUSED, world=world, reason=reason)
+
+    def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
+        if event in PHASES and not is_ahead():
+            with self._lock:
+                self._seconds += duration_secs
+
+    def _on_failure(self, owner: HostName, reason: str) -> None:
+        self._happened(EventKind.PROGRAM_REFUSED, owner=owner, reason=reason)
+
+
+def program_folder() -> ProgramFolder | None:
+    """This host's compiled programs; None: there is no cache."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return ProgramFolder(Path(folder), CACHE_SUFFIX) if folder else None

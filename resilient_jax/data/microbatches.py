@@ -1,0 +1,112 @@
+"""What the trainer asks of the data, and how it is made of what the user has."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from resilient_jax.data.example_layout import Tree
+from resilient_jax.data.function_data import FunctionData
+from resilient_jax.data.grain_data import GrainData, batched_grain_data, is_grain_map_dataset
+from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one
+from resilient_jax.data.random_access import RandomAccessData
+from resilient_jax.errors import DataError
+
+EXPECTED = (
+    "expected (1) a function batch(step, index) that gives a microbatch, (2) a source with __len__ and __getitem__, "
+    "such as a list, an array or a map-style dataset, (3) a Grain MapDataset, or (4) an object with the methods "
+    "batch(step, index, part) and lengths(step, index)"
+)
+
+
+class MicrobatchData(Protocol):
+    """The data of a training run: any microbatch of any step, in any order, from any thread.
+
+    Pure: the same arguments give the same numbers, on every host and after every restart.
+    """
+
+    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+        """A pytree of numpy arrays whose first dimension counts the examples.
+
+        Args:
+            step: from 0.
+            index: of the microbatch in its step.
+            part: (k, n): the k-th of n equal runs of rows. A replica that spans n hosts reads on each only its own.
+        """
+        ...
+
+    def lengths(self, step: int, index: int) -> np.ndarray | None:
+        """int32: document lengths of a packed microbatch, for whoever predicts its time; None if it has none."""
+        ...
+
+
+def microbatch_data(
+    source: Any,  # noqa: ANN401 - four kinds of things, told apart here
+    *,
+    microbatches: int,
+    size: int | None,
+    seed: int = 0,
+    shuffle: bool | None = None,
+) -> MicrobatchData:
+    """Microbatches from what the user has: a source of examples, a function, a Grain dataset.
+
+    Args:
+        source: a function `batch(step, index)`; anything with `__len__` and `__getitem__`; a Grain `MapDataset`; or an
+            object that is `MicrobatchData` already, which is given back.
+        microbatches: in a step.
+        size: examples in a microbatch. None: the source decides, because its elements (Grain) or results (function)
+            are microbatches.
+        seed: of the shuffle of a random-access source; the others have an order of their own.
+        shuffle: of a random-access source: whether to shuffle it anew in each epoch, which is done unless it says
+            False. Of the others: None.
+
+    Raises:
+        DataError: the source is none of these, is empty, or does not go with the other arguments.
+
+    >>> data = microbatch_data([10, 11, 12, 13, 14], microbatches=2, size=2, shuffle=False)
+    >>> data.batch(step=1, index=0), data.batch(step=1, index=0, part=(1, 2))
+    (array([14, 10]), array([10]))
+    """
+    check_at_least_one(microbatches=microbatches, size=1 if size is None else size)
+    if is_grain_map_dataset(source):
+        _refuse_shuffle(shuffle, source, "Call shuffle on the dataset before it is batched")
+        if size is None:
+            return batched_grain_data(source, microbatches=microbatches)
+        return GrainData(source, microbatches=microbatches, size=size)
+    if isinstance(source, type | Mapping):
+        raise DataError(_describe_refusal(source))
+    if callable(getattr(source, "batch", None)) and callable(getattr(source, "lengths", None)):
+        _refuse_shuffle(shuffle, source, "Shuffle inside of it")
+        return source
+    if hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__"):
+        if size is None:
+            raise DataError(
+                f"size: found None for a source of examples ({type(source).__name__}), expected how many examples a "
+                "microbatch has"
+            )
+        shuffled = shuffle is not False
+        return RandomAccessData(source, microbatches=microbatches, size=size, seed=seed, shuffle=shuffled)
+    if callable(source):
+        _refuse_shuffle(shuffle, source, "Shuffle inside of it")
+        return FunctionData(source, size=size)
+    raise DataError(_describe_refusal(source))
+
+
+def _refuse_shuffle(shuffle: bool | None, source: object, remedy: str) -> None:
+    if shuffle is not None:
+        raise DataError(
+            f"shuffle: found {shuffle} for a source that has its own order ({type(source).__name__}), expected None. "
+            f"{remedy}, and leave `shuffle` out"
+        )
+
+
+def _describe_refusal(source: object) -> str:
+    if isinstance(source, type):
+        return f"data: found the class {source.__name__} itself, {EXPECTED}. Give an object of the class"
+    found = f"data: found a {type(source).__name__}, {EXPECTED}. "
+    if isinstance(source, Mapping):
+        return found + "Give one of its values, or a list of examples, each a mapping"
+    return found + (
+        "An iterator cannot be asked for a microbatch that a dead host has read, so it will not do; in Grain, give the "
+        "MapDataset that the IterDataset was made from"
+    )

@@ -1,0 +1,197 @@
+"""Reads microbatches ahead on threads, so that the accelerator does not wait for them.
+
+Rules, all under `_changed`:
+- a read begins when somebody puts a `Future` into `_reads`; so it begins once, and whoever asks waits for that one.
+- a thread begins the next expected one while fewer than `ahead` reads have been begun that nobody asked for.
+- whoever asks for one that is not begun reads it on their own thread: nobody waits for room, so nothing deadlocks.
+- a read ahead that failed is done again by whoever asks: JAX's devices may have changed under it, and what fails for
+  good fails there, with the stack of the caller.
+- `expect` drops what is no longer wanted. A read under way cannot be stopped; its result goes to those who wait for it,
+  and nowhere else.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from resilient_jax.data.example_layout import Tree
+from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one
+from resilient_jax.data.microbatches import MicrobatchData
+from resilient_jax.errors import DataError
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits for reads under way: a source that takes longer hangs."""
+
+logger = logging.getLogger(__name__)
+
+Wanted = tuple[int, int, Part]
+"""(step, index, part) of a microbatch."""
+
+
+class Prefetcher:
+    """Microbatches, read before they are asked for.
+
+    At most `ahead` of those that were not asked for yet are in memory, or being read. Those that were asked for stay
+    until the next `expect`, so that a step can be repeated: call it in each step.
+    Any method may be called from any thread.
+    """
+
+    def __init__(self, data: MicrobatchData, *, ahead: int = 8, threads: int = 2) -> None:
+        """Starts the threads, which wait for `expect`.
+
+        Args:
+            data: read from all threads at once.
+            ahead: how many microbatches to hold for later.
+            threads: how many to read at once.
+
+        Raises:
+            DataError: a number is below 1.
+        """
+        check_at_least_one(ahead=ahead, threads=threads)
+        self._data = data
+        self._ahead = ahead
+        self._changed = threading.Condition()  # guards all below, and says that they changed
+        self._queue: OrderedDict[Wanted, None] = OrderedDict()  # expected and not begun
+        self._reads: dict[Wanted, Future[Tree]] = {}  # begun, done or not
+        self._asked: set[Wanted] = set()  # of those in _reads
+        self._expected: set[Wanted] = set()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._read_ahead, name=f"resilient-jax-data-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def expect(self, wanted: Sequence[Wanted]) -> None:
+        """Says what will be asked for, in that order; replaces what was said before.
+
+        What is read or being read and still wanted is kept, unless its read has failed; the rest is forgotten. So after
+        a failure only the microbatches that are new to this host are read.
+
+        Raises:
+            DataError: closed.
+        """
+        with self._changed:
+            self._check_open()
+            self._expected = set(wanted)
+            self._reads = {
+                key: read
+                for key, read in self._reads.items()
+                if key in self._expected and not _has_failed(read)
+            }
+            self._asked &= self._reads.keys()
+            self._queue = OrderedDict.fromkeys(key for key in wanted if key not in self._reads)
+            self._changed.notify_all()
+
+    def get(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+        """The microbatch; waits until it is read, as long as the source takes.
+
+        Asked again before the next `expect`, it is the same arrays: do not write into them. One that nobody expected is
+        read here and now, and not kept.
+
+        Raises:
+            DataError: closed.
+            Exception: what the source raised for this microbatch, unchanged. Asked again, it is read again.
+        """
+        key = (step, index, part)
+        while True:
+            with self._changed:
+                self._check_open()
+                read = self._reads.get(key)
+                is_mine = read is None
+                if read is None:
+                    read = self._begin(key)
+                self._asked.add(key)
+                self._changed.notify_all()
+            if is_mine:
+                self._read(key, read)
+            try:
+                return read.result()
+            except Exception:
+                if is_mine:
+                    raise
+            finally:
+                self._forget_unless_wanted(key, read)
+
+    def lengths(self, step: int, index: int) -> np.ndarray | None:
+        """int32: document lengths of a packed microbatch, from the source; None if it has none."""
+        return self._data.lengths(step, index)
+
+    def close(self) -> None:
+        """Forgets everything and ends the threads, once their reads under way are done. A second call does nothing."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._reads = {}
+            self._asked = set()
+            self._changed.notify_all()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                logger.warning(
+                    "%s: found a read of the data source that takes longer than %.0f s, expected it to end; left "
+                    "behind, it ends with the process",
+                    thread.name,
+                    CLOSE_TIMEOUT_S,
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, key: Wanted) -> Future[Tree]:
+        self._queue.pop(key, None)
+        read: Future[Tree] = Future()
+        self._reads[key] = read
+        return read
+
+    def _read_ahead(self) -> None:
+        """A thread's life."""
+        while (begun := self._wait_next()) is not None:
+            self._read(*begun)
+            del begun  # else an idle thread would hold the last microbatch in memory
+
+    def _wait_next(self) -> tuple[Wanted, Future[Tree]] | None:
+        """The next expected microbatch, begun; None: closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._queue and self._has_room()))
+            if self._closed:
+                return None
+            key = next(iter(self._queue))
+            return key, self._begin(key)
+
+    def _has_room(self) -> bool:
+        return len(self._reads) - len(self._asked) < self._ahead
+
+    def _read(self, key: Wanted, read: Future[Tree]) -> None:
+        try:
+            read.set_result(self._data.batch(*key))
+        except BaseException as error:  # the thread's boundary: whoever waits must get it, or waits for ever
+            read.set_exception(error)
+
+    def _forget_unless_wanted(self, key: Wanted, read: Future[Tree]) -> None:
+        with self._changed:
+            if self._reads.get(key) is read and (key not in self._expected or _has_failed(read)):
+                del self._reads[key]
+                self._asked.discard(key)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DataError("found a closed Prefetcher, expected an open one; make another one")
+
+
+def _has_failed(read: Future[Tree]) -> bool:
+    return read.done() and read.exception() is not None

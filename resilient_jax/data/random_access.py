@@ -1,0 +1,146 @@
+"""Microbatches from anything that has a length and gives an item by its number."""
+
+from typing import Protocol
+
+import numpy as np
+
+from resilient_jax.data.example_layout import FirstLayout, Tree
+from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one, check_whole, positions_of
+from resilient_jax.data.shuffle import permute
+from resilient_jax.errors import DataError
+
+
+class RandomAccess(Protocol):
+    """A list, an array, a memory map, a dataset of another library."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Tree: ...
+
+
+class RandomAccessData:
+    """Microbatches of examples from a random-access source, shuffled anew in each epoch.
+
+    Row `p = (step * microbatches + index) * size + k` is item `permutation(seed, p // n)(p % n)` of the n items: one
+    epoch follows the other without a gap, so a microbatch may hold the end of one and the begin of the next.
+    """
+
+    def __init__(
+        self, source: RandomAccess, *, microbatches: int, size: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        """Takes the source's length as it is now.
+
+        Args:
+            source: its items are arrays, numbers or trees of them, all of one layout.
+            microbatches: in a step.
+            size: examples in a microbatch.
+            seed: of the shuffle, from 0 to 2**64 - 1.
+            shuffle: False: the source's own order in every epoch.
+
+        Raises:
+            DataError: the source is empty, or has no length; a number is below 1, or not whole.
+        """
+        check_at_least_one(microbatches=microbatches, size=size)
+        check_whole(seed=seed)
+        self._source = source
+        self._length = measure(source)
+        self._microbatches = microbatches
+        self._size = size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._layout = FirstLayout()
+
+    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+        """Each leaf of the examples, stacked: [rows, ...].
+
+        Raises:
+            DataError: no such microbatch or part, or the source breaks its promise.
+        """
+        return read_examples(self._source, self._numbers(step, index, part), self._length, self._layout)
+
+    def lengths(self, step: int, index: int) -> np.ndarray | None:
+        """int32: lengths of the documents in all rows, if the source tells them (see `PackedDocuments`)."""
+        lengths_of = getattr(self._source, "lengths", None)
+        if not callable(lengths_of):
+            return None
+        numbers = self._numbers(step, index, WHOLE)
+        return np.concatenate([np.asarray(lengths_of(number), np.int32) for number in numbers])
+
+    def _numbers(self, step: int, index: int, part: Part) -> list[int]:
+        """The source's numbers of the items, row by row."""
+        positions = positions_of(step, index, part, microbatches=self._microbatches, size=self._size)
+        numbers: list[int] = []
+        while positions:
+            epoch, first = divmod(positions.start, self._length)
+            run = np.arange(first, min(first + len(positions), self._length))
+            if self._shuffle:
+                run = permute(run, self._length, seed=self._seed, epoch=epoch)
+            numbers.extend(run.tolist())
+            positions = positions[len(run) :]
+        return numbers
+
+
+def count_items(source: RandomAccess) -> int:
+    """The length of a source, which may be 0.
+
+    Raises:
+        DataError: it has none, such as an array of no dimension.
+    """
+    try:
+        return len(source)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"the source ({type(source).__name__}): found no length ({error}), expected how many items it has. Let its "
+            "__len__ say so; an array needs a first dimension, over its items"
+        ) from error
+
+
+def measure(source: RandomAccess) -> int:
+    """The length of a source.
+
+    Raises:
+        DataError: it is empty, or has none.
+    """
+    length = count_items(source)
+    if length < 1:
+        raise DataError(
+            f"the source ({type(source).__name__}): found no items, expected at least one. Is its path right, or "
+            "has a filter taken all of them?"
+        )
+    return length
+
+
+def read_item(source: RandomAccess, number: int, length: int) -> Tree:
+    """Item `number` of a source.
+
+    Raises:
+        DataError: the source, which promised `length` items, does not have this one.
+    """
+    try:
+        item = source[number]
+    except (IndexError, KeyError) as error:
+        raise DataError(
+            f"{name_of(source, number)}: found {error!r}, expected an item. Either the source is shorter than promised "
+            f"(its length was {length}): let its __len__ say how many items it gives, by the numbers 0, 1, 2, ...; or "
+            "its own code fails: see the error above"
+        ) from error
+    if item is None:
+        raise DataError(
+            f"{name_of(source, number)}: found None, expected an example. If a filter took it out: filter before "
+            "training, and give a source of what is left"
+        )
+    return item
+
+
+def read_examples(source: RandomAccess, numbers: list[int], length: int, layout: FirstLayout) -> Tree:
+    """The items of these numbers, at least one, stacked leaf by leaf.
+
+    Raises:
+        DataError: an item is missing, is no tree of arrays, or has another layout than the first.
+    """
+    rows = [layout.check(read_item(source, number, length), name_of(source, number)) for number in numbers]
+    return layout.rebuild([np.stack(leaves) for leaves in zip(*rows, strict=True)])
+
+
+def name_of(source: object, number: int) -> str:
+    """What to call an item in a message."""
+    return f"item {number} of {type(source).__name__}"

@@ -1,0 +1,55 @@
+"""Turns a hang on a connection into an exception, from another thread. Imports no jax."""
+
+import socket
+from collections.abc import Callable
+
+from resilient_jax.jax_runtime.gloo import (
+    Endpoint,
+    GlooSockets,
+    duplicate,
+    is_listener,
+    local_endpoint,
+    remote_endpoint,
+    socket_descriptors,
+)
+
+
+def abort_collectives(gloo: GlooSockets) -> int:
+    """Shuts gloo's connections down, so that whoever waits in a collective gets an exception at once.
+
+    For the guard thread: JAX holds no interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
+    until the main thread has unwound, for a collective that begins after the first call opens or finds
+    other connections. Listeners are left alone (gloo terminates the process when one fails), and so is
+    every socket that is not gloo's. After it the cliques of this world are broken for good; arrays and
+    compiled programs stay valid.
+
+    Returns:
+        How many connections were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
+    """
+
+    def is_gloos(here: Endpoint | None, there: Endpoint | None) -> bool:
+        if (here, there) in gloo.spared:
+            return False
+        return here in gloo.own or there in gloo.own | gloo.peers
+
+    return _shut_connections(is_gloos)
+
+
+def hang_up_on(endpoint: Endpoint) -> int:
+    """Shuts this process's connections to `endpoint`; gives how many."""
+    return _shut_connections(lambda _, there: there == endpoint)
+
+
+def _shut_connections(chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> int:
+    return sum(_try_shut(descriptor, chosen) for descriptor in socket_descriptors())
+
+
+def _try_shut(descriptor: int, chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> bool:
+    with duplicate(descriptor) as copy:
+        if copy is None or is_listener(copy) or not chosen(local_endpoint(copy), remote_endpoint(copy)):
+            return False
+        try:
+            copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False  # not connected any more: nothing left to interrupt
+        return True

@@ -1,0 +1,66 @@
+"""Where JAX asks for its CPU backend: other threads of the process wait here while there is no world.
+
+A user's thread, one that reads data say, may use JAX at any moment. Between two worlds JAX has no backend and would
+make one by itself, of no world, and the world that is just being joined could not be put in its place.
+"""
+
+import threading
+
+from jax._src import xla_bridge
+
+from resilient_jax.jax_runtime.jaxlib_types import Backend
+
+
+class BackendGate:
+    """JAX's factory of CPU backends, once this process has begun to join worlds.
+
+    Who waits holds JAX's lock of backends: between worlds the thread that joins them must not take it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._backend: Backend | None = None
+        self._joiner: threading.Thread | None = None
+        self._is_over = False
+        """All guarded by the condition."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether JAX asks here."""
+        with self._changed:
+            return self._joiner is not None
+
+    def install(self) -> None:
+        """Has JAX ask here from now on. The calling thread is the one that joins worlds, and never waits.
+
+        Raises:
+            RuntimeError: JAX has a backend.
+        """
+        xla_bridge.register_backend_factory("cpu", self.give, priority=0, fail_quietly=False)
+        with self._changed:
+            self._joiner = threading.current_thread()
+
+    def put(self, backend: Backend) -> None:
+        """There is a world: who waits, or whoever asks next, takes its backend to JAX."""
+        with self._changed:
+            self._backend = backend
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No other world will come: who waits, and holds JAX's lock, gets a backend of this process alone."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def give(self) -> Backend:
+        """The backend of the world, given away and not kept: a reference would outlive it.
+
+        Between worlds the thread that joins them gets one of this process alone, and so do all after the last.
+        """
+        with self._changed:
+            while self._backend is None:
+                if self._is_over or threading.current_thread() is self._joiner:
+                    return xla_bridge.make_cpu_client()
+                self._changed.wait()
+            backend, self._backend = self._backend, None
+            return backend

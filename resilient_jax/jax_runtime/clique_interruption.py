@@ -1,0 +1,178 @@
+"""Ends the wait for a clique that will never be complete: the third wait of forming a world.
+
+A clique is formed by the first program that has a collective over its devices, on whichever thread runs
+it, so unlike `forming` this cannot be left behind: the wait itself must end. Per process and clique, gloo
+1. publishes under `cpu:gloo/<device ids>/<rank>` its listener and one number per pair,
+2. waits for the same of all others: a peer that died before step 1 is waited for 30 minutes,
+3. connects every pair; one side opens the connection to the other's listener and writes the number,
+   the other waits for it: a peer that died after step 1 is waited for 30 s.
+
+Step 2 ends when we publish something unreadable for those that have not published. Step 3 ends when we
+connect to our own listener under the number that the pair waits for, and hang up. (A pair that opens the
+connection itself gets one, or a refusal, from the kernel; `abort_collectives` does for the former.)
+All this is harmless to a complete clique. It spoils an incomplete one for good, on all processes: so it must
+have ended on every process before the next generation begins in the same world.
+
+When the service is dead nothing can be published, not by gloo either, which waits for that, too. Then our own
+client detaches: that asks nobody, cancels the waits for keys, and from then on its connection may be hung up
+without harm, which ends the rest. This world forms no clique any more; without its service it could not anyway.
+"""
+
+import logging
+import math
+import socket
+import struct
+from typing import Final
+
+from resilient_jax.jax_runtime.abort import hang_up_on
+from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient
+
+logger = logging.getLogger(__name__)
+
+GLOO_DIRECTORY: Final = "cpu:gloo"
+UNREADABLE: Final = b"\xff" * 8 + b" resilient_jax: this world was given up"
+"""For gloo a host name of 2**64 - 1 bytes, for protobuf an endless number: both refuse it cleanly."""
+PROBE_MS: Final = 100
+"""The one request to the service that has a deadline; without an answer no other is made."""
+PATIENCE_S: Final = 0.04
+"""Shutting connections is enough for complete cliques; only who still waits after that needs more."""
+HANG_UP_S: Final = 0.12
+SERIES_GAP_S: Final = 1.0
+"""Calls further apart than this belong to different interruptions."""
+CONNECT_S: Final = 0.2
+"""Our own listener is on this host: it answers at once or not at all."""
+_WORD: Final = struct.Struct("<Q")
+
+Published = dict[str, dict[int, bytes]]
+"""By clique (its device ids with commas) and rank, what gloo has published."""
+
+
+class CliqueRelease:
+    """Escalates, over repeated calls, what it takes to end the waits of one world's cliques."""
+
+    def __init__(self, client: RuntimeClient, service: Endpoint, gloo: GlooSockets, known_key: str) -> None:
+        """`known_key` is a key that is in the service's store: whether it can be read says if the service lives.
+
+        `service` is the service's address as our client reaches it, the relay's.
+        """
+        self._client = client
+        self._service = service
+        self._gloo = gloo
+        self._known_key = known_key
+        self._began_s = -math.inf
+        self._last_s = -math.inf
+        self.detached = False
+        """Whether the service was found dead: this world forms no clique any more."""
+        self._called: set[int] = set()
+
+    def release(self, now_s: float) -> int:
+        """Ends the waits of this process for cliques that are being formed.
+
+        Repeat it, as `abort_collectives`, until the waiting thread has unwound. Does nothing at first, then
+        publishes, then hangs up. Blocks for 0.1 s, once, when the service is dead.
+
+        Returns:
+            How many waits it may have ended.
+        """
+        if now_s - self._last_s > SERIES_GAP_S:
+            self._began_s = now_s
+        self._last_s = now_s
+        since_s = now_s - self._began_s
+        if since_s < PATIENCE_S:
+            return 0
+        if not self.detached and not answers(self._client, self._known_key):
+            self.detached = True
+            self._client.shutdown()  # 0.5 ms, measured with a stopped service
+        if self.detached:
+            return hang_up_on(self._service)
+        published = _published(self._client)
+        released = sum(_try_publish(self._client, key) for key in missing_keys(published))
+        if since_s >= HANG_UP_S:
+            released += self._hang_up(published)
+        return released
+
+    def _hang_up(self, published: Published) -> int:
+        """Connects to our own listener in the place of each missing peer, once, and closes.
+
+        Once is enough: gloo keeps a connection that nobody waits for yet.
+        """
+        calls = 0
+        for value in (value for by_rank in published.values() for value in by_rank.values()):
+            parsed = parse_rank(value)
+            if parsed is None or parsed[0] not in self._gloo.own:
+                continue
+            for number in set(parsed[1]) - self._called:
+                self._called.add(number)
+                calls += _try_call(parsed[0], number)
+        return calls
+
+
+def answers(client: RuntimeClient, known_key: str) -> bool:
+    """Is the service alive? Blocks no longer than `PROBE_MS`, unlike all other requests but this."""
+    try:
+        client.blocking_key_value_get(known_key, PROBE_MS)
+    except JaxRuntimeError:
+        return False
+    return True
+
+
+def missing_keys(published: Published) -> list[str]:
+    """Gives the keys that somebody waits for."""
+    return [
+        f"{GLOO_DIRECTORY}/{clique}/{rank}"
+        for clique, by_rank in published.items()
+        for rank in range(clique.count(",") + 1)
+        if rank not in by_rank
+    ]
+
+
+def parse_rank(value: bytes) -> tuple[Endpoint, tuple[int, ...]] | None:
+    """Gives listener and pair numbers of what gloo published, None if it is not laid out as expected.
+
+    Layout (gloo `tcp::Rank`, 64-bit little endian): length of host name, host name, length of address (136),
+    `sockaddr_storage` (128), a sequence number, then one number per pair.
+    """
+    try:
+        (name_length,) = _WORD.unpack_from(value, 0)
+        at = 8 + name_length
+        (address_length,) = _WORD.unpack_from(value, at)
+        at += 8
+        address, numbers = value[at : at + address_length], value[at + address_length :]
+        (family,) = struct.unpack_from("=H", address, 0)
+        (port,) = struct.unpack_from("!H", address, 2)
+        if family == socket.AF_INET:
+            host = socket.inet_ntop(socket.AF_INET, address[4:8])
+        elif family == socket.AF_INET6:
+            host = socket.inet_ntop(socket.AF_INET6, address[8:24])
+        else:
+            return None
+        return (host, port), tuple(number for (number,) in _WORD.iter_unpack(numbers))
+    except (struct.error, ValueError, OverflowError):
+        return None
+
+
+def _published(client: RuntimeClient) -> Published:
+    found: Published = {}
+    for key, value in client.key_value_dir_get_bytes(GLOO_DIRECTORY):
+        _, clique, rank = key.rsplit("/", 2)
+        found.setdefault(clique, {})[int(rank)] = value
+    return found
+
+
+def _try_publish(client: RuntimeClient, key: str) -> bool:
+    try:
+        client.key_value_set_bytes(key, UNREADABLE, False)
+    except JaxRuntimeError:
+        return False  # it came meanwhile
+    return True
+
+
+def _try_call(endpoint: Endpoint, number: int) -> bool:
+    try:
+        with socket.create_connection(endpoint, timeout=CONNECT_S) as call:
+            call.sendall(_WORD.pack(number))
+    except OSError as error:
+        logger.debug("gloo's listener at %s does not answer: %s", endpoint, error)
+        return False
+    return True

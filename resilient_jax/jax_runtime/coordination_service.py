@@ -1,0 +1,84 @@
+"""The coordination service of one world, as a process of its own: it survives every worker.
+
+Protocol, in lines: it prints `ready` once jaxlib is loaded (0.4 s; so one is kept warm), reads
+`<bind address> <nodes>` from stdin, prints `serving <address>` or `failed <reason>`, and ends when stdin
+does. Port 0 takes a free port. It also dies with its parent (PR_SET_PDEATHSIG).
+
+Run: python -m resilient_jax.jax_runtime.coordination_service
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from typing import Final
+
+from resilient_jax.jax_runtime.jaxlib_types import RuntimeService, jaxlib_runtime
+
+HEARTBEAT_S: Final = 86400
+"""JAX's own failure detector kills every client when it fires: ours decides instead."""
+SHUTDOWN_S: Final = 1
+PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    """Serves one world until stdin ends; never returns."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _say("ready")
+    order = sys.stdin.readline()
+    if not order.strip():
+        os._exit(0)
+    try:
+        address, nodes = _parse(order)
+        address = _free_address(address)
+        service = _start(address, nodes)
+    except (ValueError, OSError, RuntimeError) as error:
+        _say(f"failed {' '.join(str(error).split())}")
+        os._exit(1)
+    _say(f"serving {address}")
+    while sys.stdin.readline():
+        pass
+    # No orderly end: `service.shutdown()` would abort clients that are still connected directly.
+    del service
+    os._exit(0)
+
+
+def _parse(order: str) -> tuple[str, int]:
+    words = order.split()
+    if len(words) != 2 or not words[1].isdigit() or int(words[1]) < 1 or ":" not in words[0]:
+        raise ValueError(f"found {order.strip()!r}, expected '<host:port> <nodes>' with at least one node")
+    return words[0], int(words[1])
+
+
+def _free_address(address: str) -> str:
+    """Gives `address` with a real port, or raises OSError if somebody listens there.
+
+    gRPC binds with SO_REUSEPORT: two services on one port would share its clients without a word.
+    """
+    host, _, port = address.rpartition(":")
+    name = host.strip("[]")
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((name, int(port)))
+            probe.listen(1)
+        except OSError as error:
+            raise OSError(f"cannot bind {address}: {error.strerror}") from error
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _start(address: str, nodes: int) -> RuntimeService:
+    return jaxlib_runtime.get_distributed_runtime_service(
+        address, nodes, heartbeat_timeout=HEARTBEAT_S, shutdown_timeout=SHUTDOWN_S, recoverable=True
+    )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Join and leave worlds, any number of times in one OS process.
+
+`jax.distributed.initialize` refuses a second call and aborts the process when a peer is missing, so this
+does by hand what it does: a client of the coordination service, the CPU backend on gloo, and their places
+in JAX's global state; and undoes it.
+"""
+
+import atexit
+import dataclasses
+import gc
+import json
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import jax
+import jax.extend
+from jax._src import dispatch, xla_bridge
+from jax._src import distributed as jax_distributed
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+from resilient_jax.errors import InternalError
+from resilient_jax.jax_runtime import world_forming as formings
+from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.backend_gate import BackendGate
+from resilient_jax.jax_runtime.clique_interruption import CliqueRelease
+from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
+from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets, listening_endpoints
+from resilient_jax.jax_runtime.jaxlib_types import (
+    Backend,
+    Collectives,
+    Device,
+    JaxRuntimeError,
+    RuntimeClient,
+    jaxlib_runtime,
+)
+from resilient_jax.jax_runtime.trace_cache import forget_traces, keep_traces
+from resilient_jax.jax_runtime.world_forming import Forming, Stage
+
+logger = logging.getLogger(__name__)
+
+POLL_MS: Final = 200
+"""How long an abandoned attempt goes on waiting for a peer's endpoints."""
+LISTENER_TRIES: Final = 5
+
+ABORT_INTERVAL_S: Final = 0.02
+JOIN_AT_EXIT_S: Final = 1.0
+
+_gate: Final = BackendGate()
+_abandoned: list[threading.Thread] = []
+_clients: list[Callable[[], object]] = []
+"""Weak references to the client of the world we are in; written where the world is joined and left."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """This process's place in a world. It holds no device, so that it can outlive the backend."""
+
+    address: str
+    process_index: int
+    process_count: int
+    gloo: GlooSockets
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices of the world, dead ones included."""
+        return jax.devices()
+
+    @property
+    def local_devices(self) -> list[Device]:
+        """The devices of this process."""
+        return jax.local_devices()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leftovers:
+    """What `disconnect` could not free because somebody still refers to it."""
+
+    backends: int
+    clients: int
+
+
+def is_in_use() -> bool:
+    """Whether JAX has made its devices, which `connect` then cannot."""
+    return xla_bridge.backends_are_initialized()
+
+
+def end_worlds() -> None:
+    """This process joins no other world: threads that wait for JAX's devices wait no longer."""
+    _gate.end()
+
+
+def connect(
+    address: str, process_index: int, process_count: int, *, timeout_s: float, bind_host: str | None
+) -> Connection:
+    """Joins the world whose coordination service is reached at `address`; JAX then sees its devices.
+
+    Args:
+        address: host and port of the service, or of the relay in front of it.
+        process_index: this process's index in the world.
+        process_count: the size of the world; the service was started with the same number.
+        timeout_s: when to give up.
+        bind_host: the address of this host that gloo binds; None takes what the host name resolves to.
+
+    Raises:
+        FormingInterrupted: `interrupt_forming` was called.
+        FormingFailed: a peer or the service was not there in time, or went away. After both, this process
+            is as if it had never tried, and can connect again.
+        InternalError: this process is connected already.
+    """
+    # Not `backends_are_initialized`: a thread at the gate holds the lock that it takes.
+    if jax_distributed.global_state.client is not None or xla_bridge._backends:
+        raise InternalError(
+            "connect: found a JAX backend that is alive, expected none; call disconnect first, and use no "
+            "device before the first connect"
+        )
+    if not _gate.is_installed:
+        _gate.install()
+    attempt = Forming(address, process_index, process_count, time.monotonic() + timeout_s)
+    formings.set_current(attempt)
+    found: list[Connection] = []
+    thread = threading.Thread(
+        target=_form, args=(attempt, bind_host, found), name="resilient-jax-forming", daemon=True
+    )
+    thread.start()
+    try:
+        in_time = attempt.settled.wait(timeout_s)
+        if not in_time and attempt.give_up():
+            formings.release(attempt)
+            raise formings.failed(attempt, attempt.stage, None)
+        if attempt.interrupted:
+            raise FormingInterrupted(f"{attempt}: given up while {attempt.stage}")
+        if attempt.error is not None:
+            raise formings.failed(attempt, attempt.stage, attempt.error) from attempt.error
+    except (FormingInterrupted, FormingFailed):
+        formings.set_current(None)
+        _abandoned[:] = [*(t for t in _abandoned if t.is_alive()), thread]
+        raise
+    (connection,) = found
+    client = jax_distributed.global_state.client
+    host, _, port = attempt.address.rpartition(":")
+    formings.set_current(CliqueRelease(client, (host, int(port)), connection.gloo, attempt.known_key))
+    jax.devices()  # so that other platforms, too, are there when we return
+    return connection
+
+
+def disconnect(gloo: GlooSockets, *, is_borrowed: bool = False) -> Leftovers:
+    """Leaves the world: its backend, client and programs are dropped, and `connect` works again.
+
+    What was traced is kept, if no device is in it: a function that was jitted once is compiled again for the
+    new backend, not traced again. Every array, device, executable and caught exception (its traceback holds
+    frames) that the caller still refers to keeps the old backend in memory, invisible to JAX; the returned
+    counts say so. Arrays that should outlive it must be copied to host memory first. Collectives in flight
+    are aborted. Other threads that ask JAX for its devices wait until `connect` has joined the next world.
+
+    The service is not told: a world is left because it is broken, and a dead service would make
+    `client.shutdown` wait.
+
+    Args:
+        gloo: of the world.
+        is_borrowed: another thread still compiles for its devices, and then lets go of them. It is what keeps the
+            backend, so nothing traced is given up to free it.
+    """
+    backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
+    clients = _clients.copy()
+    _clients.clear()
+    left = threading.Event()
+    aborter = threading.Thread(target=_keep_aborting, args=(gloo, left), name="resilient-jax-leave")
+    aborter.start()
+    try:
+        with keep_traces():
+            _forget()
+        gc.collect()
+        if _alive(backends):
+            gc.collect()  # the first pass ended functions; their traces, and what those held, go with the second
+        if _alive(backends) and not is_borrowed:
+            forget_traces()  # a constant in one of them may be what holds it
+            gc.collect()
+    finally:
+        left.set()
+        aborter.join()
+        formings.set_current(None)
+    return Leftovers(backends=_alive(backends), clients=_alive(clients))
+
+
+def _alive(references: Sequence[Callable[[], object]]) -> int:
+    return sum(reference() is not None for reference in references)
+
+
+def _keep_aborting(gloo: GlooSockets, left: threading.Event) -> None:
+    """Destroying a backend waits for its collectives in flight on every local device, so none may hang."""
+    while True:
+        abort_collectives(gloo)
+        formings.interrupt_forming()
+        if left.wait(ABORT_INTERVAL_S):
+            return
+
+
+def _forget() -> None:
+    """Takes everything out of JAX's global state."""
+    try:
+        jax.extend.backend.clear_backends()
+    except JaxRuntimeError:
+        # An effect (a debug print) of a program that died with a peer: its token raises when waited for.
+        dispatch.runtime_tokens.clear()
+        jax.extend.backend.clear_backends()
+    state = jax_distributed.global_state
+    state.client = None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+
+
+def _form(attempt: Forming, bind_host: str | None, found: list[Connection]) -> None:
+    """Runs on a thread of its own, which may be abandoned at any line."""
+    try:
+        _join(attempt, bind_host, found)
+    except (JaxRuntimeError, RuntimeError, FormingInterrupted, ValueError, OSError) as error:
+        # Without its traceback: the frames hold the client, and a client must not outlive its world.
+        attempt.settle(error.with_traceback(None))
+    finally:
+        attempt.client = None
+
+
+def _join(attempt: Forming, bind_host: str | None, found: list[Connection]) -> None:
+    client, reference = formings.new_client(
+        attempt.address, attempt.process_index, math.ceil(attempt.remaining_s())
+    )
+    with attempt.lock:
+        attempt.check()
+        attempt.client = client
+    client.connect()
+    attempt.reach(Stage.EXCHANGING_TOPOLOGY)
+    # Alone, XLA's own in-process collectives do: nobody can die in them, and gloo between the devices of one
+    # process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
+    alone = attempt.process_count == 1
+    collectives, own = (None, frozenset()) if alone else _make_collectives(client, bind_host)
+    client.key_value_set(attempt.known_key, json.dumps(sorted(own)))
+    peers = _peer_endpoints(attempt, client)
+    backend = _make_cpu_backend(attempt, client, collectives)
+    with attempt.lock:
+        attempt.check()
+        _install(attempt, client, backend)
+        _clients.append(reference)
+        found.append(
+            Connection(
+                address=attempt.address,
+                process_index=attempt.process_index,
+                process_count=attempt.process_count,
+                gloo=GlooSockets(own=own, peers=peers),
+            )
+        )
+        attempt.stage = Stage.FORMED
+        attempt.settled.set()
+
+
+def _make_collectives(
+    client: RuntimeClient, bind_host: str | None
+) -> tuple[Collectives, frozenset[Endpoint]]:
+    """Gives gloo and its listener: the one endpoint that this process began to listen on meanwhile."""
+    opened: frozenset[Endpoint] = frozenset()
+    for _ in range(LISTENER_TRIES):
+        before = listening_endpoints()
+        collectives = jaxlib_runtime.make_gloo_tcp_collectives(distributed_client=client, hostname=bind_host)
+        opened = listening_endpoints() - before
+        if len(opened) == 1:
+            return collectives, opened
+        del collectives  # another thread opened one too: which is gloo's cannot be told, so again
+    raise RuntimeError(f"gloo's listener cannot be told in {LISTENER_TRIES} tries; found {sorted(opened)}")
+
+
+def _peer_endpoints(attempt: Forming, client: RuntimeClient) -> frozenset[Endpoint]:
+    """Waits until every peer has published; so nobody exchanges topology before all are here."""
+    found: set[Endpoint] = set()
+    for index in range(attempt.process_count):
+        if index == attempt.process_index:
+            continue
+        found |= {
+            (host, port)
+            for host, port in json.loads(_wait_for(attempt, client, f"{formings.GLOO_KEY}/{index}"))
+        }
+    return frozenset(found)
+
+
+def _wait_for(attempt: Forming, client: RuntimeClient, key: str) -> str:
+    while True:
+        with attempt.lock:
+            attempt.check()
+        try:
+            return client.blocking_key_value_get(key, POLL_MS)
+        except JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise
+
+
+def _make_cpu_backend(attempt: Forming, client: RuntimeClient, collectives: Collectives) -> Backend:
+    """Gives what `xla_bridge.make_cpu_client` gives, from arguments and not from JAX's global state."""
+    minutes = max(1, math.ceil(attempt.remaining_s() / 60))
+    count = xla_bridge.num_cpu_devices.value
+    return xla_client.make_cpu_client(
+        asynchronous=xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value,
+        distributed_client=client,
+        node_id=attempt.process_index,
+        num_nodes=attempt.process_count,
+        collectives=collectives,
+        num_devices=count if count >= 0 else None,
+        get_local_topology_timeout_minutes=minutes,
+        get_global_topology_timeout_minutes=minutes + 1,
+        transfer_server_factory=xla_bridge._make_transfer_server_factory(),
+    )
+
+
+def _install(attempt: Forming, client: RuntimeClient, backend: Backend) -> None:
+    """Puts client and backend where JAX looks for them."""
+    state = jax_distributed.global_state
+    state.client = client
+    state.process_id, state.num_processes = attempt.process_index, attempt.process_count
+    state.coordinator_address = attempt.address
+    _gate.put(backend)
+
+
+@atexit.register
+def _await_abandoned() -> None:
+    """A thread that comes back from C++ while the interpreter is being torn down ends the process badly."""
+    for thread in _abandoned:
+        thread.join(JOIN_AT_EXIT_S)

@@ -1,0 +1,66 @@
+"""Which errors mean that a peer is gone, and the errors this package raises itself."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from resilient_jax.errors import PeerError
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
+
+
+class FormingInterrupted(PeerError):
+    """`interrupt_forming` was called while this process was joining a world; join the next one."""
+
+
+class FormingFailed(PeerError):
+    """The world was not complete before its deadline, or a step of joining it failed."""
+
+
+_STATUS: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+"""Status codes that XLA gives only to waits on other processes."""
+
+_TEXTS: Final = re.compile(
+    r"gloo|connection (closed|reset|refused)|broken pipe|socket closed|"
+    r"nccl|communicator|clique|coordination service|rendezvous",
+    re.IGNORECASE,
+)
+_STATUS_THAT_MAY_CARRY_THEM: Final = ("UNKNOWN", "INTERNAL", "FAILED_PRECONDITION", "ALREADY_EXISTS")
+_NEVER: Final = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE", "NOT_FOUND")
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Is `error`, or one it came from, what a dead peer, an aborted collective or a lost service causes?
+
+    False for the user's own errors, out-of-memory, invalid arguments and shapes. It is a reading of
+    messages: a false answer in either direction costs a re-form or a report, never a wrong result.
+    """
+    return any(_is_one(link) for link in _chain(error))
+
+
+def _is_one(error: BaseException) -> bool:
+    if isinstance(error, FormingInterrupted | FormingFailed):
+        return True
+    # jit's C++ fast path raises the same texts as a ValueError or RuntimeError.
+    if not isinstance(error, JaxRuntimeError | ValueError | RuntimeError):
+        return False
+    text = str(error)
+    status = text.partition(":")[0].strip()
+    if status in _NEVER:
+        return False
+    if status in _STATUS:
+        return True
+    return status in _STATUS_THAT_MAY_CARRY_THEM and _TEXTS.search(text) is not None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        waiting += [link.__cause__, link.__context__]
+        if isinstance(link, BaseExceptionGroup):
+            waiting += link.exceptions

@@ -1,0 +1,43 @@
+"""Keeps the clique of this process's own devices alive through an abort.
+
+On CPU even devices of one process talk through gloo, over TCP connections of the process with itself. An
+abort must break the cliques that span processes, self-connections included (a rank that waits for its
+neighbour in the same process would wait for ever), but not the clique of the local devices alone: JAX
+caches it, and local programs, which have lost nothing, would fail after a shrink. Connections do not say to
+which clique they belong. So this clique is formed first, while no other exists, and its connections are
+remembered.
+
+Cliques of a *part* of the local devices are formed later and do not survive an abort; the next use fails,
+and the world is re-formed.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.jax_runtime.gloo import GlooSockets, self_connections
+
+
+def form_local_clique(gloo: GlooSockets) -> GlooSockets:
+    """Forms the clique of the local devices; gives `gloo` with its connections marked to be spared.
+
+    Call it right after `connect`, before any other collective. Costs one tiny program.
+    """
+    devices = jax.local_devices()
+    if len(devices) == 1 or not gloo.own:
+        return gloo
+    mesh = Mesh(np.array(devices), ("local",))
+    ones = np.ones((len(devices),), np.float32)
+    cut = NamedSharding(mesh, P("local"))
+    spread = jax.make_array_from_callback(ones.shape, cut, lambda index: ones[index])
+    before = self_connections(gloo)
+    total = jax.jit(_total, out_shardings=NamedSharding(mesh, P()))(spread)
+    total.block_until_ready()
+    return dataclasses.replace(gloo, spared=self_connections(gloo) - before)
+
+
+def _total(values: jax.Array) -> jax.Array:
+    return values.sum()

@@ -1,0 +1,229 @@
+"""A world that is being formed, and how to end the attempt from another thread.
+
+Forming waits in C++ for other processes, in two places that no Python signal reaches:
+
+- *registering*: `client.connect()` is a barrier of all processes of the world;
+- *exchanging topology*: process 0 waits for everybody's devices, everybody else for process 0's answer.
+
+So both happen on a thread of their own, and the thread that called `connect` waits in Python. To
+interrupt is to let that one go at once, and then to end the C++ wait so that the abandoned thread ends
+too: a second client that registers under our own index makes the service refuse the first; an unreadable
+answer under the topology key ends the exchange. If the service is dead the abandoned thread ends when its
+own timeout does, and harms nobody meanwhile, provided that nothing closes its connection: a relay must
+hold a client's side open, for a client whose connection ends aborts its process.
+
+A third wait, for the peers in a clique's first collective, is on the main thread itself: see `cliques`.
+"""
+
+import enum
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final, assert_never
+
+from resilient_jax.jax_runtime.clique_interruption import UNREADABLE, CliqueRelease, answers
+from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
+from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient, jaxlib_runtime
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 86400
+"""JAX's own failure detector kills the process when it fires: ours decides instead."""
+SHUTDOWN_S: Final = 5
+STAND_IN_TIMEOUT_S: Final = 1
+"""For the client that pushes ours out; it ends 5 s later than this (the agent's own grace)."""
+CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
+CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
+
+
+GLOO_KEY: Final = "resilient_jax/gloo"
+
+
+class Stage(enum.StrEnum):
+    """How far the forming of a world has come."""
+
+    REGISTERING = "registering"
+    EXCHANGING_TOPOLOGY = "exchanging_topology"
+    FORMED = "formed"
+
+
+class Forming:
+    """One attempt to join a world; shared by the caller, the thread that forms, and the guard."""
+
+    def __init__(self, address: str, process_index: int, process_count: int, deadline_s: float) -> None:
+        self.address = address
+        self.process_index = process_index
+        self.process_count = process_count
+        self.deadline_s = deadline_s
+        """On `time.monotonic`."""
+        self.client: RuntimeClient | None = None
+        self.lock = threading.Lock()
+        """Guards `stage`, `error`, `interrupted`, `client`, and everything done only if not interrupted."""
+        self.stage = Stage.REGISTERING
+        self.error: BaseException | None = None
+        self.interrupted = False
+        self.settled = threading.Event()
+
+    @property
+    def known_key(self) -> str:
+        """Where we publish our gloo listener before we wait for anything."""
+        return f"{GLOO_KEY}/{self.process_index}"
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    def reach(self, stage: Stage) -> None:
+        """Notes progress; raises FormingInterrupted if nobody waits for it any more."""
+        with self.lock:
+            self.check()
+            self.stage = stage
+
+    def check(self) -> None:
+        """Raises FormingInterrupted if the attempt was given up; hold the lock."""
+        if self.interrupted:
+            raise FormingInterrupted(f"{self}: given up while {self.stage}")
+
+    def give_up(self) -> bool:
+        """Lets the caller of `connect` go; False if it has been let go already."""
+        with self.lock:
+            if self.settled.is_set():
+                return False
+            self.interrupted = True
+            self.settled.set()
+            return True
+
+    def settle(self, error: BaseException | None) -> None:
+        """Ends the attempt with success (None) or `error`; nothing if it was given up."""
+        with self.lock:
+            if not self.settled.is_set():
+                self.error = error
+                self.settled.set()
+
+    def __str__(self) -> str:
+        return f"process {self.process_index} of {self.process_count} at {self.address}"
+
+
+_living: list[Callable[[], object]] = []
+_current: Forming | CliqueRelease | None = None
+_current_lock = threading.Lock()  # guards _current, and is held while cliques are released
+
+
+def set_current(forming: Forming | CliqueRelease | None) -> None:
+    """Says what `interrupt_forming` would end: an attempt, or the cliques of a world."""
+    global _current
+    with _current_lock:
+        _current = forming
+
+
+def interrupt_forming() -> bool:
+    """Makes a thread of this process that waits for a world or a clique to be complete raise.
+
+    For the guard thread, every 20 ms until the main thread has unwound, together with `abort_collectives`. A
+    `connect` that waits raises FormingInterrupted within milliseconds, and the process can connect to another
+    service right away. A first collective that waits for its clique raises JaxRuntimeError 0.05 to 0.2 s
+    after the first call. Blocks for 0.1 s at most. A call before `connect` has begun has no effect: the
+    caller of `connect` checks its own orders first.
+
+    A clique that was incomplete is spoilt for the whole world, so no process may begin the world's next
+    generation before all have stopped calling this.
+
+    Returns:
+        Was anything interrupted?
+    """
+    with _current_lock:
+        current = _current
+        if isinstance(current, CliqueRelease):
+            return current.release(time.monotonic()) > 0
+    if current is None or not current.give_up():
+        return False
+    release(current)
+    return True
+
+
+def is_detached() -> bool:
+    """Whether an interruption found the service dead and gave it up: go on in a new world only."""
+    with _current_lock:
+        return isinstance(_current, CliqueRelease) and _current.detached
+
+
+def release(forming: Forming) -> None:
+    """Ends the C++ wait of an abandoned attempt as well as can be, without blocking."""
+    threading.Thread(target=_release, args=(forming,), name="resilient-jax-release", daemon=True).start()
+
+
+def _release(forming: Forming) -> None:
+    with forming.lock:
+        stage = forming.stage
+    try:
+        match stage:
+            case Stage.REGISTERING:
+                stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
+                stand_in.connect()
+            case Stage.EXCHANGING_TOPOLOGY:
+                _spoil_topology(forming)
+            case Stage.FORMED:
+                pass
+            case _:
+                assert_never(stage)
+    except (JaxRuntimeError, RuntimeError) as error:
+        logger.debug("releasing %s: %s", forming, error)
+
+
+def _spoil_topology(forming: Forming) -> None:
+    client = forming.client
+    if client is None or not answers(client, forming.known_key):
+        return
+    client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE, True)
+    for index in range(forming.process_count):
+        client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE, True)
+
+
+def new_client(
+    address: str, process_index: int, init_timeout_s: int
+) -> tuple[RuntimeClient, Callable[[], object]]:
+    """Gives an unconnected client whose failed `connect` raises instead of ending the process.
+
+    The second value gives None once the client is gone in C++ too (the client itself takes no weak
+    reference, but it owns its callback, which does).
+
+    Without a callback a failure to register is LOG(FATAL). With a Python one jaxlib cannot translate the
+    status, which throws std::bad_cast: in `connect` that arrives as a RuntimeError. (On jaxlib's own
+    polling thread nothing catches it: losing the service stays fatal either way.)
+    """
+
+    def never_called(*_: object) -> None:
+        """Exists so that jaxlib does not install its own callback, which ends the process."""
+
+    client = jaxlib_runtime.get_distributed_runtime_client(
+        address,
+        process_index,
+        init_timeout=init_timeout_s,
+        shutdown_timeout=SHUTDOWN_S,
+        heartbeat_timeout=HEARTBEAT_S,
+        missed_heartbeat_callback=never_called,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    reference = weakref.ref(never_called)
+    _living.append(reference)
+    return client, reference
+
+
+def living_clients() -> int:
+    """How many clients this process has, those of abandoned attempts and of leaked worlds included.
+
+    While there is one, its connection must not be closed by anybody else: that would end the process.
+    """
+    _living[:] = [reference for reference in _living if reference() is not None]
+    return len(_living)
+
+
+def failed(forming: Forming, stage: Stage, error: BaseException | None) -> FormingFailed:
+    """Gives the error for an attempt that did not come through."""
+    reason = "not everybody came in time" if error is None else f"{type(error).__name__}: {error}"
+    return FormingFailed(
+        f"{forming}: {reason} (while {stage}); expected all {forming.process_count} processes of this world "
+        "before the deadline. Join the next world."
+    )

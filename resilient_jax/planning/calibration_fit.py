@@ -1,0 +1,124 @@
+"""Constants of the cost model fitted to measured steps."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.cost_model import Pricing
+from resilient_jax.planning.errors import PlanError
+from resilient_jax.planning.plan import Plan
+
+FITTED = (
+    "matrix_efficiency",
+    "memory_efficiency",
+    "link_efficiency",
+    "latency_factor",
+    "layer_overhead_s",
+    "step_overhead_s",
+)
+"""In the order in which they are tried. The overlaps and memory are not: step times hardly tell them apart."""
+_PARTS = frozenset(FITTED[:3])
+FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
+WORTHWHILE = 0.99
+"""An error that falls by less is not followed with steps as long as this one."""
+LEAST = 1e-9
+"""Of what has no upper limit, so that a factor can change it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A plan, and how long its step took, in seconds: a median of many."""
+
+    plan: Plan
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The constants that fit best.
+
+    Attributes:
+        calibration: the constants.
+        error: root mean square of ln(estimated / measured) with them: 0.1 is about 10 %.
+        error_before: with the constants that the fit began with.
+    """
+
+    calibration: Calibration
+    error: float
+    error_before: float
+
+
+def estimate_s(plan: Plan, calibration: Calibration) -> float:
+    """Gives the step time of a plan with other constants."""
+    pricing = Pricing(dataclasses.replace(plan.question, calibration=calibration))
+    teams = {team.composition: team for team in pricing.teams(plan.layout, plan.batch)}
+    ordered = [teams[composition] for composition in plan.order]
+    return pricing.price(plan.layout, plan.batch, ordered, plan.blocks).step_s
+
+
+def calibrate(measurements: Sequence[Measurement], start: Calibration | None = None) -> Fit:
+    """Gives the constants with which the estimates are nearest to measured steps.
+
+    Least squares of ln(estimated / measured), so that a short step counts as much as a long one; by a pattern search
+    over factors of each constant, which needs no derivatives of maxima and integers (Hooke and Jeeves 1961,
+    https://doi.org/10.1145/321062.321069). What no measurement depends on stays as it was.
+
+    Args:
+        measurements: of several plans, best of several models; two constants that are never seen apart are fitted
+            together.
+        start: to begin with; None: the constants of the first plan.
+
+    Raises:
+        PlanError: there is none, or a time is not positive.
+    """
+    if not measurements or any(not (m.step_s > 0 and math.isfinite(m.step_s)) for m in measurements):
+        raise PlanError(
+            f"measurements: found {[m.step_s for m in measurements]}, expected one or more steps that took a time > 0"
+        )
+    base = measurements[0].plan.question.calibration if start is None else start
+    error_before = base_error = _error(measurements, base)
+    factor = FIRST_FACTOR
+    while factor > LAST_FACTOR:
+        best, error = _explore(measurements, base, base_error, factor)
+        if error >= base_error * WORTHWHILE:
+            factor = math.sqrt(factor)
+        while (
+            error < base_error
+        ):  # the same way once more, and on from there, as long as it is the better way
+            ahead = _beyond(base, best)
+            base, base_error = best, error
+            best, error = _explore(measurements, ahead, _error(measurements, ahead), factor)
+    return Fit(calibration=base, error=base_error, error_before=error_before)
+
+
+def _explore(
+    measurements: Sequence[Measurement], calibration: Calibration, error: float, factor: float
+) -> tuple[Calibration, float]:
+    """Gives the best that is found when each constant is changed by a factor, one after the other."""
+    for name in FITTED:
+        for times in (factor, 1 / factor):
+            other = _with(calibration, {name: getattr(calibration, name) * times})
+            if (found := _error(measurements, other)) < error:
+                calibration, error = other, found
+                break
+    return calibration, error
+
+
+def _beyond(start: Calibration, end: Calibration) -> Calibration:
+    """As far behind `end` as that is from `start`."""
+    ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED}
+    return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
+
+
+def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
+    """The calibration with these constants, as near to them as may be."""
+    allowed = {
+        name: min(value, 1.0) if name in _PARTS else max(value, LEAST) for name, value in values.items()
+    }
+    return dataclasses.replace(calibration, **allowed)
+
+
+def _error(measurements: Sequence[Measurement], calibration: Calibration) -> float:
+    squares = [math.log(estimate_s(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
+    return math.sqrt(sum(squares) / len(squares))

@@ -1,0 +1,173 @@
+"""What a plan decides for one replica, and where its devices stand on the links."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.collectives import Spread
+from resilient_jax.planning.makespan import ANY_NUMBER
+
+
+class Group(NamedTuple):
+    """The axes of one replica: what each device holds follows from them."""
+
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+    fsdp: int = 1
+    pipeline: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return self.tensor * self.sequence * self.expert * self.fsdp * self.pipeline
+
+    @property
+    def cut_sizes(self) -> dict[Axis, int]:
+        """The axes that cut tensors of the state, for `cut`."""
+        return {Axis.TENSOR: self.tensor, Axis.EXPERT: self.expert, Axis.FSDP: self.fsdp}
+
+
+class Microbatch(NamedTuple):
+    """What a replica computes at a time.
+
+    `sequences` are those of one device, so `fsdp` times as many are in the microbatch of a replica.
+    """
+
+    sequences: int = 1
+    rematerialise: bool = False
+
+
+class Most(NamedTuple):
+    """How many layers a stage may have, by where it is in its pipeline; of one stage all hold."""
+
+    first: int = ANY_NUMBER
+    between: int = ANY_NUMBER
+    last: int = ANY_NUMBER
+
+    def of_stages(self, stages: int) -> tuple[int, ...]:
+        """Stage by stage."""
+        if stages == 1:
+            return (min(self),)
+        return (self.first, *[self.between] * (stages - 2), self.last)
+
+
+AS_MANY_AS_FIT = Most()
+
+
+class Layout(NamedTuple):
+    """How a plan's devices stand on the topology.
+
+    Innermost to outermost: tensor, sequence, expert, fsdp, pipeline, replica. Of each axis as much as fits lies
+    inside a host, the rest inside one domain of a level. So collectives of the inner axes have the fast links.
+    Replicas may stand in blocks of `block`, each inside one domain: less crosses the links between domains then.
+
+    Attributes:
+        group: axes of a replica.
+        inside: of each axis of `group`, in that order, the part that lies inside a host.
+        replicas_inside: replicas inside a host; 1 where a replica is more than that.
+        level: index of the topology's level in one domain of which a replica lies.
+        block: such hosts of replicas that lie in one domain together.
+        outermost: index of the level that has all hosts.
+        most: layers of a stage. Fewer than the fastest microbatch wants leave less to sum up and to update on the
+            stage that has most.
+    """
+
+    group: Group
+    inside: Group
+    replicas_inside: int
+    level: int
+    block: int
+    outermost: int
+    most: Most = AS_MANY_AS_FIT
+
+    @property
+    def cell_devices(self) -> int:
+        """Devices of a host that are used together: of one replica, or of several whole ones."""
+        return self.inside.devices * self.replicas_inside
+
+    @property
+    def cells(self) -> int:
+        """Of one replica, or of as many as share a host: how many hosts it has a part of."""
+        return self.group.devices // self.inside.devices
+
+    @property
+    def replicas_per_block(self) -> int:
+        """Replicas that are placed together."""
+        return self.replicas_inside * self.block
+
+    @property
+    def stages_inside(self) -> int:
+        """Stages of a pipeline in one host."""
+        return self.inside.pipeline
+
+    def spread_of(self, axis: Axis) -> Spread:
+        """How an axis of a replica crosses the levels."""
+        size, inside = getattr(self.group, axis), getattr(self.inside, axis)
+        return spread_over(size, inside, self.level, self.outermost)
+
+    def replica_spread(self, blocks: int) -> Spread:
+        """How the replica axis crosses the levels, if there are so many blocks."""
+        parts = [1] * (self.outermost + 1)
+        parts[0] = self.replicas_inside
+        parts[self.level] *= self.block
+        parts[self.outermost] *= blocks
+        return tuple(parts)
+
+
+def spread_over(size: int, inside: int, level: int, outermost: int) -> Spread:
+    """Gives how an axis crosses the levels if so many of its devices are inside each host and the rest at one level."""
+    parts = [1] * (outermost + 1)
+    parts[0] = inside
+    parts[level] *= size // inside
+    return tuple(parts)
+
+
+def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
+    """Gives what of each axis lies inside a host of so many devices, filled from the innermost axis outward, and how
+    many devices are left.
+
+    >>> fill_host((2, 3), 8)
+    ([2, 1], 4)
+    """
+    inside = []
+    for size in sizes:
+        part = math.gcd(size, room)
+        inside.append(part)
+        room //= part
+    return inside, room
+
+
+def lay_out(group: Group, room: int, level: int, block: int, outermost: int) -> Layout:
+    """Gives the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
+
+    >>> lay_out(Group(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).cells
+    4
+    >>> lay_out(Group(tensor=2), room=8, level=1, block=1, outermost=1).replicas_inside
+    4
+    """
+    inside, left = fill_host(group, room)
+    filled = Group(*inside)
+    return Layout(
+        group=group,
+        inside=filled,
+        replicas_inside=left if filled == group else 1,
+        level=level,
+        block=block,
+        outermost=outermost,
+    )
+
+
+def layouts_of(group: Group, devices_per_host: int, levels: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Gives every layout of a replica's axes with blocks of one, those that fill hosts first.
+
+    Args:
+        group: the axes.
+        devices_per_host: the most that a host has.
+        levels: indexes of levels that are worth staying inside, and last the one that has all hosts.
+    """
+    outermost = levels[-1]
+    rooms = range(devices_per_host, 0, -1)
+    found = dict.fromkeys(lay_out(group, room, outermost, 1, outermost) for room in rooms)
+    return tuple(layout._replace(level=level) for layout in found for level in levels)

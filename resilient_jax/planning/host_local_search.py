@@ -1,0 +1,89 @@
+"""The best plan among those in which every host has whole replicas, for programs that compute one microbatch each."""
+
+from collections.abc import Iterator, Mapping
+
+from resilient_jax.planning.axes import Axis, Sizes, read_sizes
+from resilient_jax.planning.branch_and_bound import Fixed
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.device_layout import Microbatch
+from resilient_jax.planning.errors import NothingFits, PlanError
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.plan_explanation import explain_choice
+from resilient_jax.planning.program_cost import Profile
+from resilient_jax.planning.search import DEFAULTS, NO_AXES, search_best
+from resilient_jax.topology import Topology
+
+TOP = 16
+"""Groups of axes that are looked at for each number of replicas and size of FSDP: more than there are on a host."""
+
+
+def search_whole_hosts(
+    profile: Profile,
+    topology: Topology,
+    *,
+    microbatch_size: int,
+    global_batch: int,
+    calibration: Calibration = DEFAULTS,
+    axes: Sizes = NO_AXES,
+) -> Plan:
+    """Gives the fastest plan of which a host has one replica or several, and each computes such microbatches.
+
+    Losing a host then leaves all other replicas whole.
+
+    Args:
+        profile: of the program, for one example.
+        topology: of the hosts at hand.
+        microbatch_size: examples that a replica computes at a time, whichever the plan.
+        global_batch: examples in a step.
+        calibration: constants of the cost model.
+        axes: sizes that are given; pipelines are not considered.
+
+    Raises:
+        NothingFits: no such plan has the memory.
+        PlanError: hosts have different numbers of devices, or no plan is as asked for.
+    """
+    devices = {host.devices for host in topology.hosts}
+    if len(devices) != 1:
+        raise PlanError(
+            f"topology {topology.name}: found hosts with {sorted(devices)} devices, expected as many on each: a "
+            "replica has the same axes wherever it is"
+        )
+    refused: list[PlanError] = []
+    found: list[Plan] = []
+    for given in _choices(topology, min(devices), microbatch_size, read_sizes(axes)):
+        try:
+            found += search_best(
+                profile,
+                topology,
+                global_batch=global_batch,
+                calibration=calibration,
+                fixed=Fixed(given, Microbatch(sequences=microbatch_size // given[Axis.FSDP])),
+                top=TOP,
+            )
+        except PlanError as error:  # the program does not allow such axes, or they do not fit
+            refused.append(error)
+    whole = [plan for plan in found if plan.layout.cell_devices == min(devices) and not plan.devices_spare]
+    if whole:
+        return explain_choice(sorted(whole, key=lambda plan: plan.step_time_s))[0]
+    nothing_fits = [error for error in refused if isinstance(error, NothingFits)]
+    if nothing_fits:
+        raise nothing_fits[0]
+    raise PlanError(
+        f"{profile.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices with "
+        f"microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of {min(devices)} "
+        f"examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
+    )
+
+
+def _choices(
+    topology: Topology, devices: int, microbatch_size: int, axes: Mapping[Axis, int]
+) -> Iterator[dict[Axis, int]]:
+    """Yields numbers of replicas with which all devices are used, and sizes of FSDP that divide both."""
+    for width in range(1, devices + 1):
+        replicas, rest = divmod(len(topology.hosts) * devices, width)
+        for fsdp in range(1, width + 1):
+            if devices % width or rest or width % fsdp or microbatch_size % fsdp:
+                continue
+            given = {Axis.REPLICA: replicas, Axis.FSDP: fsdp, Axis.PIPELINE: 1}
+            if all(given.get(axis, size) == size for axis, size in axes.items()):
+                yield {**axes, **given}

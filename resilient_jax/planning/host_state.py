@@ -1,0 +1,99 @@
+"""Which part of the training state each host of a plan holds.
+
+A part is a box: some of the layers, and a fraction of each tensor along tensor, expert and FSDP. That is what the
+axes cut; a tensor that an axis does not divide is counted as if it were cut. Replicas hold the same boxes.
+"""
+
+from typing import NamedTuple
+
+from resilient_jax.ids import HostName
+from resilient_jax.planning.device_layout import Layout
+from resilient_jax.planning.placement import place_replicas
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.program_cost import Part, Profile
+
+Interval = tuple[float, float]
+
+
+class Box(NamedTuple):
+    """A part of the state. `layers` counts the embedding as 0, layers from 1, and the head as the last; the rest are
+    in [0, 1]."""
+
+    layers: tuple[int, int]
+    tensor: Interval
+    expert: Interval
+    fsdp: Interval
+
+
+def cut_common(one: Box, other: Box) -> Box | None:
+    """Gives what both have."""
+    found = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True)]
+    return Box(*found) if all(low < high for low, high in found) else None  # type: ignore[arg-type]
+
+
+def weigh_layers(profile: Profile) -> tuple[float, ...]:
+    """Gives the bytes of parameters and optimizer of the embedding, each layer, and the head; tied ones count at the
+    first."""
+    layers = profile.layers
+    weights = [0.0] * (layers + 2)
+    for tensor in profile.tensors:
+        if tensor.parts == (Part.LAYER,):
+            for layer in range(1, layers + 1):
+                weights[layer] += tensor.bytes / layers
+        else:
+            weights[0 if Part.EMBEDDING in tensor.parts else layers + 1] += tensor.bytes
+    return tuple(weights)
+
+
+def size_of_box(box: Box, weights: tuple[float, ...]) -> float:
+    """Gives its bytes."""
+    size = sum(weights[box.layers[0] : box.layers[1]])
+    for low, high in box[1:]:
+        size *= high - low
+    return size
+
+
+def boxes_of_replica(layout: Layout, split: tuple[int, ...]) -> tuple[Box, ...]:
+    """Gives the box of each cell of a replica, in the order of cells."""
+    group, inside = layout.group, layout.inside
+    ends = [0, *(1 + sum(split[: stage + 1]) for stage in range(len(split)))]
+    ends[-1] += 1
+    boxes = []
+    for cell in range(layout.cells):
+        places = []
+        left = cell
+        for size, part in zip(group, inside, strict=True):
+            left, place = divmod(left, size // part)
+            places.append((place * part, (place + 1) * part))
+        tensor, _, expert, fsdp, stages = places
+        boxes.append(
+            Box(
+                layers=(ends[stages[0]], ends[stages[1]]),
+                tensor=(tensor[0] / group.tensor, tensor[1] / group.tensor),
+                expert=(expert[0] / group.expert, expert[1] / group.expert),
+                fsdp=(fsdp[0] / group.fsdp, fsdp[1] / group.fsdp),
+            )
+        )
+    return tuple(boxes)
+
+
+Holding = frozenset[Box]
+
+
+def find_holdings(plan: Plan) -> dict[HostName, Holding]:
+    """Gives what each host holds; hosts that are not used are missing."""
+    question, layout = plan.question, plan.layout
+    placed = place_replicas(question.topology, question.pool, layout, plan.order, plan.blocks)
+    per_cell = layout.replicas_inside
+    boxes = [
+        boxes
+        for team in plan.teams
+        for boxes in [boxes_of_replica(layout, team.layers)]
+        for _ in range(team.replicas // per_cell)
+    ]
+    hosts = question.topology.hosts
+    found: dict[HostName, set[Box]] = {}
+    for cells, held in zip(placed, boxes, strict=True):
+        for place, box in zip(cells, held, strict=True):
+            found.setdefault(hosts[place].name, set()).add(box)
+    return {name: frozenset(held) for name, held in found.items()}

@@ -1,0 +1,140 @@
+"""When no plan fits: how much memory, or how many devices, would do."""
+
+import dataclasses
+import math
+
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.branch_and_bound import Candidate, Fixed, groups_of, useful_levels, visit
+from resilient_jax.planning.cost_model import Pricing
+from resilient_jax.planning.device_layout import Group, Microbatch, layouts_of
+from resilient_jax.planning.errors import NothingFits
+from resilient_jax.planning.host_pool import HostPool
+from resilient_jax.planning.lower_bounds import divides_batch
+
+MOST_HOSTS = 1 << 14
+"""More are not tried: whoever asks has the wrong model or the wrong cluster."""
+
+
+class _Found(Exception):
+    """One plan is enough."""
+
+
+def refuse_all(pricing: Pricing, fixed: Fixed) -> NothingFits:
+    """Gives the error that says what would do."""
+    question = pricing.question
+    memory = find_smallest_memory(pricing, fixed)
+    devices = find_smallest_devices(pricing, fixed)
+    replicas = find_most_replicas(pricing, fixed)
+    ways = []
+    if replicas is not None:
+        ways.append(f"asking for {replicas} replica{'s'[: replicas != 1]} or fewer")
+    if memory is not None:
+        ways.append(f"devices of {_bytes(memory)} each")
+    if devices is not None:
+        ways.append(f"{devices} devices such as its fastest")
+    return NothingFits(
+        f"{question.profile.name}: found no plan for the {question.topology.device_count} devices of topology "
+        f"{question.topology.name!r} ({_bytes(question.pool.memory_bytes)} each, "
+        f"of which {question.calibration.usable_memory:.0%} can be used) and a global batch of {question.global_batch}"
+        + (f" with {', '.join(named)}" if (named := _named(fixed)) else "")
+        + f". What would do: {' or '.join(ways) if ways else 'nothing that was tried'}",
+        smallest_memory_bytes=memory,
+        smallest_devices=devices,
+        most_replicas=replicas,
+    )
+
+
+def _bytes(number: int) -> str:
+    """Rounded up: what is said to do must do."""
+    return f"{-(-number // 10**8) / 10} GB" if number >= 10**9 else f"{-(-number // 10**5) / 10} MB"
+
+
+def _named(fixed: Fixed) -> list[str]:
+    named = [f"{axis} {size}" for axis, size in fixed.axes.items()]
+    return [*named, f"at least {fixed.min_replicas} replicas"] if fixed.min_replicas > 1 else named
+
+
+def find_smallest_memory(pricing: Pricing, fixed: Fixed) -> int | None:
+    """Gives the least memory of a device with which these devices have a plan; None: no axes can be placed."""
+    question = pricing.question
+    batch = fixed.batch or Microbatch(1, question.profile.can_rematerialise)
+    replicas = _least_replicas(fixed)
+    needs = [
+        pricing.least_memory(group, batch)
+        for group in _all_groups(pricing, fixed)
+        if pricing.microbatches(group, batch) >= replicas and _count_most(pricing, group) >= replicas
+    ]
+    if not needs:
+        return None
+    return int(min(needs) / question.calibration.usable_memory) + 1
+
+
+def _least_replicas(fixed: Fixed) -> int:
+    return max(fixed.axes.get(Axis.REPLICA, 1), fixed.min_replicas)
+
+
+def _count_most(pricing: Pricing, group: Group) -> int:
+    """How many replicas of these axes the hosts can make."""
+    pool, levels = pricing.question.pool, useful_levels(pricing, group.pipeline)
+    return max(map(pricing.count_replicas, layouts_of(group, pool.devices_per_host, levels[-1:])))
+
+
+def _all_groups(pricing: Pricing, fixed: Fixed) -> list[Group]:
+    parts = divides_batch(pricing.question.global_batch)
+    devices = pricing.devices
+    return [
+        narrow._replace(fsdp=fsdp)
+        for narrow in groups_of(pricing, fixed)
+        for fsdp in parts
+        if fsdp == fixed.axes.get(Axis.FSDP, fsdp)
+        and narrow.devices * fsdp * _least_replicas(fixed) <= devices
+    ]
+
+
+def find_most_replicas(pricing: Pricing, fixed: Fixed) -> int | None:
+    """Gives how many replicas could be asked for; None: it is not their number that is too large."""
+    low, high = 0, fixed.min_replicas
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _has_plan(pricing, fixed._replace(min_replicas=middle))
+        low, high = (middle, high) if fits else (low, middle)
+    return low or None
+
+
+def _has_plan(pricing: Pricing, fixed: Fixed) -> bool:
+    try:
+        visit(pricing, fixed, lambda _: math.inf, _stop)
+    except _Found:
+        return True
+    return False
+
+
+def find_smallest_devices(pricing: Pricing, fixed: Fixed) -> int | None:
+    """Gives the least number of devices that have a plan, on hosts such as the fastest; None: no number that was
+    tried."""
+    each = pricing.question.pool.kinds[0].devices
+
+    def fits(hosts: int) -> bool:
+        question = pricing.question
+        alone = dataclasses.replace(question.pool.kinds[0])
+        pool = HostPool(
+            kinds=(alone,),
+            domains=tuple(((((0, hosts),), 1),) for _ in question.pool.domains),
+            memory_bytes=alone.accelerator.memory_bytes,
+        )
+        return _has_plan(Pricing(dataclasses.replace(question, pool=pool)), fixed)
+
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high > MOST_HOSTS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * each
+
+
+def _stop(_: Candidate) -> None:
+    raise _Found

@@ -1,0 +1,108 @@
+"""Layers to the stages of a pipeline, and which devices of a tensor group to keep, when some are slow (ResiHP).
+
+ResiHP (arXiv 2605.06374): fewer layers on the slow stage; of a tensor group keep the power of two of devices that is
+fastest together. With v_s the speed of stage s, layers are split so that max L_s / v_s is least.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.makespan import ANY_NUMBER, Takers, deal_classes
+
+
+def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float] = ()) -> tuple[int, ...]:
+    """Gives the layers of each stage, at least one, of which the slowest stage is fastest.
+
+    Formula: least `max_s (extra_s + L_s layer_s)`; with `layer_s = 1 / v_s` and no extras the least max L_s / v_s.
+
+    Args:
+        layers: in all.
+        layer_s: what one layer takes on each stage, in any unit.
+        extra_s: what else a stage has to do: the embedding, the head.
+
+    Raises:
+        CallerError: fewer layers than stages.
+
+    >>> split_layers(12, [1, 1 / 0.4, 1])
+    (5, 2, 5)
+    >>> split_layers(80, [1.0] * 7)
+    (12, 12, 12, 11, 11, 11, 11)
+    """
+    stages = len(layer_s)
+    if layers < stages:
+        raise CallerError(f"layers: found {layers} for {stages} stages, expected at least one for each")
+    extras = extra_s or [0.0] * stages
+    takers = [
+        Takers(count=1, start_s=extra + one, piece_s=one) for one, extra in zip(layer_s, extras, strict=True)
+    ]
+    dealt = deal_classes(layers - stages, takers) if stages > 1 else None
+    if dealt is None:
+        return (layers,)
+    return tuple(1 + shares[0][1] for shares in dealt.shares)
+
+
+class Run(NamedTuple):
+    """Stages in a row that are alike: how many, what a layer takes on each, and how many layers one has room for."""
+
+    stages: int
+    layer_s: float
+    most: int = ANY_NUMBER
+
+
+def split_runs(
+    layers: int, runs: Sequence[Run], first_s: float, last_s: float
+) -> tuple[tuple[int, int, int], ...]:
+    """Gives the same split for stages of which many in a row are alike, each with no more layers than it has room for.
+
+    Args:
+        layers: in all, at least one for each stage and no more than all have room for.
+        runs: of stages, two or more in all.
+        first_s: what the first stage has to do beside layers.
+        last_s: the same of the last.
+
+    Returns:
+        (index of the run, stages in a row, layers of each), of a run those with fewer layers first: they come earlier,
+        where more microbatches are in flight.
+    """
+    counts = [run.stages for run in runs]
+    counts[0] -= 1
+    counts[-1] -= 1
+    end = len(runs) - 1
+    places = [(0, 1, first_s), *((i, n, 0.0) for i, n in enumerate(counts) if n), (end, 1, last_s)]
+    takers = [
+        Takers(count=count, start_s=extra + runs[i].layer_s, piece_s=runs[i].layer_s, most=runs[i].most - 1)
+        for i, count, extra in places
+    ]
+    dealt = deal_classes(layers - sum(run.stages for run in runs), takers)
+    return tuple(
+        (i, count, 1 + more)
+        for (i, _, _), shares in zip(places, dealt.shares, strict=True)
+        for count, more in reversed(shares)
+    )
+
+
+def keep_of_tensor_group(speeds: Sequence[float], at_least: int = 1) -> tuple[int, ...]:
+    """Gives the places of the members of a tensor group to keep; the others stand by.
+
+    Formula (ResiHP): the fastest k, `argmax_{k = 2^q >= k_min} k min_{i in top-k} p_i`; of equal products the larger k.
+
+    Args:
+        speeds: of each member; 0 if it is dead.
+        at_least: k_min, fewer would not have the memory.
+
+    Raises:
+        CallerError: no power of two from `at_least` to the living members.
+
+    >>> keep_of_tensor_group([1, 1, 1, 0.4])
+    (0, 1)
+    """
+    order = sorted((i for i, speed in enumerate(speeds) if speed > 0), key=lambda i: (-speeds[i], i))
+    sizes = [1 << q for q in range(len(order).bit_length()) if at_least <= 1 << q <= len(order)]
+    if not sizes:
+        raise CallerError(
+            f"tensor group: found {len(order)} of {len(speeds)} members alive, expected a power of two of them that "
+            f"is {at_least} or more"
+        )
+    best = max(sizes, key=lambda size: (size * speeds[order[size - 1]], size))
+    return tuple(sorted(order[:best]))

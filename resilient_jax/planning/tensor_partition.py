@@ -1,0 +1,127 @@
+"""How a plan's axes cut a tensor, and which sizes of an axis a program allows.
+
+One rule for memory, traffic and the program's shardings: what is estimated is what runs. JAX cuts a dim only into equal
+parts, so a dim that an axis does not divide stays whole along it.
+"""
+
+import math
+from collections.abc import Mapping
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.program_cost import Divisor, Profile, Tensor
+
+Cut = tuple[tuple[Axis, ...], ...]
+"""For each dim the axes that cut it, as in a PartitionSpec."""
+
+
+def cut(tensor: Tensor, sizes: Mapping[Axis, int]) -> Cut:
+    """Gives the axes that cut each dim of a tensor of the state.
+
+    First each dim by its own axis, where that divides its units. Then FSDP cuts one dim: one that would rather be cut
+    by it, else the largest, and of equal ones the first, where it divides what is left.
+
+    Args:
+        tensor: of the state.
+        sizes: of the plan's axes; one that is missing is 1.
+
+    >>> from resilient_jax.planning.program_cost import Part, Role
+    >>> kernel = Tensor(path="up", role=Role.PARAMETER, parts=(Part.LAYER,), shape=(8, 12), names=("embed", "mlp"),
+    ...                 axes=(Axis.FSDP, Axis.TENSOR), units=(8, 12), dtype_bytes=4)
+    >>> [[str(axis) for axis in dim] for dim in cut(kernel, {Axis.FSDP: 4, Axis.TENSOR: 3})]
+    [['fsdp'], ['tensor']]
+    >>> [[str(axis) for axis in dim] for dim in cut(kernel, {Axis.FSDP: 3, Axis.TENSOR: 2})]
+    [[], ['tensor', 'fsdp']]
+    """
+    own: list[tuple[Axis, ...]] = []
+    for dim in range(len(tensor.shape)):
+        axis = _own_axis(tensor, dim, sizes)
+        own.append(() if axis in own else axis)  # an axis cuts one dim of an array, not two
+    fsdp = sizes.get(Axis.FSDP, 1)
+    if fsdp > 1:
+        left = [size // math.prod(sizes[axis] for axis in own[dim]) for dim, size in enumerate(tensor.shape)]
+        dims = sorted(range(len(left)), key=lambda dim: (tensor.axes[dim] is not Axis.FSDP, -left[dim]))
+        chosen = next((dim for dim in dims if left[dim] % fsdp == 0), None)
+        if chosen is not None:
+            own[chosen] = (*own[chosen], Axis.FSDP)
+    return tuple(own)
+
+
+def _own_axis(tensor: Tensor, dim: int, sizes: Mapping[Axis, int]) -> tuple[Axis, ...]:
+    axis = tensor.axes[dim]
+    if axis is None or axis is Axis.FSDP or sizes.get(axis, 1) == 1 or tensor.units[dim] % sizes[axis]:
+        return ()
+    return (axis,)
+
+
+def count_parts(tensor: Tensor, sizes: Mapping[Axis, int]) -> int:
+    """Gives into how many equal parts a tensor is cut; a device has one of them (of each layer on its stage)."""
+    return math.prod(sizes[axis] for axes in cut(tensor, sizes) for axis in axes)
+
+
+def divides(divisor: Divisor, size: int) -> bool:
+    """Whether an axis of this size can cut such a dim. A pipeline needs at least one layer for each stage."""
+    return size <= divisor.number if divisor.axis is Axis.PIPELINE else divisor.number % size == 0
+
+
+def find_misfits(profile: Profile, axis: Axis, size: int) -> tuple[Divisor, ...]:
+    """Gives what forbids an axis of this size: required dims that it does not divide, or all, if it divides none.
+
+    A program that has no dim for the axis forbids every size but 1, with the number 1. `REPLICA` and `FSDP` are never
+    forbidden: they cut the batch.
+    """
+    if size == 1 or axis in (Axis.REPLICA, Axis.FSDP):
+        return ()
+    mine = [divisor for divisor in profile.divisors if divisor.axis is axis]
+    if not mine:
+        return (Divisor(axis=axis, name=_MISSING[axis], number=1, required=True),)
+    wrong = [divisor for divisor in mine if not divides(divisor, size)]
+    required = tuple(divisor for divisor in wrong if divisor.required)
+    return tuple(wrong) if len(wrong) == len(mine) else required
+
+
+_MISSING: dict[Axis, str] = {
+    Axis.TENSOR: "heads or mlp",
+    Axis.SEQUENCE: "tokens",
+    Axis.EXPERT: "experts",
+    Axis.PIPELINE: "layers",
+}
+
+
+def find_sizes(profile: Profile, axis: Axis, at_most: int) -> tuple[int, ...]:
+    """Gives the sizes of an axis that the program allows, in order, 1 among them."""
+    if axis in (Axis.REPLICA, Axis.FSDP):
+        return tuple(range(1, at_most + 1))
+    numbers = [divisor.number for divisor in profile.divisors if divisor.axis is axis]
+    if axis is Axis.PIPELINE:
+        return tuple(range(1, min(at_most, max(numbers, default=1)) + 1))
+    candidates = {1}.union(*(_divisors_of(number, at_most) for number in numbers))
+    return tuple(sorted(size for size in candidates if not find_misfits(profile, axis, size)))
+
+
+def _divisors_of(number: int, at_most: int) -> set[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return {size for low in small for size in (low, number // low) if size <= at_most}
+
+
+def require_cuttable(profile: Profile, at_most: int) -> None:
+    """Refuses a program of which no axis can cut anything, for who needs it smaller than one device.
+
+    Args:
+        profile: of the program.
+        at_most: the largest axis that is of use, as many as there are devices.
+
+    Raises:
+        CallerError: its dims divide by nothing; the message has all of them.
+    """
+    if any(len(find_sizes(profile, axis, at_most)) > 1 for axis in _MISSING):
+        return
+    dims = {size for tensor in profile.tensors for size in tensor.shape}
+    if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
+        return  # FSDP cuts these
+    named = ", ".join(sorted({f"{d.name} = {d.number}" for d in profile.divisors})) or "no named dim"
+    raise CallerError(
+        f"{profile.name}: found dims that divide by nothing from 2 to {at_most} ({named}; sizes of parameters: "
+        f"{', '.join(map(str, sorted(dims)))}), expected at least one that an axis can cut. Change the model's sizes "
+        "to multiples of small numbers"
+    )

@@ -1,0 +1,85 @@
+"""The profile of a transformer from its sizes alone, in closed form."""
+
+from resilient_jax.planning.axes import AXIS_OF, Axis
+from resilient_jax.planning.program_cost import Divisor, Part, Profile, Role, Tensor
+from resilient_jax.planning.transformer import TransformerShape, list_parameters, size_of
+from resilient_jax.planning.transformer_operations import AttentionKind
+from resilient_jax.planning.transformer_parts import MIXED, Precision, embedding_work, head_work, layer_work
+
+
+def profile_transformer(
+    shape: TransformerShape,
+    *,
+    name: str = "transformer",
+    precision: Precision = MIXED,
+    attention: AttentionKind = AttentionKind.BLOCKS,
+) -> Profile:
+    """Gives the profile of a program that trains a transformer of this shape with next-token cross-entropy.
+
+    Matrix products of one sequence forward: 2 T D (2 H h + 2 K h) + 4 P H h + 2 T D F n per layer, with P the pairs of
+    `attention` and n = 3 if gated, else 2; 2 T D V at the head. Backward twice that; of attention in blocks 2.5 times.
+
+    What is kept, and the bytes moved, suppose that only matrix products, norms and attention write to memory. XLA on
+    CPU writes more: measure with `profile_of`, or calibrate, where that matters.
+
+    Args:
+        shape: the sizes; `load_model_shape` reads them from a file.
+        name: of the model, for people.
+        precision: bytes of one number.
+        attention: what the program computes of the scores.
+
+    Example:
+        >>> shape = TransformerShape(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, feed_forward=11008,
+        ...                          vocabulary_tokens=32000, sequence_tokens=4096)
+        >>> profile = profile_transformer(shape, name="Llama 2 7B")
+        >>> profile.parameters, profile.layers
+        (6738415616, 32)
+    """
+    return Profile(
+        name=name,
+        source=f"closed form; attention: {attention}",
+        sequence_tokens=shape.sequence_tokens,
+        compute_bytes=precision.compute_bytes,
+        gradient_bytes=precision.gradient_bytes,
+        tensors=_tensors(shape, precision),
+        work=(
+            embedding_work(shape, precision),
+            layer_work(shape, precision, attention),
+            head_work(shape, precision),
+        ),
+        divisors=_divisors(shape),
+    )
+
+
+def _tensors(shape: TransformerShape, precision: Precision) -> tuple[Tensor, ...]:
+    roles = [("", Role.PARAMETER, precision.parameter_bytes)]
+    roles += [(f"optimizer/{i}/", Role.OPTIMIZER, size) for i, size in enumerate(precision.optimizer_bytes)]
+    return tuple(
+        Tensor(
+            path=prefix + parameter.path,
+            role=role,
+            parts=parameter.parts,
+            shape=sizes,
+            names=parameter.names,
+            axes=tuple(AXIS_OF[name] for name in parameter.names),
+            units=sizes,
+            dtype_bytes=dtype_bytes,
+            copies=shape.layers if parameter.parts == (Part.LAYER,) else 1,
+        )
+        for prefix, role, dtype_bytes in roles
+        for parameter in list_parameters(shape)
+        for sizes in [tuple(size_of(shape, name) for name in parameter.names)]
+    )
+
+
+def _divisors(shape: TransformerShape) -> tuple[Divisor, ...]:
+    numbers = (
+        (Axis.TENSOR, "heads", shape.heads, True),
+        (Axis.TENSOR, "mlp", shape.feed_forward, True),
+        (Axis.TENSOR, "kv_heads", shape.kv_heads, False),
+        (Axis.TENSOR, "vocab", shape.vocabulary_tokens, False),
+        (Axis.SEQUENCE, "tokens", shape.sequence_tokens, True),
+        (Axis.EXPERT, "experts", shape.experts, True),
+        (Axis.PIPELINE, "layers", shape.layers, True),
+    )
+    return tuple(Divisor(axis=a, name=n, number=number, required=r) for a, n, number, r in numbers)

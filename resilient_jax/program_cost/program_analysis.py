@@ -1,0 +1,129 @@
+"""The profile of a program, taken from the program itself.
+
+What is divided is measured: FLOPs, bytes and memory are XLA's, for a batch and for one twice as large; the difference
+is what the examples cost, the rest is there whatever the batch. How they are divided, by part and by what cuts them, is
+followed through the operations from the parameters' names (`attribution`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.program_cost import Profile, Role
+from resilient_jax.program_cost.abstract_program import AbstractProgram, Loss, abstract_program
+from resilient_jax.program_cost.cost_split import TracedProgram, divide_work, trace_program
+from resilient_jax.program_cost.measurement import measure, measure_temporary, products_of_gradient
+from resilient_jax.program_cost.operations import has_unknown_loop
+from resilient_jax.sharding.logical_axes import Naming, Tree
+from resilient_jax.sharding.state_tensors import (
+    ParameterInfo,
+    describe_parameters,
+    find_divisors,
+    state_tensors,
+)
+
+
+def profile_of(
+    model: object,
+    loss: Loss,
+    batch: Tree,
+    *,
+    name: str,
+    optimizer: Any = None,  # noqa: ANN401 - an optax.GradientTransformation
+    naming: Naming | None = None,
+    sequence_tokens: int | None = None,
+    rematerialised: object = None,
+) -> Profile:
+    """Gives the profile of a training program, from the model itself; no array is made, no device computes.
+
+    The gradient of `loss` is compiled twice for JAX's default device, which may be the CPU: for this batch and for one
+    twice as large. FLOPs are those of the program before XLA changes it, so they do not depend on the device; bytes
+    moved and memory do. A layer's parameters are found by their paths (`blocks/0/...`) or by a dim named "layers".
+
+    Args:
+        model: as the trainer takes it: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
+        loss: gets the model and a batch; gives a scalar, or a tuple that begins with one.
+        batch: of one microbatch, arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the examples'. Two or more
+            examples: with one, XLA makes other programs.
+        name: of the model, for people.
+        optimizer: from optax; None: the state is parameters alone.
+        naming: logical names, where the model has none or others.
+        sequence_tokens: in an example, if `Axis.SEQUENCE` may cut it.
+        rematerialised: the same model with its layers rematerialised; None: a plan cannot have that.
+
+    Raises:
+        CallerError: the model, the loss, the batch or the names do not fit; the message says which and why.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> profile = profile_of(
+        ...     lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))},
+        ...     lambda params, x: jnp.mean(jnp.tanh(x @ params["up"]) @ params["down"]),
+        ...     jax.ShapeDtypeStruct((8, 64), jnp.float32),
+        ...     name="two layers",
+        ...     naming=Naming(rules=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))]),
+        ... )
+        >>> profile.parameters, profile.forward_flops.tensor
+        (32768, 65536.0)
+    """
+    naming = naming or Naming()
+    program = abstract_program(model, loss, batch)
+    parameters = describe_parameters(program.params, program.names, naming)
+    traced = trace_program(program, parameters, naming)
+    again = _trace_again(rematerialised, loss, program, parameters, naming)
+    measured = measure(program)
+    tensors = state_tensors(parameters, traced.uses, _others(program, optimizer), naming)
+    return Profile(
+        name=name,
+        source=_describe_source(program),
+        sequence_tokens=sequence_tokens,
+        compute_bytes=traced.compute_bytes,
+        gradient_bytes=max((info.itemsize for info in parameters), default=4),
+        tensors=tensors,
+        work=divide_work(traced, again, measured),
+        divisors=find_divisors(tensors, traced.layers, sequence_tokens),
+        fixed_bytes=measured.fixed_bytes,
+        backend=jax.default_backend(),
+        can_rematerialise=again is not None,
+    )
+
+
+def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, Role]]:  # noqa: ANN401 - as above
+    """What of the state is no parameter."""
+    others: list[tuple[Tree, Role]] = [(program.others, Role.OTHER)]
+    if optimizer is not None:
+        others.append((jax.eval_shape(optimizer.init, program.params), Role.OPTIMIZER))
+    return others
+
+
+def _trace_again(
+    model: object, loss: Loss, program: AbstractProgram, parameters: tuple[ParameterInfo, ...], naming: Naming
+) -> TracedProgram | None:
+    """The rematerialised program, followed in the same way.
+
+    Raises:
+        CallerError: it has other parameters.
+    """
+    if model is None:
+        return None
+    again = abstract_program(model, loss, program.batch)
+    found = {info.path: info.shape for info in describe_parameters(again.params, again.names, naming)}
+    expected = {info.path: info.shape for info in parameters}
+    if found != expected:
+        differ = sorted(found.items() ^ expected.items())
+        raise CallerError(
+            f"rematerialised: found other parameters than the model's, first {differ[0][0]} of shape {differ[0][1]} in "
+            "one of them only; expected the same model, with its layers rematerialised"
+        )
+    traced = trace_program(again, parameters, naming)
+    return dataclasses.replace(
+        traced, gradient_products=products_of_gradient(again), temporary_bytes=measure_temporary(again).each
+    )
+
+
+def _describe_source(program: AbstractProgram) -> str:
+    said = f"the program itself, compiled for {jax.default_backend()} by jax {jax.__version__}"
+    jaxpr = jax.make_jaxpr(program.loss)(program.params, program.others, program.batch).jaxpr
+    return f"{said}; a while loop of unknown turns is counted once" if has_unknown_loop(jaxpr) else said

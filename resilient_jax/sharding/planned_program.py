@@ -1,0 +1,151 @@
+"""From a plan to meshes, shardings and a compiled program: what `Plan.mesh`, `Plan.shardings` and `Plan.compile` do."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
+
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.device_order import MESH_AXES, find_device_order
+from resilient_jax.planning.plan import Plan
+from resilient_jax.sharding.activation_constraints import hold_examples
+from resilient_jax.sharding.logical_axes import Naming, Tree
+from resilient_jax.sharding.partition_specs import StateCuts, batch_specs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProgram:
+    """A function of a state and a batch, compiled for a plan's devices.
+
+    Attributes:
+        mesh: of the plan, or of one of its replicas.
+        state_shardings, batch_shardings: where its arguments must lie: for `jax.device_put`,
+            `World.restore_or_init(sharding=)`, `jax.make_array_from_process_local_data`.
+        compiled: JAX's own, with `memory_analysis()` and `cost_analysis()`.
+        compile_s: seconds that compiling took here.
+    """
+
+    mesh: Mesh
+    state_shardings: Tree
+    batch_shardings: Tree
+    compiled: Compiled
+    compile_s: float
+
+    def __call__(self, state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function gives
+        """What the function gives; numpy batches are placed first."""
+        return self.compiled(state, jax.tree.map(_place, batch, self.batch_shardings))
+
+
+def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) -> Mesh:
+    """See `Plan.mesh`."""
+    expected = plan.question.topology.device_count
+    if len(devices) != expected:
+        raise CallerError(
+            f"mesh: found {len(devices)} devices, expected the {expected} of topology {plan.topology}, host by host in "
+            "its order; spares are left out by the plan. For other devices search again"
+        )
+    sizes = mesh_sizes(plan)
+    grid = np.array([devices[number] for number in find_device_order(plan)])
+    grid = grid.reshape([sizes[axis] for axis in MESH_AXES])
+    if replica is not None:
+        if not 0 <= replica < plan.replicas:
+            raise CallerError(f"mesh: found replica {replica}, expected one from 0 to {plan.replicas - 1}")
+        grid = grid[replica : replica + 1]
+    return Mesh(grid, tuple(axis.value for axis in MESH_AXES))
+
+
+def mesh_sizes(plan: Plan) -> dict[Axis, int]:
+    """Gives the size of each axis of a plan's mesh, outermost first."""
+    return {axis: plan.sizes[axis] for axis in MESH_AXES}
+
+
+def make_shardings(plan: Plan, state: Tree, mesh: Mesh, naming: Naming | None = None) -> Tree:
+    """See `Plan.shardings`."""
+    cuts = StateCuts(plan.question.profile, plan.sizes, naming)
+    return _shardings(cuts.specs(state), mesh)
+
+
+def compile_program(
+    plan: Plan,
+    function: Callable[[Tree, Tree], Any],
+    state: Tree,
+    batch: Tree,
+    *,
+    devices: Sequence[Any],
+    replica: int | None = None,
+    naming: Naming | None = None,
+    donate_state: bool = True,
+) -> PlannedProgram:
+    """See `Plan.compile`."""
+    refuse_pipeline(plan)
+    mesh = make_mesh(plan, devices, replica)
+    sizes = plan.sizes | ({Axis.REPLICA: 1} if replica is not None else {})
+    where = make_shardings(plan, state, mesh, naming)
+    rows = _shardings(batch_specs(batch, sizes, plan.question.profile.sequence_tokens), mesh)
+    started_s = time.monotonic()
+    jitted = jax.jit(
+        hold_examples(function, mesh) if sizes[Axis.FSDP] > 1 else function,
+        in_shardings=(where, rows),
+        out_shardings=_out_shardings(function, state, batch, where),
+        donate_argnums=(0,) if donate_state else (),
+    )
+    compiled = jitted.lower(_shapes_of(state), _shapes_of(batch)).compile()
+    return PlannedProgram(
+        mesh=mesh,
+        state_shardings=where,
+        batch_shardings=rows,
+        compiled=compiled,
+        compile_s=time.monotonic() - started_s,
+    )
+
+
+def refuse_pipeline(plan: Plan) -> None:
+    """Refuses what is planned and priced but does not run.
+
+    Raises:
+        CallerError: the plan has stages.
+    """
+    stages = plan.sizes[Axis.PIPELINE]
+    if stages > 1:
+        raise CallerError(
+            f"compile: found a plan with pipeline {stages} ({plan.shape}), expected pipeline 1: pipelines are searched "
+            "and priced, but do not run yet. Search with axes={Axis.PIPELINE: 1}"
+        )
+
+
+def _out_shardings(function: Callable[[Tree, Tree], Any], state: Tree, batch: Tree, where: Tree) -> Tree:
+    """A result that is a state lies where the state lies; the compiler chooses for all else."""
+    wanted = _shapes_of(state)
+    found = jax.eval_shape(function, wanted, _shapes_of(batch))
+
+    def is_state(part: Tree) -> bool:
+        """Metrics may come in the state's tree, too: then their shapes differ."""
+        return jax.tree.structure(part) == jax.tree.structure(wanted) and all(
+            (one.shape, one.dtype) == (other.shape, other.dtype)
+            for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(wanted), strict=True)
+        )
+
+    return jax.tree.map(lambda part: where if is_state(part) else None, found, is_leaf=is_state)
+
+
+def _shardings(specs: Tree, mesh: Mesh) -> Tree:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )
+
+
+def _shapes_of(tree: Tree) -> Tree:
+    """Shapes without where arrays lie: the program says it."""
+    return jax.eval_shape(lambda same: same, tree)
+
+
+def _place(rows: Any, sharding: NamedSharding) -> jax.Array:  # noqa: ANN401 - any array
+    if isinstance(rows, jax.Array):
+        return rows
+    return jax.device_put(rows, sharding)

@@ -1,0 +1,201 @@
+"""Whole blocks of one host's part, verified, in the first way that gives them."""
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, combinations, islice
+
+from resilient_jax.erasure import choose_checksum
+from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLost
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import Group
+from resilient_jax.snapshot.manifest import Manifest, find_bad_block
+from resilient_jax.snapshot.own_part import OwnPart
+from resilient_jax.snapshot.stripe_decoder import GroupReader
+from resilient_jax.snapshot.survivors import Survivors
+
+LEFT_OUT_TRIES = 64
+"""Sets of survivors that are left out, one after the other, when shards that all passed make a wrong block."""
+LEAVES_SAID = 8
+
+
+class Origin(enum.StrEnum):
+    """Where a block came from."""
+
+    LOCAL = "local"
+    PEER = "peer"
+    DECODED = "decoded"
+
+
+Way = tuple[Origin, Callable[[int, memoryview], None]]
+"""Fills a run of blocks from an offset of the part, verified, or raises."""
+
+
+class PartReader:
+    """Gives blocks of a part; safe to share between threads."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        group: Group,
+        survivors: Survivors,
+        own: OwnPart | None,
+        get_group_reader: Callable[[], GroupReader],
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            manifest: of the part.
+            group: that its host is in.
+            survivors: to ask.
+            own: the part itself, if it is this host's and in memory.
+            get_group_reader: for the group; called only if it has parity.
+        """
+        self.manifest = manifest
+        self._group = group
+        self._survivors = survivors
+        self._own = own
+        self._get_group_reader = get_group_reader
+        self._checksum = choose_checksum(manifest.checksum)
+
+    def fill(self, offset: int, out: memoryview) -> Counter[Origin]:
+        """Fills whole blocks; says how many bytes came from where.
+
+        Args:
+            offset: in the part, of the first block.
+            out: as long as these blocks.
+
+        Raises:
+            SnapshotLost: there is no way left to get one of them; says what is lost.
+        """
+        size = self.manifest.block_bytes
+        if len(out) <= size:
+            return Counter({self._fill_block(offset, out): len(out)})
+        origin = self._try_run(offset, out)
+        if origin is not None:
+            return Counter({origin: len(out)})
+        given: Counter[Origin] = Counter()
+        for start in range(0, len(out), size):
+            block = out[start : start + size]
+            given[self._fill_block(offset + start, block)] += len(block)
+        return given
+
+    def _try_run(self, offset: int, out: memoryview) -> Origin | None:
+        """Fills several blocks in one way. None: a block is damaged or lost, so take them one by one."""
+        for origin, try_fill in self._ways(self._rebuild):
+            try:
+                try_fill(offset, out)
+            except ChecksumMismatch:
+                return None
+            except ResilientJaxError:
+                continue  # an event said so
+            return origin
+        return None
+
+    def _fill_block(self, offset: int, out: memoryview) -> Origin:
+        reasons: list[str] = []
+        for origin, try_fill in self._ways(self._rebuild_block):
+            try:
+                try_fill(offset, out)
+            except ResilientJaxError as error:
+                reasons.append(str(error))
+            else:
+                return origin
+        raise SnapshotLost(self._describe_loss(offset, offset + len(out), reasons))
+
+    def _ways(self, rebuild: Callable[[int, memoryview], None]) -> Iterator[Way]:
+        host, survivors = self.manifest.host, self._survivors
+        reason = ""
+        if self._own is not None:
+            yield Origin.LOCAL, self._copy
+            reason = "its memory on this host is damaged"
+        elif host in survivors:
+            if not survivors.is_suspect(host):
+                yield Origin.PEER, self._read
+            reason = survivors.why_not(host) if survivors.is_suspect(host) else "its memory is damaged"
+        else:
+            reason = survivors.why_not(host)
+        if self._group.parity:
+            survivors.note(EventKind.SNAPSHOT_FALLBACK, part=host, to=Origin.DECODED, reason=reason)
+            yield Origin.DECODED, rebuild
+        if self._own is None and survivors.is_suspect(host):
+            survivors.note(
+                EventKind.SNAPSHOT_FALLBACK, part=host, to=Origin.PEER, reason="no other way is left"
+            )
+            yield Origin.PEER, self._read
+
+    def _copy(self, offset: int, out: memoryview) -> None:
+        assert self._own is not None
+        try:
+            self._own.copy_into(offset, out)
+        except ChecksumMismatch as error:
+            self._note_bad(self.manifest.host, "its memory", str(error))
+            raise
+
+    def _read(self, offset: int, out: memoryview) -> None:
+        self._survivors.read_into(self.manifest.host, offset, out)
+        try:
+            self._verify(offset, out)
+        except ChecksumMismatch as error:  # its server did not see it
+            self._note_bad(self.manifest.host, "its part", str(error))
+            raise
+
+    def _rebuild(self, offset: int, out: memoryview) -> None:
+        """Verifies what comes out, not what goes in: seven bytes or more went in for each."""
+        self._get_group_reader().rebuild_into(self.manifest.host, offset, out)
+        self._verify(offset, out)
+
+    def _rebuild_block(self, offset: int, out: memoryview) -> None:
+        """Computes one block, and finds out whom not to believe if shards without a known fault make it wrong."""
+        rebuild, host = self._get_group_reader().rebuild_into, self.manifest.host
+        rebuild(host, offset, out, verify=True)
+        try:
+            self._verify(offset, out)
+        except ChecksumMismatch:
+            wrong = self._rebuild_without_some(offset, out)
+            if wrong is None:
+                raise
+            reason = f"the block of {host}'s part at {offset} is wrong with them, and right without"
+            self._note_bad(", ".join(wrong), "shards", reason)
+
+    def _rebuild_without_some(self, offset: int, out: memoryview) -> tuple[HostName, ...] | None:
+        """Computes the block without some survivors, until it is right; says without whom."""
+        others = [host for host in self._group.hosts if host != self.manifest.host]
+        sets = chain.from_iterable(combinations(others, count + 1) for count in range(self._group.parity))
+        for without in islice(sets, LEFT_OUT_TRIES):
+            try:
+                self._get_group_reader().rebuild_into(
+                    self.manifest.host, offset, out, without=frozenset(without), verify=True
+                )
+                self._verify(offset, out)
+            except (SnapshotLost, ChecksumMismatch):
+                continue
+            return without
+        return None
+
+    def _note_bad(self, source: str, asked: str, reason: str) -> None:
+        self._survivors.note(EventKind.SNAPSHOT_BLOCK_BAD, source=source, asked=asked, reason=reason)
+
+    def _verify(self, offset: int, out: memoryview) -> None:
+        bad = find_bad_block(self.manifest, self._checksum, offset, out)
+        if bad is not None:
+            raise ChecksumMismatch(f"block {bad} of {self.manifest.host}'s part is not what it was")
+
+    def _describe_loss(self, start: int, stop: int, reasons: list[str]) -> str:
+        """What is lost, with the leaves that have bytes there, and why."""
+        manifest = self.manifest
+        pieces = sorted(manifest.contents.pieces, key=lambda piece: piece.offset)
+        ends = [piece.offset for piece in pieces[1:]] + [manifest.part_bytes]
+        paths = [
+            manifest.contents.leaves[piece.leaf].path
+            for piece, end in zip(pieces, ends, strict=False)
+            if piece.offset < stop and end > start
+        ]
+        more = f" and {len(paths) - LEAVES_SAID} more" if len(paths) > LEAVES_SAID else ""
+        leaves = f", with bytes of {', '.join(paths[:LEAVES_SAID])}{more}," if paths else ""
+        why = "; ".join(dict.fromkeys(reasons)) or self._survivors.why_not(manifest.host)
+        return (
+            f"bytes {start} to {stop} of {manifest.part_bytes} that host {manifest.host} kept{leaves} are lost "
+            f"(its group of {len(self._group.hosts)} has parity {self._group.parity}): {why}"
+        )

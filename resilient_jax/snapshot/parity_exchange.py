@@ -1,0 +1,391 @@
+"""How a host's part becomes complete and committed: a thread for each snapshot, off the training path.
+
+1. Checksum the part, block by block. Only then it is there for anybody: until then its worker alone knew what it is.
+2. Get the manifests of all members of the group: each then has its part complete.
+3. Encode one stripe: that whose parity row 0 this host keeps. Piece by piece: pull the data shards from their hosts,
+   multiply, keep row 0, push the other rows to the members that keep them.
+4. Wait for the rows that others encode for this host. Then it is *complete*: the mark says so, and the root hears it.
+5. Ask the root until all hosts are complete: *committed*.
+Every call is repeated until it is answered; what it asks for may be done twice. Whoever fails for good drops the
+snapshot and tells the root, so that everybody gives it up: a slot is never blocked by a snapshot that cannot commit.
+"""
+
+import concurrent.futures
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from resilient_jax.erasure import Checksum, Kernel, ReedSolomon, encode
+from resilient_jax.errors import (
+    CallerError,
+    ChecksumMismatch,
+    InternalError,
+    MessageError,
+    ResilientJaxError,
+    SnapshotDropped,
+    SnapshotMissing,
+    SnapshotRefused,
+    StaleGeneration,
+)
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import ANY_INDEX, FaultPoints, Place
+from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.snapshot.commit_votes import CommitBoard
+from resilient_jax.snapshot.manifest import PartContents, encode_manifest, find_bad_block
+from resilient_jax.snapshot.messages import (
+    COMPLETE,
+    DROPPED,
+    MANIFEST,
+    PARITY,
+    PIECE_BYTES,
+    CompleteReply,
+    CompleteRequest,
+    DroppedRequest,
+    ManifestRequest,
+    Outcome,
+    ParityPiece,
+)
+from resilient_jax.snapshot.peer_pool import Peers
+from resilient_jax.snapshot.slot_choice import name_of
+from resilient_jax.snapshot.slot_contents import HeldSnapshot, checksum_named, cut_blocks
+from resilient_jax.snapshot.slot_memory import Phase
+from resilient_jax.snapshot.snapshot_slots import Arena, Listener
+from resilient_jax.snapshot.stripes import data_members, parity_members
+
+logger = logging.getLogger(__name__)
+
+PIECES_AT_ONCE: Final = 2
+"""While one is multiplied the other travels. Each holds n pieces in memory."""
+FIRST_RETRY_S: Final = 0.01
+LAST_RETRY_S: Final = 0.5
+TRIES: Final = 5
+"""Of what fails in a way that time does not heal, but a second look may."""
+QUESTION_S: Final = 0.005
+"""Between two questions that the root is asked, by all hosts together: what it answers in a small part of a core."""
+
+_ZEROS: Final = memoryview(bytes(PIECE_BYTES))
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What every exchange works with."""
+
+    host: HostName
+    arena: Arena
+    board: CommitBoard
+    """Of the root; guarded by the arena's lock."""
+    peers: Peers
+    kernel: Kernel
+    checksum: Checksum
+    listener: Listener
+    faults: FaultPoints | None
+    encoders: concurrent.futures.Executor
+    """`PIECES_AT_ONCE` threads for each exchange."""
+
+    def reach(self, place: Place, id: SnapshotId, index: int = ANY_INDEX) -> None:
+        """A test may hold this server here."""
+        if self.faults is not None:
+            self.faults.reach(place, id.step, index)
+
+    def put_on_the_wire(self, data: memoryview) -> memoryview:
+        """What another process will get: these bytes, unless a chaos campaign has one bit turned over on the way."""
+        if self.faults is None or not data or not self.faults.reach(Place.BEFORE_SEND):
+            return data
+        damaged = bytearray(data)
+        damaged[len(damaged) // 2] ^= 1
+        return memoryview(damaged)
+
+
+class Exchange:
+    """One snapshot's way, from the part that is there to its end."""
+
+    def __init__(self, held: HeldSnapshot, contents: PartContents, tools: Tools) -> None:
+        self._held = held
+        self._contents = contents
+        self._tools = tools
+        self._arena = tools.arena
+        self._failed: set[HostName] = set()
+        self._is_stripe_lost = False
+
+    def run(self) -> None:
+        """Returns when the snapshot is committed or given up."""
+        held, tools = self._held, self._tools
+        try:
+            self._seal_part()
+            tools.reach(Place.BEFORE_PARITY, held.id)
+            self._collect_manifests()
+            if held.group.parity:
+                self._encode_stripe()
+            self._wait_for_parity()
+            tools.reach(Place.BEFORE_COMPLETE, held.id)
+            self._arena.advance(held, Phase.COMPLETE)
+            self._settle()
+        except ResilientJaxError as error:
+            self._arena.drop(held.id, str(error))
+        except Exception as error:  # the thread's end: it becomes an event
+            logger.exception("the exchange of %s failed", name_of(held.id))
+            self._arena.drop(held.id, f"{type(error).__name__}: {error}")
+
+    def _seal_part(self) -> None:
+        held = self._held
+        try:
+            manifest = held.describe_part(self._contents, self._tools.checksum, self._check)
+        except ValueError:  # the slot's memory was given back just now
+            self._check()
+            raise
+        self._arena.seal(held, encode_manifest(manifest))
+
+    def _collect_manifests(self) -> None:
+        held = self._held
+        for host in held.missing_manifests():
+            request = ManifestRequest(id=held.id, host=host)
+
+            def fetch(host: HostName = host, request: ManifestRequest = request) -> bytes:
+                return self._tools.peers.call(held.layout.servers[host], MANIFEST, request).data
+
+            data = self._until_done(host, fetch)
+            with self._arena.changed:
+                self._check()
+                held.store_manifest(host, data)
+
+    def _encode_stripe(self) -> None:
+        offsets = range(0, self._held.shape.chunk_bytes, PIECE_BYTES)
+        lanes = [offsets[lane::PIECES_AT_ONCE] for lane in range(PIECES_AT_ONCE)]
+        encoding = [self._tools.encoders.submit(self._encode_lane, lane) for lane in lanes]
+        concurrent.futures.wait(encoding)
+        for lane in encoding:
+            lane.result()
+
+    def _encode_lane(self, offsets: Sequence[int]) -> None:
+        try:
+            for offset in offsets:
+                if self._is_stripe_lost:  # the other lane's: this one's pieces are for nothing
+                    return
+                self._encode_piece(offset)
+        except BaseException:
+            self._is_stripe_lost = True
+            raise
+
+    def _encode_piece(self, offset: int) -> None:
+        held, tools = self._held, self._tools
+        self._check()
+        stripe, n, m = held.member, len(held.group.hosts), held.group.parity
+        length = min(PIECE_BYTES, held.shape.chunk_bytes - offset)
+        sources = [
+            self._pull(held.group.hosts[member], shard * held.shape.chunk_bytes + offset, length)
+            for shard, member in enumerate(data_members(stripe, n, m))
+        ]
+        rows = [bytearray(length) for _ in range(m)]
+        encode(ReedSolomon(n - m, m), tools.kernel, sources, rows)
+        for row, member in enumerate(parity_members(stripe, n, m)):
+            data = bytes(rows[row])
+            piece = ParityPiece(
+                id=held.id,
+                stripe=stripe,
+                row=row,
+                offset=offset,
+                data=data,
+                checksum=tools.checksum.name,
+                digests=tuple(map(tools.checksum.compute, cut_blocks(data, held.shape.block_bytes))),
+            )
+            self._give(held.group.hosts[member], piece)
+        tools.reach(Place.DURING_PARITY, held.id, offset // PIECE_BYTES)
+
+    def _pull(self, host: HostName, offset: int, length: int) -> bytearray | memoryview:
+        """Behind the end of a shorter part all is zero."""
+        held = self._held
+        inside = min(length, held.layout.part_bytes[host] - offset)
+        if inside <= 0:
+            return _ZEROS[:length]
+        data = bytearray(length)
+        out, address = memoryview(data)[:inside], held.layout.servers[host]
+        manifest = held.manifest_by(host)
+
+        def read() -> None:
+            self._tools.peers.read_part(address, held.id, offset, out)
+            bad = find_bad_block(manifest, checksum_named(manifest.checksum), offset, out)
+            if bad is not None:
+                raise ChecksumMismatch(f"block {bad} of {host}'s part came damaged")
+
+        self._until_done(host, read)
+        return data
+
+    def _give(self, host: HostName, piece: ParityPiece) -> None:
+        if host == self._tools.host:
+            self._arena.store_piece(piece)
+        else:
+            address = self._held.layout.servers[host]
+            self._until_done(host, lambda: self._tools.peers.call(address, PARITY, piece))
+
+    def _wait_for_parity(self) -> None:
+        """Until the encoders of other stripes have given their rows.
+
+        Raises:
+            SnapshotDropped: here, or by a host whose row will never come: only the root hears of that.
+        """
+        while True:
+            with self._arena.changed:
+                has_parity = self._arena.changed.wait_for(
+                    lambda: self._held.has_parity() or not self._arena.is_held(self._held), LAST_RETRY_S
+                )
+                self._check()
+            if has_parity:
+                return
+            reply = self._ask_outcome()
+            if reply.outcome is Outcome.DROPPED:
+                raise SnapshotDropped(reply.reason)
+
+    def _ask_outcome(self) -> CompleteReply:
+        """What the root knows; WAITING if it cannot be asked now."""
+        held = self._held
+        if held.layout.root == self._tools.host:
+            with self._arena.changed:
+                return self._tools.board.outcome(held.id)
+        request = CompleteRequest(id=held.id, host=self._tools.host, is_complete=False)
+        try:
+            return self._tools.peers.call(held.layout.servers[held.layout.root], COMPLETE, request)
+        except (SnapshotMissing, StaleGeneration):
+            pass  # the root's worker has not opened the layout yet, or a newer one
+        except ResilientJaxError as error:
+            self._note(held.layout.root, error)
+        return CompleteReply(outcome=Outcome.WAITING)
+
+    def _settle(self) -> None:
+        held, tools = self._held, self._tools
+        is_root = held.layout.root == tools.host
+        reply = self._decide() if is_root else self._ask_root()
+        if reply.outcome is Outcome.DROPPED:
+            self._arena.withdraw(held, reply.reason)
+        elif reply.outcome is Outcome.COMMITTED:
+            if not is_root:
+                tools.reach(Place.BEFORE_COMMITTED, held.id)
+            self._arena.advance(held, Phase.COMMITTED)
+            try:
+                self._arena.prepare()
+            except SnapshotRefused as error:  # the next begin tries again, and says so too
+                tools.listener.happened(EventKind.SNAPSHOT_REFUSED, held.id, error=str(error))
+
+    def _decide(self) -> CompleteReply:
+        """The root's side."""
+        held, board = self._held, self._tools.board
+        with self._arena.changed:
+            board.hear_complete(held.id, self._tools.host)
+            self._arena.changed.wait_for(
+                lambda: (
+                    board.is_complete(held.id, held.layout.part_bytes)
+                    or board.outcome(held.id).outcome is not Outcome.WAITING
+                    or self._is_over()
+                )
+            )
+            if not board.is_complete(held.id, held.layout.part_bytes):
+                return board.outcome(held.id)
+        self._tools.reach(Place.BEFORE_COMMITTED, held.id)
+        with self._arena.changed:
+            return board.commit(held.id)
+
+    def _ask_root(self) -> CompleteReply:
+        """Everybody else's. After a new generation began the root may still know, but need not be waited for."""
+        held = self._held
+        address = held.layout.servers[held.layout.root]
+        request = CompleteRequest(id=held.id, host=self._tools.host)
+        limit_s = QUESTION_S * len(held.layout.part_bytes)
+        delay_s = min(FIRST_RETRY_S, limit_s)
+        while True:
+            was_over = self._is_over()
+            try:
+                reply = self._tools.peers.call(address, COMPLETE, request)
+                if reply.outcome is not Outcome.WAITING:
+                    return reply
+            except SnapshotMissing:
+                pass  # the root's worker has not opened the layout yet
+            except StaleGeneration:
+                return CompleteReply(outcome=Outcome.WAITING)
+            except ResilientJaxError as error:
+                self._note(held.layout.root, error)
+                limit_s = LAST_RETRY_S
+            except MemoryError:  # the root may have committed it: asked again, not given up
+                limit_s = LAST_RETRY_S
+            if was_over:
+                return CompleteReply(outcome=Outcome.WAITING)
+            delay_s = self._pause(delay_s, limit_s)
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        held, layout = self._held, self._arena.layout
+        return (
+            not self._arena.is_held(held)
+            or held.phase is Phase.COMMITTED
+            or (layout is not None and layout.generation > held.id.generation)
+        )
+
+    def _until_done(self, host: HostName, call: Callable[[], AnswerT]) -> AnswerT:
+        """Repeats a call of another server.
+
+        Raises:
+            SnapshotDropped: here or there.
+            ResilientJaxError: what will not heal.
+        """
+        delay_s, tries = FIRST_RETRY_S, 0
+        while True:
+            self._check()
+            try:
+                return call()
+            except SnapshotMissing:
+                pass  # not yet
+            except (SnapshotDropped, CallerError, MessageError):
+                raise
+            except (ChecksumMismatch, InternalError) as error:
+                self._note(host, error)
+                tries += 1
+                if tries == TRIES:
+                    raise
+            except ResilientJaxError as error:  # cannot be reached, or has gone on to another generation
+                self._note(host, error)
+            delay_s = self._pause(delay_s, LAST_RETRY_S)
+
+    def _pause(self, delay_s: float, limit_s: float) -> float:
+        """Waits before the next try; gives how long to wait before the one after."""
+        with self._arena.changed:
+            self._arena.changed.wait_for(lambda: not self._arena.is_held(self._held), delay_s)
+        return min(2 * delay_s, limit_s)
+
+    def _check(self) -> None:
+        if not self._arena.is_held(self._held):
+            raise SnapshotDropped(self._held.dropped or "its slot was taken")
+
+    def _note(self, host: HostName, error: ResilientJaxError) -> None:
+        """Once for a host: it is asked again and again."""
+        if host not in self._failed:
+            self._failed.add(host)
+            self._tools.listener.happened(
+                EventKind.SNAPSHOT_PEER_FAILED,
+                self._held.id,
+                peer=host,
+                error=f"{type(error).__name__}: {error}",
+            )
+
+
+def tell_root_of_drop(id: SnapshotId, layout: Layout, reason: str, tools: Tools) -> None:
+    """Returns when the root knows, or nothing of this generation counts any more."""
+    arena, delay_s = tools.arena, FIRST_RETRY_S
+    request = DroppedRequest(id=id, host=tools.host, reason=f"{tools.host}: {reason}")
+    if layout.root == tools.host:
+        with arena.changed:
+            tools.board.hear_dropped(id, request.reason)
+            arena.changed.notify_all()
+        return
+    while arena.layout is layout:
+        try:
+            tools.peers.call(layout.servers[layout.root], DROPPED, request)
+            return
+        except StaleGeneration:
+            return
+        except ResilientJaxError as error:
+            logger.info("%s cannot be told that %s was dropped: %s", layout.root, name_of(id), error)
+        with arena.changed:
+            arena.changed.wait_for(lambda: arena.layout is not layout, delay_s)
+        delay_s = min(2 * delay_s, LAST_RETRY_S)

@@ -1,0 +1,220 @@
+"""Bytes of a part that is gone, computed from the stripes that its chunks are in; from any k of the shards left."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+from resilient_jax.erasure import Kernel, ReedSolomon, decode
+from resilient_jax.erasure.kernels import choose_kernel
+from resilient_jax.errors import ResilientJaxError, SnapshotLost
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.snapshots import Group
+from resilient_jax.snapshot.manifest import Manifest
+from resilient_jax.snapshot.messages import Region
+from resilient_jax.snapshot.own_part import OwnPart
+from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members, stripe_of_chunk
+from resilient_jax.snapshot.survivors import Survivors
+
+BUFFER_BYTES = 32 * 2**20
+"""Of shards in memory for one call."""
+SPAN_BYTES = 2 * 2**20
+"""Of one shard in one request; larger ones leave the cache before they are multiplied."""
+
+
+class Shard(NamedTuple):
+    """A shard of a stripe, and where its host has it.
+
+    Attributes:
+        number: in the stripe.
+        host: that has it.
+        region: where.
+        row: of parity.
+        offset: of the shard's first byte in the region.
+    """
+
+    number: int
+    host: HostName
+    region: Region
+    row: int
+    offset: int
+
+
+class _Range(NamedTuple):
+    """What is wanted of every shard of a stripe, and whether its host verifies it."""
+
+    start: int
+    length: int
+    verify: bool
+
+
+class GroupReader:
+    """Computes bytes of the parts of one group; safe to share between threads."""
+
+    def __init__(
+        self,
+        group: Group,
+        manifests: Mapping[HostName, Manifest],
+        survivors: Survivors,
+        own: OwnPart | None,
+        fetching: Executor,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            group: with parity.
+            manifests: of every member.
+            survivors: are asked for shards.
+            own: this host's part, if it is in the group and has it.
+            fetching: runs one fetch for a shard at a time; nothing that it runs waits for another.
+        """
+        self._group = group
+        self._code = ReedSolomon(len(group.hosts) - group.parity, group.parity)
+        self._manifests = manifests
+        parts = [manifests[host].part_bytes for host in group.hosts]
+        self._block, self._chunk = cut_grid(parts, self._code.k)
+        self._survivors = survivors
+        self._own = own
+        self._fetching = fetching
+        fitting = BUFFER_BYTES // self._code.k // self._block * self._block
+        self._span = min(SPAN_BYTES, max(self._block, fitting))
+        self._spare: deque[bytearray] = deque()
+        """Of one span each, to be used again: the kernel would clear the memory of new ones."""
+        self._choosing = threading.Lock()  # guards _kernel
+        self._kernel: Kernel | None = None
+
+    def rebuild_into(
+        self,
+        host: HostName,
+        offset: int,
+        out: memoryview,
+        *,
+        without: frozenset[HostName] = frozenset(),
+        verify: bool = False,
+    ) -> None:
+        """Computes bytes of a host's part. They are right if all shards are: verify them.
+
+        Args:
+            host: in the group; nothing is asked of it.
+            offset: in its part.
+            out: where they go.
+            without: further hosts that nothing is asked of.
+            verify: have the survivors verify their shards, so that a damaged one counts as lost. Shards are cut in
+                blocks where parts are: two survivors with a bad block each stand in for each other.
+
+        Raises:
+            SnapshotLost: fewer than k shards are left of a stripe; says which are not, and why.
+        """
+        member = self._group.hosts.index(host)
+        stop = offset + len(out)
+        for cut, following in pairwise(self._cuts(offset, stop)):
+            chunk, within = divmod(cut, self._chunk)
+            stripe = stripe_of_chunk(member, chunk, self._code.n, self._code.m)
+            present = self._gather(stripe, chunk, _Range(within, following - cut, verify=verify), without)
+            decode(self._code, self._get_kernel(), present, {chunk: out[cut - offset : following - offset]})
+            self._spare.extend(cast(bytearray, view.obj) for view in present.values())
+
+    def _cuts(self, start: int, stop: int) -> list[int]:
+        """Where to cut a range of a part so that every piece is in one chunk, and in one span."""
+        cuts = {start, stop}
+        for first in range(start // self._chunk * self._chunk, stop, self._chunk):
+            begin, end = max(first, start), min(first + self._chunk, stop)
+            cuts.update(range(begin, end, self._span))
+        return sorted(cuts)
+
+    def _gather(
+        self, stripe: int, wanted: int, part: _Range, without: frozenset[HostName]
+    ) -> dict[int, memoryview]:
+        """A range of k other shards of a stripe, fetched at the same time; who fails is replaced if somebody can."""
+        present: dict[int, memoryview] = {}
+        reasons: dict[HostName, str] = {}
+        waiting: list[Shard] = []
+        for shard in self._shards(stripe):
+            if shard.number == wanted:
+                continue
+            if (
+                shard.region is Region.PART
+                and shard.offset + part.start >= self._manifests[shard.host].part_bytes
+            ):
+                # Behind the end of a short part all is zero, whoever has it.
+                present[shard.number] = self._take_buffer(part.length, 0)
+            elif shard.host in without:
+                reasons[shard.host] = "it is left out"
+            elif shard.host not in self._survivors and not self._is_own(shard):
+                reasons[shard.host] = self._survivors.why_not(shard.host)
+            else:
+                waiting.append(shard)
+        for surplus in list(present)[self._code.k :]:
+            del present[surplus]
+        waiting.sort(key=lambda shard: self._cost(shard, part.start // self._span))
+        candidates = iter(waiting)
+        while missing := self._code.k - len(present):
+            asked = self._ask(candidates, missing, part)
+            if not asked:
+                raise SnapshotLost(self._describe(len(present), reasons))
+            for shard, answer in asked:
+                try:
+                    present[shard.number] = answer.result()
+                except ResilientJaxError as error:
+                    reasons[shard.host] = str(error)
+        return present
+
+    def _ask(
+        self, candidates: Iterator[Shard], count: int, part: _Range
+    ) -> list[tuple[Shard, Future[memoryview]]]:
+        asked = zip(range(count), candidates, strict=False)
+        return [(shard, self._fetching.submit(self._fetch, shard, part)) for _, shard in asked]
+
+    def _take_buffer(self, length: int, filled: int) -> memoryview:
+        """Zeros after the bytes that the caller will fill."""
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            return memoryview(bytearray(self._span))[:length]
+        if filled < length:
+            buffer[filled:length] = bytes(length - filled)
+        return memoryview(buffer)[:length]
+
+    def _fetch(self, shard: Shard, part: _Range) -> memoryview:
+        offset, inside = shard.offset + part.start, part.length
+        if shard.region is Region.PART:  # behind its end all is zero
+            inside = min(inside, self._manifests[shard.host].part_bytes - offset)
+        data = self._take_buffer(part.length, inside)
+        if self._own is not None and self._is_own(shard):
+            self._own.copy_into(offset, data[:inside])
+        else:
+            self._survivors.read_into(
+                shard.host, offset, data[:inside], region=shard.region, row=shard.row, verify=part.verify
+            )
+        return data
+
+    def _shards(self, stripe: int) -> Iterator[Shard]:
+        n, m = self._code.n, self._code.m
+        for chunk, member in enumerate(data_members(stripe, n, m)):
+            yield Shard(chunk, self._group.hosts[member], Region.PART, 0, chunk * self._chunk)
+        for row, member in enumerate(parity_members(stripe, n, m)):
+            yield Shard(self._code.k + row, self._group.hosts[member], Region.PARITY, row, 0)
+
+    def _is_own(self, shard: Shard) -> bool:
+        return self._own is not None and shard.region is Region.PART and shard.host == self._own.manifest.host
+
+    def _cost(self, shard: Shard, turn: int) -> tuple[bool, bool, int]:
+        """Own memory first, suspects last. A member has another number in every stripe, so each is spared in turn."""
+        return (
+            self._survivors.is_suspect(shard.host),
+            not self._is_own(shard),
+            (shard.number + turn) % self._code.n,
+        )
+
+    def _get_kernel(self) -> Kernel:
+        with self._choosing:
+            if self._kernel is None:
+                self._kernel = choose_kernel().kernel
+            return self._kernel
+
+    def _describe(self, found: int, reasons: Mapping[HostName, str]) -> str:
+        missing = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
+        n, k = self._code.n, self._code.k
+        return f"its stripe has {n} shards, of which {k} are needed, and {found} found ({missing})"

@@ -1,0 +1,306 @@
+"""Copies this host's part of a snapshot into the snapshot server's memory while training goes on.
+
+A capture is *copying* from `start` until its arrays are read, and can be cancelled until it is *finishing*, when the
+server is given the small mark. What is not finished is abandoned, visibly: no reader ever sees it.
+"""
+
+import contextlib
+import enum
+import itertools
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import jax
+
+from resilient_jax.errors import InternalError, ResilientJaxError, SnapshotDropped, StateError
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.snapshot.manifest import PartContents
+from resilient_jax.state.copy_sources import Task, is_on_accelerator, plan_tasks, send_to_host
+from resilient_jax.state.flat_state import Leaf
+from resilient_jax.state.interfaces import Note, PartServer, Reach, reach_nothing
+from resilient_jax.state.part_copy import fill
+from resilient_jax.state.state_partition import StateCut, check_fits
+
+SLOT_DEADLINE_S: Final = 2.0
+"""How long a snapshot waits for the one before: longer, and parity does not keep up with training."""
+CHECK_INTERVAL_S: Final = 0.02
+NO_TEXTS: Final[Mapping[str, str]] = types.MappingProxyType({})
+
+
+class _Phase(enum.Enum):
+    COPYING = enum.auto()
+    COPIED = enum.auto()
+    FINISHING = enum.auto()
+
+
+@dataclass(slots=True)
+class _Order:
+    """One snapshot to be taken."""
+
+    id: SnapshotId
+    state_cut: StateCut
+    leaves: Sequence[Leaf]
+    texts: Mapping[str, str]
+    tasks: list[Task] | None
+    """None: still to be found out, from the leaves."""
+    started_s: float = field(default_factory=time.monotonic)
+    phase: _Phase = _Phase.COPYING
+    cancelled: str | None = None
+    """Why."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it reads its arrays, and will go on with it."""
+        return self.phase is _Phase.COPYING and self.cancelled is None
+
+    def let_go(self) -> None:
+        """Of the arrays."""
+        self.tasks, self.leaves = None, ()
+
+
+class _Cancelled(Exception):
+    """Ends a copy that was cancelled."""
+
+
+class Capture:
+    """Takes this host's part of snapshots, one after the other, on a thread of its own. Nothing here stops training.
+
+    The arrays are read until `wait` says that they are not: they may be donated then. Donated earlier they make the
+    snapshot fail, visibly; they are never read while something else is written there.
+
+    Attributes:
+        finished: the newest snapshot whose part is complete on this host.
+        seconds: that it took, from its start.
+    """
+
+    def __init__(
+        self,
+        server: PartServer,
+        host: HostName,
+        note: Note,
+        reach: Reach = reach_nothing,
+        *,
+        threads: int = 1,
+    ) -> None:
+        """Starts its thread, which has nothing to do yet.
+
+        Args:
+            server: where the part goes.
+            host: this one.
+            note: writes events.
+            reach: where a test may hold it.
+            threads: that copy.
+        """
+        self.finished: SnapshotId | None = None
+        self.seconds = 0.0
+        self._server = server
+        self._host = host
+        self._note = note
+        self._reach = reach
+        self._threads = threads
+        self._changed = threading.Condition()  # guards what follows, and phases of the orders
+        self._orders: list[_Order] = []
+        """The first one is being taken; then those that wait for what is left of it."""
+        self._skipped: list[SnapshotId] = []
+        """To be told to the server, so that other hosts do not wait for our part."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="resilient-jax-snapshot", daemon=True)
+        self._thread.start()
+
+    # For the main thread.
+
+    def start(
+        self,
+        id: SnapshotId,
+        state_cut: StateCut,
+        leaves: Sequence[Leaf],
+        texts: Mapping[str, str] = NO_TEXTS,
+    ) -> None:
+        """Begins to take a snapshot, unless one before it still reads its arrays. Returns at once.
+
+        Args:
+            id: of the snapshot.
+            state_cut: who copies what.
+            leaves: of the state, computed.
+            texts: leaves that are no arrays; they go into the manifest.
+
+        Raises:
+            StateError: the state is not the one that was cut.
+        """
+        check_fits(state_cut, leaves)
+        order = _Order(id, state_cut, leaves, texts, None)
+        with self._changed:
+            reading = next((order for order in self._orders if order.is_reading), None)
+        if reading is not None:
+            seconds = order.started_s - reading.started_s
+            self._skip(
+                id,
+                f"that of step {reading.id.step} is still being copied, {seconds:.3g} s after it began; take snapshots "
+                "less often",
+            )
+            return
+        if is_on_accelerator(leaves):
+            try:  # before the next step's programs, or the slices would wait for those
+                order.tasks = send_to_host(plan_tasks(leaves, state_cut.pieces[self._host]))
+            except (StateError, jax.errors.JaxRuntimeError) as error:
+                self._skip(id, _say(error))
+                return
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the newest start's arrays are read by now, at most this much later; they may be donated then."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(order.phase is not _Phase.COPYING for order in self._orders), timeout_s
+            )
+
+    def cancel(self, reason: str) -> None:
+        """Ends what is not finished: it never will be. Returns at once; `wait` says when the arrays are free."""
+        with self._changed:
+            for order in self._orders:
+                if order.phase is not _Phase.FINISHING and order.cancelled is None:
+                    order.cancelled = reason
+
+    def close(self, timeout_s: float = 60.0) -> bool:
+        """Cancels what is not finished and ends the thread; whether it has ended."""
+        self.cancel("the worker stops")
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _skip(self, id: SnapshotId, reason: str) -> None:
+        self._drop(id, reason)
+        with self._changed:
+            self._skipped.append(id)
+            self._changed.notify_all()
+
+    # For the thread.
+
+    def _serve(self) -> None:
+        while self._wait_for_work():
+            if self._skipped:
+                self._decline(self._skipped[0])
+                done: list[SnapshotId] | list[_Order] = self._skipped
+            else:
+                self._take(self._orders[0])
+                done = self._orders
+            with self._changed:
+                del done[0]
+                self._changed.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """False once there is none and will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._orders or self._skipped or self._closed)
+            return bool(self._orders or self._skipped)
+
+    def _decline(self, id: SnapshotId) -> None:
+        with contextlib.suppress(
+            ResilientJaxError
+        ):  # refused, or no server: then it is dropped as it should be
+            self._server.begin(id)
+            self._server.abandon(id)
+
+    def _take(self, order: _Order) -> None:
+        try:
+            self._wait_for_slot(order)
+            _check(order)
+            part = self._server.begin(order.id)
+        except (
+            Exception
+        ) as error:  # here and below, the boundary of the thread: training goes on without this one
+            order.let_go()
+            self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
+            if order.cancelled is not None:
+                self._decline(order.id)
+            return
+        try:
+            self._copy(order, part)
+            del part  # may be unmapped from now on
+            self._finish(order)
+        except Exception as error:
+            self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
+            self._abandon(order.id)
+            return
+        self.finished, self.seconds = order.id, time.monotonic() - order.started_s
+        self._note(
+            EventKind.SNAPSHOT_COPIED,
+            step=order.id.step,
+            bytes=order.state_cut.part_bytes[self._host],
+            seconds=self.seconds,
+        )
+
+    def _wait_for_slot(self, order: _Order) -> None:
+        """The snapshot before may still exchange its parity: the slot that this one takes is free after that."""
+        before, end_s = self.finished, time.monotonic() + SLOT_DEADLINE_S
+        while (
+            before is not None
+            and before.generation == order.id.generation
+            and order.cancelled is None
+            and time.monotonic() < end_s
+            and not self._server.wait_settled(before, CHECK_INTERVAL_S)
+        ):
+            pass
+
+    def _copy(self, order: _Order, part: memoryview) -> None:
+        """Lets go of all arrays before it returns or raises."""
+        try:
+            expected = order.state_cut.part_bytes[self._host]
+            if part.nbytes != expected:
+                raise InternalError(f"the server gave {part.nbytes} bytes for a part of {expected}")
+            self._reach(Place.BEFORE_COPY, order.id.step)
+            _check(order)
+            tasks = order.tasks
+            if tasks is None:
+                tasks = plan_tasks(order.leaves, order.state_cut.pieces[self._host])
+            steps = itertools.count()
+
+            def go_on() -> None:
+                if next(steps) == 1:  # one step is done
+                    self._reach(Place.DURING_COPY, order.id.step)
+                _check(order)
+
+            fill(part.cast("B"), tasks, go_on, self._threads)
+            go_on()  # the place in between is reached in a copy of one step, too
+        finally:
+            order.let_go()
+            with self._changed:
+                order.phase = _Phase.COPIED
+                self._changed.notify_all()
+
+    def _finish(self, order: _Order) -> None:
+        self._reach(Place.AFTER_COPY, order.id.step)
+        with self._changed:
+            _check(order)
+            order.phase = _Phase.FINISHING  # from here on `cancel` comes too late
+        contents = PartContents(order.state_cut.leaves, order.state_cut.pieces[self._host], dict(order.texts))
+        self._server.finish(order.id, contents)
+
+    def _abandon(self, id: SnapshotId) -> None:
+        try:
+            self._server.abandon(id)
+        except Exception as error:  # the server is gone, and with it what it was given
+            self._drop(id, f"it could not be abandoned either: {_say(error)}")
+
+    def _drop(self, id: SnapshotId, reason: str) -> None:
+        self._note(EventKind.SNAPSHOT_DROPPED, step=id.step, reason=reason)
+
+
+def _check(order: _Order) -> None:
+    if order.cancelled is not None:
+        raise _Cancelled
+
+
+def _say(error: Exception) -> str:
+    return str(error) if isinstance(error, SnapshotDropped) else f"{type(error).__name__}: {error}"

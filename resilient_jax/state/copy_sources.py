@@ -1,0 +1,150 @@
+"""Where the bytes of a piece come from: the arrays of this host that hold it, and their way off an accelerator."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from resilient_jax.errors import StateError
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.snapshot.manifest import Piece
+from resilient_jax.state.flat_state import Leaf
+from resilient_jax.state.index_box import Box, from_index, intersect, whole
+
+
+class Source(NamedTuple):
+    """An array on one device, or in host memory, that holds a box of a leaf.
+
+    Attributes:
+        box: that it holds.
+        wanted: what of that the task copies.
+        data: the array.
+    """
+
+    box: Box
+    wanted: Box
+    data: jax.Array | np.ndarray
+
+
+class Task(NamedTuple):
+    """A piece to be copied into the part.
+
+    Attributes:
+        path: of its leaf.
+        box: of the leaf.
+        itemsize: bytes of a number.
+        offset: in the part.
+        sources: whose disjoint wanted boxes cover it.
+    """
+
+    path: str
+    box: Box
+    itemsize: int
+    offset: int
+    sources: tuple[Source, ...]
+
+    @property
+    def stop(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + self.box.size * self.itemsize
+
+
+def plan_tasks(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> list[Task]:
+    """What there is to copy on this host.
+
+    Raises:
+        StateError: this host does not hold all of a piece, or an array was donated.
+    """
+    known: Known = {}
+    return [_plan(leaves[piece.leaf], piece, turn, known) for turn, piece in enumerate(pieces)]
+
+
+Known = dict[tuple[Sharding, tuple[int, ...], Box], list[tuple[Box, Box, tuple[int, ...]]]]
+"""Of a sharding, a shape and a piece: what is held, what of that is wanted, which shards have it. Layers are alike."""
+
+
+def _plan(leaf: Leaf, piece: Piece, turn: int, known: Known) -> Task:
+    box = Box(piece.start, piece.stop)
+    sources = tuple(_find_sources(leaf, box, turn, known))
+    covered = sum(source.wanted.size for source in sources)
+    if covered != box.size:
+        raise StateError(
+            f"the state's leaf {leaf.path}: this host holds {covered} of the {box.size} numbers from {list(box.start)} "
+            f"to {list(box.stop)} that it should copy; it lies elsewhere than when snapshots were laid out. Keep "
+            "each leaf's sharding from step to step"
+        )
+    return Task(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)
+
+
+def _find_sources(leaf: Leaf, box: Box, turn: int, known: Known) -> list[Source]:
+    """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
+    value = leaf.value
+    if isinstance(value, np.ndarray):
+        return [Source(whole(value.shape), box, value)]
+    if value.is_deleted():
+        raise StateError(
+            f"the state's leaf {leaf.path} was donated before its snapshot was copied: wait for the copy first"
+        )
+    shards = value.addressable_shards
+    key = (value.sharding, value.shape, box)
+    if key not in known:
+        holders: dict[tuple[Box, Box], tuple[int, ...]] = {}
+        for number, shard in enumerate(shards):
+            held = from_index(shard.index, value.shape)
+            wanted = intersect(held, box)
+            if wanted is not None:
+                holders[held, wanted] = (*holders.get((held, wanted), ()), number)
+        known[key] = [(*boxes, numbers) for boxes, numbers in holders.items()]
+    return [
+        Source(held, wanted, shards[numbers[turn % len(numbers)]].data)
+        for held, wanted, numbers in known[key]
+    ]
+
+
+def is_on_accelerator(leaves: Sequence[Leaf]) -> bool:
+    """Whether any leaf lies where the CPU cannot read it in place."""
+    return any(
+        isinstance(leaf.value, jax.Array) and next(iter(leaf.value.sharding.device_set)).platform != "cpu"
+        for leaf in leaves
+    )
+
+
+def send_to_host(tasks: Sequence[Task]) -> list[Task]:
+    """The same tasks, with their bytes on the way to host memory: only those of the pieces, cut out on the devices.
+
+    Returns at once. The slices are programs on the devices' own queues: what is dispatched later comes after them.
+    """
+    sent: list[list[Source]] = [[] for _ in tasks]
+    to_cut: dict[Device, list[tuple[int, Source]]] = {}
+    for number, task in enumerate(tasks):
+        for source in task.sources:
+            if isinstance(source.data, np.ndarray) or source.wanted == source.box:
+                sent[number].append(source)
+            else:
+                to_cut.setdefault(next(iter(source.data.devices())), []).append((number, source))
+    for cuts in to_cut.values():
+        arrays = [source.data for _, source in cuts]
+        indices = tuple(_bounds(source.wanted, source.box) for _, source in cuts)
+        for (number, source), data in zip(cuts, _cut_out(arrays, indices), strict=True):
+            sent[number].append(Source(source.wanted, source.wanted, data))
+    for sources in sent:
+        for source in sources:
+            if isinstance(source.data, jax.Array):
+                source.data.copy_to_host_async()
+    return [task._replace(sources=tuple(sources)) for task, sources in zip(tasks, sent, strict=True)]
+
+
+def _bounds(box: Box, outer: Box) -> tuple[tuple[int, int], ...]:
+    return tuple((piece.start, piece.stop) for piece in box.within(outer))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut_out(arrays: list[jax.Array], indices: tuple[tuple[tuple[int, int], ...], ...]) -> list[jax.Array]:
+    """One program for all of a device's slices; it is compiled once for a state and a cut."""
+    return [
+        jax.lax.slice(array, [start for start, _ in index], [stop for _, stop in index])
+        for array, index in zip(arrays, indices, strict=True)
+    ]

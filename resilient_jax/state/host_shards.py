@@ -1,0 +1,45 @@
+"""A host's share of an array: the boxes that its devices need, each once, and the array that is made of them."""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.state.index_box import Box, from_index, whole
+
+
+class Share:
+    """Of one array, under one sharding.
+
+    Attributes:
+        boxes: that are needed, in order.
+    """
+
+    def __init__(self, shape: tuple[int, ...], sharding: Sharding) -> None:
+        """The sharding may span hosts; only this host's devices count."""
+        self._shape = shape
+        self._sharding = sharding
+        self._box_of: dict[Device, Box] = {
+            device: whole(shape) if index is None else from_index(index, shape)
+            for device, index in sharding.addressable_devices_indices_map(shape).items()
+        }
+        self.boxes = sorted(set(self._box_of.values()))
+
+    @property
+    def size(self) -> int:
+        """How many numbers."""
+        return sum(box.size for box in self.boxes)
+
+    def assemble(self, buffers: Mapping[Box, np.ndarray]) -> jax.Array:
+        """The array, whose shards may share the buffers: they must be nobody else's from now on.
+
+        XLA never writes to memory that it does not own, so devices may share one.
+        """
+        kind = self._sharding.memory_kind
+        shards = [
+            jax.device_put(buffers[box], SingleDeviceSharding(device, memory_kind=kind))
+            for device, box in self._box_of.items()
+        ]
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)

@@ -1,0 +1,169 @@
+"""A state out of a snapshot, on whatever mesh comes next.
+
+Each box that a device of this host needs is read into an array of its own, never mapped: what JAX makes of the array
+may share its memory, and must not share the arena's, which the next snapshot overwrites. A host reads the boxes of its
+devices and no others, a batch of leaves at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from resilient_jax.errors import MessageError, StateError
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import Place
+from resilient_jax.snapshot.manifest import LeafInfo, Manifest
+from resilient_jax.state.flat_state import LeafType, ShardingRule, match
+from resilient_jax.state.gather import Gatherer, Target
+from resilient_jax.state.host_shards import Share
+from resilient_jax.state.index_box import Box, whole
+from resilient_jax.state.interfaces import PartReader, Reach, reach_nothing
+
+Tree = TypeVar("Tree")
+BATCH_BYTES: Final = 256 * 2**20
+"""Of leaves that are read together, so that many small ones take few reads."""
+MEMORY_ALIGNMENT: Final = 64
+"""Bytes: JAX's CPU client takes memory that lies so as it is, and copies other."""
+SLAB_BYTES: Final = 32 * 2**20
+"""The kernel gives memory in huge pages where there is much of it at once: seven times faster than in small ones. All
+of a slab lives as long as one array in it; after a step of training none does."""
+
+
+def restore_snapshot(
+    abstract: Tree, reader: PartReader, sharding: ShardingRule | None, *, reach: Reach = reach_nothing
+) -> tuple[int, Tree]:
+    """The snapshot's state in the tree of `abstract`, placed for the present mesh.
+
+    Args:
+        abstract: as `held_state.describe` gives it.
+        reader: of the parts of all hosts.
+        sharding: where each leaf goes; None: this process's first device.
+        reach: where a test may hold it.
+
+    Returns:
+        How many steps are in it, and the state.
+
+    Raises:
+        StateError: structure, shape or dtype differ; names the first leaf that does.
+        MessageError: the parts of the hosts do not belong together.
+        SnapshotLost: more is gone than parity covers.
+    """
+    manifests = reader.manifests()
+    first = _check_agree(manifests)
+    matched = match(
+        abstract,
+        {info.path: _type_of(info) for info in first.contents.leaves},
+        first.contents.texts,
+        sharding,
+    )
+    numbers = {info.path: number for number, info in enumerate(first.contents.leaves)}
+    wanted = [
+        _Wanted(numbers[path], first.contents.leaves[numbers[path]], target)
+        for path, target in matched.leaves
+    ]
+    gatherer = Gatherer(reader, manifests)
+    slabs = Slabs()
+    arrays: list[jax.Array] = []
+    for batch in _batches(wanted):
+        gatherer.gather([target for leaf in batch for target in leaf.allocate(slabs)])
+        arrays.extend(leaf.place() for leaf in batch)
+        reach(Place.DURING_RESTORE, first.id.step)
+        jax.block_until_ready(arrays)  # a batch in host memory at a time
+    return first.id.step, matched.build(arrays)
+
+
+def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
+    """The first host's manifest, by name: the same one on whichever host this is called."""
+    names = sorted(manifests)
+    if not names:
+        raise MessageError("the snapshot has no manifest, expected one for each host")
+    first = manifests[names[0]]
+    for name in names[1:]:
+        other = manifests[name]
+        if (other.id, other.contents.leaves, other.contents.texts) != (
+            first.id,
+            first.contents.leaves,
+            first.contents.texts,
+        ):
+            raise MessageError(
+                f"{name} has a part of snapshot {other.id} with {len(other.contents.leaves)} leaves, {names[0]} of "
+                f"{first.id} with {len(first.contents.leaves)}; expected parts of one state"
+            )
+    return first
+
+
+def _type_of(info: LeafInfo) -> LeafType:
+    try:
+        dtype = np.dtype(info.dtype)
+    except TypeError as error:
+        raise StateError(
+            f"the snapshot's leaf {info.path} is of dtype {info.dtype!r}, which this host's numpy and ml_dtypes do not "
+            "know; install the versions that took the snapshot"
+        ) from error
+    return LeafType(info.shape, dtype, info.key_impl)
+
+
+class _Wanted:
+    """A leaf on its way back."""
+
+    def __init__(self, number: int, info: LeafInfo, sharding: Sharding | None) -> None:
+        self._number = number
+        self._dtype = np.dtype(info.dtype)
+        self._share = Share(info.shape, sharding or SingleDeviceSharding(jax.local_devices()[0]))
+        self._buffers: dict[Box, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """In this host's memory."""
+        return self._share.size * self._dtype.itemsize
+
+    def allocate(self, slabs: "Slabs") -> list[Target]:
+        """Memory for it, to be filled."""
+        self._buffers = {box: slabs.take(box.shape, self._dtype) for box in self._share.boxes}
+        return [Target(self._number, box, buffer) for box, buffer in self._buffers.items()]
+
+    def place(self) -> jax.Array:
+        """The array, in that memory."""
+        array = self._share.assemble(self._buffers)
+        self._buffers.clear()
+        return array
+
+
+class Slabs:
+    """Memory that JAX takes as it is, where it can; small arrays share a slab."""
+
+    def __init__(self) -> None:
+        self._slab = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array, not initialised."""
+        size = whole(shape).size * dtype.itemsize
+        if size >= SLAB_BYTES:
+            return _aligned(size).view(dtype).reshape(shape)
+        if self._used + size > len(self._slab):
+            self._slab, self._used = _aligned(SLAB_BYTES), 0
+        memory = self._slab[self._used : self._used + size]
+        self._used += -(-size // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
+        return memory.view(dtype).reshape(shape)
+
+
+def _aligned(size: int) -> np.ndarray:
+    memory = np.empty(size + MEMORY_ALIGNMENT, np.uint8)
+    skip = -memory.ctypes.data % MEMORY_ALIGNMENT
+    return memory[skip : skip + size]
+
+
+def _batches(leaves: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    batches: list[list[_Wanted]] = []
+    room = 0
+    for leaf in leaves:
+        if not batches or leaf.nbytes > room:
+            batches.append([])
+            room = BATCH_BYTES
+        batches[-1].append(leaf)
+        room -= leaf.nbytes
+    return batches

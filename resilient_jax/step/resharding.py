@@ -1,0 +1,246 @@
+"""Complete copies of a tree that is cut over hosts, and the way back.
+
+*gather* lays the pieces that a device has end to end, exchanges them between hosts in one all-gather for each dtype,
+and puts the leaves together from what came. *cut* takes each device's pieces out of copies that its host has: no host
+says anything. The programs between two exchanges are on one host's devices and know of the others their number alone;
+each has one collective at most and is awaited (see jax_runtime's README).
+
+Memory, for P bytes of tree: while gathering each device holds 2 P, afterwards P.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.placements import Placement
+from resilient_jax.step.host_grid import HOST, LOCAL, HostGrid
+
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """How one leaf is cut: a grid of boxes of one shape.
+
+    Attributes:
+        shape: of the leaf.
+        piece: of each box.
+        holders: of each box, in C order, the number of a device that has it.
+    """
+
+    shape: tuple[int, ...]
+    piece: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    def join(self, rows: jax.Array) -> jax.Array:
+        """The leaf from [devices, numbers of a piece]."""
+        if self.holders != tuple(range(rows.shape[0])):
+            rows = rows[np.array(self.holders)]
+        counts = [whole // part for whole, part in zip(self.shape, self.piece, strict=True)]
+        ndim = len(counts)
+        boxes = rows.reshape(*counts, *self.piece)
+        return boxes.transpose([axis for dim in range(ndim) for axis in (dim, ndim + dim)]).reshape(
+            self.shape
+        )
+
+
+def find_pieces(sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]) -> Pieces | None:
+    """How `devices`, numbered in their order, hold a leaf; None: together they lack some of it."""
+    starts = _find_starts(sharding, shape)
+    holder_of: dict[tuple[int, ...], int] = {}
+    for number, device in enumerate(devices):
+        holder_of.setdefault(starts[device], number)
+    if len(holder_of) < len(set(starts.values())):
+        return None
+    return Pieces(shape, sharding.shard_shape(shape), tuple(holder_of[start] for start in sorted(holder_of)))
+
+
+def gather(tree: Tree, local: NamedSharding) -> Tree:
+    """Complete copies of leaves that are cut over hosts, or over this host's devices. Every host must call it.
+
+    Leaves that are whole here already are not copied: they share their memory with the tree's.
+
+    Args:
+        tree: arrays on one mesh over all live hosts.
+        local: where the copies lie: replicated over this host's devices.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    found: list[Any] = [None] * len(leaves)
+    groups: dict[tuple[Any, bool], list[tuple[int, Pieces]]] = {}
+    for position, leaf in enumerate(leaves):
+        if leaf.is_fully_replicated:
+            found[position] = _lay(leaf, local)
+        else:
+            pieces, is_here = _locate(leaf.sharding, leaf.shape)
+            groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
+    for (_, is_here), members in groups.items():
+        grid = _grid(leaves[members[0][0]].sharding.mesh)
+        row = _pack(grid.local)([_stack(leaves[position], grid) for position, _ in members])
+        rows = row if is_here else grid.gather(_as_row(row, grid))
+        jax.block_until_ready(rows)
+        joined = _join(grid.local, tuple(pieces for _, pieces in members))(rows)
+        for (position, _), leaf in zip(members, joined, strict=True):
+            found[position] = _lay(leaf, local)
+    jax.block_until_ready(found)
+    return jax.tree.unflatten(treedef, found)
+
+
+def cut(tree: Tree, placement: Placement) -> Tree:
+    """The tree as `placement` says, from copies that every host has; nothing is sent.
+
+    Leaves that stay whole are not copied: they share their memory with the tree's.
+
+    Args:
+        tree: arrays that are whole on each of this host's devices, the same on every host.
+        placement: on a mesh with devices, those of all live hosts.
+    """
+    assert isinstance(placement.mesh, Mesh), "a placement without devices is for traced programs"
+    grid = _grid(placement.mesh)
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    targets = [placement(jax.tree_util.keystr(path), leaf) for path, leaf in paths_and_leaves]
+    cuts = [position for position, target in enumerate(targets) if not target.is_fully_replicated]
+    if cuts:
+        here = tuple(grid.local.devices.flat)
+        starts = [_find_starts(targets[i], leaves[i].shape) for i in cuts]
+        stacks = _cut(grid.local, tuple(targets[i].shard_shape(leaves[i].shape) for i in cuts))(
+            [leaves[i] for i in cuts], [np.array([of[d] for d in here], np.int32) for of in starts]
+        )
+        for position, stack in zip(cuts, stacks, strict=True):
+            shards = [shard.data for shard in stack.addressable_shards]
+            leaves[position] = jax.make_array_from_single_device_arrays(
+                leaves[position].shape, targets[position], shards
+            )
+    whole = set(range(len(leaves))) - set(cuts)
+    return jax.tree.unflatten(
+        treedef, [_lay(leaf, targets[i]) if i in whole else leaf for i, leaf in enumerate(leaves)]
+    )
+
+
+def _lay(leaf: jax.Array, where: NamedSharding) -> jax.Array:
+    """A leaf that is whole on every device, replicated over others that have it; nothing is copied."""
+    if leaf.sharding == where:
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _lay(jax.random.key_data(leaf), where)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+    copies = [by_device[device] for device in where.addressable_devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, where, copies)
+
+
+def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
+    """This host's pieces of a leaf one below the other, each where it lies."""
+    by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+    pieces = [by_device[device] for device in grid.local.devices.flat]
+    first, *others = pieces[0].shape
+    return jax.make_array_from_single_device_arrays(
+        (len(pieces) * first, *others), NamedSharding(grid.local, P(LOCAL)), pieces
+    )
+
+
+def _as_row(row: jax.Array, grid: HostGrid) -> jax.Array:
+    """[1, n] of this host as its row of [hosts, n]."""
+    return jax.make_array_from_single_device_arrays(
+        (grid.hosts, row.shape[1]),
+        NamedSharding(grid.mesh, P(HOST, LOCAL)),
+        [shard.data for shard in row.addressable_shards],
+    )
+
+
+@functools.cache
+def _grid(mesh: Mesh) -> HostGrid:
+    return HostGrid(list(mesh.devices.flat), jax.process_index())
+
+
+@functools.cache
+def _find_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device, tuple[int, ...]]:
+    """Where each device's piece of a leaf begins."""
+    return {
+        device: tuple(cut.indices(size)[0] for cut, size in zip(index, shape, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+@functools.cache
+def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Pieces, bool]:
+    """A leaf's pieces, and whether this host has all of them: then they are numbered by its devices alone."""
+    grid = _grid(sharding.mesh)
+    here = find_pieces(sharding, shape, list(grid.local.devices.flat))
+    if here is not None:
+        return here, True
+    everywhere = find_pieces(sharding, shape, list(grid.mesh.devices.flat))
+    assert everywhere is not None, "all devices of a mesh have all of a leaf"
+    return everywhere, False
+
+
+@functools.cache
+def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=local.abstract_mesh,  # its trace would else keep the devices
+        in_specs=P(LOCAL),
+        out_specs=P(None, LOCAL),
+        check_vma=False,
+    )
+    def pack(pieces: list[jax.Array]) -> jax.Array:
+        """Each device's pieces end to end: no device says anything."""
+        return jnp.concatenate([piece.reshape(-1) for piece in pieces])[None]
+
+    return pack
+
+
+@functools.cache
+def _join(local: Mesh, leaves: tuple[Pieces, ...]) -> Any:  # noqa: ANN401 - a jitted function
+    everywhere = NamedSharding(local, P())
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def join(rows: jax.Array) -> list[jax.Array]:
+        """The leaves from [hosts, devices x numbers], cut over this host's devices."""
+        rows = jax.lax.with_sharding_constraint(rows, everywhere)  # once, and not for each leaf
+        by_device = rows.reshape(rows.shape[0] * local.size, -1)
+        found, start = [], 0
+        for pieces in leaves:
+            size = math.prod(pieces.piece)
+            found.append(pieces.join(by_device[:, start : start + size]))
+            start += size
+        return found
+
+    return join
+
+
+@functools.cache
+def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
+    """Knows not which host it is on: where pieces begin is an argument."""
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=local.abstract_mesh,
+        in_specs=(P(), P(LOCAL)),
+        out_specs=P(LOCAL),
+        check_vma=False,
+    )
+    def cut(leaves: list[jax.Array], starts: list[jax.Array]) -> list[jax.Array]:
+        return [
+            jax.lax.dynamic_slice(leaf, list(start[0]), shape)
+            for leaf, start, shape in zip(leaves, starts, shapes, strict=True)
+        ]
+
+    return cut
+
+
+def forget_programs() -> None:
+    """Drops every cached program, mesh and sharding: their devices are about to go."""
+    for cache in (_grid, _find_starts, _locate, _pack, _join, _cut):
+        cache.cache_clear()

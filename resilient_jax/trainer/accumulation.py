@@ -1,0 +1,48 @@
+"""Brings a microbatch and the model's numbers together on a replica's mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from resilient_jax.sharding.placements import Placement
+from resilient_jax.step.reducer import Microbatch
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.step_programs import locate
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+def make_adder(
+    accumulate: Callable[..., Tree], variables: Variables, placement: Placement, as_step: int | None = None
+) -> Callable[[Tree, Microbatch], Tree]:
+    """Adds microbatches to a total. The variables are taken up to a replica's mesh once, not for each.
+
+    Args:
+        accumulate: the program.
+        variables: on this host's devices.
+        placement: of variables and totals.
+        as_step: for the keys of microbatches, in place of the step.
+    """
+    lifted: dict[jax.sharding.Mesh, Variables] = {}
+
+    def add(total: Tree, microbatch: Microbatch) -> Tree:
+        replica = microbatch.replica
+        if replica.mesh not in lifted:  # two threads have two replicas
+            lifted[replica.mesh] = replica.lift(variables)
+        step = microbatch.step if as_step is None else as_step
+        return accumulate(
+            total,
+            lifted[replica.mesh],
+            replica.place(microbatch.batch),
+            locate(step, microbatch.index),
+            laid=placement.on(replica.mesh.abstract_mesh),
+        )
+
+    return add
+
+
+def abstract_of(batch: Tree) -> Tree:
+    """Its shapes, as they are on devices, which may have narrower types."""
+    return jax.eval_shape(lambda tree: tree, batch)

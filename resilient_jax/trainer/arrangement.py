@@ -1,0 +1,184 @@
+"""Which replicas compute the steps of a generation, and where their numbers lie: as the user says, or as searched."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.errors import CallerError
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.host_local_search import search_whole_hosts
+from resilient_jax.planning.plan import Plan
+from resilient_jax.planning.program_cost import Profile
+from resilient_jax.program_cost.program_analysis import profile_of
+from resilient_jax.sharding.logical_axes import Tree
+from resilient_jax.sharding.partition_specs import StateCuts
+from resilient_jax.sharding.placements import ByParameter, Complete, Placement, Table
+from resilient_jax.step.assignment import DATA, ReplicaShape
+from resilient_jax.topology import Topology, load_topology
+from resilient_jax.trainer.accumulation import abstract_of
+from resilient_jax.trainer.fit_config import Order
+from resilient_jax.worker.world import World
+
+REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
+"""Of a replica's mesh, outermost first; the first cuts examples."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How one generation computes.
+
+    Attributes:
+        shape: of its replicas.
+        placement: of parameters and totals on this host's devices.
+        plan: that it follows; None: the user's own.
+    """
+
+    shape: ReplicaShape
+    placement: Placement
+    plan: Plan | None = None
+
+
+class Arranger:
+    """Gives the arrangement of each generation of one `fit`.
+
+    Attributes:
+        planner: None: nothing is planned.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self.planner = Planner(order) if order.planning is not None else None
+        self._last: Plan | None = None
+
+    def arrange(self, world: World, params: Tree) -> Arrangement:
+        """For the live hosts. All hosts find the same. A plan that differs from the last one is an event.
+
+        Args:
+            world: of this generation.
+            params: shapes of the model's parameters.
+
+        Raises:
+            CallerError: no plan fits; a host is not in the topology.
+        """
+        if self.planner is None:
+            return Arrangement(shape=self._order.sharing.replicas, placement=Complete(world.local_mesh(DATA)))
+        plan = self.planner.plan_for(world.hosts)
+        self.planner.check_devices(world)
+        self._say(world, plan)
+        return self.planner.arrange(plan, world.local_devices, params)
+
+    def _say(self, world: World, plan: Plan) -> None:
+        last, self._last = self._last, plan
+        if last is None or last.shape != plan.shape:
+            world.note(
+                EventKind.PLAN_CHOSEN,
+                plan=plan.shape,
+                before=last.shape if last is not None else "",
+                step_s=plan.step_time_s,
+                reason=plan.reason,
+            )
+
+
+class Planner:
+    """Searches plans for one program, and lays out what they say; knows no world."""
+
+    def __init__(self, order: Order) -> None:
+        assert order.planning is not None
+        self._order, self._planning = order, order.planning
+        given = self._planning.topology
+        self._topology = given if isinstance(given, Topology) else load_topology(Path(given))
+        self._profile: Profile | None = self._planning.profile
+        self._tables: dict[tuple[int, ...], Table] = {}
+        self._plans: dict[tuple[HostName, ...], Plan] = {}
+
+    def plan_for(self, hosts: tuple[HostName, ...]) -> Plan:
+        """The best plan for these hosts."""
+        if hosts not in self._plans:
+            unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
+            if unknown:
+                raise CallerError(
+                    f"planning: found the hosts {', '.join(unknown)}, expected names of topology {self._topology.name} "
+                    f"({self._topology.hosts[0].name}, ...). Start agents with --host-name as in the topology, or add "
+                    "the hosts there"
+                )
+            absent = [host.name for host in self._topology.hosts if host.name not in hosts]
+            self._plans[hosts] = search_whole_hosts(
+                self.profile,
+                self._topology.without(*absent) if absent else self._topology,
+                microbatch_size=self._order.microbatch_size,
+                global_batch=self._order.microbatch_size * self._order.recipe.microbatches,
+                calibration=self._planning.calibration,
+                axes=self._planning.axes,
+            )
+        return self._plans[hosts]
+
+    @property
+    def all_hosts(self) -> tuple[HostName, ...]:
+        """Those that may take part."""
+        return tuple(host.name for host in self._topology.hosts)
+
+    @property
+    def profile(self) -> Profile:
+        """Of the program; measured when first asked for."""
+        if self._profile is None:
+            recipe = self._order.recipe
+
+            def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
+                return recipe.loss(model, batch, jax.random.key(0))[0]
+
+            self._profile = profile_of(
+                self._order.model,
+                loss,
+                abstract_of(self._order.data.batch(0, 0)),
+                name=type(self._order.model).__name__,
+                optimizer=recipe.optimizer,
+                naming=self._planning.naming,
+            )
+        return self._profile
+
+    def check_devices(self, world: World) -> None:
+        """Refuses a host that has other devices than the topology says.
+
+        Raises:
+            CallerError: says both numbers.
+        """
+        expected, found = self._topology.host(world.host).devices, len(world.local_devices)
+        if found != expected:
+            raise CallerError(
+                f"planning: found {found} devices on host {world.host}, expected {expected} as topology "
+                f"{self._topology.name} says. Change --devices-per-host, or the topology"
+            )
+
+    def arrange(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
+        """What a plan means on a host with these devices."""
+        sizes = {axis: plan.sizes[axis] for axis in REPLICA_AXES}
+        axes = tuple((axis.value, size) for axis, size in sizes.items())
+        per_host = len(devices) // plan.layout.group.devices
+        grid = np.array(devices).reshape((per_host, *sizes.values()))
+        mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
+        return Arrangement(
+            shape=ReplicaShape(per_host=per_host, axes=axes),
+            placement=ByParameter(mesh, self._find_table(sizes, params)),
+            plan=plan,
+        )
+
+    def _find_table(self, sizes: dict[Axis, int], params: Tree) -> Table:
+        key = tuple(sizes.values())
+        if key not in self._tables:
+            specs = StateCuts(self.profile, sizes, self._planning.naming).specs(params)
+            leaves = jax.tree_util.tree_leaves_with_path(params)
+            self._tables[key] = tuple(
+                (jax.tree_util.keystr(path), tuple(leaf.shape), spec)
+                for (path, leaf), spec in zip(
+                    leaves, jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P)), strict=True
+                )
+            )
+        return self._tables[key]

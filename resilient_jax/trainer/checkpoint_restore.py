@@ -1,0 +1,103 @@
+"""Where a job that has nothing in memory goes on: at the newest checkpoint that every host can read."""
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from resilient_jax.checkpoint.directory_listing import SHOWN, Listing
+from resilient_jax.checkpoint.orbax_store import OrbaxStore
+from resilient_jax.errors import CheckpointUnreadable, StateError
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.records import StateLoss
+from resilient_jax.state.flat_state import ShardingRule
+from resilient_jax.trainer.checkpoints import Checkpoints
+from resilient_jax.trainer.host_checks import agree_on_checkpoint
+from resilient_jax.trainer.training_state import Tree
+from resilient_jax.worker.world import World
+
+logger = logging.getLogger(__name__)
+ELSEWHERE = "another host could not read it"
+
+
+def restore_newest(
+    world: World, store: OrbaxStore, checkpoints: Checkpoints, abstract: Tree, sharding: ShardingRule | None
+) -> tuple[int, Tree] | None:
+    """The newest checkpoint that all hosts can read: its step and its state. All hosts must call this.
+
+    Each that some host cannot read is an event, on every host. None: nothing was ever saved here.
+
+    Args:
+        world: the hosts.
+        store: of the checkpoints.
+        checkpoints: where they are.
+        abstract: the state's shapes.
+        sharding: where each leaf shall lie; None: in host memory.
+
+    Raises:
+        CheckpointUnreadable: there are checkpoints, but none can be read; says why each. Or there is none although the
+            job's state was lost, and it was to go on from one.
+        StateError: the hosts see different checkpoints, or other things than checkpoints are there, or the newest that
+            can be read holds another state.
+    """
+    store.wait(world.note, world.check)
+    world.agree(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
+    listing = store.look()
+    refused: dict[int, str] = {}
+    for name in listing.unfinished:
+        path = str(store.path(0).with_name(name))
+        world.note(EventKind.CHECKPOINT_REFUSED, path=path, reason="its save was not finished")
+    while True:
+        step = agree_on_checkpoint(world, listing.older_than(min(refused) if refused else None), checkpoints)
+        if step is None:
+            _check_nothing_is_there(listing, refused, checkpoints)
+            _check_may_begin(world.lost, checkpoints)
+            return None
+        bytes_before = store.bytes_read
+        state, reason = _try_load(world, store, step, abstract, sharding)
+        readers = int(world.agree(np.array([state is not None], np.int32))[0])
+        if readers == len(world.hosts):
+            detail: dict[str, Any] = {"steps_lost": world.lost.step - step} if world.lost is not None else {}
+            nbytes = store.bytes_read - bytes_before
+            world.note(
+                EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.path(step)), bytes=nbytes, **detail
+            )
+            return step, state
+        refused[step] = reason or ELSEWHERE
+        logger.warning("the checkpoint %s is skipped: %s", store.path(step), refused[step])
+        world.note(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.path(step)), reason=refused[step])
+
+
+def _try_load(
+    world: World, store: OrbaxStore, step: int, abstract: Tree, sharding: ShardingRule | None
+) -> tuple[Tree | None, str | None]:
+    try:
+        return store.load(step, abstract, sharding, world.check), None
+    except CheckpointUnreadable as error:
+        return None, str(error).removeprefix(f"the checkpoint {store.path(step)}: ")
+
+
+def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
+    """Refuses to begin anew where a lost job was to go on from a checkpoint that is gone."""
+    if lost is not None and lost.checkpoint is not None:
+        raise CheckpointUnreadable(
+            f"checkpoints: found none in {checkpoints.directory}, expected that of step {lost.checkpoint}, which a "
+            "host saw there when the job's state was lost. Bring it back and launch the job again, or give another "
+            "directory to begin anew"
+        )
+
+
+def _check_nothing_is_there(listing: Listing, refused: dict[int, str], checkpoints: Checkpoints) -> None:
+    """Refuses to begin anew where somebody has saved something."""
+    if refused:
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in list(refused.items())[:SHOWN])
+        raise CheckpointUnreadable(
+            f"checkpoints: found {len(refused)} in {checkpoints.directory}, and none that every host can read "
+            f"({reasons}). Bring one back from a copy, or give another directory to begin anew"
+        )
+    if listing.foreign:
+        raise StateError(
+            f"checkpoints: found {', '.join(listing.foreign[:SHOWN])} in {checkpoints.directory}, expected folders "
+            "named by their steps, or nothing. Give the directory above the steps' folders, or an empty one to begin "
+            "anew"
+        )

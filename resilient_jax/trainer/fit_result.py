@@ -1,0 +1,52 @@
+"""What training gives in the end."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.trainer.model_adapters import Variables
+from resilient_jax.trainer.tree_digest import digest
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """The trained model, in host memory.
+
+    Attributes:
+        step: how many steps are committed.
+        metrics: of the last step and the last evaluation on this host, as floats; empty if it made none.
+        variables: numpy arrays, of a random key its data: `params`, `statistics` and `constants`. Of an `nnx` model
+            they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
+        stopped_because: why it ended before the last step; None: it did not.
+        host_index: of this host in the last generation: 0 is the one that prints and saves.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    variables: Variables
+    stopped_because: str | None
+    host_index: int
+
+    @property
+    def params(self) -> Tree:
+        """The model's trained parameters."""
+        return self.variables.params
+
+    @property
+    def sha256(self) -> str:
+        """The digest of the parameters; see `digest`. Computed anew at each call."""
+        return digest(self.params)
+
+
+def to_host_memory(variables: Variables) -> Variables:
+    """Copies that need no device: on a CPU `np.asarray` would be the device's own memory."""
+    return jax.tree.map(
+        lambda leaf: np.array(jax.random.key_data(leaf) if is_random_key(leaf) else leaf), variables
+    )

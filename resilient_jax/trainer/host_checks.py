@@ -1,0 +1,66 @@
+"""What must be true of the hosts before the trainer begins with them."""
+
+import numpy as np
+
+from resilient_jax.errors import CallerError, StateError
+from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.trainer.checkpoints import Checkpoints
+from resilient_jax.trainer.fit_config import Order
+from resilient_jax.worker.world import World
+
+
+def check_devices(world: World, order: Order, shape: ReplicaShape) -> None:
+    """Refuses microbatches that cannot be cut evenly over a replica.
+
+    Raises:
+        CallerError: says the numbers.
+    """
+    devices = shape.devices_of(len(world.local_devices))
+    cuts = next(iter(shape.axes_on(devices).values()))
+    sizes = {"microbatch_size": order.microbatch_size}
+    if order.evaluation is not None:
+        size = order.evaluation.microbatch_size or order.microbatch_size
+        sizes["the evaluation's microbatch_size"] = size
+    for name, size in sizes.items():
+        if size % cuts:
+            raise CallerError(
+                f"{name}: found {size} on host {world.host}, expected a multiple of {cuts}, the devices of a "
+                "replica: its examples are cut over them. Change it, or the devices per host"
+            )
+
+
+def check_replicas(world: World, order: Order, shape: ReplicaShape) -> None:
+    """Refuses a job that begins with more replicas than microbatches.
+
+    Raises:
+        CallerError: says the numbers.
+    """
+    replicas, microbatches = world.replica_count(shape), order.recipe.microbatches
+    if microbatches < replicas:
+        size = order.microbatch_size
+        raise CallerError(
+            f"batch_size: found {microbatches * size}, which is {microbatches} microbatches of {size}, expected at "
+            f"least one for each of the {replicas} replicas on {len(world.hosts)} hosts. Take a batch_size of "
+            f"{replicas * size}, smaller microbatches, or fewer hosts"
+        )
+
+
+def agree_on_checkpoint(world: World, found: int | None, checkpoints: Checkpoints) -> int | None:
+    """The checkpoint that all hosts have found as the newest.
+
+    Raises:
+        StateError: they have found different ones; names hosts and steps.
+    """
+    mine = np.zeros(len(world.hosts), np.int32)
+    mine[world.host_index] = -1 if found is None else found
+    newest = world.agree(mine).tolist()
+    if len(set(newest)) > 1:
+        seen = ", ".join(
+            f"{host}: {'none' if step < 0 else f'step {step}'}"
+            for host, step in zip(world.hosts, newest, strict=True)
+        )
+        raise StateError(
+            f"checkpoints: found different newest checkpoints in {checkpoints.directory} ({seen}), expected the "
+            "same on every host. Give a directory that all hosts share, or copy the newest checkpoint to all of them"
+        )
+    return found

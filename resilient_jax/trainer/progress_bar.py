@@ -1,0 +1,44 @@
+"""A progress line for a script that runs alone on a terminal; under an agent the launcher shows one."""
+
+import os
+import sys
+from typing import Final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from resilient_jax.protocol.worker_messages import LINK_VARIABLE
+from resilient_jax.trainer.step_report import StepReport
+
+REDRAWS_A_SECOND: Final = 10
+
+
+def is_wanted() -> bool:
+    """Whether a person looks, and nobody else shows them how far it is. To be asked before the run begins."""
+    return LINK_VARIABLE not in os.environ and sys.stdout.isatty()
+
+
+class ProgressBar:
+    """Step, metrics and the time that is left; what is printed goes above it."""
+
+    def __init__(self, steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            refresh_per_second=REDRAWS_A_SECOND,
+        )
+        self._task = self._progress.add_task("", total=steps, metrics="")
+        self._metrics: dict[str, float] = {}
+        self._progress.start()
+
+    def show(self, report: StepReport) -> None:
+        """The run has moved."""
+        self._metrics.update(report.metrics)
+        words = " | ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
+        self._progress.update(self._task, completed=report.step, metrics=words)
+
+    def close(self) -> None:
+        """Leaves the last state of the line on the terminal, and ends its thread."""
+        self._progress.stop()

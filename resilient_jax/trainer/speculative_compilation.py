@@ -1,0 +1,160 @@
+"""Which plans are likely next, and the programs that a step takes there: compiled while training goes on."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from resilient_jax.compile.ahead_of_time import AheadJob, Check
+from resilient_jax.errors import CallerError
+from resilient_jax.ids import HostName
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.sharding.placements import Placement
+from resilient_jax.step.assignment import Job, Seat
+from resilient_jax.step.reducer import SumCall
+from resilient_jax.step.replicas import build_replicas
+from resilient_jax.trainer.arrangement import Arrangement, Planner
+from resilient_jax.trainer.fit_config import Order
+from resilient_jax.trainer.step_programs import Programs
+from resilient_jax.worker.world import World
+
+Tree = Any
+"""A pytree."""
+MOST_PAIRS_OF: Final = 8
+"""Of so many hosts every pair is looked at; of more, neighbours: what counts is how many are left."""
+
+Key = tuple[object, ...]
+
+
+class Forecast:
+    """What to compile ahead, for one process; remembers what it has."""
+
+    def __init__(self, planner: Planner, order: Order, programs: Programs, example: Tree) -> None:
+        self._planner, self._programs, self._example = planner, programs, example
+        self._job = Job(
+            name="",
+            step=0,
+            microbatches=order.recipe.microbatches,
+            unit=order.sharing.unit,
+            pooled=not order.sharing.reproducible,
+        )
+        """A step's, for its shape."""
+
+    def jobs(self, world: World, now: Arrangement) -> Iterator[AheadJob]:
+        """For the likely next worlds, the likeliest first.
+
+        Args:
+            world: of this generation.
+            now: which is compiled already.
+        """
+        known: set[Key] = {_key_of(now)}  # of this generation: what was compiled for another has gone with it
+        summing = SumCall(
+            devices=world.devices,
+            process_index=world.process_index,
+            job=self._job,
+            shape=now.shape,
+            like=self._programs.abstract_total,
+        )
+        for hosts in likely_hosts(world.hosts, self._planner.all_hosts):
+            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, summing)
+            yield AheadJob(_describe(world.hosts, hosts), prepare)
+
+    def _prepare(
+        self,
+        known: set[Key],
+        hosts: tuple[HostName, ...],
+        devices: list[Device],
+        summing: SumCall,
+        check: Check,
+    ) -> bool:
+        """False: there was nothing to do."""
+        try:
+            plan = self._planner.plan_for(hosts)
+        except CallerError:  # such a world is refused, with the reason, when it comes
+            return False
+        then = self._planner.arrange(plan, devices, self._programs.abstract_state.variables.params)
+        has_compiled = False
+        if _key_of(then) not in known:
+            compile_step(self._programs, then, devices, self._example, check)
+            known.add(_key_of(then))
+            has_compiled = True
+        if (then.shape, len(hosts)) not in known:
+            has_compiled |= summing.compile_for(len(hosts), then.shape, check)
+            known.add((then.shape, len(hosts)))
+        return has_compiled
+
+
+def likely_hosts(
+    hosts: tuple[HostName, ...], all_hosts: Sequence[HostName]
+) -> Iterator[tuple[HostName, ...]]:
+    """Yields the hosts of likely next worlds: one fewer, one back, two fewer.
+
+    >>> names = [HostName(name) for name in "abcd"]
+    >>> [len(found) for found in likely_hosts(tuple(names[:3]), names)]
+    [2, 2, 2, 4, 1, 1, 1]
+    """
+    for lost in hosts if len(hosts) > 1 else ():
+        yield tuple(host for host in hosts if host != lost)
+    for back in all_hosts:
+        if back not in hosts:
+            yield (*hosts, back)
+    pairs = itertools.combinations(hosts, 2) if len(hosts) <= MOST_PAIRS_OF else itertools.pairwise(hosts)
+    for pair in pairs if len(hosts) > 2 else ():
+        yield tuple(host for host in hosts if host not in pair)
+
+
+def compile_step(
+    programs: Programs, arrangement: Arrangement, devices: list[Device], example: Tree, check: Check
+) -> None:
+    """Lowers and compiles what a step of an arrangement calls on this host's devices."""
+    shape, placement = arrangement.shape, arrangement.placement
+    seats = [Seat((0,), slot) for slot in range(shape.count_on(len(devices)))]
+    for replica in build_replicas(seats, [devices], 0, shape).values():
+        check()
+        there = placement.on(replica.mesh)
+        rows = NamedSharding(replica.mesh, P(replica.mesh.axis_names[0]))
+        programs.accumulate.lower(
+            _shapes(programs.abstract_total, there),
+            _shapes(programs.abstract_state.variables, there),
+            jax.tree.map(lambda leaf, to=rows: _shape(leaf, to), example),
+            np.zeros(2, np.uint32),
+            laid=there.without_devices(),
+        ).compile()
+    total = _shapes(programs.abstract_total, placement)
+    check()
+    measure = programs.measure.lower(total).compile()
+    measures, _ = jax.tree.map(
+        _shape, jax.eval_shape(programs.measure, programs.abstract_total), measure.output_shardings
+    )
+    check()
+    programs.update.lower(
+        _shapes(programs.abstract_state, placement),
+        (total.gradients, total.statistics),
+        measures,
+        where=placement.without_devices(),
+    ).compile()
+
+
+def _shapes(tree: Tree, placement: Placement) -> Tree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _shape(leaf, placement(jax.tree_util.keystr(path), leaf)), tree
+    )
+
+
+def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - any array, any sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _key_of(arrangement: Arrangement) -> Key:
+    """Without devices: what is remembered outlives them."""
+    return arrangement.shape, arrangement.placement.without_devices()
+
+
+def _describe(now: tuple[HostName, ...], then: tuple[HostName, ...]) -> str:
+    lost, back = sorted(set(now) - set(then)), sorted(set(then) - set(now))
+    return f"without {' and '.join(lost)}" if lost else f"with {' and '.join(back)}"

@@ -1,0 +1,195 @@
+"""How the training state is kept between steps: complete on every host, or sharded over all of them.
+
+Made anew in every generation, for it knows the mesh. A complete state lies on each host's own devices, and nothing here
+does anything. A sharded one lies on a mesh over all live hosts; what is computed in a step is complete, on each host's
+own devices, and goes to and fro by `gather` and `cut`.
+"""
+
+import abc
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
+
+from resilient_jax.events import EventKind
+from resilient_jax.sharding.placements import Placement, fully_sharded
+from resilient_jax.state.flat_state import is_random_key
+from resilient_jax.step import resharding
+from resilient_jax.step.host_grid import HOST, LOCAL
+from resilient_jax.trainer.arrangement import Arrangement
+from resilient_jax.trainer.fit_config import StateSharing
+from resilient_jax.trainer.step_programs import Programs
+from resilient_jax.trainer.training_state import Measures, TrainingState
+from resilient_jax.worker.world import World
+
+Tree = TypeVar("Tree")
+
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE: Final = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
+"""In the text of a compiled program."""
+
+
+class Keeping(abc.ABC):
+    """What the loop does with a state, whichever way it is kept.
+
+    Attributes:
+        arrangement: which replicas compute steps, and where parameters and totals lie on this host's devices.
+        placement: where the state's leaves lie between steps.
+    """
+
+    def __init__(self, world: World, placement: Placement, arrangement: Arrangement) -> None:
+        self.world = world
+        self.arrangement = arrangement
+        self.placement = placement
+
+    @property
+    def local(self) -> NamedSharding:
+        """Whole on each of this host's devices."""
+        return NamedSharding(self.arrangement.placement.mesh, P())
+
+    def restore(
+        self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
+    ) -> TrainingState:
+        """The state to go on from: what was committed last, else what `load` finds on storage, else `init()`.
+
+        Args:
+            init: as for `World.restore_or_init`.
+            load: gives the state where the placement lays it, or None; not called where something is committed.
+        """
+        if self.world.is_fresh and (found := load(self.placement)) is not None:
+            return found
+        return self.world.restore_or_init(init, sharding=self.placement)
+
+    @abc.abstractmethod
+    def gather(self, tree: Tree) -> Tree:
+        """Complete copies of a state's leaves on this host's devices. Every host must call it.
+
+        They may share memory with the state: gone when it is donated.
+        """
+
+    @abc.abstractmethod
+    def cut(self, tree: Tree) -> Tree:
+        """Leaves that every host has complete on its devices, as they lie in a state. Asks nobody."""
+
+    @abc.abstractmethod
+    def update(
+        self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
+    ) -> TrainingState:
+        """The next state; donates this one. Sums and measures lie as `cut` lays them."""
+
+    @abc.abstractmethod
+    def protect(self, state: TrainingState) -> None:
+        """Does what else there is to do for a state that was committed, so that failures do not lose it."""
+
+
+class CompleteState(Keeping):
+    """Every host has all of it, and is all that a failure may leave."""
+
+    def __init__(self, world: World, arrangement: Arrangement) -> None:
+        super().__init__(world, arrangement.placement, arrangement)
+
+    def gather(self, tree: Tree) -> Tree:
+        """It is complete here."""
+        return tree
+
+    def cut(self, tree: Tree) -> Tree:
+        """It lies so."""
+        return tree
+
+    def update(
+        self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
+    ) -> TrainingState:
+        """On this host's devices."""
+        return programs.update(state, sums, measures, where=self.placement.without_devices())
+
+    def protect(self, state: TrainingState) -> None:
+        """The other hosts have it."""
+
+
+class ShardedState(Keeping):
+    """Every host has its share; snapshots hold what a dead host had."""
+
+    def __init__(self, world: World, arrangement: Arrangement) -> None:
+        mesh = world.mesh({HOST: len(world.hosts), LOCAL: -1})
+        super().__init__(world, fully_sharded(mesh), arrangement)
+        self._update: Compiled | None = None
+
+    def restore(
+        self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
+    ) -> TrainingState:
+        """The state to go on from, and an event that says how evenly it could be cut."""
+        state = super().restore(init, load)
+        _note_shares(self.world, state)
+        return state
+
+    def gather(self, tree: Tree) -> Tree:
+        """From all hosts."""
+        return resharding.gather(tree, self.local)
+
+    def cut(self, tree: Tree) -> Tree:
+        """Each device takes its pieces."""
+        return resharding.cut(tree, self.placement)
+
+    def update(
+        self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
+    ) -> TrainingState:
+        """Each device its pieces, when the last snapshot's copy is over."""
+        if self._update is None:
+            where = self.placement.without_devices()
+            self._update = programs.update.lower(state, sums, measures, where=where).compile()
+            self._say_collectives(self._update.as_text() or "")
+        self.world.finish_snapshot()
+        return self._update(state, sums, measures)
+
+    def _say_collectives(self, update: str) -> None:
+        if not (found := sorted(set(COLLECTIVE.findall(update)))):
+            return
+        self.world.note(EventKind.UPDATE_NOT_LOCAL, collectives=", ".join(found))
+        if self.world.host_index == 0:
+            logger.warning(
+                "the optimizer's update of a sharded state looks across devices (%s): what it adds up is added in an "
+                "order that depends on the number of hosts, so the weights are equal within rounding only, and the "
+                "committed state is lost on all hosts if one dies in the update: they go back to the last snapshot. "
+                "Optimizers that treat every number by itself, such as adamw, do not; clip with Numerics(clip_norm=)",
+                ", ".join(found),
+            )
+
+    def protect(self, state: TrainingState) -> None:
+        """Takes a snapshot, if it is time for one."""
+        self.world.snapshot(state)
+
+
+def keep_state(world: World, sharing: StateSharing | str, arrangement: Arrangement) -> Keeping:
+    """The state's keeping in this generation."""
+    kind = ShardedState if sharing == StateSharing.SHARDED else CompleteState
+    return kind(world, arrangement)
+
+
+def _note_shares(world: World, state: TrainingState) -> None:
+    """Says how much of the state this host has, and how much of that every host has: what could not be cut."""
+    leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
+    here = [_bytes_here(leaf) for leaf in leaves]
+    world.note(
+        EventKind.STATE_CUT,
+        bytes=sum(leaf.nbytes for leaf in leaves),
+        bytes_here=sum(here),
+        bytes_everywhere=sum(own for own, leaf in zip(here, leaves, strict=True) if own == leaf.nbytes),
+    )
+
+
+def _bytes_here(leaf: jax.Array) -> int:
+    """Of the different pieces of a leaf that this host has."""
+    pieces = {
+        tuple(cut.indices(size) for cut, size in zip(shard.index, leaf.shape, strict=True)): shard.data.nbytes
+        for shard in leaf.addressable_shards
+    }
+    return sum(pieces.values())

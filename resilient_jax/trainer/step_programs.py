@@ -1,0 +1,249 @@
+"""The three programs of a step, and that which begins it.
+
+- *accumulate* adds one microbatch to a total, on the mesh of one replica.
+- *measure* finds the count, norm and means of a total, on the devices of one host.
+- *update* divides the sum by the count, clips, and makes the next state, where the state lies: on the devices of one
+  host, or, of a sharded state, each device its pieces.
+
+They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
+device or mesh is in them. Of the mesh they know its shape alone, as a static argument; the step and the microbatch's
+index are arguments. *measure* and *update* are two programs also where both run on one host, so that numbers are
+rounded at the same places.
+
+Totals are never donated: a failure in the reduction falls back to them. *update* donates the committed state. On this
+host's devices alone it cannot fail because of others, and its result is committed with nothing in between: either this
+host dies with both states, or it has the new one, and those that have not come so far fetch it. Of a sharded state what
+is lost comes from a snapshot.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from resilient_jax.errors import CallerError
+from resilient_jax.sharding.placements import Placement
+from resilient_jax.trainer.loss_function import Loss, Metrics
+from resilient_jax.trainer.model_adapters import Model, Variables
+from resilient_jax.trainer.numerics import NonFinite, Numerics, cast_floats, clip, is_finite
+from resilient_jax.trainer.training_state import Measures, Patience, Total, TrainingState, refuse_drift
+
+Tree = Any
+"""A pytree of arrays."""
+EVALUATION: Final = 2**32 - 1
+"""In place of the step in an evaluation's keys: it draws the same numbers each time, and never a step's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a step is made of; no arrays.
+
+    Attributes:
+        microbatches: B, in a step.
+        seed: of the initial numbers, and of every microbatch's key.
+        patience: what early stopping remembers at first; () without.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    loss: Loss
+    microbatches: int
+    seed: int
+    numerics: Numerics
+    patience: Patience | tuple[()]
+
+
+class Programs:
+    """The programs of one recipe, for batches like one example.
+
+    Attributes:
+        init: `init() -> TrainingState` before step 0, the same on every host.
+        accumulate: `accumulate(total, variables, batch, where, laid=) -> Total`; `where` is `locate(step, index)`,
+            `laid` says where the total lies, without devices.
+        measure: `measure(total) -> (Measures, metrics)`.
+        update: `update(state, (gradients, statistics), measures, where=) -> TrainingState`; it takes sums, and divides
+            them; `where` is the state's placement, without devices.
+        abstract_state: the shapes of a state.
+        abstract_total: the shapes of a total.
+    """
+
+    def __init__(self, recipe: Recipe, example: Tree) -> None:
+        """Traces everything once, without a device, so that a wrong recipe is refused before the first step.
+
+        Args:
+            recipe: what to compile.
+            example: a microbatch's abstract arrays.
+
+        Raises:
+            CallerError: the loss, the optimizer or the model are not as expected.
+            Exception: whatever the model or the loss raise.
+        """
+        self._recipe = recipe
+        self._example = example
+        self.init = jax.jit(self._init)
+        self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
+        self.measure = jax.jit(self._measure)
+        self.update = jax.jit(self._update, static_argnames="where", donate_argnums=0)
+        self.abstract_state = jax.eval_shape(self._init)
+        self.abstract_total = self._total_shapes()
+        measures, _ = jax.eval_shape(self._measure, self.abstract_total)
+        sums = self.abstract_total.gradients, self.abstract_total.statistics
+        after = jax.eval_shape(self._update, self.abstract_state, sums, measures, where=None)
+        refuse_drift(self.abstract_state, after, "optimizer")
+
+    def _init(self) -> TrainingState:
+        recipe = self._recipe
+        # Linen makes its numbers when the loss calls it: any batch of the right shape will do.
+        batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
+        key = jax.random.key(recipe.seed)
+        variables = recipe.model.init(key, lambda model: recipe.loss(model, batch, key))
+        return TrainingState(
+            step=jnp.zeros((), jnp.int32),
+            variables=variables,
+            optimizer=recipe.optimizer.init(variables.params),
+            patience=jax.tree.map(jnp.asarray, recipe.patience),
+        )
+
+    def _total_shapes(self) -> Total:
+        def wide(tree: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _wide(leaf.dtype)), tree)
+
+        variables = self.abstract_state.variables
+        _, (metrics, statistics) = jax.eval_shape(
+            lambda v, batch: self._loss(v.params, v, batch, jax.random.key(0)), variables, self._example
+        )
+        refuse_drift(wide(variables.statistics), wide(statistics), "model")  # types are cast back
+        return Total(
+            gradients=wide(variables.params),
+            statistics=wide(variables.statistics),
+            loss=jax.ShapeDtypeStruct((), jnp.float32),
+            metrics=wide(metrics),
+            bad=jax.ShapeDtypeStruct((self._recipe.microbatches,), jnp.float32),
+        )
+
+    def _loss(
+        self, params: Tree, variables: Variables, batch: Tree, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+        """(loss, (metrics, statistics)) of a microbatch, as a function of the parameters."""
+        recipe = self._recipe
+        model_key, loss_key = jax.random.split(key)
+        bound = variables._replace(params=cast_floats(params, recipe.numerics.compute_dtype))
+        (loss, metrics), statistics = recipe.model.apply(
+            bound, model_key, lambda model: recipe.loss(model, batch, loss_key), training=True
+        )
+        return loss, (metrics, statistics)
+
+    def _accumulate(
+        self, total: Total, variables: Variables, batch: Tree, where: jax.Array, *, laid: Placement
+    ) -> Total:
+        def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+            return self._loss(params, variables, batch, microbatch_key(self._recipe.seed, where))
+
+        if self._recipe.numerics.remat:
+            loss_of = jax.checkpoint(loss_of)
+        (loss, (metrics, statistics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables.params)
+        finite = is_finite((loss, gradients, statistics))
+        new = Total(gradients, statistics, loss, metrics, jnp.zeros_like(total.bad))
+        new = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), new)
+        if self._recipe.numerics.non_finite == NonFinite.SKIP:
+            new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
+        new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
+        # The compiler would else be free to cut results as batches are cut.
+        return lay(jax.tree.map(jnp.add, total, new), laid)
+
+    def _measure(self, total: Total) -> tuple[Measures, Metrics]:
+        """Of the mean: total / B. Without the microbatches that are skipped."""
+        skips, skipped = self._recipe.numerics.non_finite == NonFinite.SKIP, total.bad.sum()
+        count = jnp.float32(self._recipe.microbatches)
+        if skips:
+            count = count - skipped
+        norm = optax.tree.norm(_divide(total.gradients, count)).astype(jnp.float32)
+        means = _divide({"loss": total.loss, **total.metrics}, count)
+        metrics = {**means, "grad_norm": norm, **({"skipped": skipped} if skips else {})}
+        return Measures(count, norm, means["loss"]), metrics
+
+    def _update(
+        self, state: TrainingState, sums: tuple[Tree, Tree], measures: Measures, *, where: Placement | None
+    ) -> TrainingState:
+        """gradient = sum / count, clipped, through the optimizer; statistics are the mean."""
+        recipe, params = self._recipe, state.variables.params
+        gradients, statistics = _divide(sums, measures.count)
+        if recipe.numerics.clip_norm is not None:
+            gradients = clip(gradients, measures.norm, recipe.numerics.clip_norm)
+        updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
+            _types_as_in(params, gradients), state.optimizer, params, value=measures.loss
+        )
+        new = TrainingState(
+            step=state.step + 1,
+            variables=state.variables._replace(
+                params=optax.apply_updates(params, updates),
+                statistics=_types_as_in(state.variables.statistics, statistics),
+            ),
+            optimizer=optimizer,
+            patience=state.patience,
+        )
+        return new if where is None else lay(new, where)
+
+
+def read_optimizer(optimizer: object) -> optax.GradientTransformation:
+    """The user's optimizer.
+
+    Raises:
+        CallerError: it is not Optax's.
+    """
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return optimizer  # pyright: ignore[reportReturnType] - a pair of functions is all that Optax asks for
+    raise CallerError(
+        f"optimizer: found a {type(optimizer).__name__}, expected an optax.GradientTransformation, such as "
+        "optax.adamw(3e-4). Give it without the model: no nnx.Optimizer, no TrainState"
+    )
+
+
+def locate(step: int, index: int) -> np.ndarray:
+    """uint32[2]: which microbatch it is, as the programs take it: a change of either compiles nothing."""
+    return np.array([step, index], np.uint32)
+
+
+def microbatch_key(seed: int, where: jax.Array) -> jax.Array:
+    """The key of one microbatch: a pure function of (seed, step, index)."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), where[0]), where[1])
+
+
+def lay(tree: Tree, where: Placement) -> Tree:
+    """The tree as a placement says, which has no devices."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, where(jax.tree_util.keystr(path), leaf)),
+        tree,
+    )
+
+
+def zeros_like(abstract: Tree, where: Placement) -> Tree:
+    """Zeros in these shapes. Made on the host: no program, so nothing to compile in a new generation."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.device_put(
+            np.zeros(leaf.shape, leaf.dtype), where(jax.tree_util.keystr(path), leaf)
+        ),
+        abstract,
+    )
+
+
+def _wide(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
+    """In which numbers of a type are added up: float32 at least, and what they have beyond that."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _divide(tree: Tree, count: jax.Array) -> Tree:
+    return jax.tree.map(lambda summed: summed / count, tree)
+
+
+def _types_as_in(like: Tree, tree: Tree) -> Tree:
+    """The tree in the types of another; whole numbers are rounded to."""
+
+    def cast(origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
+        is_whole = jnp.issubdtype(origin.dtype, jnp.integer)
+        return (jnp.round(leaf) if is_whole else leaf).astype(origin.dtype)
+
+    return jax.tree.map(cast, like, tree)

@@ -1,0 +1,1 @@
+"""Scripts of the benchmarks that run as processes of their own."""

@@ -1,0 +1,269 @@
+"""What `resilient-jax bench erasure` times: our calls and what they are compared with, in turn, on one core.
+
+    erasure_speed.py WANTED.json TIMES.json
+
+WANTED.json is a `Wanted` of `benchmarks.erasure.figures`, TIMES.json becomes a `Times`. Each call is made
+twice in a round and timed the second time, so that it meets its own data in the caches and not what the call
+before it left there.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import mmap
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.erasure.figures import BARE, COPY, REFERENCE, ZFEC, Task, Timed, Times, Wanted
+from resilient_jax.erasure import (
+    Kernel,
+    KernelMissing,
+    KernelName,
+    ReedSolomon,
+    decode,
+    encode,
+    scan,
+    update_parity,
+)
+from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
+from resilient_jax.erasure.kernels import choose_kernel
+from resilient_jax.erasure.matrix import Matrix
+from resilient_jax.erasure.reference_codec import reference_codec
+
+REFERENCE_COLUMNS = 200
+"""reedsolo is ten thousand times slower, so it gets fewer columns."""
+
+
+class Call(NamedTuple):
+    """Something to time, and how many bytes of data it takes in."""
+
+    who: str
+    task: Task
+    data_bytes: int
+    run: Callable[[], object]
+
+
+class Stripe(NamedTuple):
+    """Shards of one code, in one piece of memory.
+
+    Attributes:
+        lost: memory for data shards that are computed again: m of them, or all.
+        present: the other shards, by index.
+    """
+
+    code: ReedSolomon
+    data: list[memoryview]
+    parity: list[memoryview]
+    lost: dict[int, memoryview]
+    present: dict[int, memoryview]
+
+    @property
+    def length(self) -> int:
+        return len(self.data[0])
+
+    @property
+    def data_bytes(self) -> int:
+        return self.code.k * self.length
+
+
+def main(asked: Path, found: Path) -> None:
+    wanted = msgspec.json.decode(asked.read_bytes(), type=Wanted)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts the cores for its threads
+    kernels, missing = find_kernels()
+    versions: dict[str, str] = {name: kernel.description for name, kernel in kernels.items()}
+    zfec = find_zfec(missing)
+    for name in (REFERENCE, ZFEC) if zfec else (REFERENCE,):
+        versions[name] = importlib.metadata.version(name)
+    timed: list[Timed] = []
+    for m in wanted.parity_shards:
+        stripe = make_stripe(ReedSolomon(wanted.data_shards, m), wanted)
+        calls = list(calls_of(stripe, kernels, zfec))
+        timed += measure(calls, m, wanted.rounds)
+    times = Times(
+        processor=processor(),
+        kernel=next(iter(kernels)),
+        versions=versions,
+        missing=missing,
+        timed=timed,
+    )
+    found.write_bytes(msgspec.json.encode(times))
+
+
+def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
+    """Those that are here, self-tested, fastest first; and why others are not."""
+    kernels: dict[KernelName, Kernel] = {}
+    missing: dict[str, str] = {}
+    for name in KernelName:
+        try:
+            kernels[name] = choose_kernel(name).kernel
+        except KernelMissing as error:
+            missing[name] = str(error)
+    return kernels, missing
+
+
+def find_zfec(missing: dict[str, str]) -> Any:  # a module without types
+    """zfec, if somebody installed it."""
+    try:
+        return importlib.import_module(ZFEC)
+    except ModuleNotFoundError:
+        missing[ZFEC] = "not installed"
+        return None
+
+
+def processor() -> str:
+    """Its own name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "unknown processor"
+
+
+def make_stripe(code: ReedSolomon, wanted: Wanted) -> Stripe:
+    """Shards with a gap after each, all memory touched."""
+    lost = min(code.k, code.m)
+    step = wanted.shard_bytes + wanted.skew_bytes
+    memory = memoryview(mmap.mmap(-1, (code.n + lost) * step))
+    shards = [memory[i * step : i * step + wanted.shard_bytes] for i in range(code.n + lost)]
+    for shard in shards:
+        shard[:] = random.randbytes(wanted.shard_bytes)
+    data, parity = shards[: code.k], shards[code.k : code.n]
+    encode(code, choose_kernel().kernel, data, parity)
+    return Stripe(
+        code=code,
+        data=data,
+        parity=parity,
+        lost=dict(enumerate(shards[code.n :])),
+        present={i: shards[i] for i in range(lost, code.n)},
+    )
+
+
+# What is timed.
+
+
+def calls_of(stripe: Stripe, kernels: Mapping[KernelName, Kernel], zfec: Any) -> Iterator[Call]:
+    """Everything, for one stripe."""
+    bare = bare_calls(stripe) if KernelName.ISAL in kernels else {}
+    for name, kernel in kernels.items():
+        for call in our_calls(stripe, name, kernel):
+            yield call
+            if name is KernelName.ISAL and call.task in bare:
+                yield bare[call.task]  # next to ours: the machine is as fast then as it was for ours
+    if zfec is not None:
+        yield from zfec_calls(stripe, zfec)
+    yield from reference_calls(stripe)
+    source = memoryview(bytearray(b"".join(stripe.data)))
+    target = memoryview(bytearray(stripe.data_bytes))
+    yield Call(COPY, Task.COPY, stripe.data_bytes, lambda: target.__setitem__(slice(None), source))
+
+
+def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
+    code, data, parity = stripe.code, stripe.data, stripe.parity
+    everything = dict(enumerate([*data, *parity]))
+
+    def do_scan() -> None:
+        assert next(scan(code, kernel, everything), None) is None
+
+    yield Call(name, Task.ENCODE, stripe.data_bytes, lambda: encode(code, kernel, data, parity))
+    yield Call(
+        name, Task.DECODE, stripe.data_bytes, lambda: decode(code, kernel, stripe.present, stripe.lost)
+    )
+    yield Call(name, Task.SCAN, stripe.data_bytes, do_scan)
+    # Old and new alike, so that the parity stays right.
+    yield Call(
+        name, Task.UPDATE, stripe.length, lambda: update_parity(code, kernel, 0, data[0], data[0], parity)
+    )
+
+
+def bare_calls(stripe: Stripe) -> dict[Task, Call]:
+    """`ec_encode_data` with everything made before: the limit for our calls, on the same memory."""
+    code = stripe.code
+    decoding = code.decoding(stripe.present, stripe.lost)
+    read = [stripe.present[i] for i in decoding.sources]
+    wrote = [stripe.lost[i] for i in decoding.wanted]
+    runs = {
+        Task.ENCODE: bare_isal(code.parity_matrix, stripe.data, stripe.parity),
+        Task.DECODE: bare_isal(decoding.matrix, read, wrote),
+    }
+    return {task: Call(BARE, task, stripe.data_bytes, run) for task, run in runs.items()}
+
+
+def bare_isal(
+    matrix: Matrix, sources: Sequence[memoryview], destinations: Sequence[memoryview]
+) -> Callable[[], object]:
+    library, rows, columns = load_isal(), len(matrix), len(matrix[0])
+    tables = ctypes.create_string_buffer(TABLE_BYTES * rows * columns)
+    library.init_tables(columns, rows, b"".join(matrix), tables)
+    length = len(sources[0])
+    views = [(ctypes.c_char * length).from_buffer(buffer) for buffer in (*sources, *destinations)]
+    addresses = [ctypes.addressof(view) for view in views]
+    read = (ctypes.c_void_p * columns)(*addresses[:columns])
+    written = (ctypes.c_void_p * rows)(*addresses[columns:])
+
+    def call() -> None:
+        assert views  # which keep the memory where it is
+        library.encode_data(length, columns, rows, tables, read, written)
+
+    return call
+
+
+def zfec_calls(stripe: Stripe, zfec: Any) -> Iterator[Call]:
+    """Another code than ours: its parity has other bytes, so it decodes what it encoded itself."""
+    code = stripe.code
+    encoder, decoder = zfec.Encoder(code.k, code.n), zfec.Decoder(code.k, code.n)
+    numbers = list(range(code.k, code.n))
+    shards = dict(enumerate([*stripe.data, *encoder.encode(stripe.data, numbers)]))
+    sources = sorted(stripe.present)[: code.k]
+    read = [shards[i] for i in sources]
+    assert [bytes(shard) for shard in decoder.decode(read, sources)] == [
+        bytes(shard) for shard in stripe.data
+    ]
+    yield Call(ZFEC, Task.ENCODE, stripe.data_bytes, lambda: encoder.encode(stripe.data, numbers))
+    yield Call(ZFEC, Task.DECODE, stripe.data_bytes, lambda: decoder.decode(read, sources))
+
+
+def reference_calls(stripe: Stripe) -> Iterator[Call]:
+    columns = min(REFERENCE_COLUMNS, stripe.length)
+    codec = reference_codec(stripe.code)
+    words = [bytes(shard[i] for shard in stripe.data) for i in range(columns)]
+    erased = list(stripe.lost)
+    damaged = [bytes(len(erased)) + codec.encode(word)[len(erased) :] for word in words]
+    size = stripe.code.k * columns
+    yield Call(REFERENCE, Task.ENCODE, size, lambda: [codec.encode(word) for word in words])
+    yield Call(
+        REFERENCE, Task.DECODE, size, lambda: [codec.decode(word, erase_pos=erased) for word in damaged]
+    )
+
+
+# Timing.
+
+
+def measure(calls: Sequence[Call], m: int, rounds: int) -> list[Timed]:
+    """All calls in turn, every other round backwards: neighbours profit from each other's data in cache alike."""
+    times_s: dict[int, list[float]] = {number: [] for number in range(len(calls))}
+    for call in calls:
+        call.run()  # compiles
+    for turn in range(rounds):
+        for number in range(len(calls))[:: -1 if turn % 2 else 1]:
+            calls[number].run()
+            started_s = time.perf_counter()
+            calls[number].run()
+            times_s[number].append(time.perf_counter() - started_s)
+    return [
+        Timed(
+            who=call.who, task=call.task, parity_shards=m, data_bytes=call.data_bytes, times_s=times_s[number]
+        )
+        for number, call in enumerate(calls)
+    ]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

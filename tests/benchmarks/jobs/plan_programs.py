@@ -1,0 +1,168 @@
+"""The programs of `resilient-jax bench plan`: plans of eight CPU devices in one process, compiled and timed.
+
+    plan_programs.py FOUND ROUNDS
+
+For each of four models all feasible plans without a pipeline, of one microbatch for each replica: every plan's step is
+compiled, and timed in ROUNDS rounds of one step each, in which the plans take turns. The constants of the cost model
+are fitted to the first model; the plans of the other three are estimated with them. FOUND gets a `PlanMeasurements`.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import msgspec
+
+import resilient_jax as rj
+from benchmarks.plan.estimate_errors import MemoryCase, PlanMeasurements, TimedModel, TimedPlan
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.branch_and_bound import Fixed
+from resilient_jax.planning.calibration import Calibration
+from resilient_jax.planning.calibration_fit import Measurement, calibrate, estimate_s
+from resilient_jax.planning.device_layout import Microbatch
+from resilient_jax.planning.search import search_best
+from resilient_jax.planning.tensor_partition import find_misfits
+from resilient_jax.planning.transformer import TransformerShape
+from resilient_jax.sharding.planned_program import PlannedProgram
+from tests.support.memory_grid import GRID, KINDS, compare
+
+DEVICES = 8
+MESH = Path(__file__).parents[2] / "meshes" / "local_1x8.toml"
+START = Calibration(fsdp_overlap=0.0, staging_bytes=0.0)
+"""XLA's CPU devices do a collective when it is called: nothing hides."""
+
+
+class Model(NamedTuple):
+    """A model to time."""
+
+    name: str
+    kind: str
+    global_batch: int
+    shape: TransformerShape
+
+
+def _shape(layers: int, width: int, feed_forward: int, vocabulary: int, tokens: int) -> TransformerShape:
+    return TransformerShape(
+        layers=layers,
+        width=width,
+        heads=8,
+        kv_heads=8,
+        head_dim=width // 8,
+        feed_forward=feed_forward,
+        vocabulary_tokens=vocabulary,
+        sequence_tokens=tokens,
+    )
+
+
+CALIBRATED_ON = Model("even, a loop", "linen", 16, _shape(2, 128, 384, 256, 64))
+MODELS = (
+    Model("parameters, layer by layer", "nnx", 8, _shape(2, 256, 512, 512, 32)),
+    Model("attention, layer by layer", "nnx", 8, _shape(2, 64, 256, 128, 256)),
+    Model("vocabulary, a loop", "linen", 16, _shape(3, 192, 512, 1024, 64)),
+)
+
+
+class Running(NamedTuple):
+    """A plan's program, ready to step."""
+
+    plan: rj.Plan
+    program: PlannedProgram
+    batch: jax.Array
+
+
+def list_axes(profile: rj.Profile, global_batch: int) -> Iterator[Mapping[Axis, int]]:
+    """Yields all sizes of replica, fsdp, tensor and sequence that make eight devices and that the program allows."""
+    sizes = [size for size in range(1, DEVICES + 1) if DEVICES % size == 0]
+    names = (Axis.REPLICA, Axis.FSDP, Axis.TENSOR, Axis.SEQUENCE)
+    for chosen in itertools.product(sizes, repeat=len(names)):
+        axes = dict(zip(names, chosen, strict=True))
+        if axes[Axis.REPLICA] * axes[Axis.FSDP] * axes[Axis.TENSOR] * axes[Axis.SEQUENCE] != DEVICES:
+            continue
+        fits = not any(find_misfits(profile, axis, size) for axis, size in axes.items())
+        if fits and global_batch % (axes[Axis.REPLICA] * axes[Axis.FSDP]) == 0:
+            yield dict.fromkeys(Axis, 1) | axes
+
+
+def list_plans(profile: rj.Profile, global_batch: int) -> list[rj.Plan]:
+    """Gives each of these as a plan, with one microbatch for each replica."""
+    topology = rj.load_topology(MESH)
+    return [
+        search_best(
+            profile,
+            topology,
+            global_batch=global_batch,
+            calibration=START,
+            fixed=Fixed(axes, Microbatch(global_batch // (axes[Axis.REPLICA] * axes[Axis.FSDP]))),
+        )[0]
+        for axes in list_axes(profile, global_batch)
+    ]
+
+
+def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], list[float]]]:
+    """Gives each plan with the seconds and the processor seconds of its steps."""
+    made = KINDS[model.kind](model.shape)
+    running = []
+    for plan in list_plans(made.profile(), model.global_batch):
+        batch = made.batch(examples=model.global_batch)
+        program = plan.compile(made.step, jax.eval_shape(made.init), batch, devices=jax.devices())
+        running.append(Running(plan, program, jax.device_put(batch, program.batch_shardings)))
+        print(model.name, plan.shape, f"compiled in {program.compile_s:.1f} s", flush=True)
+    state = made.init()
+    steps: list[list[float]] = [[] for _ in running]
+    used: list[list[float]] = [[] for _ in running]
+    for number in range(rounds + 1):
+        for (_, program, batch), seconds, processor in zip(running, steps, used, strict=True):
+            # A copy: what lies right already would be donated with the state that all start from.
+            laid = jax.device_put(jax.tree.map(lambda leaf: leaf.copy(), state), program.state_shardings)
+            jax.block_until_ready(laid)
+            started, before = time.perf_counter(), time.process_time()
+            jax.block_until_ready(program(laid, batch))
+            if number:  # the first step touches memory for the first time
+                seconds.append(time.perf_counter() - started)
+                processor.append(time.process_time() - before)
+    return [
+        (one.plan, seconds, processor) for one, seconds, processor in zip(running, steps, used, strict=True)
+    ]
+
+
+def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedModel:
+    """Times all plans of a model, and estimates them with these constants."""
+    return TimedModel(
+        name=model.name,
+        plans=[
+            TimedPlan(
+                plan=plan.shape,
+                estimated_s=estimate_s(plan, constants),
+                step_s=statistics.median(seconds),
+                cpu_s=statistics.median(processor),
+                halves_s=(statistics.median(seconds[::2]), statistics.median(seconds[1::2] or seconds)),
+            )
+            for plan, seconds, processor in time_model(model, rounds)
+        ],
+    )
+
+
+def measure(rounds: int) -> PlanMeasurements:
+    """Measures all."""
+    memory: list[MemoryCase] = [compare(case) for case in GRID]
+    timed = time_model(CALIBRATED_ON, rounds)
+    fit = calibrate([Measurement(plan=plan, step_s=statistics.median(s)) for plan, s, _ in timed], START)
+    return PlanMeasurements(
+        memory=memory,
+        models=[compare_model(model, rounds, fit.calibration) for model in MODELS],
+        calibrated_on=CALIBRATED_ON.name,
+        calibration=dataclasses.asdict(fit.calibration),
+        fit_error=fit.error,
+        rounds=rounds,
+    )
+
+
+if __name__ == "__main__":
+    found, rounds = sys.argv[1:]
+    Path(found).write_bytes(msgspec.json.encode(measure(int(rounds))))

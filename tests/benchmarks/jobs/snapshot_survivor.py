@@ -1,0 +1,57 @@
+"""One surviving host's worker of `snapshot_speed.py`, a process of its own: restores its share whenever it is told to.
+
+    snapshot_survivor.py SHARE.json
+
+It says "ready", then for every line that it reads "restored" when its share is on its device, and "right" when it has
+compared every bit.
+"""
+
+import contextlib
+import os
+import sys
+
+import jax
+import msgspec
+import numpy as np
+from snapshot_hosts import DTYPE, Share, random_leaf
+from snapshot_servers import CREDENTIALS
+
+from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.snapshot.local_client import LocalServer
+from resilient_jax.snapshot.snapshot_reader import SnapshotReader
+from resilient_jax.state.gather import Gatherer, Target
+from resilient_jax.state.index_box import Box
+from resilient_jax.state.restore import Slabs
+
+
+def main() -> None:
+    share = msgspec.json.decode(sys.argv[1], type=Share)
+    server = LocalServer(int(os.environ[SNAPSHOT_LINK_VARIABLE]))
+    rows, columns = share.shape
+    box = Box((rows * share.number // share.of, 0), (rows * (share.number + 1) // share.of, columns))
+    expected = random_leaf(share.shape)[(*box.within(Box((0, 0), share.shape)),)]
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        restored = restore(share, server, box)
+        print("restored", flush=True)
+        assert all(
+            np.array_equal(np.asarray(array), expected ^ np.uint32(number))
+            for number, array in enumerate(restored)
+        )
+        del restored
+        print("right", flush=True)
+
+
+def restore(share: Share, server: LocalServer, box: Box) -> list[jax.Array]:
+    reader = SnapshotReader(
+        share.plan, share.host, server, CREDENTIALS, check=lambda: None, note=lambda *_, **__: None
+    )
+    with contextlib.closing(reader):
+        slabs = Slabs()
+        targets = [Target(number, box, slabs.take(box.shape, DTYPE)) for number in range(share.leaves)]
+        Gatherer(reader, reader.manifests()).gather(targets)
+        return jax.block_until_ready(jax.device_put([target.data for target in targets], jax.devices()[0]))
+
+
+if __name__ == "__main__":
+    main()

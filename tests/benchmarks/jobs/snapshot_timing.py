@@ -1,0 +1,242 @@
+"""What `resilient-jax bench snapshot` times with a state of one size: our snapshots, memory copy and Orbax, in turn.
+
+    snapshot_speed.py WANTED.json TIMES.json
+
+WANTED.json is a `Wanted` of `benchmarks.snapshot.figures`, TIMES.json becomes a `Times`. What each case
+needs of memory is compared with what is free before it begins. The first round of a case imports, connects and touches
+memory, and is not counted. What is restored is compared with what was saved, bit for bit, in every round.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import orbax.checkpoint as ocp
+from snapshot_hosts import DEVICES, Job, State, job_of, on_devices
+
+from benchmarks.snapshot.figures import (
+    ALONE,
+    DISK,
+    LOCAL,
+    PARITY,
+    PEER,
+    TMPFS,
+    Memory,
+    Task,
+    Timed,
+    Times,
+    Wanted,
+    group_name,
+    memory_formula,
+    threads_name,
+)
+from resilient_jax.erasure.kernels import choose_kernel
+from resilient_jax.snapshot.memory_budget import read_free_memory
+
+THREADS = (1, 2)
+GROUPS = ((4, 1), (4, 2), (8, 1), (8, 2), (8, 4))
+"""Hosts and parity."""
+LOST_GROUP = (8, 1)
+"""In which the last host is lost."""
+SPARE_BYTES = 2**30
+"""For everything but states and slots."""
+
+
+class Bench:
+    """The cases, and what came of them."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._began_s = time.monotonic()
+        self._state = State(wanted.state_bytes)
+        self._times: dict[tuple[Task, str], list[float]] = {}
+        self._memory: list[Memory] = []
+        self._skipped: dict[str, str] = {}
+
+    def run(self) -> Times:
+        # Of states, beside the one that is always there: what each case holds at its most.
+        self._try("one host", 3.0, self._measure_one_host)
+        for hosts, parity in GROUPS:
+            name, held = group_name(hosts, parity), memory_formula(hosts, parity)
+            is_lost_group = (hosts, parity) == LOST_GROUP
+            self._try(
+                f"{name} and the loss of a host" if is_lost_group else name,
+                held + 2.0 if is_lost_group else held,  # a checkpoint in tmpfs, and what is restored
+                functools.partial(self._measure_group, hosts, parity),
+            )
+        self._try("Orbax save to tmpfs", 1.0, lambda: self._measure_saves(TMPFS, self._wanted.tmpfs))
+        self._try("Orbax save to disk", 0.0, lambda: self._measure_saves(DISK, self._wanted.disk))
+        self._try("Orbax restore from disk", 1.0, self._measure_restore_from_disk)
+        return Times(
+            state_bytes=self._state.nbytes,
+            processor=processor(),
+            timed=[
+                Timed(task=task, variant=variant, times_s=times_s)
+                for (task, variant), times_s in self._times.items()
+            ],
+            memory=self._memory,
+            skipped=self._skipped,
+            versions={
+                "kernel": choose_kernel().kernel.description,
+                **{name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")},
+            },
+        )
+
+    def _try(self, name: str, states: float, measure: Callable[[], None]) -> None:
+        """One case, unless memory or time do not suffice."""
+        spent_s = time.monotonic() - self._began_s
+        needed, free = int(states * self._state.nbytes) + SPARE_BYTES, read_free_memory().free
+        if spent_s > self._wanted.limit_s:
+            self._skipped[name] = (
+                f"{spent_s:.0f} s were spent before, the limit is {self._wanted.limit_s:.0f} s"
+            )
+        elif needed > free:
+            self._skipped[name] = f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        else:
+            measure()
+
+    def _rounds(self) -> Iterator[bool]:
+        """Whether a round counts."""
+        yield False
+        for _ in range(self._wanted.rounds):
+            yield True
+
+    def _add(self, counts: bool, task: Task, variant: str, seconds: float) -> None:
+        if counts:
+            self._times.setdefault((task, variant), []).append(seconds)
+
+    # Cases.
+
+    def _measure_one_host(self) -> None:
+        """It has all of the state, and no parity."""
+        state = self._state
+        with job_of(1, 0, state.leaves(), THREADS) as job:
+            targets = {name: np.ones(state.shape, np.uint32) for name in state.tree}
+            for counts in self._rounds():
+                for threads in THREADS:
+                    variant = threads_name(threads)
+                    self._add(counts, Task.COPY, variant, time_copies(state, targets, threads))
+                    blocking_s, copied_s, _ = job.take(threads)
+                    self._add(counts, Task.BLOCKING, variant, blocking_s)
+                    self._add(counts, Task.CAPTURE, variant, copied_s)
+            del targets
+            for counts in self._rounds():
+                self._add(counts, Task.RESTORE, LOCAL, job.restore(state, DEVICES, local=True))
+                self._add(counts, Task.RESTORE, PEER, job.restore(state, DEVICES, local=False))
+
+    def _measure_group(self, hosts: int, parity: int) -> None:
+        with job_of(hosts, parity, self._state.leaves()) as job:
+            for counts in self._rounds():
+                *_, committed_s = job.take()
+                self._add(counts, Task.COMMIT, group_name(hosts, parity), committed_s)
+            self._memory.append(job.memory(parity))
+            if (hosts, parity) == LOST_GROUP:
+                self._measure_loss(job)
+
+    def _measure_loss(self, job: Job) -> None:
+        state, lost = self._state, job.hosts[-1:]
+        for host in lost:
+            host.kill()
+        for counts in self._rounds():
+            self._add(counts, Task.RESTORE, ALONE, job.restore(state, DEVICES - 1, local=True, lost=lost))
+        with saved(state, self._wanted.tmpfs) as checkpoint, job.survivors(state, lost) as survivors:
+            for counts in self._rounds():
+                self._add(counts, Task.RESTORE, PARITY, survivors.restore())
+                self._add(counts, Task.ORBAX_RESTORE, TMPFS, time_orbax_restore(state, checkpoint))
+
+    def _measure_saves(self, variant: str, folder: str) -> None:
+        for counts in self._rounds():
+            with contextlib.closing(new_checkpointer()) as checkpointer:
+                path = Path(folder) / "save"
+                began_s = time.perf_counter()
+                checkpointer.save(path, args=ocp.args.StandardSave(self._state.tree))
+                started_s = time.perf_counter()
+                checkpointer.wait_until_finished()
+                self._add(counts, Task.ORBAX_SAVE, variant, time.perf_counter() - began_s)
+                self._add(counts, Task.ORBAX_BLOCKING, variant, started_s - began_s)
+                shutil.rmtree(path)
+
+    def _measure_restore_from_disk(self) -> None:
+        """Of what was just written, so out of the kernel's cache: the best case."""
+        with saved(self._state, self._wanted.disk) as checkpoint:
+            for counts in self._rounds():
+                self._add(counts, Task.ORBAX_RESTORE, DISK, time_orbax_restore(self._state, checkpoint))
+
+
+def time_copies(state: State, targets: dict[str, np.ndarray], threads: int) -> float:
+    """Of every shard into touched memory, by so many threads."""
+    pairs = [
+        (targets[name][shard.index], np.asarray(shard.data))
+        for name, leaf in state.tree.items()
+        for shard in leaf.addressable_shards
+    ]
+
+    def copy(number: int) -> None:
+        for target, source in pairs[number::threads]:
+            np.copyto(target, source)
+
+    others = [threading.Thread(target=copy, args=(number,)) for number in range(1, threads)]
+    began_s = time.perf_counter()
+    for thread in others:
+        thread.start()
+    copy(0)
+    for thread in others:
+        thread.join()
+    return time.perf_counter() - began_s
+
+
+# Orbax, as its documentation says.
+
+
+def new_checkpointer() -> ocp.AsyncCheckpointer:
+    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+
+
+@contextlib.contextmanager
+def saved(state: State, folder: str) -> Iterator[Path]:
+    """A checkpoint of the state."""
+    path = Path(folder) / "restore"
+    with contextlib.closing(new_checkpointer()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(state.tree))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def time_orbax_restore(state: State, path: Path) -> float:
+    """Onto one device less."""
+    abstract = state.abstract(on_devices(DEVICES - 1))
+    with contextlib.closing(new_checkpointer()) as checkpointer:
+        began_s = time.perf_counter()
+        restored = checkpointer.restore(path, args=ocp.args.StandardRestore(abstract))
+        jax.block_until_ready(restored)
+        took_s = time.perf_counter() - began_s
+    state.check(restored)
+    return took_s
+
+
+def processor() -> str:
+    """Its own name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+
+
+def main(asked: Path, found: Path) -> None:
+    wanted = msgspec.json.decode(asked.read_bytes(), type=Wanted)
+    found.write_bytes(msgspec.json.encode(Bench(wanted).run()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

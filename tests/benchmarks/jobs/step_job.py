@@ -1,0 +1,177 @@
+"""The job of `resilient-jax bench step`: the stall benchmark's transformer in the trainer, and in a plain loop.
+
+    step_job.py trainer STEPS OUT [fast] [microbatch=N] [unit=N] [log]      `rj.Trainer`
+    step_job.py bare STEPS OUT       a data-parallel `jax.jit` loop over all hosts' devices, as one writes it
+    step_job.py curve STEPS OUT      `rj.Trainer` with a small model on real text, whose loss falls
+
+A step is 16 sequences, whatever `microbatch` (sequences in one, 1 unless said) and whoever lives. In the folder of OUT
+each process writes:
+- `OUT-<pid>.json`: its step times in seconds, from the end of a step to the end of the next;
+- `memory-<pid>.json`: its peak resident memory, and the bytes of the parameters;
+- `digest-<pid>.txt`: of the trainer, the SHA-256 of the weights at the end;
+- `computed-<pid>.jsonl`: with `log`, a line for each microbatch, written by the program that computes it.
+With `log` all processes stop after the step whose number is in the file `stop`, written well ahead.
+"""
+
+import functools
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from byte_lm.text import draw_microbatch, read_standard_library
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stall_job import connect_bare, write_times
+from transformer import CONTEXT, OPTIMIZER, Params, init_params, init_state, loss_of, tokens_of
+
+import resilient_jax as rj
+
+SEQUENCES = 16
+NEVER = 10**9
+SMALL_WIDTH, SMALL_LAYERS = 96, 3
+SMALL_OPTIMIZER = optax.adam(3e-3)
+TEXT_BYTES = 2_000_000
+
+
+def draw(step: int, index: int, size: int) -> np.ndarray:
+    """int32[size, CONTEXT + 1]: microbatch `index`; in a step the same sequences for every size."""
+    return np.concatenate([tokens_of(step, index * size + row) for row in range(size)])
+
+
+class Clock:
+    """Times between the ends of steps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._last_s = time.monotonic()
+
+    def tick(self) -> None:
+        now_s = time.monotonic()
+        self.times.append(now_s - self._last_s)
+        self._last_s = now_s
+
+
+class ComputedLog:
+    """Says what was computed, as soon as it was: a process that is killed has said it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(
+            folder / f"computed-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+        )
+
+    def write(self, _: np.ndarray, where: np.ndarray) -> None:
+        step, index = where.tolist()
+        os.write(self._descriptor, (json.dumps({"step": step, "index": index}) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_stop(folder: Path) -> int:
+    try:
+        return int((folder / "stop").read_text())
+    except OSError:
+        return NEVER
+
+
+def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.FitResult:
+    sizes = {name: int(number) for name, _, number in (w.partition("=") for w in words) if number}
+    size = sizes.get("microbatch", 1)
+    log = ComputedLog(folder) if "log" in words else None
+
+    def loss(params: Params, batch: dict[str, Any]) -> jax.Array:
+        found = loss_of(params, batch["tokens"])
+        if log is not None:
+            jax.debug.callback(log.write, found, batch["where"][0])  # with the loss, so after it
+        return found
+
+    def batch(step: int, index: int) -> dict[str, np.ndarray]:
+        return {"tokens": draw(step, index, size), "where": np.full((size, 2), [step, index], np.int32)}
+
+    def after_step(report: rj.StepReport) -> bool:
+        clock.tick()
+        return log is not None and report.step >= read_stop(folder)
+
+    try:
+        return rj.Trainer(
+            model=lambda key: init_params(),
+            optimizer=OPTIMIZER,
+            loss=loss,
+            data=batch,
+            batch_size=SEQUENCES,
+            microbatch_size=size,
+            sharing=rj.Sharing(unit=sizes.get("unit", 1), reproducible="fast" not in words),
+            callbacks=[after_step],
+        ).fit(steps)
+    finally:
+        if log is not None:
+            log.close()
+
+
+def fit_curve(steps: int, folder: Path) -> rj.FitResult:
+    text = read_standard_library(TEXT_BYTES)
+    return rj.Trainer(
+        model=lambda key: init_params(SMALL_WIDTH, SMALL_LAYERS),
+        optimizer=SMALL_OPTIMIZER,
+        loss=lambda params, tokens: loss_of(params, tokens.astype(jnp.int32)),
+        data=lambda step, index: draw_microbatch(text, (0, step, index), sequences=1, context=CONTEXT),
+        batch_size=SEQUENCES,
+        microbatch_size=1,
+        log=folder / "log",
+    ).fit(steps)
+
+
+def train_bare(steps: int, clock: Clock) -> Params:
+    """What one writes without a framework: one program, batch cut over the devices, state donated."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    cut, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    size = SEQUENCES // jax.process_count()
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=whole)
+    def train_step(state: tuple[Params, optax.OptState], tokens: jax.Array) -> Any:
+        params, optimizer = state
+        loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
+        updates, optimizer = OPTIMIZER.update(gradients, optimizer, params)
+        return (optax.apply_updates(params, updates), optimizer), loss
+
+    state = jax.jit(init_state, out_shardings=whole)()
+    for step in range(steps):
+        tokens = jax.make_array_from_process_local_data(cut, draw(step, jax.process_index(), size))
+        state, loss = train_step(state, tokens)
+        float(loss)
+        clock.tick()
+    return state[0]
+
+
+def write_memory(folder: Path, params: Params) -> None:
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {
+        "peak_rss_mib": peak_kib / 1024,
+        "tree_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+    }
+    (folder / f"memory-{os.getpid()}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    mode, steps, out, words = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    folder, clock = out.parent, Clock()
+    if mode == "bare":
+        connect_bare()
+        write_memory(folder, train_bare(steps, clock))
+    else:
+        result = fit_curve(steps, folder) if mode == "curve" else fit_trainer(steps, folder, words, clock)
+        write_memory(folder, result.params)
+        (folder / f"digest-{os.getpid()}.txt").write_text(result.sha256)
+    write_times(out, clock.times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""`resilient-jax bench plan`: how long the search takes, and how far its estimates are from published runs."""
+
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.plan.estimate_errors import PlanMeasurements, ProgramFigures, judge_programs
+from benchmarks.plan.figures import (
+    CASES,
+    RUNS,
+    PlanFigures,
+    SearchCase,
+    describe_case,
+    estimate_run,
+    make_topology,
+)
+from benchmarks.plan.program_stall import PlanStall, measure_stall
+from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.runs import run_alone
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.errors import CallerError
+from resilient_jax.planning.model_file import load_model_shape
+from resilient_jax.planning.program_cost import Profile
+from resilient_jax.planning.search import search
+from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.topology import Topology
+
+AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
+PROGRAMS_LIMIT_S = 3600.0
+"""Of eighty programs compiled and timed; ten minutes on two idle cores, and others may use them."""
+STALLS = {"compile_in_stall_s": True, "compile_in_stall_uncached_s": False}
+"""Keys of the line, and whether programs are compiled ahead."""
+MESH = "meshes/h100_2048x8.toml"
+
+
+def plan(
+    rounds: Annotated[int, typer.Option(help="Times that each search is timed.")] = 3,
+    programs: Annotated[bool, typer.Option(help="Compile and time real programs of plans.")] = True,
+    job: Annotated[bool, typer.Option(help="Kill a worker of a planned job, twice.")] = True,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Search time, estimates beside published runs and real steps, and what a kill waits for programs.
+
+    Hosts of meshes/h100_2048x8.toml, in as many pods as it takes. The keys of
+    the line of JSON, of N devices:
+
+    search_ms_N: until the best plan is there, all hosts healthy; median.
+
+    search_after_ms_N: the same with one host lost and another at 0.6.
+
+    search_cpu_ms_N, search_after_cpu_ms_N: processor time, which others on the
+    machine change less.
+
+    search_mib_N: memory that one search allocates at most.
+
+    published: for each run its measured MFU, the estimate's, and the error.
+
+    memory_error: largest and median relative error of the memory of a device,
+    over a grid of real training steps compiled for eight CPU devices.
+
+    regret, rank_correlation: of three models, all feasible plans of eight CPU
+    devices run; the worst model's regret of the plan with the least estimate,
+    and its rank correlation. The constants come from a fourth model. models:
+    each of the three, by the time of a step and by processor time.
+
+    compile_in_stall_s, compile_in_stall_uncached_s: that the first step after a
+    kill waited for programs, where the plan changed; compiled ahead and kept,
+    and not. --no-job leaves them out.
+
+    spread: least and most of each time. n: rounds. programs_n: rounds in which
+    programs were timed. --no-programs leaves out what compiles programs: it
+    takes ten minutes on two idle cores.
+    """
+    if rounds < 1:
+        raise CallerError(f"bench plan: found --rounds {rounds}, expected 1 or more")
+    console = open_console(json_only)
+    mesh = find_in_checkout(MESH)
+    figures = PlanFigures(machine=describe_machine(), n=rounds)
+    for case in CASES:
+        profile = _profile(case.model)
+        healthy = make_topology(mesh, case.hosts)
+        changed = healthy.without(healthy.hosts[3].name).slowed(healthy.hosts[5].name, 0.6)
+        for name, topology in (("search", healthy), ("search_after", changed)):
+            _measure(figures, f"{name}_ms_{case.devices}", profile, topology, case, rounds)
+        figures.memory_mib[f"search_mib_{case.devices}"] = _measure_memory(profile, changed, case)
+        console.print(f"{case.devices} devices: {describe_case(case)}")
+    for run in RUNS:
+        shape = load_model_shape(find_in_checkout(f"configs/{run.model}.toml"))
+        figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
+    if programs:
+        console.print("all plans of four models on eight CPU devices")
+        figures.programs = judge_programs(_measure_programs(rounds))
+        console.print(_tabulate_programs(figures.programs))
+    if job:
+        figures.stalls = _measure_stalls(console)
+        console.print(_tabulate_stalls(figures.stalls))
+    console.print(_tabulate_times(figures))
+    console.print(_tabulate_published(figures))
+    print_line(figures.line())
+
+
+def _profile(model: str) -> Profile:
+    shape = load_model_shape(find_in_checkout(f"configs/{model}.toml"))
+    return profile_transformer(shape.transformer, name=shape.name)
+
+
+def _measure(
+    figures: PlanFigures, key: str, profile: Profile, topology: Topology, case: SearchCase, rounds: int
+) -> None:
+    wall, processor = [], []
+    for _ in range(rounds):
+        started, used = time.perf_counter(), time.process_time()
+        search(profile, topology, global_batch=case.global_batch)
+        wall.append(1e3 * (time.perf_counter() - started))
+        processor.append(1e3 * (time.process_time() - used))
+    figures.times_ms[key] = statistics.median(wall)
+    figures.times_ms[key.replace("_ms_", "_cpu_ms_")] = statistics.median(processor)
+    figures.spread[key] = (min(wall), max(wall))
+
+
+def _measure_memory(profile: Profile, topology: Topology, case: SearchCase) -> float:
+    tracemalloc.start()
+    search(profile, topology, global_batch=case.global_batch)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most / 2**20
+
+
+def _measure_programs(rounds: int) -> PlanMeasurements:
+    """In a process of its own, which loads JAX and has eight devices.
+
+    Raises:
+        InternalError: it failed.
+    """
+    script = find_in_checkout("tests/benchmarks/jobs/plan_programs.py")
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        found = Path(folder) / "found.json"
+        environment = {
+            "PYTHONPATH": str(script.parents[2]),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_PLATFORMS": "cpu",
+        }
+        run_alone([str(script), str(found), str(rounds)], Path(folder), environment, PROGRAMS_LIMIT_S)
+        return msgspec.json.decode(found.read_bytes(), type=PlanMeasurements)
+
+
+def _measure_stalls(console: Console) -> dict[str, PlanStall]:
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        return {
+            key: measure_stall(Path(folder) / key, console, is_cached=is_cached)
+            for key, is_cached in STALLS.items()
+        }
+
+
+def _tabulate_stalls(stalls: Mapping[str, PlanStall]) -> Table:
+    table = Table(
+        "programs", "plan", title="a worker killed in the reduction; seconds on the slowest host, n = 1"
+    )
+    for name in ("waited for programs", "compiled", "stall"):
+        table.add_column(name, justify="right")
+    for key, found in stalls.items():
+        table.add_row(
+            "compiled ahead" if STALLS[key] else "compiled when needed",
+            f"{found.before} -> {found.after}",
+            f"{found.programs_s:.2f} s",
+            str(found.compiled),
+            f"{found.stall.total_s:.2f} s",
+        )
+    return table
+
+
+def _tabulate_programs(figures: ProgramFigures) -> Table:
+    title = f"memory_error {figures.memory_error}, constants from {figures.calibrated_on!r}"
+    table = Table("model", "plans", "chosen", "best", title=title)
+    for name in ("regret", "rank correlation", "of two halves", "by processor time", ""):
+        table.add_column(name, justify="right")
+    for model in figures.models:
+        table.add_row(
+            model.name,
+            str(model.plans),
+            model.chosen,
+            model.best,
+            f"{model.regret:.1%}",
+            f"{model.rank_correlation:.2f}",
+            f"{model.repeatability:.2f}",
+            f"{model.regret_cpu:.1%}",
+            f"{model.rank_correlation_cpu:.2f}",
+        )
+    return table
+
+
+def _tabulate_times(figures: PlanFigures) -> Table:
+    table = Table("devices", title=f"{figures.machine}, n = {figures.n}")
+    for name in ("search", "processor", "after a failure", "processor", "aim", "memory"):
+        table.add_column(name, justify="right")
+    for devices, aim in AIMS_MS.items():
+        times = [
+            figures.times_ms[f"{name}_ms_{devices}"]
+            for name in ("search", "search_cpu", "search_after", "search_after_cpu")
+        ]
+        memory = figures.memory_mib[f"search_mib_{devices}"]
+        table.add_row(str(devices), *(f"{t:.0f} ms" for t in times), f"{aim} ms", f"{memory:.0f} MiB")
+    return table
+
+
+def _tabulate_published(figures: PlanFigures) -> Table:
+    table = Table("run", "published MFU", "estimated", "error", "source", title="published runs")
+    for run in figures.published:
+        table.add_row(
+            run.name, f"{run.published_mfu:.0%}", f"{run.estimated_mfu:.1%}", f"{run.error:+.0%}", run.source
+        )
+    return table

@@ -1,0 +1,176 @@
+"""What `bench plan` searches, which published runs it estimates, and what it prints. Pure."""
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.plan.estimate_errors import ProgramFigures
+from benchmarks.plan.program_stall import PlanStall
+from resilient_jax.ids import HostName
+from resilient_jax.planning.axes import Axis
+from resilient_jax.planning.model_file import ModelShape
+from resilient_jax.planning.search import search
+from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.topology import Topology, load_topology
+
+DEVICES_PER_HOST = 8
+RACK_HOSTS, POD_HOSTS = 2, 384
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCase:
+    """A search to time."""
+
+    hosts: int
+    model: str
+    global_batch: int
+
+    @property
+    def devices(self) -> int:
+        """Of all hosts."""
+        return self.hosts * DEVICES_PER_HOST
+
+
+CASES = (
+    SearchCase(hosts=8, model="llama3_8b", global_batch=256),
+    SearchCase(hosts=128, model="llama3_70b", global_batch=2048),
+    SearchCase(hosts=2048, model="llama3_405b", global_batch=2048),
+    SearchCase(hosts=16_384, model="llama3_405b", global_batch=16_384),
+)
+"""A model that fits, and about as many sequences as a job of that size has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """A run whose parallelism and MFU were published.
+
+    Attributes:
+        name: in words.
+        model: file in `configs/`.
+        hosts: of 8 H100.
+        sequence_tokens, global_batch: in a sequence, and sequences in a step.
+        axes: that were published; the data-parallel rest is searched for.
+        rounds: chunks of layers on each stage.
+        mfu: published.
+        source: where.
+    """
+
+    name: str
+    model: str
+    hosts: int
+    sequence_tokens: int
+    global_batch: int
+    axes: tuple[tuple[Axis, int], ...]
+    rounds: int
+    mfu: float
+    source: str
+
+
+def _train_llama3_405b(
+    *, hosts: int, mfu: float, sequences: int = 2048, tokens: int = 8192, sequence: int = 1
+) -> PublishedRun:
+    """A row of the table: tensor 8 and pipeline 16 in all of them.
+
+    The schedule is interleaved, its chunks are not published. Seven are assumed: 126 layers on 16 stages in chunks of
+    one or two.
+    """
+    long = f", sequences of {tokens:,}" if sequence > 1 else ""
+    return PublishedRun(
+        name=f"Llama 3 405B on {hosts * DEVICES_PER_HOST:,} H100{long}",
+        model="llama3_405b",
+        hosts=hosts,
+        sequence_tokens=tokens,
+        global_batch=sequences,
+        axes=((Axis.TENSOR, 8), (Axis.PIPELINE, 16), (Axis.SEQUENCE, sequence)),
+        rounds=7,
+        mfu=mfu,
+        source="arXiv 2407.21783, table 4",
+    )
+
+
+RUNS = (
+    _train_llama3_405b(hosts=1024, mfu=0.43),
+    _train_llama3_405b(hosts=2048, mfu=0.41),
+    _train_llama3_405b(hosts=2048, mfu=0.38, sequences=128, tokens=131_072, sequence=16),
+)
+
+
+class RunEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A published run beside its estimate; `error` is estimated / published - 1."""
+
+    name: str
+    plan: str
+    published_mfu: float
+    estimated_mfu: float
+    error: float
+    source: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class PlanFigures:
+    """All that is measured."""
+
+    machine: str
+    n: int
+    times_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    memory_mib: dict[str, float] = dataclasses.field(default_factory=dict)
+    spread: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    published: list[RunEstimate] = dataclasses.field(default_factory=list)
+    programs: ProgramFigures | None = None
+    stalls: dict[str, PlanStall] = dataclasses.field(default_factory=dict)
+    """By the name of the figure in the line."""
+
+    def line(self) -> msgspec.Struct:
+        """The line of JSON: each time and each memory is a key of its own."""
+        numbers = {key: round(number, 1) for key, number in (self.times_ms | self.memory_mib).items()}
+        fields = {
+            **numbers,
+            "spread": self.spread,
+            "published": self.published,
+            **(msgspec.structs.asdict(self.programs) if self.programs else {}),
+            **{key: round(found.programs_s, 3) for key, found in self.stalls.items()},
+            "n": self.n,
+            "machine": self.machine,
+        }
+        return msgspec.defstruct("PlanLine", list(fields))(**fields)
+
+
+def describe_case(case: SearchCase) -> str:
+    """In words."""
+    return f"{case.model}, {case.global_batch} sequences in a step, {case.hosts} hosts"
+
+
+def make_topology(mesh: Path, hosts: int) -> Topology:
+    """Gives as many hosts like the first of a topology, in racks and pods of the same size as in the file."""
+    known = load_topology(mesh)
+    like = known.hosts[0]
+    made = (
+        dataclasses.replace(
+            like,
+            name=HostName(f"host-{number:05}"),
+            domains=(f"rack-{number // RACK_HOSTS}", f"pod-{number // POD_HOSTS}"),
+        )
+        for number in range(hosts)
+    )
+    return dataclasses.replace(known, name=f"h100_{hosts}x8", hosts=tuple(made))
+
+
+def estimate_run(run: PublishedRun, model: ModelShape, topology: Topology) -> RunEstimate:
+    """Gives the estimate of a published run: its axes, and for the rest the best that the search finds."""
+    shape = msgspec.structs.replace(model.transformer, sequence_tokens=run.sequence_tokens)
+    found = search(
+        profile_transformer(shape, name=model.name),
+        topology,
+        global_batch=run.global_batch,
+        axes=dict(run.axes),
+        rounds=run.rounds,
+    )
+    return RunEstimate(
+        name=run.name,
+        plan=found.shape,
+        published_mfu=run.mfu,
+        estimated_mfu=round(found.model_flops_utilization, 4),
+        error=round(found.model_flops_utilization / run.mfu - 1, 4),
+        source=run.source,
+    )

@@ -1,0 +1,127 @@
+"""What training waits for programs after a failure that changes the plan: compiled ahead and kept, and not."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.local_job import LocalJob
+from resilient_jax.errors import InternalError
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import Place
+from resilient_jax.telemetry.stall import Stall, read_stall
+
+HOSTS = 4
+DEVICES = 2
+VICTIM, LATE = "host-1", "host-2"
+MANY_STEPS = 10_000
+"""The job is ended by us."""
+LEAST_STEPS = 4
+"""Before the kill, so that nothing of the first step is compiled then."""
+PATIENCE_S = 400.0
+POLL_S = 0.05
+WITHOUT = "[plan]\ncompile_ahead = false\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStall:
+    """One kill.
+
+    Attributes:
+        programs_s: that the first step after it waited for programs (traced, lowered, compiled or loaded), on the host
+            that waited most.
+        compiled: programs that had to be compiled, on that host.
+        stall: from the kill to the end of the next step.
+        before, after: the plans.
+    """
+
+    programs_s: float
+    compiled: int
+    stall: Stall
+    before: str
+    after: str
+
+
+def measure_stall(work: Path, console: Console, *, is_cached: bool) -> PlanStall:
+    """Kills a worker of a planned job of 4 hosts x 2 devices.
+
+    Args:
+        work: a folder for the job.
+        console: for what is being done.
+        is_cached: False: nothing is compiled ahead, and no compiled program is kept on disk.
+
+    Raises:
+        InternalError: training did not go on.
+    """
+    settings = find_in_checkout("configs/lm_tiny_planned.toml")
+    work.mkdir(parents=True, exist_ok=True)
+    text = settings.read_text().replace("../meshes/", f"{settings.parents[1]}/meshes/")
+    config = work / "training.toml"
+    config.write_text(text if is_cached else text.replace("[plan]\n", WITHOUT))
+    script = [
+        str(find_in_checkout("examples/train_lm.py")),
+        "--config",
+        str(config),
+        "--steps",
+        str(MANY_STEPS),
+    ]
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": str(is_cached).lower()}
+    console.print(f"a planned job, programs {'compiled ahead' if is_cached else 'compiled when needed'}")
+    with LocalJob(
+        script,
+        hosts=HOSTS,
+        run_directory=work / "run",
+        options=["--devices-per-host", str(DEVICES)],
+        environment=environment,
+    ) as job:
+        _wait_ready(job, is_cached)
+        fault_s = _kill_in_reduction(job)
+        return _read(job, fault_s)
+
+
+def _wait_ready(job: LocalJob, is_cached: bool) -> None:
+    """Until all train, and have compiled ahead what they are going to."""
+    job.wait_report(
+        f"step {LEAST_STEPS} on {HOSTS} hosts",
+        lambda report: len(report.hosts) == HOSTS and all(host.step >= LEAST_STEPS for host in report.hosts),
+        PATIENCE_S,
+    )
+    for name in (f"host-{index}" for index in range(HOSTS) if is_cached):
+        job.wait_event(
+            f"{name} has compiled ahead",
+            lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+            PATIENCE_S,
+        )
+
+
+def _kill_in_reduction(job: LocalJob) -> float:
+    """While all but one host wait inside the all-reduce, where a failure costs most."""
+    job.hold(Place.BEFORE_SUM, [LATE])
+    job.wait_held([LATE], PATIENCE_S)
+    fault_s = job.kill(Part.WORKER, VICTIM)
+    job.release()
+    return fault_s
+
+
+def _read(job: LocalJob, fault_s: float) -> PlanStall:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s and job.process.poll() is None:
+        stall, events = read_stall(job.events(), fault_s), job.events()
+        later = [event for event in events if event.monotonic_s > fault_s]
+        ready = [event for event in later if event.kind is EventKind.PROGRAMS_READY]
+        plans = [event for event in later if event.kind is EventKind.PLAN_CHOSEN]
+        if stall is not None and plans and len(ready) >= stall.hosts:
+            most = max(ready[: stall.hosts], key=lambda event: float(event.detail["seconds"]))
+            return PlanStall(
+                programs_s=float(most.detail["seconds"]),
+                compiled=int(most.detail["compiled"]),
+                stall=stall,
+                before=str(plans[0].detail["before"]),
+                after=str(plans[0].detail["plan"]),
+            )
+        time.sleep(POLL_S)
+    raise InternalError(f"no step after the kill of {VICTIM}:\n{job.tail()}")

@@ -1,0 +1,55 @@
+"""Pictures of benchmarks: drawn by scripts in processes of their own, so that nothing here loads matplotlib."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.runs import ERROR_CHARACTERS, RUN_LIMIT_S
+from resilient_jax.errors import CallerError, InternalError
+
+
+def check_can_draw(path: Path) -> None:
+    """Refuses early what would fail after a long run.
+
+    Raises:
+        CallerError: matplotlib is missing, or the folder is.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CallerError(
+            f"--plot {path}: found no matplotlib in this Python, expected it: pip install 'resilient_jax[plot]'"
+        )
+    if path.suffix != ".png" or not path.absolute().parent.is_dir():
+        raise CallerError(
+            f"--plot {path}: found no such folder, or another suffix; expected a path to a .png file"
+        )
+
+
+def draw(script: Path, data: msgspec.Struct, work: Path, path: Path) -> None:
+    """Has a picture drawn.
+
+    Args:
+        script: gets a file with `data` as JSON, and `path`.
+        data: what is drawn.
+        work: a folder for that file.
+        path: of the picture.
+
+    Raises:
+        InternalError: it failed.
+    """
+    written = work / "picture.json"
+    written.write_bytes(msgspec.json.encode(data))
+    done = subprocess.run(
+        [sys.executable, str(script), str(written), str(path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise InternalError(
+            f"{script}: found exit code {done.returncode}:\n{done.stderr[-ERROR_CHARACTERS:]}"
+        )

@@ -1,0 +1,90 @@
+"""What `bench resilience` draws, as data for the script that draws it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from benchmarks.resilience.figures import RunFigures, median_of, rates_of
+from benchmarks.resilience.timeline import Timeline
+
+DRAWN_EVERY: Final = 20
+"""The rate whose runs are drawn over time, if it was run; else the most frequent failures."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One system's run.
+
+    Attributes:
+        system: its name.
+        at_s: of each commit, from the first that counts.
+        steps: committed at these times: goes back where steps are done again.
+        struck_s: when failures struck.
+        struck_steps: committed at those times.
+    """
+
+    system: str
+    at_s: list[float]
+    steps: list[int]
+    struck_s: list[float]
+    struck_steps: list[int]
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """One system's effective throughput.
+
+    Attributes:
+        system: its name.
+        failure_every: steps, the rates.
+        tokens_per_s: and living device, at each of them.
+    """
+
+    system: str
+    failure_every: list[int]
+    tokens_per_s: list[float]
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """The two halves of the picture; `failure_every` is that of the lines."""
+
+    failure_every: int
+    lines: list[Line]
+    rates: list[Rates]
+
+
+def make_picture(runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int], Timeline]) -> Picture:
+    """Of all runs."""
+    rates = rates_of(runs) or sorted({run.failure_every for run in runs}, reverse=True)
+    drawn = DRAWN_EVERY if DRAWN_EVERY in rates else rates[-1]
+    systems = {
+        system: sorted({run.failure_every for run in runs if run.system == system}, reverse=True)
+        for system in dict.fromkeys(run.system for run in runs)
+    }
+    return Picture(
+        failure_every=drawn,
+        lines=[make_line(system, line) for (system, rate), line in timelines.items() if rate == drawn],
+        rates=[
+            Rates(
+                system=system,
+                failure_every=rates,
+                tokens_per_s=[median_of(runs, system, rate, lambda run: run.tokens_per_s) for rate in rates],
+            )
+            for system, rates in systems.items()
+        ],
+    )
+
+
+def make_line(system: str, timeline: Timeline) -> Line:
+    """Of one run."""
+    start_s = timeline.commits[0].at_s
+    struck_steps = [
+        max((c.step + 1 for c in timeline.commits if c.at_s <= fault.at_s), default=0)
+        for fault in timeline.struck
+    ]
+    return Line(
+        system=system,
+        at_s=[commit.at_s - start_s for commit in timeline.commits],
+        steps=[commit.step + 1 for commit in timeline.commits],
+        struck_s=[fault.at_s - start_s for fault in timeline.struck],
+        struck_steps=struck_steps,
+    )

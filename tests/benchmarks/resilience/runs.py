@@ -1,0 +1,291 @@
+"""Runs of `bench resilience`: the same job under agents, and under a supervisor that restarts all processes."""
+
+import contextlib
+import dataclasses
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from benchmarks.resilience.schedule import WARM_STEPS, Fault
+from benchmarks.resilience.timeline import Row, Struck, Timeline, read_timeline
+from benchmarks.runs import ERROR_CHARACTERS, script_environment
+from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.launcher import host_names
+from resilient_jax.cluster.local_job import LocalJob
+from resilient_jax.errors import InternalError
+from resilient_jax.ids import HostName
+
+SHORT_HEARTBEAT_S: Final = 10
+"""Of the tuned baseline. Its supervisor sees a death at once and waits for no heartbeat."""
+DEFAULTS_LIMIT_S: Final = 240.0
+"""How long survivors may take to end by themselves with JAX's defaults, whose heartbeat takes 100 s; then they are
+killed, so that a run ends."""
+POLL_S: Final = 0.01
+MEMORY_INTERVAL_S: Final = 2.0
+UNPLANNED_LIMIT: Final = 5
+"""Attempts of the baseline that end without one of our failures: a bug of the script would repeat for ever."""
+SNAPSHOT_EVERY: Final = 10
+"""Steps; of ours: should the last host die that has the state. Orbax's usual interval here."""
+LIMIT_S_A_STEP, LIMIT_S_A_FAILURE, LIMIT_S_START = 15.0, 120.0, 180.0
+"""A run that takes longer than their sum hangs."""
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What both jobs read.
+
+    Attributes:
+        steps: to train.
+        hosts: their names.
+        faults: in order of their steps.
+        width: of the model.
+        layers: of the model.
+        microbatch: sequences in one; of ours.
+        unit: microbatches that a host adds up in one go; of ours.
+        reproducible: whether our sums are.
+        every: steps between two checkpoints of the baseline; 0: none.
+        phase: it saves after a step whose number leaves this rest.
+        heartbeat_s: of the baseline; null: JAX's default.
+        digest_after: how many steps; the weights' SHA-256 is then written.
+    """
+
+    steps: int
+    hosts: tuple[str, ...]
+    faults: tuple[Fault, ...] = ()
+    width: int
+    layers: int
+    microbatch: int
+    unit: int = 1
+    reproducible: bool = True
+    every: int = 0
+    phase: int = 0
+    heartbeat_s: int | None = SHORT_HEARTBEAT_S
+    digest_after: tuple[int, ...] = ()
+
+    @property
+    def limit_s(self) -> float:
+        """For how long it may run."""
+        return LIMIT_S_START + LIMIT_S_A_STEP * self.steps + LIMIT_S_A_FAILURE * len(self.faults)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A run that came to its end.
+
+    Attributes:
+        timeline: what happened in it.
+        saves_s: how long each checkpoint blocked its process.
+        digests: of the weights, by the number of steps; several where hosts disagree.
+        host_mib: the most memory that a host's processes had, shared pages in parts; seen every 2 s.
+    """
+
+    timeline: Timeline
+    saves_s: tuple[float, ...]
+    digests: Mapping[int, str]
+    host_mib: float
+
+
+def hosts_of(count: int) -> tuple[HostName, ...]:
+    """Their names, in both kinds of run."""
+    return tuple(host_names(count))
+
+
+def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
+    """The job under agents, to its end.
+
+    Raises:
+        InternalError: it failed, or hangs.
+    """
+    _write_job(work, file)
+    config = work / "job.toml"
+    config.write_text(f"restart_limit = 1000\nrestart_backoff_s = 0.0\nsnapshot_every = {SNAPSHOT_EVERY}\n")
+    memory = _Memory(len(file.hosts))
+    end_s = time.monotonic() + file.limit_s
+    with LocalJob(
+        [str(script), str(work)],
+        hosts=len(file.hosts),
+        run_directory=work / "run",
+        options=["--devices-per-host", "1", "--config", str(config)],
+        environment=_environment(cache),
+    ) as job:
+        while job.process.poll() is None:
+            if time.monotonic() > end_s:
+                raise InternalError(f"{work}: the job did not end within {file.limit_s:g} s:\n{job.tail()}")
+            memory.look(job.processes)
+            time.sleep(POLL_S)
+        if job.process.returncode:
+            raise InternalError(
+                f"{work}: found exit code {job.process.returncode}, expected 0:\n{job.tail()}"
+            )
+    return _read_run(work, file, {}, memory)
+
+
+def run_restarting(
+    script: Path, file: JobFile, work: Path, cache: Path, *, waits_for_all: bool = False
+) -> Ran:
+    """The job under a supervisor: when a process has died it ends the others and starts all again, at once.
+
+    Args:
+        script: the job's.
+        file: what it does.
+        work: an empty folder.
+        cache: of compiled programs.
+        waits_for_all: leave the others to JAX, and start again when they have ended by themselves.
+
+    Raises:
+        InternalError: it failed, or hangs.
+    """
+    _write_job(work, file)
+    memory = _Memory(len(file.hosts))
+    end_s = time.monotonic() + file.limit_s + (DEFAULTS_LIMIT_S * len(file.faults) if waits_for_all else 0)
+    began_s: dict[int, float] = {}
+    unplanned = 0
+    for attempt in range(1, 10_000):
+        began_s[attempt] = time.monotonic()
+        struck = len(_read_struck(work))
+        with _start_all(script, file, work, cache, attempt) as processes:
+            ended = _wait_end(processes, end_s, memory, waits_for_all=waits_for_all)
+        if ended:
+            return _read_run(work, file, began_s, memory)
+        unplanned += len(_read_struck(work)) == struck
+        if unplanned > UNPLANNED_LIMIT or time.monotonic() > end_s:
+            raise InternalError(
+                f"{work}: found {attempt} attempts, {unplanned} of which ended without a failure of ours, after "
+                f"{file.limit_s:g} s at most; expected all {file.steps} steps:\n{_tail(work)}"
+            )
+    raise AssertionError("bounded by the deadline")
+
+
+@contextlib.contextmanager
+def _start_all(
+    script: Path, file: JobFile, work: Path, cache: Path, attempt: int
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """All processes of an attempt; whoever is left of them in the end is killed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, host in enumerate(file.hosts):
+            bare = {
+                "BARE_COORDINATOR": address,
+                "BARE_COUNT": str(len(file.hosts)),
+                "BARE_INDEX": str(index),
+                "BARE_ATTEMPT": str(attempt),
+            }
+            with (work / f"output-{host}").open("ab") as output:
+                processes.append(
+                    subprocess.Popen(
+                        bound_to_this_process([sys.executable, str(script), str(work)]),
+                        env={**_environment(cache), **bare},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def _wait_end(
+    processes: Sequence[subprocess.Popen[bytes]], end_s: float, memory: "_Memory", *, waits_for_all: bool
+) -> bool:
+    """Whether all have ended well; returns at the first that has not, or when `waits_for_all` after the last."""
+    give_up_s: float | None = None
+    while time.monotonic() < end_s:
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes):
+            return True
+        if any(codes):
+            if not waits_for_all or None not in codes:
+                return False
+            give_up_s = give_up_s or time.monotonic() + DEFAULTS_LIMIT_S
+            if time.monotonic() > give_up_s:
+                return False
+        memory.look(lambda: [process.pid for process in processes])
+        time.sleep(POLL_S)
+    return False
+
+
+class _Memory:
+    """The most memory that all processes of a run had at a time."""
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+        self._most_kib = 0
+        self._next_s = 0.0
+
+    def look(self, pids: Callable[[], Sequence[int]]) -> None:
+        """Now and then: a look takes some milliseconds of a processor."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + MEMORY_INTERVAL_S
+        self._most_kib = max(self._most_kib, sum(map(_proportional_kib, pids())))
+
+    @property
+    def host_mib(self) -> float:
+        """Of one host."""
+        return self._most_kib / 1024 / self._hosts
+
+
+def _proportional_kib(pid: int) -> int:
+    """What a process has in memory; of what it shares with others only its part. 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    cache.mkdir(parents=True, exist_ok=True)
+    return {
+        **script_environment(),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def _write_job(work: Path, file: JobFile) -> None:
+    work.mkdir(parents=True)
+    (work / "job.json").write_bytes(msgspec.json.encode(file))
+
+
+def _read_run(work: Path, file: JobFile, began_s: Mapping[int, float], memory: _Memory) -> Ran:
+    rows = [
+        msgspec.json.decode(line, type=Row)
+        for path in work.glob("rows-*.jsonl")
+        for line in path.read_bytes().split(b"\n")[:-1]
+    ]
+    digests: dict[int, str] = {}
+    for steps in file.digest_after:
+        found = sorted({path.read_text() for path in work.glob(f"digest-{steps}-*.txt")})
+        digests[steps] = " ".join(found)
+    struck = _read_struck(work)
+    if len(struck) != len(file.faults):
+        raise InternalError(f"{work}: found {len(struck)} failures that struck, expected {len(file.faults)}")
+    return Ran(
+        timeline=read_timeline(rows, struck, began_s, file.steps, WARM_STEPS),
+        saves_s=tuple(row.seconds for row in rows if row.kind == "saved"),
+        digests=digests,
+        host_mib=memory.host_mib,
+    )
+
+
+def _read_struck(work: Path) -> list[Struck]:
+    return [msgspec.json.decode(path.read_bytes(), type=Struck) for path in work.glob("fault-*.json")]
+
+
+def _tail(work: Path) -> str:
+    outputs = sorted(work.glob("output-*"))
+    return "\n".join(f"{p.name}:\n{p.read_text(errors='replace')[-ERROR_CHARACTERS:]}" for p in outputs)

@@ -1,0 +1,171 @@
+"""Runs of a benchmark's script: as a job of ours, as a bare multi-process JAX program, alone on one host.
+
+All hosts are processes of this machine with one device and one thread each, so that they share its cores alike.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.local_job import LocalJob
+from resilient_jax.errors import InternalError
+from resilient_jax.protocol.records import Phase
+
+HOSTS = 4
+MANY_STEPS = 100_000
+"""For a job that is ended by us."""
+HEALTHY_STEPS = 3
+"""Between two kills everybody trains together for this long."""
+PATIENCE_S = 180.0
+RUN_LIMIT_S = 600.0
+"""No undisturbed run takes this long."""
+COMPILING_STEPS = 3
+"""The first steps of a process compile; their times are left out."""
+ERROR_CHARACTERS = 2000
+ONE_THREAD = {
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
+    "OMP_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def script_environment() -> dict[str, str]:
+    """What every run of a script gets: one thread, one device, and the examples' modules to import."""
+    paths = [str(find_in_checkout("examples")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@contextlib.contextmanager
+def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
+    """The script as a job of ours on all hosts; in the end it is interrupted, and what is left of it killed."""
+    work.mkdir(parents=True, exist_ok=True)
+    config = work / "job.toml"
+    config.write_text("restart_limit = 1000\nrestart_backoff_s = 0.0\n")
+    with LocalJob(
+        command,
+        hosts=HOSTS,
+        run_directory=work / "run",
+        options=["--devices-per-host", "1", "--config", str(config)],
+        environment=script_environment(),
+    ) as job:
+        try:
+            yield job
+        finally:
+            job.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(InternalError):
+                job.wait(20.0)
+
+
+def run_undisturbed(command: Sequence[str], work: Path) -> None:
+    """The script as a job of ours on all hosts, to its end.
+
+    Raises:
+        InternalError: it failed.
+    """
+    with run_job(command, work) as job:
+        wait_success(job, "the undisturbed job")
+
+
+def wait_success(job: LocalJob, what: str) -> None:
+    """Waits for the job's own end.
+
+    Raises:
+        InternalError: it failed, or goes on for too long.
+    """
+    if job.wait(RUN_LIMIT_S) != 0:
+        raise InternalError(f"{what} failed:\n{job.tail()}")
+
+
+def run_bare(command: Sequence[str], work: Path) -> None:
+    """The script on all hosts without anything of ours; it connects as the variables BARE_* say.
+
+    Raises:
+        InternalError: it failed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    _run_processes(
+        command,
+        work,
+        [
+            {"BARE_COORDINATOR": address, "BARE_COUNT": str(HOSTS), "BARE_INDEX": str(index)}
+            for index in range(HOSTS)
+        ],
+    )
+
+
+def run_alone(
+    command: Sequence[str],
+    work: Path,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = RUN_LIMIT_S,
+) -> None:
+    """The script on one host, without an agent.
+
+    Raises:
+        InternalError: it failed.
+    """
+    _run_processes(command, work, [environment or {}], limit_s)
+
+
+def _run_processes(
+    command: Sequence[str],
+    work: Path,
+    environments: Sequence[Mapping[str, str]],
+    limit_s: float = RUN_LIMIT_S,
+) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as owned:
+        processes: list[subprocess.Popen[bytes]] = []
+        outputs = [work / f"output-{number}" for number in range(len(environments))]
+        for output, environment in zip(outputs, environments, strict=True):
+            process = subprocess.Popen(
+                bound_to_this_process([sys.executable, *command]),
+                env={**script_environment(), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=owned.enter_context(output.open("wb")),
+                stderr=subprocess.STDOUT,
+            )
+            owned.callback(process.wait)
+            owned.callback(process.kill)
+            processes.append(process)
+        codes = [process.wait(limit_s) for process in processes]
+    if any(codes):
+        said = "\n".join(output.read_text(errors="replace")[-ERROR_CHARACTERS:] for output in outputs)
+        raise InternalError(f"{' '.join(command)}: found exit codes {codes}, expected zeros:\n{said}")
+
+
+def read_times(work: Path) -> list[float]:
+    """Step times in seconds of all processes; the first steps compile, and are left out."""
+    times: list[float] = []
+    for path in work.glob("times-*.json"):
+        times += msgspec.json.decode(path.read_bytes(), type=list[float])[COMPILING_STEPS:]
+    return times
+
+
+def wait_healthy(job: LocalJob) -> JobReport:
+    """Waits until all hosts have trained together for some steps."""
+    first = job.wait_report("all hosts training", all_train, PATIENCE_S)
+    target = max(h.step for h in first.hosts) + HEALTHY_STEPS
+    return job.wait_report(
+        f"step {target}", lambda report: max(h.step for h in report.hosts) >= target, PATIENCE_S
+    )
+
+
+def all_train(report: JobReport) -> bool:
+    """Whether every host is a member, and has finished a step."""
+    generation = report.generation
+    if generation is None or generation.phase is not Phase.ACTIVE or len(generation.members) < HOSTS:
+        return False
+    return all(h.worker is not None and h.worker.report.steady for h in report.hosts)

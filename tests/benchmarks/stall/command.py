@@ -1,0 +1,225 @@
+"""`resilient-jax bench stall`: what a kill costs, and what surviving costs when nobody is killed."""
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.runs import (
+    HOSTS,
+    MANY_STEPS,
+    PATIENCE_S,
+    read_times,
+    run_bare,
+    run_job,
+    run_undisturbed,
+    wait_healthy,
+)
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.local_job import LocalJob
+from resilient_jax.errors import InternalError
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import Place
+from resilient_jax.telemetry.stall import Stall, read_stall
+
+
+class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine-readable line. Medians; seconds unless the name says otherwise."""
+
+    shrink_stall_s: float
+    reform_stall_s: float
+    rejoin_stall_s: float
+    steady_overhead: float
+    healthy_step_s: float
+    agent_rss_mib: float
+    agent_start_s: float
+    kills: int
+    steps_lost: int
+    machine: str
+
+
+def stall(
+    kills: Annotated[int, typer.Option(help="Kills to measure, half of them with a re-form.")] = 10,
+    steady_steps: Annotated[int, typer.Option(help="Steps of each undisturbed window.")] = 20,
+    windows: Annotated[int, typer.Option(help="Pairs of windows, ours and bare JAX.")] = 2,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Stall of kills, by phase, and overhead against a bare multi-process JAX loop of the same model.
+
+    4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16 sequences of 64 bytes a
+    step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
+    Takes about ten minutes on two cores.
+    """
+    console = open_console(json_only)
+    script = find_in_checkout("tests/benchmarks/jobs/stall_job.py")
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        work = Path(folder)
+        console.print("overhead: undisturbed windows, ours and bare JAX in turn")
+        ours, bare = _measure_steady(script, work, steady_steps, windows)
+        console.print("stalls: kills, each after everybody trains again")
+        campaign = _Campaign(script, work, console)
+        campaign.run(kills)
+    figures = campaign.figures(ours, bare)
+    console.print(_stall_table(campaign, figures.healthy_step_s))
+    console.print(_summary_table(figures, ours, bare))
+    print_line(figures)
+
+
+# Overhead.
+
+
+def _measure_steady(script: Path, work: Path, steps: int, windows: int) -> tuple[list[float], list[float]]:
+    """Step times of our loop and of the bare one, windows in turn, so that drift hits both."""
+    ours: list[float] = []
+    bare: list[float] = []
+    for window in range(windows):
+        ours_folder, bare_folder = work / f"ours-{window}", work / f"bare-{window}"
+        run_undisturbed([str(script), "ours", str(steps), str(ours_folder / "times")], ours_folder)
+        run_bare([str(script), "bare", str(steps), str(bare_folder / "times")], bare_folder)
+        ours += read_times(ours_folder)
+        bare += read_times(bare_folder)
+    return ours, bare
+
+
+# Stalls.
+
+
+class _Campaign:
+    """One job that is killed again and again."""
+
+    def __init__(self, script: Path, work: Path, console: Console) -> None:
+        self._command = [str(script), "ours", str(MANY_STEPS), str(work / "campaign" / "times")]
+        self._work = work / "campaign"
+        self._console = console
+        self.stalls: list[Stall] = []
+        self.rejoins: list[float] = []
+        self.steps_lost = 0
+        self.healthy_steps: list[float] = []
+        self.agent_rss_mib: list[float] = []
+        self.agent_start_s: list[float] = []
+
+    def run(self, kills: int) -> None:
+        with run_job(self._command, self._work) as job:
+            wait_healthy(job)
+            for number in range(kills):
+                with_service = number % 2 == 1
+                self._kill(job, number, with_service=with_service)
+                wait_healthy(job)
+            self._look_at_agents(job)
+
+    def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
+        """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form."""
+        report = job.report()
+        if report is None or report.generation is None:
+            raise InternalError(f"the job is gone:\n{job.tail()}")
+        hosts = [m.host for m in report.generation.members]
+        victim, late = hosts[number % HOSTS], hosts[(number + 1) % HOSTS]
+        before = max(h.step for h in report.hosts)
+        job.hold(Place.BEFORE_SUM, [late], before + 2)
+        job.wait_held([late])
+        time.sleep(0.2)  # the others come to the all-reduce
+        fault_s = job.kill(Part.WORKER, victim)
+        if with_service:
+            with contextlib.suppress(InternalError):
+                job.kill(Part.SERVICE, "leader")
+        job.release()
+        end_s = time.monotonic() + PATIENCE_S
+        while (found := read_stall(job.events(), fault_s)) is None:
+            if time.monotonic() > end_s or job.process.poll() is not None:
+                raise InternalError(f"no step after the kill of {victim}:\n{job.tail()}")
+            time.sleep(0.05)
+        self.stalls.append(found)
+        self.steps_lost += max(0, before + 2 - found.step)
+        self._console.print(f"  {len(self.stalls)}: {victim}, {found.change}, {found.total_s:.2f} s")
+
+    def _look_at_agents(self, job: LocalJob) -> None:
+        report = job.report()
+        if report is None:
+            raise InternalError(f"the job is gone:\n{job.tail()}")
+        for host in report.hosts:
+            process = psutil.Process(host.agent_pid)
+            self.agent_rss_mib.append(process.memory_info().rss / 2**20)
+        born = {h.host: psutil.Process(h.agent_pid).create_time() for h in report.hosts}
+        for event in job.events():
+            if event.kind == "agent.started" and HostName(event.host) in born:
+                self.agent_start_s.append(event.wall_s - born[HostName(event.host)])
+        starts = [e for e in job.events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"]
+        for form in starts[1:]:
+            if "asked to join" in str(form.detail.get("reason")):
+                after = read_stall_from_boundary(job, form.generation or 0)
+                if after is not None:
+                    self.rejoins.append(after)
+
+    def figures(self, ours: Sequence[float], bare: Sequence[float]) -> StallFigures:
+        healthy_s = statistics.median(ours)
+
+        def median_of(change: str) -> float:
+            found = [s.total_s - healthy_s for s in self.stalls if s.change == change]
+            return statistics.median(found) if found else float("nan")
+
+        return StallFigures(
+            shrink_stall_s=round(median_of("shrink"), 3),
+            reform_stall_s=round(median_of("reform"), 3),
+            rejoin_stall_s=round(statistics.median(self.rejoins) - healthy_s, 3)
+            if self.rejoins
+            else float("nan"),
+            steady_overhead=round(statistics.median(ours) / statistics.median(bare) - 1, 4),
+            healthy_step_s=round(healthy_s, 3),
+            agent_rss_mib=round(statistics.median(self.agent_rss_mib), 1),
+            agent_start_s=round(statistics.median(self.agent_start_s), 3),
+            kills=len(self.stalls),
+            steps_lost=self.steps_lost,
+            machine=describe_machine(),
+        )
+
+
+def read_stall_from_boundary(job: LocalJob, generation: int) -> float | None:
+    """Seconds of a planned change: from the last member's stop to the last member's next step."""
+    events = [e for e in job.events() if e.generation == generation]
+    stopped = [e.monotonic_s for e in events if e.kind == "worker.unwound"]
+    committed = [e.monotonic_s for e in events if e.kind == "step.committed"]
+    return max(committed) - min(stopped) if stopped and len(committed) == HOSTS else None
+
+
+def _stall_table(campaign: _Campaign, healthy_s: float) -> Table:
+    table = Table(
+        title=f"stalls in s, from SIGKILL to the next step (a healthy step takes {healthy_s:.3f} s)"
+    )
+    for name in ("kill", "how", "noticed by"):
+        table.add_column(name)
+    for name in ("notice", "quiesce", "rebuild", "next step", "all", "minus a step"):
+        table.add_column(name, justify="right")
+    for number, found in enumerate(campaign.stalls, start=1):
+        phases = (found.notice_s, found.quiesce_s, found.rebuild_s, found.step_s, found.total_s)
+        table.add_row(
+            str(number),
+            found.change,
+            str(found.noticed_by),
+            *(f"{seconds:.3f}" for seconds in phases),
+            f"{found.total_s - healthy_s:.3f}",
+        )
+    return table
+
+
+def _summary_table(figures: StallFigures, ours: Sequence[float], bare: Sequence[float]) -> Table:
+    table = Table("figure", "value", "aim", title=figures.machine)
+    table.add_row("shrink, median stall", f"{figures.shrink_stall_s:.3f} s", "0.5 s")
+    table.add_row("re-form, median stall", f"{figures.reform_stall_s:.3f} s", "1.5 s")
+    table.add_row("rejoin (planned), median stall", f"{figures.rejoin_stall_s:.3f} s", "-")
+    spread = f"{min(ours):.3f} to {max(ours):.3f} s, bare {min(bare):.3f} to {max(bare):.3f} s"
+    table.add_row("overhead of the loop", f"{100 * figures.steady_overhead:.1f} % ({spread})", "1 %")
+    table.add_row("agent memory", f"{figures.agent_rss_mib:.1f} MiB", "60 MiB")
+    table.add_row("agent start", f"{figures.agent_start_s:.3f} s", "0.5 s")
+    table.add_row("kills; steps lost", f"{figures.kills}; {figures.steps_lost}", "0 lost")
+    return table

@@ -1,0 +1,170 @@
+"""`resilient-jax bench step`: what the trainer's steps cost, and what a kill makes it do again."""
+
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from benchmarks.plotting import check_can_draw, draw
+from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.runs import COMPILING_STEPS, HOSTS
+from benchmarks.step.figures import (
+    StepFigures,
+    SumCost,
+    fast_cost,
+    most_units,
+    overhead,
+    reproducible_cost,
+)
+from benchmarks.step.loss_curve import record_curve
+from benchmarks.step.redone_work import MICROBATCHES, Campaign, run_campaign
+from benchmarks.step.step_times import (
+    BARE,
+    FAST,
+    FAST_SMALL,
+    REPRODUCIBLE,
+    Loop,
+    Measured,
+    measure_steps,
+)
+from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.errors import CallerError
+
+MIB = 2**20
+
+
+def step(
+    steady_steps: Annotated[
+        int, typer.Option(help=f"Steps of each undisturbed window; the first {COMPILING_STEPS} compile.")
+    ] = 20,
+    windows: Annotated[int, typer.Option(help="Windows of each of the six loops, in turn.")] = 2,
+    kills: Annotated[int, typer.Option(help="Workers to kill, one after the other.")] = 4,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also train a small model that loses two of its four hosts at one step, and draw its loss beside "
+            "that of an undisturbed run into this PNG. Needs the extra `plot`, which is matplotlib."
+        ),
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
+) -> None:
+    """Step time of the trainer, and the work that a kill makes it do again.
+
+    4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam,
+    16 sequences of 64 bytes a step. The keys of the line of JSON:
+
+    fast_overhead: the trainer with fast sums and microbatches of 4 sequences, one a
+    host, over a data-parallel jax.jit step of the same model without this package.
+
+    reproducible_overhead: reproducible sums over fast ones, both with microbatches of
+    1 sequence, by unit size: so many microbatches a host adds up in one go.
+
+    lost_microbatches, redone_microbatches: a worker is killed when it has computed all
+    of its own and not yet entered the sum. What it had is lost; what was computed
+    twice was redone. Equal is best: then no survivor did anything again. For one kill.
+
+    bitwise_equal: the weights after all kills are those of an undisturbed run on one
+    host.
+
+    step_s: median step times in seconds.
+
+    Takes about fifteen minutes on two cores. With --steady-steps 6 --windows 1
+    --kills 1 it takes four, and its times are worth little.
+    """
+    if steady_steps <= COMPILING_STEPS or windows < 1 or kills < 1:
+        raise CallerError(
+            f"bench step: found --steady-steps {steady_steps}, --windows {windows}, --kills {kills}; expected more "
+            f"than {COMPILING_STEPS} steps, of which the first compile, and at least one window and one kill"
+        )
+    script, drawing = map(
+        find_in_checkout, ("tests/benchmarks/jobs/step_job.py", "tests/benchmarks/jobs/plot_losses.py")
+    )
+    if plot is not None:
+        check_can_draw(plot)
+    console = open_console(json_only)
+    with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
+        work = Path(folder)
+        console.print("step times: undisturbed windows, all loops in turn")
+        times = measure_steps(script, work, steady_steps, windows, console)
+        console.print("redone work: kills, each after everybody trains again")
+        campaign = run_campaign(script, work, kills, console)
+        if plot is not None:
+            console.print("loss curve: half of the hosts die at one step")
+            draw(drawing, record_curve(script, work), work, plot)
+            console.print(f"  {plot}")
+    figures = make_figures(times, campaign)
+    for table in (_times_table(times), _work_table(campaign), _summary_table(figures, campaign)):
+        console.print(table)
+    print_line(figures)
+
+
+def make_figures(times: Mapping[Loop, Measured], campaign: Campaign) -> StepFigures:
+    """All figures of the line."""
+    fast_s = times[FAST_SMALL].times_s
+    return StepFigures(
+        fast_overhead=overhead(times[FAST].times_s, times[BARE].times_s),
+        reproducible_overhead={
+            str(unit): overhead(times[loop].times_s, fast_s) for unit, loop in REPRODUCIBLE.items()
+        },
+        redone_microbatches=round(campaign.redone / len(campaign.kills), 3),
+        lost_microbatches=round(campaign.lost / len(campaign.kills), 3),
+        bitwise_equal=campaign.is_equal,
+        step_s={loop.name: round(found.step_s, 4) for loop, found in times.items()},
+        machine=describe_machine(),
+    )
+
+
+def _times_table(times: Mapping[Loop, Measured]) -> Table:
+    """Steps, and what the sums take by the formulas, beside the memory that was measured."""
+    table = Table(title=f"a step on {HOSTS} hosts; a sum's bytes a host by formula, peak memory as measured")
+    table.add_column("loop")
+    for name in ("median s", "5 % to 95 %", "n", "sent MiB", "held MiB", "peak RSS MiB"):
+        table.add_column(name, justify="right")
+    for loop, found in times.items():
+        cost = _cost_of(loop, found.memory[0].tree_bytes)
+        low, *_, high = statistics.quantiles(found.times_s, n=20, method="inclusive")
+        table.add_row(
+            loop.name,
+            f"{found.step_s:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            str(len(found.times_s)),
+            f"{cost.sent_bytes / MIB:.0f}" if cost is not None else "",
+            f"{cost.held_bytes / MIB:.0f}" if cost is not None else "",
+            f"{found.peak_rss_mib:.0f}",
+        )
+    return table
+
+
+def _cost_of(loop: Loop, tree_bytes: int) -> SumCost | None:
+    for unit, one in REPRODUCIBLE.items():
+        if loop == one:
+            return reproducible_cost(tree_bytes, most_units(MICROBATCHES, unit, HOSTS), HOSTS)
+    return None if loop.bare else fast_cost(tree_bytes, HOSTS)
+
+
+def _work_table(campaign: Campaign) -> Table:
+    table = Table(
+        title=f"microbatches of each kill's step, of {MICROBATCHES}, as the processes computed them"
+    )
+    table.add_column("kill")
+    for name in ("step", "lost with it", "computed again", "computed by nobody"):
+        table.add_column(name, justify="right")
+    for kill, work in zip(campaign.kills, campaign.work, strict=True):
+        table.add_row(kill.host, str(kill.step), str(work.lost), str(work.redone), str(work.missing))
+    return table
+
+
+def _summary_table(figures: StepFigures, campaign: Campaign) -> Table:
+    table = Table("figure", "value", "aim", title=figures.machine)
+    table.add_row("fast sums over a jax.jit loop", f"{100 * figures.fast_overhead:.1f} %", "2 %")
+    for unit, found in figures.reproducible_overhead.items():
+        table.add_row(f"reproducible over fast sums, unit {unit}", f"{100 * found:.1f} %", "-")
+    table.add_row("microbatches lost, a kill", f"{figures.lost_microbatches:g}", "-")
+    table.add_row("microbatches redone, a kill", f"{figures.redone_microbatches:g}", "as many")
+    table.add_row(f"SHA-256 after {campaign.steps} steps with kills", campaign.digest, "the next")
+    table.add_row("SHA-256 undisturbed, on one host", campaign.undisturbed, "-")
+    return table

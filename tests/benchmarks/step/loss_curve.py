@@ -1,0 +1,82 @@
+"""The loss of a run that loses half its hosts, beside that of an undisturbed one, as a picture."""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from benchmarks.runs import (
+    PATIENCE_S,
+    run_alone,
+    run_job,
+    wait_success,
+)
+from benchmarks.step.redone_work import read_digest
+from resilient_jax.cluster.job_report import Part
+from resilient_jax.events import EventKind
+from resilient_jax.protocol.failpoints import Place
+
+STEPS: Final = 160
+DEATH_STEP: Final = 30
+VICTIMS: Final = ("host-2", "host-3")
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """A line of the trainer's log."""
+
+    step: int
+    loss: float
+    generation: int
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """What is drawn; the drawing script reads it as JSON.
+
+    Attributes:
+        losses: of each step, in the run that lost half its hosts.
+        undisturbed: the same without.
+        hosts: how many trained, of each step.
+        equal: whether all final weights are equal, bit for bit.
+    """
+
+    losses: list[float]
+    undisturbed: list[float]
+    hosts: list[int]
+    equal: bool
+
+
+def record_curve(script: Path, work: Path) -> Curve:
+    """Trains a small model twice: half of the workers killed at one step, and undisturbed on one host."""
+    disturbed, alone = work / "half", work / "whole"
+    with run_job([str(script), "curve", str(STEPS), str(disturbed / "times")], disturbed) as job:
+        job.hold(Place.BEFORE_SUM, VICTIMS, DEATH_STEP)  # before anybody can be there
+        job.wait_held(VICTIMS, PATIENCE_S)
+        for host in VICTIMS:
+            job.kill(Part.WORKER, host)
+        job.release()
+        wait_success(job, "the job that lost half its hosts")
+        members = {
+            event.generation: int(event.detail["hosts"])
+            for event in job.events()
+            if event.kind is EventKind.WORLD_FORMED and event.generation is not None
+        }
+    run_alone([str(script), "curve", str(STEPS), str(alone / "times")], alone)
+    found, expected = _read_rows(disturbed), _read_rows(alone)
+    return Curve(
+        losses=[found[step].loss for step in range(1, STEPS + 1)],
+        undisturbed=[expected[step].loss for step in range(1, STEPS + 1)],
+        hosts=[members[found[step].generation] for step in range(1, STEPS + 1)],
+        equal=read_digest(disturbed) == read_digest(alone),
+    )
+
+
+def _read_rows(work: Path) -> dict[int, _Row]:
+    """The line of each step, counted from 1, of whichever host in the newest generation that committed it."""
+    rows: dict[int, _Row] = {}
+    for path in sorted((work / "log").glob("*.jsonl")):
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            row = msgspec.json.decode(line, type=_Row)
+            known = rows.get(row.step)
+            if known is None or known.generation < row.generation:
+                rows[row.step] = row
+    return rows

@@ -1,0 +1,156 @@
+"""Kills at a logical time, and what was computed again because of them."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.runs import (
+    HOSTS,
+    MANY_STEPS,
+    PATIENCE_S,
+    run_alone,
+    run_job,
+    wait_healthy,
+    wait_success,
+)
+from benchmarks.step.figures import (
+    Kill,
+    Microbatch,
+    Work,
+    agree,
+    count_redone,
+    count_work,
+    find_missing,
+)
+from resilient_jax.cluster.job_report import JobReport, Part, pids_of
+from resilient_jax.cluster.local_job import LocalJob
+from resilient_jax.errors import InternalError
+from resilient_jax.protocol.failpoints import Place
+
+MICROBATCHES = 16
+AHEAD_STEPS = 3
+"""A step that is ordered must be one that nobody has come to: reports are a moment old."""
+WORDS = ("microbatch=1", "unit=1", "log")
+
+
+class _Line(msgspec.Struct, frozen=True):
+    step: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """One job that was killed again and again, beside an undisturbed run.
+
+    Attributes:
+        steps: that both trained.
+        work: what each kill cost.
+        redone: microbatches computed again in the whole job, also apart from the kills' own steps.
+        digest: SHA-256 of the weights after the kills; several, if the hosts disagree.
+        undisturbed: SHA-256 of the weights without.
+    """
+
+    steps: int
+    kills: tuple[Kill, ...]
+    work: tuple[Work, ...]
+    redone: int
+    digest: str
+    undisturbed: str
+
+    @property
+    def lost(self) -> int:
+        """Microbatches that died with the workers."""
+        return sum(work.lost for work in self.work)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all weights are equal, bit for bit."""
+        return self.digest == self.undisturbed
+
+
+def run_campaign(script: Path, work: Path, kills: int, console: Console) -> Campaign:
+    """Kills workers that have computed all of their own and not yet entered the sum, each after all train again.
+
+    Raises:
+        InternalError: the job fails, or a microbatch of a committed step was computed by nobody.
+    """
+    disturbed, alone = work / "kills", work / "undisturbed"
+    with run_job(
+        [str(script), "trainer", str(MANY_STEPS), str(disturbed / "times"), *WORDS], disturbed
+    ) as job:
+        killed = tuple(_kill_one(job, number, console) for number in range(kills))
+        steps = _end(job, disturbed)
+    console.print(f"  the same {steps} steps undisturbed, on one host")
+    run_alone([str(script), "trainer", str(steps), str(alone / "times"), *WORDS], alone)
+    computed = _read_computed(disturbed)
+    if missing := find_missing(computed, steps, MICROBATCHES):
+        raise InternalError(
+            f"found the microbatches {missing} computed by nobody, expected all of {steps} steps"
+        )
+    return Campaign(
+        steps=steps,
+        kills=killed,
+        work=tuple(count_work(computed, kill, MICROBATCHES) for kill in killed),
+        redone=count_redone(computed, steps),
+        digest=read_digest(disturbed),
+        undisturbed=read_digest(alone),
+    )
+
+
+def read_digest(work: Path) -> str:
+    """What the processes that came to the end say of the weights; all that they say, if they disagree."""
+    found = sorted(path.read_text() for path in work.glob("digest-*.txt"))
+    return found[0] if agree(found) else " ".join(found)
+
+
+def _kill_one(job: LocalJob, number: int, console: Console) -> Kill:
+    report = wait_healthy(job)
+    assert report.generation is not None, "all train"
+    host = report.generation.members[number % HOSTS].host
+    step = max(status.step for status in report.hosts) + AHEAD_STEPS
+    job.hold(Place.BEFORE_SUM, [host], step)
+    job.wait_held([host])
+    (pid,) = pids_of(_look(job), Part.WORKER, host)
+    job.kill(Part.WORKER, host)
+    job.release()
+    _wait_change(job, report.generation.number)
+    console.print(f"  kill {number + 1}: {host}, before the sum of step {step}")
+    return Kill(host=host, pid=pid, step=step)
+
+
+def _wait_change(job: LocalJob, before: int) -> None:
+    def has_changed(report: JobReport) -> bool:
+        return report.generation is not None and report.generation.number > before
+
+    job.wait_report("the death to be noticed", has_changed, PATIENCE_S)
+
+
+def _end(job: LocalJob, work: Path) -> int:
+    """Lets the job end a few steps later, on all hosts at the same step; gives their number."""
+    report = wait_healthy(job)
+    steps = max(status.step for status in report.hosts) + AHEAD_STEPS
+    order = work / "stop.tmp"
+    order.write_text(str(steps))
+    order.replace(work / "stop")
+    wait_success(job, "the job with kills")
+    return steps
+
+
+def _look(job: LocalJob) -> JobReport:
+    report = job.report()
+    if report is None:
+        raise InternalError(f"the job is gone:\n{job.tail()}")
+    return report
+
+
+def _read_computed(work: Path) -> dict[int, Sequence[Microbatch]]:
+    """What each process computed, by pid."""
+    found: dict[int, Sequence[Microbatch]] = {}
+    for path in work.glob("computed-*.jsonl"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+        decoded = [msgspec.json.decode(line, type=_Line) for line in lines]
+        found[int(path.stem.removeprefix("computed-"))] = [(line.step, line.index) for line in decoded]
+    return found

@@ -1,0 +1,98 @@
+"""Step times of several loops of one model, their windows in turn."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.runs import read_times, run_bare, run_undisturbed
+from resilient_jax.errors import InternalError
+
+UNITS: Final = (1, 2, 4)
+"""Sizes to measure: with 16 microbatches on 4 hosts, a host has 4, 2 or 1 units."""
+SMALL: Final = "microbatch=1"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """One way to train the model.
+
+    Attributes:
+        name: for people, and in the line of JSON.
+        words: of the script.
+        bare: whether it is without anything of ours.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    bare: bool = False
+
+
+BARE: Final = Loop(name="bare", words=("bare",), bare=True)
+FAST: Final = Loop(name="fast", words=("trainer", "fast", "microbatch=4"))
+FAST_SMALL: Final = Loop(name="fast, 1 sequence a microbatch", words=("trainer", "fast", SMALL))
+REPRODUCIBLE: Final = {
+    unit: Loop(name=f"reproducible, unit {unit}", words=("trainer", SMALL, f"unit={unit}")) for unit in UNITS
+}
+LOOPS: Final = (BARE, FAST, FAST_SMALL, *REPRODUCIBLE.values())
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one process.
+
+    Attributes:
+        peak_rss_mib: the most that was resident, compilation included.
+        tree_bytes: of the parameters, so of a tree of gradients.
+    """
+
+    peak_rss_mib: float
+    tree_bytes: int
+
+
+@dataclasses.dataclass(slots=True)
+class Measured:
+    """All windows of one loop."""
+
+    times_s: list[float] = dataclasses.field(default_factory=list)
+    memory: list[Memory] = dataclasses.field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.times_s)
+
+    @property
+    def peak_rss_mib(self) -> float:
+        """The median process's peak."""
+        return statistics.median(found.peak_rss_mib for found in self.memory)
+
+
+def measure_steps(
+    script: Path, work: Path, steps: int, windows: int, console: Console
+) -> Mapping[Loop, Measured]:
+    """A window of each loop in turn, every other turn backwards: so what drifts evenly hits all alike."""
+    found = {loop: Measured() for loop in LOOPS}
+    for window, loop in itertools.chain.from_iterable(_turn(window) for window in range(windows)):
+        folder = work / f"window-{window}-{LOOPS.index(loop)}"
+        command = [str(script), loop.words[0], str(steps), str(folder / "times"), *loop.words[1:]]
+        (run_bare if loop.bare else run_undisturbed)(command, folder)
+        times_s = read_times(folder)
+        if not times_s:
+            raise InternalError(f"{folder}: found no step times of the loop {loop.name}, expected some")
+        found[loop].times_s += times_s
+        found[loop].memory += _read_memory(folder)
+        console.print(f"  window {window + 1}, {loop.name}: {statistics.median(times_s):.3f} s a step")
+    return found
+
+
+def _turn(window: int) -> Sequence[tuple[int, Loop]]:
+    return [(window, loop) for loop in (LOOPS if window % 2 == 0 else LOOPS[::-1])]
+
+
+def _read_memory(folder: Path) -> list[Memory]:
+    return [msgspec.json.decode(path.read_bytes(), type=Memory) for path in folder.glob("memory-*.json")]
