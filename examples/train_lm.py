@@ -18,7 +18,7 @@ from byte_lm.settings import Settings
 from byte_lm.text import Bytes, draw_microbatch, read_standard_library
 
 import resilient_jax as rj
-from resilient_jax.config import load, override
+from resilient_jax.config import load_toml, override_values
 from resilient_jax.errors import CallerError
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml"
@@ -61,7 +61,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     """Gives the settings of the file, with those that flags replace."""
     flags = {name: getattr(arguments, name) for name in ("steps", "seed")}
     changes = {name: value for name, value in flags.items() if value is not None}
-    return override(load(arguments.config, Settings), changes, source="command line")
+    return override_values(load_toml(arguments.config, Settings), changes, source="command line")
 
 
 def read_checkpoints(arguments: argparse.Namespace) -> rj.Checkpoints | None:

@@ -23,17 +23,17 @@ class ExitCode(enum.IntEnum):
     """The machine had no descriptor, process or memory left for this agent: start it again (sysexits' EX_TEMPFAIL)."""
     STORE_LOST = 80
     """The store stayed unreachable until the deadline."""
-    BUDGET_EXHAUSTED = 81
+    RESTART_BUDGET_EXHAUSTED = 81
     """A worker died more often than its restart budget allows."""
     TOO_FEW_HOSTS = 82
     """Not enough hosts came, or stayed, for the job to go on."""
-    REFUSED = 83
+    JOIN_REFUSED = 83
     """This host may not join: host name taken, versions differ, or wrong token."""
     DRAINED = 84
     """This host left at a step boundary after a notice (SIGTERM); nothing was lost."""
     STATE_LOST = 85
     """Every holder of the training state died at once, and nothing else holds it."""
-    INTERNAL = 89
+    INTERNAL_ERROR = 89
     """A bug of ours."""
     INTERRUPTED = 130
     """Ctrl-C."""
@@ -42,7 +42,7 @@ class ExitCode(enum.IntEnum):
 class ResilientJaxError(Exception):
     """Root of all our errors."""
 
-    exit_code: ExitCode = ExitCode.INTERNAL
+    exit_code: ExitCode = ExitCode.INTERNAL_ERROR
 
 
 class CallerError(ResilientJaxError):
@@ -117,13 +117,13 @@ class OutOfResources(OperatorError):
     exit_code = ExitCode.OUT_OF_RESOURCES
 
 
-class Refused(OperatorError):
+class JoinRefused(OperatorError):
     """The job does not let this host in."""
 
-    exit_code = ExitCode.REFUSED
+    exit_code = ExitCode.JOIN_REFUSED
 
 
-class TokenRefused(Refused):
+class Unauthenticated(JoinRefused):
     """The job token is missing or wrong."""
 
 
@@ -136,7 +136,7 @@ class TooFewHosts(OperatorError):
 class BudgetExhausted(OperatorError):
     """The worker died more often than the restart budget allows."""
 
-    exit_code = ExitCode.BUDGET_EXHAUSTED
+    exit_code = ExitCode.RESTART_BUDGET_EXHAUSTED
 
 
 class StateLost(OperatorError):
@@ -177,9 +177,9 @@ class PeerUnreachable(PeerError):
             not up yet; no need to wait for a timeout.
     """
 
-    def __init__(self, message: str = "", *, refused: bool = False) -> None:
+    def __init__(self, message: str = "", *, is_refused: bool = False) -> None:
         super().__init__(message)
-        self.refused = refused
+        self.is_refused = is_refused
 
 
 class ChecksumMismatch(PeerError):

@@ -9,16 +9,16 @@ import concurrent.futures
 import threading
 
 
-def ready_pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+def start_thread_pool(num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
     """An executor whose threads all run already: giving it work starts none.
 
     Args:
         threads: that it has, from now until it is shut down.
         name: that theirs begin with.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(threads, name)
-    all_here = threading.Barrier(threads + 1)
-    for _ in range(threads):
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads, name)
+    all_here = threading.Barrier(num_threads + 1)
+    for _ in range(num_threads):
         pool.submit(all_here.wait)
     all_here.wait()
     return pool

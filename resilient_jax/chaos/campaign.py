@@ -29,9 +29,9 @@ from resilient_jax.chaos.targets import (
     processes_of,
     service_host,
 )
-from resilient_jax.cluster.job_report import JobReport, Part, pids_of
-from resilient_jax.config import JobConfig, override
-from resilient_jax.protocol.failpoints import ANY_STEP, Act, FaultOrder, Hold
+from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
+from resilient_jax.config import JobConfig, override_values
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
 END_AHEAD_STEPS = 30
 """Everybody has to read at which step to stop before he has come to it."""
@@ -106,7 +106,7 @@ class Campaign:
         self._told = 0
         """So many of them have been told of."""
         self._base_step = 0
-        self._lease_ttl_s = override(JobConfig(), manifest.job.settings, source="job.config").lease_ttl_s
+        self._lease_ttl_s = override_values(JobConfig(), manifest.job.settings, source="job.config").lease_ttl_s
 
     def run(self) -> Findings:
         """To the job's end."""
@@ -182,7 +182,7 @@ class Campaign:
         ordered_s = time.monotonic()
         held = hosts_of((at.host,), report) if at.host is not None else hosts[:1]
         if at.place is not None:
-            who, what = (hosts, act) if act is not None else (held, Hold())
+            who, what = (hosts, act) if act is not None else (held, HoldAction())
             self._order(name, incident, who, what)
             if act is None:  # who breaks by himself may be gone by now, and another process in his place
                 report = self._watch.look() or report
@@ -192,11 +192,11 @@ class Campaign:
             if at.place is not None:
                 self._job.release_order(name)
 
-    def _order(self, name: str, incident: Incident, hosts: tuple[str, ...], act: Act) -> None:
+    def _order(self, name: str, incident: Incident, hosts: tuple[str, ...], act: FailPointAction) -> None:
         at = incident.at
         assert at.place is not None, "asked before"
         step = at.step if at.step is not None else ANY_STEP
-        self._job.order(FaultOrder(place=at.place, step=step, hosts=hosts, act=act, name=name))
+        self._job.set_order(FailPointOrder(failpoint=at.place, step=step, hosts=hosts, action=act, name=name))
         patience_s = HELD_S if at.step is None else self._manifest.recovery_s
         if not self._watch.try_wait(lambda: self._job.came(name) >= set(hosts), patience_s):
             missing = sorted(set(hosts) - self._job.came(name))
@@ -314,8 +314,8 @@ class Campaign:
         named = [(self._job.launcher_pid, "launcher")]
         for host in (status.host for status in report.hosts):
             agent = "leading agent" if host == report.leader else "agent"
-            for part, what in ((Part.AGENT, agent), (Part.SNAPSHOTS, "snapshot server")):
-                named += [(pid, f"{what} of {host}") for pid in pids_of(report, part, host)]
+            for part, what in ((JobComponent.AGENT, agent), (JobComponent.SNAPSHOT_SERVER, "snapshot server")):
+                named += [(pid, f"{what} of {host}") for pid in find_pids(report, part, host)]
         self._samples += [found for pid, name in named if (found := sample(pid, name)) is not None]
 
     # The end.
@@ -368,7 +368,7 @@ class Campaign:
         found: list[Violation] = []
         if code != expected:
             text = (
-                f"found exit code {code}, expected {expected}; the end of its output:\n{self._job.tail(15)}"
+                f"found exit code {code}, expected {expected}; the end of its output:\n{self._job.read_tail(15)}"
             )
             found.append(Violation(invariant=Invariant.ENDING, found=text))
         elif expected == 0 and self._steps_told() is None:
@@ -396,7 +396,7 @@ class Campaign:
 
     def _find_leftovers(self, segments: frozenset[str]) -> list[str]:
         return [
-            *(f"process {pid}" for pid in self._job.processes()),
+            *(f"process {pid}" for pid in self._job.find_processes()),
             *(f"shared memory {name}" for name in shared_segments() - segments),
             *(f"{name} in the run folder" for name in left_in(self._job.run_directory)),
         ]

@@ -28,7 +28,7 @@ OF_A_PART = {
     TargetPart.WORKER: (EventKind.WORKER_EXITED, EventKind.WORKER_DYING),
     TargetPart.AGENT: (EventKind.HOST_LOST, EventKind.AGENT_STARTED),
     TargetPart.HOST: (EventKind.HOST_LOST, EventKind.AGENT_STARTED),
-    TargetPart.SERVICE: (EventKind.SERVICE_EXITED,),
+    TargetPart.SERVICE: (EventKind.COORDINATION_SERVICE_EXITED,),
     TargetPart.SNAPSHOTS: (EventKind.SNAPSHOT_SERVER_EXITED,),
 }
 OF_SILENCE = (EventKind.HOST_LOST, EventKind.STORE_LOST, EventKind.AGENT_STARTED)
@@ -66,7 +66,7 @@ def expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventKind, 
         case Stop(for_s=for_s):
             is_long = for_s is None or for_s > STOP_SEEN_S
             if part is TargetPart.WORKER and is_long:
-                return (EventKind.WORKER_STOPPED, *OF_A_PART[part])
+                return (EventKind.WORKER_UNRESPONSIVE, *OF_A_PART[part])
             if part in (TargetPart.SERVICE, TargetPart.SNAPSHOTS) and is_long:
                 return OF_A_PART[part]
             is_silent = for_s is None or for_s > LEASES_MISSED * lease_ttl_s
@@ -76,9 +76,9 @@ def expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventKind, 
         case Raise():
             return (EventKind.USER_ERROR,)
         case Nan():
-            return (EventKind.NOT_FINITE, EventKind.USER_ERROR)
+            return (EventKind.NONFINITE, EventKind.USER_ERROR)
         case Flip(where="message"):
-            return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_BLOCK_BAD)
+            return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_BLOCK_CORRUPT)
         case Partition(for_s=for_s):
             return OF_SILENCE if for_s > LEASES_MISSED * lease_ttl_s else ()
         case _:
@@ -125,7 +125,7 @@ def _tells(event: Event, expected: Sequence[EventKind], host: str) -> bool:
             return detail.get("peer") == host and str(detail.get("error", "")).startswith(
                 ChecksumMismatch.__name__
             )
-        case EventKind.SNAPSHOT_BLOCK_BAD:
+        case EventKind.SNAPSHOT_BLOCK_CORRUPT:
             return detail.get("source") == host
         case _:
             return event.host == host

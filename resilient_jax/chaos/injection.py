@@ -54,17 +54,17 @@ class Surroundings:
     checkpoints: Path
 
 
-def act_of(fault: Fault) -> failpoints.Act | None:
+def act_of(fault: Fault) -> failpoints.FailPointAction | None:
     """What a process does by itself at its place; None for a fault that comes from outside."""
     match fault:
         case Exit(code=code):
-            return failpoints.Exit(code=code)
+            return failpoints.ExitAction(exit_code=code)
         case Raise():
-            return failpoints.Raise(text="an error in a step, made by the chaos campaign")
+            return failpoints.RaiseAction(message="an error in a step, made by the chaos campaign")
         case Hang(for_s=for_s):
-            return failpoints.Hang(seconds=for_s)
+            return failpoints.HangAction(duration_s=for_s)
         case Nan() | Flip(where="message"):
-            return failpoints.Spoil()
+            return failpoints.CorruptAction()
         case _:
             return None
 

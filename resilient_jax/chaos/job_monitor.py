@@ -11,7 +11,7 @@ from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import Event
-from resilient_jax.protocol.ledger import Begun, Line
+from resilient_jax.protocol.ledger import MicrobatchEntry, LedgerEntry
 
 LOOK_PAUSE_S = 0.1
 """A look costs the store and this process 9 ms of processor time, which the job needs itself."""
@@ -36,7 +36,7 @@ class Watch:
         step: so many steps are done, as far as the store knew at the last look.
     """
 
-    def __init__(self, job: LocalJob, events: Tail[Event], ledger: Tail[Line], lifetimes: Lifetimes) -> None:
+    def __init__(self, job: LocalJob, events: Tail[Event], ledger: Tail[LedgerEntry], lifetimes: Lifetimes) -> None:
         self.job = job
         self.events = events
         self.step = 0
@@ -52,7 +52,7 @@ class Watch:
         if self.job.process.poll() is not None:
             raise Ended
         self._look_at_events()
-        report = self.job.report()
+        report = self.job.read_report()
         if report is not None:
             self.step = max(self.step, newest_step(report))
         return report
@@ -112,12 +112,12 @@ class Watch:
         """Each event is new once only: whoever looks also ends the faults that last until it."""
         self._lifetimes.see(self.events.look())
 
-    def ledger_until_now(self) -> list[Line]:
+    def ledger_until_now(self) -> list[LedgerEntry]:
         """All lines, without the few that may lack a line of another process which belongs to them."""
         until_s = time.monotonic()
         self._ledger.look()
         return [
-            line for line in self._ledger.records if isinstance(line, Begun) or line.monotonic_s < until_s
+            line for line in self._ledger.records if isinstance(line, MicrobatchEntry) or line.monotonic_s < until_s
         ]
 
 

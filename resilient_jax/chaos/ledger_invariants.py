@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.protocol.ledger import Begun, Committed, Line, Restored
+from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
 
 SUM_MODULUS = 2**64
 HALF = 16
@@ -54,50 +54,50 @@ def add_sums(sums: Iterable[str]) -> str:
     return "".join(f"{lane:016x}" for lane in lanes)
 
 
-def digests_of(lines: Iterable[Committed | Restored]) -> Iterator[tuple[int, Digest, str]]:
+def digests_of(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple[int, Digest, str]]:
     """Step, digest of the whole state after it, and who says so. Parts of which some are missing say nothing."""
-    parts: dict[tuple[int, int], list[Committed | Restored]] = collections.defaultdict(list)
+    parts: dict[tuple[int, int], list[StepEntry | RestoreEntry]] = collections.defaultdict(list)
     for line in lines:
-        step = line.step if isinstance(line, Committed) else line.steps - 1
-        if line.sha256:
-            yield step, Digest(line.sha256, line.sum), f"{line.host} in generation {line.generation}"
+        step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
+        if line.state_sha256:
+            yield step, Digest(line.state_sha256, line.additive_digest), f"{line.host} in generation {line.generation}"
         else:
             parts[line.generation, step].append(line)
     for (generation, step), found in parts.items():
         by_host = {line.host: line for line in found}
-        if len(by_host) == found[0].hosts:
-            total = add_sums(line.sum for line in by_host.values())
+        if len(by_host) == found[0].num_hosts:
+            total = add_sums(line.additive_digest for line in by_host.values())
             yield step, Digest("", total), f"all {len(by_host)} hosts of generation {generation}"
 
 
-def read_reference(lines: Iterable[Line]) -> dict[int, Undisturbed]:
+def read_reference(lines: Iterable[LedgerEntry]) -> dict[int, Undisturbed]:
     """Each step of a run that nobody disturbed."""
-    committed = {line.step: line for line in lines if isinstance(line, Committed)}
+    committed = {line.step: line for line in lines if isinstance(line, StepEntry)}
     return {
         step: Undisturbed(digest=digest, microbatches=_microbatches_of(committed[step]))
         for step, digest, _ in digests_of(committed.values())
     }
 
 
-def check_commits(lines: Sequence[Line], reference: Mapping[int, Undisturbed]) -> list[Violation]:
+def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Undisturbed]) -> list[Violation]:
     """All that is wrong.
 
     Args:
         lines: of all workers so far, each process's in its order.
         reference: the undisturbed run; of steps that it lacks the hosts must agree among themselves.
     """
-    committed = [line for line in lines if isinstance(line, Committed)]
-    restored = [line for line in lines if isinstance(line, Restored)]
+    committed = [line for line in lines if isinstance(line, StepEntry)]
+    restored = [line for line in lines if isinstance(line, RestoreEntry)]
     return [
         *_other_bits(committed, restored, reference),
         *_out_of_order(committed),
-        *_wrong_microbatches(committed, [line for line in lines if isinstance(line, Begun)], reference),
+        *_wrong_microbatches(committed, [line for line in lines if isinstance(line, MicrobatchEntry)], reference),
         *_late_commits(committed),
     ]
 
 
 def check_complete(
-    lines: Sequence[Line], steps: int | None, reference: Mapping[int, Undisturbed]
+    lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, Undisturbed]
 ) -> list[Violation]:
     """What is missing when the job is done.
 
@@ -106,8 +106,8 @@ def check_complete(
         steps: that were to be trained; None: the job ended on the way, in the step after the newest or in the newest.
         reference: the undisturbed run.
     """
-    committed = [line for line in lines if isinstance(line, Committed)]
-    restored = [line for line in lines if isinstance(line, Restored)]
+    committed = [line for line in lines if isinstance(line, StepEntry)]
+    restored = [line for line in lines if isinstance(line, RestoreEntry)]
     done = {line.step for line in committed}
     # A step that a host died in is done again; or else all go on from it, which tells its digest as well.
     compared = {step for found in (committed, restored) for step, _, _ in digests_of(found)}
@@ -130,7 +130,7 @@ def check_complete(
 
 
 def _other_bits(
-    committed: list[Committed], restored: list[Restored], reference: Mapping[int, Undisturbed]
+    committed: list[StepEntry], restored: list[RestoreEntry], reference: Mapping[int, Undisturbed]
 ) -> Iterator[Violation]:
     expected = {step: known.digest for step, known in reference.items()}
     shown: collections.Counter[Invariant] = collections.Counter()
@@ -146,19 +146,19 @@ def _other_bits(
                     yield Violation(invariant=invariant, found=text)
 
 
-def _out_of_order(committed: list[Committed]) -> Iterator[Violation]:
+def _out_of_order(committed: list[StepEntry]) -> Iterator[Violation]:
     newest: dict[tuple[str, int, int], int] = {}
     for line in committed:
-        key = line.host, line.process, line.generation
+        key = line.host, line.pid, line.generation
         before = newest.get(key)
         if before is not None and line.step != before + 1:
-            text = f"process {line.process} of {line.host} committed step {line.step} after {before} in generation "
+            text = f"process {line.pid} of {line.host} committed step {line.step} after {before} in generation "
             yield Violation(invariant=Invariant.STEPS, found=f"{text}{line.generation}")
         newest[key] = line.step
 
 
 def _wrong_microbatches(
-    committed: list[Committed], begun: list[Begun], reference: Mapping[int, Undisturbed]
+    committed: list[StepEntry], begun: list[MicrobatchEntry], reference: Mapping[int, Undisturbed]
 ) -> Iterator[Violation]:
     computed = {(line.host, line.step, line.index) for line in begun}
     owners: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {}
@@ -181,11 +181,11 @@ def _wrong_microbatches(
                     yield Violation(invariant=Invariant.MICROBATCHES, found=text)
 
 
-def _microbatches_of(line: Committed) -> dict[str, int]:
+def _microbatches_of(line: StepEntry) -> dict[str, int]:
     return {name: len(hosts) for name, hosts in line.owners.items()}
 
 
-def _late_commits(committed: list[Committed]) -> Iterator[Violation]:
+def _late_commits(committed: list[StepEntry]) -> Iterator[Violation]:
     """A worker that wakes up late may finish the step that it was in, and no other.
 
     The step in flight of a generation that has ended is at most the first that a later one commits.

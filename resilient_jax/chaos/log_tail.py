@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from resilient_jax.events import Event
-from resilient_jax.protocol.ledger import LINE_DECODER, Line
+from resilient_jax.protocol.ledger import ENTRY_DECODER, LedgerEntry
 
 T = TypeVar("T")
 
@@ -48,6 +48,6 @@ def tail_events(directory: Path) -> Tail[Event]:
     return Tail(directory, "*.events.jsonl", msgspec.json.Decoder(Event).decode)
 
 
-def tail_ledger(directory: Path) -> Tail[Line]:
+def tail_ledger(directory: Path) -> Tail[LedgerEntry]:
     """Of all workers."""
-    return Tail(directory, "*.jsonl", LINE_DECODER.decode)
+    return Tail(directory, "*.jsonl", ENTRY_DECODER.decode)

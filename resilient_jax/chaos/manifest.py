@@ -21,11 +21,11 @@ from resilient_jax.chaos.faults import (
     is_of_message,
     kind_of,
 )
-from resilient_jax.config import JobConfig, decode, load, override
+from resilient_jax.config import JobConfig, decode_toml, load_toml, override_values
 from resilient_jax.config.job_config import Seconds
 from resilient_jax.errors import ConfigError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 LARGEST = 1_000_000
 """Of a whole number in a manifest: more is a mistyped one."""
@@ -62,7 +62,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seconds: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     event: str | None = None
     detail: dict[str, str] = {}
-    place: Place | None = None
+    place: FailPoint | None = None
     host: HostIndex | None = None
 
 
@@ -168,16 +168,16 @@ def load_manifest(path: Path) -> Manifest:
     Raises:
         ConfigError: it cannot be read or does not fit; names file and key.
     """
-    return _check(load(path, Manifest), str(path))
+    return _check(load_toml(path, Manifest), str(path))
 
 
 def parse_manifest(text: str, *, source: str) -> Manifest:
     """As `load_manifest`, from a text that messages call `source`."""
-    return _check(decode(text, Manifest, source=source), source)
+    return _check(decode_toml(text, Manifest, source=source), source)
 
 
 def _check(manifest: Manifest, source: str) -> Manifest:
-    override(JobConfig(), manifest.job.config, source=f"{source}, job.config")
+    override_values(JobConfig(), manifest.job.config, source=f"{source}, job.config")
     for number, incident in enumerate(manifest.incidents):
         for key, found, expected in _misfits(incident, manifest.job):
             raise ConfigError(
@@ -212,10 +212,10 @@ def _misfits(incident: Incident, job: JobShape) -> list[tuple[str, str, str]]:
     ):
         found.append(("fault.kind", kind_of(fault), 'a link as target and job.network = "namespaces"'))
     if is_of_message(fault) and (
-        target.part is not TargetPart.SNAPSHOTS or at.place is not Place.BEFORE_SEND
+        target.part is not TargetPart.SNAPSHOTS or at.place is not FailPoint.BEFORE_SEND
     ):
         found.append(
-            ("fault.where", "message", f"snapshots as target and {Place.BEFORE_SEND} as place in `at`")
+            ("fault.where", "message", f"snapshots as target and {FailPoint.BEFORE_SEND} as place in `at`")
         )
     if isinstance(fault, ClockJump) and not job.may_set_clock:
         found.append(

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.records import Phase
+from resilient_jax.protocol.records import GenerationPhase
 
-ORDER = {phase: place for place, phase in enumerate(Phase)}
+ORDER = {phase: place for place, phase in enumerate(GenerationPhase)}
 
 
 def check_membership(events: Sequence[Event]) -> list[Violation]:
@@ -45,17 +45,17 @@ def _numbers(events: Sequence[Event]) -> Iterator[Violation]:
         if before is not None:
             found, last = event.generation or 0, before.generation or 0
             phase, last_phase = str(event.detail["phase"]), str(before.detail["phase"])
-            if found < last or (found == last and not _may_follow(Phase(phase), Phase(last_phase))):
+            if found < last or (found == last and not _may_follow(GenerationPhase(phase), GenerationPhase(last_phase))):
                 text = f"generation {found} ({phase}) was published after generation {last} ({last_phase})"
                 yield Violation(invariant=Invariant.NUMBERS, found=text)
         before = event
 
 
-def _may_follow(phase: Phase, last: Phase) -> bool:
+def _may_follow(phase: GenerationPhase, last: GenerationPhase) -> bool:
     """Under one number: see the rules of world/membership.py. An active one is written again with what is new."""
     if phase is last:
-        return phase is Phase.ACTIVE
-    if phase is Phase.QUIESCE:  # unplanned: always the first phase of a number
+        return phase is GenerationPhase.ACTIVE
+    if phase is GenerationPhase.QUIESCE:  # unplanned: always the first phase of a number
         return False
     return ORDER[phase] > ORDER[last]
 
@@ -74,6 +74,6 @@ def _forms(events: Sequence[Event]) -> Iterator[Violation]:
 
 def _without_reason(events: Sequence[Event]) -> Iterator[Violation]:
     for event in _decisions(events):
-        if event.detail["phase"] in (Phase.QUIESCE, Phase.PAUSE) and not event.detail.get("reason"):
+        if event.detail["phase"] in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE) and not event.detail.get("reason"):
             text = f"generation {event.generation} ({event.detail['phase']}) has no reason"
             yield Violation(invariant=Invariant.EVENTS, found=text)

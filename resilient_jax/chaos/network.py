@@ -5,7 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 
-from resilient_jax.cluster.launcher import Site
+from resilient_jax.cluster.launcher import HostSite
 
 TBF = ("burst", "32kbit", "latency", "400ms")
 
@@ -24,10 +24,10 @@ class Network:
         self.gateway = f"{self._subnet}.1"
         self._names = {f"host-{index}": f"rj{number}-{index}" for index in range(hosts)}
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[HostSite, ...]:
         """Where each host runs, in order."""
         return tuple(
-            Site(address=f"{self._subnet}.{index + 2}", prefix=("ip", "netns", "exec", name))
+            HostSite(address=f"{self._subnet}.{index + 2}", command_prefix=("ip", "netns", "exec", name))
             for index, name in enumerate(self._names.values())
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from resilient_jax.chaos.faults import Exit, Fault, Flip, Kill, Partition, Slow, SlowLink, Stop
 from resilient_jax.chaos.manifest import Incident, JobShape, Manifest, Target, TargetPart, Trigger
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
 LEAST_GAP_STEPS = 0.1
@@ -21,11 +21,11 @@ MOST_GAP_STEPS = 10_000.0
 OVERLAP_STEPS = 1
 """Closer than this to the one before, an incident comes into the recovery from that."""
 PLACES = (
-    Place.BEFORE_MICROBATCH,
-    Place.BEFORE_SUM,
-    Place.AFTER_SUM,
-    Place.BEFORE_COMMIT,
-    Place.AFTER_COMMIT,
+    FailPoint.BEFORE_MICROBATCH,
+    FailPoint.BEFORE_REDUCE,
+    FailPoint.AFTER_REDUCE,
+    FailPoint.BEFORE_COMMIT,
+    FailPoint.AFTER_COMMIT,
 )
 PLACED_SHARE = 0.6
 """Of the incidents come at a place in a step; the others whenever."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from resilient_jax.chaos.ledger_invariants import Undisturbed, read_reference
 from resilient_jax.chaos.manifest import fill_in
-from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
 
@@ -59,7 +59,7 @@ class Reference:
         }
         try:
             done = subprocess.run(
-                bound_to_this_process([sys.executable, *command]),
+                bind_to_this_process([sys.executable, *command]),
                 capture_output=True,
                 text=True,
                 check=False,

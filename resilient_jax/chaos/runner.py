@@ -70,7 +70,7 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
         job = stack.enter_context(
             LocalJob(
                 fill_in(setting.command, directory),
-                hosts=manifest.job.hosts,
+                num_hosts=manifest.job.hosts,
                 run_directory=directory / "run",
                 options=_options(manifest, directory, network),
                 environment={**environment, LEDGER_VARIABLE: str(ledger), END_VARIABLE: str(end)},
@@ -115,7 +115,7 @@ def _options(manifest: Manifest, directory: Path, network: Network | None) -> li
 
 def _write_sites(network: Network) -> str:
     tables = [
-        f"[[sites]]\naddress = {json.dumps(site.address)}\nprefix = {json.dumps(site.prefix)}\n"
+        f"[[sites]]\naddress = {json.dumps(site.address)}\nprefix = {json.dumps(site.command_prefix)}\n"
         for site in network.sites()
     ]
     return f"store_host = {json.dumps(network.gateway)}\n" + "\n".join(tables)

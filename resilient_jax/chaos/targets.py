@@ -3,16 +3,16 @@
 from collections.abc import Collection
 
 from resilient_jax.chaos.manifest import Target, TargetPart
-from resilient_jax.cluster.job_report import JobReport, Part, pids_of
-from resilient_jax.protocol.records import Phase
+from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
+from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 PARTS = {
-    TargetPart.WORKER: Part.WORKER,
-    TargetPart.AGENT: Part.AGENT,
-    TargetPart.SNAPSHOTS: Part.SNAPSHOTS,
-    TargetPart.SERVICE: Part.SERVICE,
-    TargetPart.HOST: Part.HOST,
+    TargetPart.WORKER: JobComponent.WORKER,
+    TargetPart.AGENT: JobComponent.AGENT,
+    TargetPart.SNAPSHOTS: JobComponent.SNAPSHOT_SERVER,
+    TargetPart.SERVICE: JobComponent.COORDINATION_SERVICE,
+    TargetPart.HOST: JobComponent.HOST,
 }
 
 
@@ -36,7 +36,7 @@ def processes_of(target: Target, host: str, report: JobReport) -> tuple[int, ...
     part = PARTS.get(target.part)
     if part is None or all(h.host != host for h in report.hosts):
         return ()
-    return tuple(pids_of(report, part, host))
+    return tuple(find_pids(report, part, host))
 
 
 def service_host(report: JobReport) -> str | None:
@@ -52,14 +52,14 @@ def all_processes(report: JobReport) -> frozenset[int]:
     """Every process that the store knows of."""
     found: set[int] = set()
     for host in report.hosts:
-        found |= set(pids_of(report, Part.HOST, host.host))
+        found |= set(find_pids(report, JobComponent.HOST, host.host))
     return frozenset(found)
 
 
 def is_training(report: JobReport, hosts: Collection[str]) -> bool:
     """Whether exactly these hosts train together and each has finished a step, with a snapshot if they take some."""
     generation = report.generation
-    if generation is None or generation.phase is not Phase.ACTIVE:
+    if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
     if {member.host for member in generation.members} != set(hosts):
         return False
@@ -67,9 +67,9 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
     for member in generation.members:
         status = by_host.get(member.host)
         worker = status.worker if status is not None else None
-        if status is None or worker is None or worker.incarnation != member.incarnation or not worker.alive:
+        if status is None or worker is None or worker.incarnation != member.incarnation or not worker.is_alive:
             return False
-        if not worker.report.steady or worker.report.generation != generation.number:
+        if not worker.report.has_finished_step or worker.report.generation != generation.number:
             return False
     if all(status.snapshot_server is None for status in report.hosts):
         return True

@@ -32,13 +32,13 @@ from resilient_jax.cli.options import (
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
-from resilient_jax.cluster.run_directory import create
-from resilient_jax.cluster.worker_process import current_environment
-from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, TokenRefused
+from resilient_jax.cluster.run_directory import create_run_directory
+from resilient_jax.cluster.worker_process import copy_environment
+from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, Unauthenticated
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import worker_environment
-from resilient_jax.protocol.records import Outcome, OutcomeKind
-from resilient_jax.protocol.store_keys import hosts_prefix
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
@@ -113,8 +113,8 @@ def agent(
     credentials = Credentials(token, _tls_files(tls))
     where = _split_store(store)
     here = _address_towards(where, store) if address is None else _check_address(address)
-    directory = create(run_dir)
-    environment = current_environment()
+    directory = create_run_directory(run_dir)
+    environment = copy_environment()
     environment.pop(TOKEN_VARIABLE, None)
     settled = job_config(config, expected_hosts)
     environment |= worker_environment(
@@ -131,16 +131,16 @@ def agent(
         command=command,
         environment=environment,
         devices_per_host=devices_per_host,
-        expected_hosts=expected_hosts,
+        num_hosts=expected_hosts,
         versions=installed_versions(),
         credentials=credentials,
         config=settled,
         failure_domain=failure_domain or (domain_in(topology, host_name) if topology is not None else ""),
         run_directory=directory,
-        show_everything=verbose,
+        show_all_output=verbose,
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
-    if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.INTERRUPTED):
+    if outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
         say(f"[{host_name}] {_last_words(outcome)}")
     sys.exit(outcome.exit_code)
 
@@ -148,19 +148,19 @@ def agent(
 def _read_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
-        raise TokenRefused(
+        raise Unauthenticated(
             f"environment variable {TOKEN_VARIABLE}: found nothing, expected the job's token; set the same "
             "secret on all hosts, for example from `openssl rand -hex 16`"
         )
     return token
 
 
-def _last_words(outcome: Outcome) -> str:
+def _last_words(outcome: JobOutcome) -> str:
     """Why it is over. Of a traceback only the end: the host that failed has shown the rest."""
     message = outcome.message.strip()
     if message.startswith("Traceback"):
         message = message.rpartition("\n")[2]
-    if outcome.exit_code == ExitCode.BUDGET_EXHAUSTED:
+    if outcome.exit_code == ExitCode.RESTART_BUDGET_EXHAUSTED:
         return f"this host ends: {message}"  # the others may go on
     where = f" on {outcome.host}" if outcome.host else ""
     return f"the job ended: {outcome.kind}{where}: {message}"
@@ -170,7 +170,7 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, e
 """What the kernel says when there is no more of something."""
 
 
-async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Outcome:
+async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> JobOutcome:
     if not serve_here:
         return await _supervise(settings, address)
     server = Server(address, credentials=settings.credentials)
@@ -188,7 +188,7 @@ async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
-    prefix = hosts_prefix(settings.job)
+    prefix = make_hosts_prefix(settings.job)
     before: list[str] = []
     while not told.is_set():
         _, found = await store.range(prefix)
@@ -205,12 +205,12 @@ async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None
                 await told.wait()
 
 
-async def _supervise(settings: AgentSettings, address: str) -> Outcome:
+async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
     waiting = _WaitingForStore(f"[{settings.host}] waiting for the store at {address}")
     store = await RemoteStore.connect(
         address,
         settings.credentials,
-        settings.config.store_deadline_s,
+        settings.config.store_timeout_s,
         lambda tried_s, _: waiting.update(tried_s),
         give_up_s=settings.config.lease_ttl_s,
     )

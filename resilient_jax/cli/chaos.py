@@ -23,7 +23,7 @@ from resilient_jax.chaos.random_campaigns import LEAST_GAP_STEPS, MOST_GAP_STEPS
 from resilient_jax.chaos.runner import Setting, run_campaign
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.cli.options import check_script, say
-from resilient_jax.cluster.run_directory import create
+from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
 
 CAMPAIGNS = "configs/chaos"
@@ -34,7 +34,7 @@ RUN_FOLDER = "campaign"
 class CampaignFailed(ResilientJaxError):
     """An invariant was violated."""
 
-    exit_code = ExitCode.INTERNAL
+    exit_code = ExitCode.INTERNAL_ERROR
 
 
 def chaos(
@@ -118,7 +118,7 @@ def chaos(
     if manifest is None:
         raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
     command = _find_script(script, manifest)
-    directory = create(run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-")))
+    directory = create_run_directory(run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-")))
     if (directory / RUN_FOLDER).exists():
         raise CallerError(
             f"--run-dir {directory}: found a campaign there, expected none: its events would be taken for those of "

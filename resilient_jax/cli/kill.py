@@ -10,22 +10,22 @@ from typing import Annotated
 import typer
 
 from resilient_jax.cli.options import RunDirectoryArgument, contact_of
-from resilient_jax.cluster.job_report import Part, pids_of, read_report
+from resilient_jax.cluster.job_report import JobComponent, find_pids, read_job_report
 from resilient_jax.errors import CallerError
 
 
 def kill(
     run_dir: RunDirectoryArgument,
-    part: Annotated[Part, typer.Argument(help="What to kill.")],
+    part: Annotated[JobComponent, typer.Argument(help="What to kill.")],
     host: Annotated[
         str, typer.Argument(help="Which host; `leader` for the one that leads, and for its service.")
     ] = "leader",
     stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
 ) -> None:
     """Break a part of a job on this machine, to see that training goes on."""
-    report = asyncio.run(read_report(contact_of(run_dir)))
+    report = asyncio.run(read_job_report(contact_of(run_dir)))
     number = signal.SIGSTOP if stop else signal.SIGKILL
-    killed = list(pids_of(report, part, host))
+    killed = list(find_pids(report, part, host))
     if not killed:
         raise CallerError(f"host {host} runs no {part} now; see `resilient-jax status {run_dir}`")
     for pid in killed:

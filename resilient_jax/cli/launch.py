@@ -25,20 +25,20 @@ from resilient_jax.cli.options import (
     say,
 )
 from resilient_jax.cli.progress import ProgressLine
-from resilient_jax.cluster.launcher import Launcher, LaunchSettings, Site, host_names
-from resilient_jax.cluster.run_directory import claimed, create, create_new
-from resilient_jax.config import load
+from resilient_jax.cluster.launcher import Launcher, LaunchSettings, HostSite, make_host_names
+from resilient_jax.cluster.run_directory import claim_directory, create_run_directory, create_numbered_directory
+from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
 from resilient_jax.jax_runtime.worker_environment import counts_devices
-from resilient_jax.protocol.records import Outcome, OutcomeKind
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the hosts of a job on this machine run; none: on its loopback device."""
 
     store_host: str = "127.0.0.1"
-    sites: tuple[Site, ...] = ()
+    sites: tuple[HostSite, ...] = ()
 
 
 DEFAULT_DEVICES = 2
@@ -96,43 +96,43 @@ def launch(
     if config is not None:
         options += ["--config", str(config)]
     if topology is not None:
-        for host in host_names(hosts):  # refused here once, not by every agent
+        for host in make_host_names(hosts):  # refused here once, not by every agent
             domain_in(topology, host)
         options += ["--topology", str(topology)]
     if verbose:
         options += ["--verbose"]
-    places = load(sites, Sites) if sites is not None else Sites()
+    places = load_toml(sites, Sites) if sites is not None else Sites()
     if places.sites and len(places.sites) != hosts:
         raise ConfigError(
             f"{sites}: key 'sites': found {len(places.sites)} for a job of {hosts} hosts, expected one for each. Add "
             "the missing ones, or change --hosts"
         )
     default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    directory = create(run_dir) if run_dir is not None else create_new(default)
+    directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     settings = LaunchSettings(
         job=JobName(directory.name),
-        hosts=hosts,
+        num_hosts=hosts,
         command=command,
         agent_options=tuple(options),
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
-        host_restart_limit=host_restart_limit,
+        max_host_restarts=host_restart_limit,
         sites=places.sites,
         store_host=places.store_host,
     )
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
-    with claimed(directory), progress:
+    with claim_directory(directory), progress:
         say(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
         outcome = asyncio.run(launcher.run())
     say(_last_words(outcome, directory))
     sys.exit(outcome.exit_code)
 
 
-def _last_words(outcome: Outcome, directory: Path) -> str:
+def _last_words(outcome: JobOutcome, directory: Path) -> str:
     logs = f"logs and events: {directory}"
-    if outcome.kind is OutcomeKind.DONE:
+    if outcome.kind is JobOutcomeKind.DONE:
         return f"done; {logs}"
     where = f" on {outcome.host}" if outcome.host else ""
     return f"{logs}\nthe job ended: {outcome.kind}{where}\n{outcome.message}"

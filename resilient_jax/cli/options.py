@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cluster.run_directory import Contact, read_contact, remove_contact
-from resilient_jax.cluster.worker_output import show
-from resilient_jax.config import JobConfig, load
+from resilient_jax.cluster.run_directory import JobContact, read_contact, remove_contact
+from resilient_jax.cluster.worker_output import print_bytes
+from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.jax_runtime.worker_environment import Platform
 from resilient_jax.protocol.records import Versions
@@ -63,7 +63,7 @@ def job_config(path: Path | None, hosts: int) -> JobConfig:
     """
     if path is None:
         return JobConfig()
-    config = load(path, JobConfig)
+    config = load_toml(path, JobConfig)
     if config.snapshot_parity >= max(hosts, 2):
         raise ConfigError(
             f"{path}: snapshot_parity: found {config.snapshot_parity} for a job of {hosts} hosts, expected fewer than "
@@ -141,7 +141,7 @@ def check_devices(count: int | None) -> None:
         raise CallerError(f"--devices-per-host: found {count}, expected 1 to {MAX_DEVICES}")
 
 
-def contact_of(run_directory: Path) -> Contact:
+def contact_of(run_directory: Path) -> JobContact:
     """How to reach the job of this machine that runs in a folder.
 
     Raises:
@@ -169,4 +169,4 @@ def installed_versions() -> Versions:
 
 def say(text: str) -> None:
     """A line for people."""
-    show(f"{text}\n".encode())
+    print_bytes(f"{text}\n".encode())

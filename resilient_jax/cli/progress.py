@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from resilient_jax.cluster.launcher import JobView
-from resilient_jax.cluster.worker_output import show
-from resilient_jax.protocol.records import Phase
+from resilient_jax.cluster.worker_output import print_bytes
+from resilient_jax.protocol.records import GenerationPhase
 
 REDRAW_S = 0.1
 LOG_INTERVAL_S = 10.0
@@ -48,7 +48,7 @@ class ProgressLine:
 
 
 def _show(text: str) -> None:
-    show(text.encode(errors="replace"))
+    print_bytes(text.encode(errors="replace"))
 
 
 def describe(view: JobView) -> str:
@@ -59,6 +59,6 @@ def describe(view: JobView) -> str:
     words = [f"step {view.step}"]
     words += [f"{name} {value:.4f}" for name, value in view.metrics.items()]
     words += [f"generation {generation.number}", f"{len(generation.members)} hosts live"]
-    if generation.phase not in (Phase.ACTIVE, Phase.FINISHED):
+    if generation.phase not in (GenerationPhase.ACTIVE, GenerationPhase.FINISHED):
         words.append(f"{generation.phase} ({generation.reason})")
     return " | ".join(words)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from resilient_jax.cli.console import printing
 from resilient_jax.cli.options import RunDirectoryArgument, contact_of
-from resilient_jax.cluster.job_report import JobReport, read_report
+from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.protocol.snapshots import SnapshotStatus
 
 LEAST_WIDTH = 110
@@ -25,7 +25,7 @@ def status(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job."""
-    report = asyncio.run(read_report(contact_of(run_dir)))
+    report = asyncio.run(read_job_report(contact_of(run_dir)))
     with printing() as console:
         if json_output:
             sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -57,10 +57,10 @@ def print_report(console: Console, report: JobReport) -> None:
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
         table.add_column(name, overflow="fold")
     for host in report.hosts:
-        member = generation.member(host.host) if generation else None
+        member = generation.find_member(host.host) if generation else None
         worker = host.worker
-        notes = ["draining"] if host.draining else []
-        notes += ["stopped"] if worker and worker.stopped else []
+        notes = ["draining"] if host.is_draining else []
+        notes += ["stopped"] if worker and worker.is_unresponsive else []
         table.add_row(
             host.host,
             str(member.process_index) if member else "-",

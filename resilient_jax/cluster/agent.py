@@ -17,32 +17,32 @@ from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.leader import GENERATION_DECODER, Leader
-from resilient_jax.cluster.membership import Rules
+from resilient_jax.cluster.membership import MembershipConfig
 from resilient_jax.cluster.relay import Relay
-from resilient_jax.cluster.snapshot_server_process import SnapshotProcess
-from resilient_jax.cluster.state_loss import AfterStateLoss
-from resilient_jax.cluster.store_session import Session, SessionLost
+from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
+from resilient_jax.cluster.state_loss import StateLossPolicy
+from resilient_jax.cluster.store_session import StoreSession, SessionLost
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import ExitCode, PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, Revision
 from resilient_jax.protocol.records import (
-    Change,
+    WorldChange,
     Generation,
     HostStatus,
     LeaderRecord,
-    Outcome,
-    OutcomeKind,
-    Phase,
+    JobOutcome,
+    JobOutcomeKind,
+    GenerationPhase,
     WorkerState,
 )
-from resilient_jax.protocol.store_keys import generation_key
+from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import (
-    Boundary,
-    Form,
-    Hold,
-    Leased,
+    RunToBoundary,
+    FormWorld,
+    HoldTraining,
+    LeaseRenewed,
     Pause,
     Quiesce,
 )
@@ -53,8 +53,8 @@ PROGRESS_INTERVAL_S = 0.25
 """How often step and metrics go to the store, for people to look at."""
 RELAY_GRACE_S = 10.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
-CANCEL_AGAIN_S = 1.0
-DRAIN_DEADLINE_S = 25.0
+CANCEL_INTERVAL_S = 1.0
+DRAIN_GRACE_S = 25.0
 """Schedulers kill 30 s after their notice; leaving later than this saves nothing."""
 
 
@@ -69,11 +69,11 @@ class Agent:
     """One host's supervisor. `run` is its whole life."""
 
     def __init__(
-        self, settings: AgentSettings, store: Store, say: Callable[[str], None], clock: Clock | None = None
+        self, settings: AgentSettings, store: Store, print_line: Callable[[str], None], clock: Clock | None = None
     ) -> None:
         self._settings = settings
         self._store = store
-        self._say = say
+        self._say = print_line
         self._clock = clock or SystemClock()
         directory = settings.run_directory
         self._log = EventLog(
@@ -83,28 +83,28 @@ class Agent:
         self._services = CoordinationServices(settings.address, self._log, self._touch)
         self._relay: Relay | None = None
         self._generation: Generation | None = None
-        self._session: Session | None = None
+        self._session: StoreSession | None = None
         self._leaving = _Leaving.NO
-        self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._cut_short: Outcome | None = None
+        self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
+        self._cut_short: JobOutcome | None = None
         """Of a notice or an interrupt that came when training was over and the script was not."""
         self._killing: asyncio.Task[None] | None = None
         self._void: GenerationNumber | None = None
-        self._snapshots = SnapshotProcess(
+        self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
         )
         self._supervisor = WorkerSupervisor(
             settings,
             self._log,
             self._clock,
-            say,
+            print_line,
             snapshots=self._snapshots,
             on_change=self._on_worker_changed,
-            others_train=lambda: self._generation is not None and bool(self._generation.members),
+            do_others_train=lambda: self._generation is not None and bool(self._generation.members),
             is_over=self._ended.done,
         )
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         """Supervises until the job has ended, or this host leaves.
 
         Raises:
@@ -126,8 +126,8 @@ class Agent:
             for task in tasks:
                 task.add_done_callback(self._end_if_failed)
             outcome = await self._ended
-            await self._supervisor.let_finish(outcome)
-            return self._cut_short or self._supervisor.with_exit_code(outcome)
+            await self._supervisor.wait_finished(outcome)
+            return self._cut_short or self._supervisor.apply_exit_code(outcome)
         finally:
             await self._clean_up(tasks)
 
@@ -140,9 +140,9 @@ class Agent:
             return
         self._leaving = _Leaving.ASKED
         self._log.record(EventKind.HOST_DRAINING)
-        asyncio.get_running_loop().call_later(DRAIN_DEADLINE_S, self._leave)
+        asyncio.get_running_loop().call_later(DRAIN_GRACE_S, self._leave)
         when = (
-            f"the script has {DRAIN_DEADLINE_S:g} s to end"
+            f"the script has {DRAIN_GRACE_S:g} s to end"
             if self._is_done()
             else "leaving at the next step boundary"
         )
@@ -150,7 +150,7 @@ class Agent:
         self._touch()
         generation = self._generation
         if generation is None or (
-            generation.member(self._settings.host) is None and generation.snapshot is None
+            generation.find_member(self._settings.host) is None and generation.snapshot is None
         ):
             self._leave()
 
@@ -162,7 +162,7 @@ class Agent:
 
     def _leave_with(self, code: ExitCode, message: str) -> None:
         """Ends this host's part; a script that still works after training, too."""
-        outcome = Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
+        outcome = JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
         if self._is_done():
             self._cut_short = outcome
             self._supervisor.kill(message)
@@ -171,21 +171,21 @@ class Agent:
     def _is_done(self) -> bool:
         """Whether training is done: what is left to do is the script's."""
         ended = self._ended
-        return ended.done() and ended.exception() is None and ended.result().kind is OutcomeKind.DONE
+        return ended.done() and ended.exception() is None and ended.result().kind is JobOutcomeKind.DONE
 
     def _end_if_failed(self, task: "asyncio.Task[None]") -> None:
         """An error of the agent itself ends it; `run` raises it."""
         if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
             self._ended.set_exception(error)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: JobOutcome) -> None:
         if not self._ended.done():
             self._ended.set_result(outcome)
 
     # The store.
 
-    def _new_session(self) -> Session:
-        return Session(
+    def _new_session(self) -> StoreSession:
+        return StoreSession(
             self._store,
             self._settings.job,
             self._settings.config.lease_ttl_s,
@@ -195,23 +195,23 @@ class Agent:
         )
 
     def _on_lease_renewed(self, until_s: float) -> None:
-        self._supervisor.order(Leased(until_s=until_s))
+        self._supervisor.send_order(LeaseRenewed(valid_until_s=until_s))
 
-    async def _stay_registered(self, session: Session) -> None:
+    async def _stay_registered(self, session: StoreSession) -> None:
         """Holds a session; when one is lost, stops training first and then comes back with a new one."""
         while True:
             self._session = session
-            session.touch()
+            session.mark_changed()
             why = await self._use_session(session)
             self._session = None
             self._log.record(EventKind.STORE_LOST, why=why)
             self._say(f"{self._settings.host}: {why}; training stops here until the store is back")
-            self._supervisor.order(Hold())
+            self._supervisor.send_order(HoldTraining())
             session = await self._register(why)
-            self._log.record(EventKind.STORE_REGAINED)
+            self._log.record(EventKind.STORE_RECONNECTED)
             self._say(f"{self._settings.host}: the store is back")
 
-    async def _use_session(self, session: Session) -> str:
+    async def _use_session(self, session: StoreSession) -> str:
         """Lives with a session; gives the reason for its end."""
         loop = asyncio.get_running_loop()
         leader = self._leader()
@@ -241,14 +241,14 @@ class Agent:
             except PeerError:
                 await asyncio.sleep(0.1)
 
-    async def _register(self, why: str) -> Session:
+    async def _register(self, why: str) -> StoreSession:
         """A session of its own again, or for the first time; `why` it has none.
 
         Raises:
             Refused: the job does not let this host in.
             StoreUnreachable: it cannot be had in time.
         """
-        deadline_s = self._clock.monotonic_s() + self._settings.config.store_deadline_s
+        deadline_s = self._clock.monotonic_s() + self._settings.config.store_timeout_s
         while True:
             session = self._new_session()
             try:
@@ -261,14 +261,14 @@ class Agent:
                 if self._clock.monotonic_s() > deadline_s:
                     raise StoreUnreachable(
                         f"host {self._settings.host} lost the store ({why}) and could not reach it again within "
-                        f"{self._settings.config.store_deadline_s:g} s; training stopped here, its state is given "
+                        f"{self._settings.config.store_timeout_s:g} s; training stopped here, its state is given "
                         "up. Start the store again, then this agent"
                     ) from error
                 await asyncio.sleep(0.2)
 
     async def _read_generation(self) -> Generation | None:
         """The generation that stands when this host comes (back)."""
-        record = await self._store.get(generation_key(self._settings.job))
+        record = await self._store.get(make_generation_key(self._settings.job))
         return GENERATION_DECODER.decode(record.value) if record is not None else None
 
     def _seat_of_before(self, known: Generation | None) -> GenerationNumber | None:
@@ -276,7 +276,7 @@ class Agent:
 
         Where it has none, the generation may be one that is just being changed, and take it in.
         """
-        if known is None or known.member(self._settings.host) is None:
+        if known is None or known.find_member(self._settings.host) is None:
             return None
         return known.number
 
@@ -286,20 +286,20 @@ class Agent:
             store=self._store,
             job=self._settings.job,
             record=LeaderRecord(host=self._settings.host, agent_id=self._agent_id),
-            rules=Rules(
-                expected_hosts=self._settings.expected_hosts,
+            config=MembershipConfig(
+                num_hosts=self._settings.num_hosts,
                 min_hosts=config.min_hosts,
-                start_deadline_s=config.start_deadline_s,
-                regroup_s=config.lease_ttl_s + 2.0,
-                lost_patience_s=config.state_lost_patience_s,
-                quiesce_deadline_s=config.quiesce_deadline_s,
-                forming_deadline_s=config.forming_deadline_s,
-                collective_retry_limit=config.collective_retry_limit,
-                after_state_loss=AfterStateLoss(config.on_state_lost),
+                start_timeout_s=config.start_timeout_s,
+                regroup_grace_s=config.lease_ttl_s + 2.0,
+                state_loss_grace_s=config.state_loss_grace_s,
+                quiesce_timeout_s=config.quiesce_timeout_s,
+                forming_timeout_s=config.forming_timeout_s,
+                max_collective_retries=config.max_collective_retries,
+                state_loss_policy=StateLossPolicy(config.state_loss_policy),
             ),
             services=self._services,
             log=self._log,
-            say=self._say,
+            print_line=self._say,
             clock=self._clock,
         )
 
@@ -311,7 +311,7 @@ class Agent:
             agent_pid=os.getpid(),
             address=self._settings.address,
             versions=self._settings.versions,
-            draining=self._leaving is not _Leaving.NO,
+            is_draining=self._leaving is not _Leaving.NO,
             worker=self._supervisor.status,
             services=self._services.running,
             snapshot_server=self._snapshots.server,
@@ -322,7 +322,7 @@ class Agent:
 
     def _touch(self) -> None:
         if self._session is not None:
-            self._session.touch()
+            self._session.mark_changed()
 
     async def _publish_progress(self) -> None:
         published = self._supervisor.progress
@@ -341,8 +341,8 @@ class Agent:
     def _on_worker_changed(self) -> None:
         self._touch()
         worker, generation = self._supervisor.worker, self._generation
-        is_member = generation is None or generation.member(self._settings.host) is not None
-        if worker is not None and worker.stopped and not is_member:
+        is_member = generation is None or generation.find_member(self._settings.host) is not None
+        if worker is not None and worker.is_unresponsive and not is_member:
             self._supervisor.kill("it was stopped")
 
     def _on_snapshots_changed(self) -> None:
@@ -358,7 +358,7 @@ class Agent:
     # Generations.
 
     async def _watch_generation(self) -> None:
-        key = generation_key(self._settings.job)
+        key = make_generation_key(self._settings.job)
         record = await self._store.get(key)
         revision = record.mod_revision if record else Revision(0)
         if record is not None:
@@ -373,36 +373,36 @@ class Agent:
         """Turns the leader's decision into an order for the worker."""
         known = self._generation
         if known is not None and generation.number < known.number:
-            self._log.record(EventKind.GENERATION_REFUSED, generation=generation.number, newest=known.number)
+            self._log.record(EventKind.GENERATION_STALE, generation=generation.number, newest=known.number)
             return
         self._generation = generation
-        if generation.phase is Phase.FINISHED:
+        if generation.phase is GenerationPhase.FINISHED:
             assert generation.outcome is not None, "a finished generation has an outcome"
             self._end(generation.outcome)
             return
         worker = self._supervisor.worker
-        member = generation.member(self._settings.host)
+        member = generation.find_member(self._settings.host)
         seated = member is not None and worker is not None and member.incarnation == worker.incarnation
         if worker is None or not seated or generation.number == self._void:
             await self._obey_from_outside(generation)
             return
         match generation.phase:
-            case Phase.QUIESCE:
-                worker.order(Quiesce(generation=generation.number, reason=generation.reason))
-            case Phase.PAUSE:
-                worker.order(Pause(generation=generation.number))
-            case Phase.BOUNDARY:
-                assert generation.boundary is not None, "a boundary has a step"
-                worker.order(Boundary(generation=generation.number, step=generation.boundary))
-            case Phase.FORM:
+            case GenerationPhase.QUIESCE:
+                worker.send_order(Quiesce(generation=generation.number, reason=generation.reason))
+            case GenerationPhase.PAUSE:
+                worker.send_order(Pause(generation=generation.number))
+            case GenerationPhase.BOUNDARY:
+                assert generation.boundary_step is not None, "a boundary has a step"
+                worker.send_order(RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step))
+            case GenerationPhase.FORM:
                 relay = await self._relay_to(generation)
-                worker.order(Form(generation=generation, host=self._settings.host, relay=relay))
-            case Phase.ACTIVE:
-                self._services.retire_before(generation.world)
+                worker.send_order(FormWorld(generation=generation, host=self._settings.host, relay_address=relay))
+            case GenerationPhase.ACTIVE:
+                self._services.stop_older(generation.world)
 
     async def _obey_from_outside(self, generation: Generation) -> None:
         """This host's worker is not a member: it must not train, and may ask to join."""
-        if self._leaving is not _Leaving.NO and generation.phase in (Phase.FORM, Phase.ACTIVE):
+        if self._leaving is not _Leaving.NO and generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE):
             if (
                 generation.snapshot is None
             ):  # else the others still read what only this host's memory may have
@@ -411,34 +411,34 @@ class Agent:
         worker = self._supervisor.worker
         if worker is None or worker.child.exit_code is not None:
             return
-        if worker.stopped:
+        if worker.is_unresponsive:
             self._supervisor.kill("it was stopped and the others went on without it")
             return
         # An idle one answers at once; that answer is what lets it join (Generation.dropped).
-        worker.order(Quiesce(generation=generation.number, reason="left out of the generation"))
+        worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))
         running = worker.report.state is WorkerState.RUNNING
         if running and (self._killing is None or self._killing.done()):
             self._killing = asyncio.create_task(self._kill_unless_idle(worker))
 
     async def _kill_unless_idle(self, worker: WorkerProcess) -> None:
-        deadline_s = self._clock.monotonic_s() + self._settings.config.quiesce_deadline_s
+        deadline_s = self._clock.monotonic_s() + self._settings.config.quiesce_timeout_s
         while worker.report.state is WorkerState.RUNNING and worker.child.exit_code is None:
-            if self._clock.monotonic_s() > deadline_s and not worker.report.busy:
+            if self._clock.monotonic_s() > deadline_s and not worker.report.is_compiling:
                 if worker is self._supervisor.worker:
                     self._supervisor.kill("it was left out of the generation and did not stop training")
                 return
             await asyncio.sleep(0.1)
 
     async def _relay_to(self, generation: Generation) -> str:
-        if generation.change is Change.SHRINK and self._relay is not None:
+        if generation.change is WorldChange.SHRINK and self._relay is not None:
             return self._relay.address
-        if self._relay is None or self._relay.service != generation.service:
-            old, self._relay = self._relay, Relay(generation.service)
+        if self._relay is None or self._relay.service != generation.service_address:
+            old, self._relay = self._relay, Relay(generation.service_address)
             await self._relay.start(self._settings.address)
             if old is not None:
                 # The worker hangs up itself when it leaves the old world; until then it must not be cut. An
                 # attempt to connect that it abandoned lives as long as its deadline.
-                lived_out_s = self._settings.config.forming_deadline_s + RELAY_GRACE_S
+                lived_out_s = self._settings.config.forming_timeout_s + RELAY_GRACE_S
                 asyncio.get_running_loop().call_later(lived_out_s, lambda: asyncio.ensure_future(old.close()))
         return self._relay.address
 
@@ -467,5 +467,5 @@ async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL_S)
     await asyncio.gather(*tasks, return_exceptions=True)  # their errors are known, or of no interest any more

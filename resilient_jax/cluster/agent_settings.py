@@ -27,10 +27,10 @@ class AgentSettings:
     command: tuple[str, ...]
     environment: dict[str, str]
     devices_per_host: int | None
-    expected_hosts: int
+    num_hosts: int
     versions: Versions
     credentials: Credentials
     config: JobConfig
     run_directory: Path | None
     failure_domain: str = ""
-    show_everything: bool = False
+    show_all_output: bool = False

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-STOPPED_POLL_S = 0.1
+STOPPED_POLL_INTERVAL_S = 0.1
 """The kernel tells nobody but the parent's waitpid of a stop."""
 
 _SHIM = """
@@ -27,7 +27,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-def bound_to_this_process(command: Sequence[str]) -> list[str]:
+def bind_to_this_process(command: Sequence[str]) -> list[str]:
     """The command, wrapped so that the kernel kills it when this process dies.
 
     A wrapper and not `preexec_fn`: that forks this process with its gRPC threads, which may deadlock.
@@ -35,7 +35,7 @@ def bound_to_this_process(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
 
 
-class Child:
+class ChildProcess:
     """A running child process.
 
     Attributes:
@@ -53,7 +53,7 @@ class Child:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.process = subprocess.Popen(
-            bound_to_this_process(command),
+            bind_to_this_process(command),
             env=dict(env) if env is not None else None,
             stdin=stdin,
             stdout=stdout,
@@ -79,14 +79,14 @@ class Child:
         """Negative for a signal, None while it runs."""
         return self.process.returncode
 
-    async def exited(self) -> int:
+    async def wait_exited(self) -> int:
         """Waits for its end; gives the exit code."""
         await self._exited.wait()
         code = self.process.returncode
         assert code is not None, "reaped"
         return code
 
-    def run_in_the_background(self) -> None:
+    def lower_priority(self) -> None:
         """Gives it only the processor time that nobody else wants, until it asks for more itself.
 
         A worker's start-up (imports, compilation) on a machine that trains meanwhile must not slow the
@@ -103,19 +103,19 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
 
-    async def end(self) -> int:
+    async def kill_and_wait(self) -> int:
         """Kills it if it still runs, and waits for its end."""
         self.kill()
-        return await self.exited()
+        return await self.wait_exited()
 
-    async def exited_or_stopped(self) -> int:
+    async def wait_exited_or_stopped(self) -> int:
         """Waits for its end; one that is stopped serves nobody, just as if it had died, and is ended.
 
         Gives the exit code.
         """
-        exited = asyncio.create_task(self.exited())
+        exited = asyncio.create_task(self.wait_exited())
         try:
-            while not (await asyncio.wait((exited,), timeout=STOPPED_POLL_S))[0]:
+            while not (await asyncio.wait((exited,), timeout=STOPPED_POLL_INTERVAL_S))[0]:
                 if self.is_stopped():
                     self.kill()
             return exited.result()
@@ -144,7 +144,7 @@ class Child:
         self._exited.set()
 
 
-async def read_lines(pipe: int) -> "asyncio.StreamReader":
+async def open_line_reader(pipe: int) -> "asyncio.StreamReader":
     """A stream over the read end of a pipe, for `async for line in ...`."""
     reader = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()

@@ -11,18 +11,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 
-from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import WorldId
-from resilient_jax.protocol.records import ServiceStatus
+from resilient_jax.protocol.records import CoordinationServiceStatus
 from resilient_jax.telemetry.event_log import EventLog
 
 SERVICE_MODULE = "resilient_jax.jax_runtime.coordination_service"
-PORT_TRIES = 5
+MAX_PORT_TRIES = 5
 """A free port may be taken by somebody else between finding it and serving on it."""
 START_TIMEOUT_S = 30.0
-NOT_STARTED_PAUSE_S = 1.0
+START_RETRY_INTERVAL_S = 1.0
 """When one could not be started, until it is tried again."""
 
 
@@ -38,28 +38,28 @@ class CoordinationServices:
         self._log = log
         self._on_change = on_change
         self._standby: asyncio.Task[_Waiting] | None = None
-        self._children: dict[ServiceStatus, Child] = {}
+        self._children: dict[CoordinationServiceStatus, ChildProcess] = {}
         self._starting: set[tuple[WorldId, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def running(self) -> tuple[ServiceStatus, ...]:
+    def running(self) -> tuple[CoordinationServiceStatus, ...]:
         return tuple(self._children)
 
-    def warm_up(self) -> None:
+    def start_standby(self) -> None:
         """Keeps one process ready."""
         if self._standby is None:
             self._standby = asyncio.get_running_loop().create_task(_start_waiting())
 
-    def prepare(self, world: WorldId, nodes: int) -> None:
+    def start(self, world: WorldId, num_processes: int) -> None:
         """Has a service for `world` with `nodes` processes run soon. Asking again changes nothing."""
-        wanted = (world, nodes)
-        if wanted in self._starting or any((s.world, s.nodes) == wanted for s in self._children):
+        wanted = (world, num_processes)
+        if wanted in self._starting or any((s.world, s.num_processes) == wanted for s in self._children):
             return
         self._starting.add(wanted)
-        self._spawn(self._serve(world, nodes))
+        self._spawn(self._serve(world, num_processes))
 
-    def retire_before(self, world: WorldId) -> None:
+    def stop_older(self, world: WorldId) -> None:
         """Ends the services of older worlds."""
         for status, child in list(self._children.items()):
             if status.world < world:
@@ -73,29 +73,29 @@ class CoordinationServices:
             self._standby.cancel()
             with contextlib.suppress(asyncio.CancelledError, InternalError, OSError, TimeoutError):
                 waiting = await self._standby
-                await waiting.child.end()
+                await waiting.child.kill_and_wait()
         for child in list(self._children.values()):
-            await child.end()
+            await child.kill_and_wait()
 
     async def _serve(self, world: WorldId, nodes: int) -> None:
         try:
-            for _ in range(PORT_TRIES):
+            for _ in range(MAX_PORT_TRIES):
                 if await self._try_to_serve(world, nodes):
                     return
             raise InternalError(f"no free port for a coordination service on {self._host_address}")
         except (InternalError, OSError, TimeoutError) as error:
             self._log.record(
-                EventKind.SERVICE_NOT_STARTED, world=world, error=str(error) or "it took too long"
+                EventKind.COORDINATION_SERVICE_START_FAILED, world=world, error=str(error) or "it took too long"
             )
-            await asyncio.sleep(NOT_STARTED_PAUSE_S)  # then the leader asks again
+            await asyncio.sleep(START_RETRY_INTERVAL_S)  # then the leader asks again
         finally:
             self._starting.discard((world, nodes))
             self._on_change()
-            self.warm_up()
+            self.start_standby()
 
     async def _try_to_serve(self, world: WorldId, nodes: int) -> bool:
         """Takes the process that waits into service; False if its port was taken."""
-        self.warm_up()
+        self.start_standby()
         assert self._standby is not None, "just warmed up"
         standby, self._standby = self._standby, None  # one that could not be started is not asked again
         waiting = await standby
@@ -105,18 +105,18 @@ class CoordinationServices:
             is_serving = await waiting.serve(address, nodes)
         finally:
             if not is_serving:
-                await waiting.child.end()
+                await waiting.child.kill_and_wait()
         if is_serving:
-            status = ServiceStatus(world=world, nodes=nodes, address=address, pid=waiting.child.pid)
+            status = CoordinationServiceStatus(world=world, num_processes=nodes, address=address, pid=waiting.child.pid)
             self._children[status] = waiting.child
-            self._log.record(EventKind.SERVICE_STARTED, world=world, address=address, pid=status.pid)
+            self._log.record(EventKind.COORDINATION_SERVICE_STARTED, world=world, address=address, pid=status.pid)
             self._spawn(self._watch(status, waiting.child))
         return is_serving
 
-    async def _watch(self, status: ServiceStatus, child: Child) -> None:
-        code = await child.exited_or_stopped()
+    async def _watch(self, status: CoordinationServiceStatus, child: ChildProcess) -> None:
+        code = await child.wait_exited_or_stopped()
         self._children.pop(status, None)
-        self._log.record(EventKind.SERVICE_EXITED, world=status.world, exit_code=code)
+        self._log.record(EventKind.COORDINATION_SERVICE_EXITED, world=status.world, exit_code=code)
         self._on_change()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -128,7 +128,7 @@ class CoordinationServices:
 class _Waiting:
     """A process that has imported jaxlib and waits for an address."""
 
-    def __init__(self, child: Child, lines: asyncio.StreamReader) -> None:
+    def __init__(self, child: ChildProcess, lines: asyncio.StreamReader) -> None:
         self.child = child
         self._lines = lines
 
@@ -146,21 +146,21 @@ class _Waiting:
 
 
 async def _start_waiting() -> _Waiting:
-    child = Child(
+    child = ChildProcess(
         [sys.executable, "-m", SERVICE_MODULE],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     try:
         assert child.process.stdout is not None, "started with a pipe"
-        lines = await read_lines(child.process.stdout.fileno())
+        lines = await open_line_reader(child.process.stdout.fileno())
         child.process.stdout.close()
         async with asyncio.timeout(START_TIMEOUT_S):
             answer = await lines.readline()
         if answer.strip() != b"ready":
             raise InternalError(f"the coordination service said {answer!r} instead of being ready")
     except BaseException:
-        await child.end()
+        await child.kill_and_wait()
         raise
     return _Waiting(child, lines)
 

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from resilient_jax.cluster.run_directory import Contact
+from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord
-from resilient_jax.protocol.store_keys import generation_key, hosts_prefix, leader_key
+from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import Credentials
 
-CONNECT_DEADLINE_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,17 +25,17 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostStatus, ...]
 
 
-class Part(enum.StrEnum):
+class JobComponent(enum.StrEnum):
     """What can be killed."""
 
     WORKER = "worker"
     AGENT = "agent"
-    SERVICE = "service"
-    SNAPSHOTS = "snapshots"
+    COORDINATION_SERVICE = "service"
+    SNAPSHOT_SERVER = "snapshots"
     HOST = "host"
 
 
-async def read_report(contact: Contact) -> JobReport:
+async def read_job_report(contact: JobContact) -> JobReport:
     """Reads a job's records.
 
     Raises:
@@ -43,11 +43,11 @@ async def read_report(contact: Contact) -> JobReport:
     """
     job = JobName(contact.job)
     async with await RemoteStore.connect(
-        contact.store, Credentials(contact.token), CONNECT_DEADLINE_S
+        contact.store, Credentials(contact.token), CONNECT_TIMEOUT_S
     ) as store:
-        generation = await store.get(generation_key(job))
-        leader = await store.get(leader_key(job))
-        _, hosts = await store.range(hosts_prefix(job))
+        generation = await store.get(make_generation_key(job))
+        leader = await store.get(make_leader_key(job))
+        _, hosts = await store.range(make_hosts_prefix(job))
     decode = msgspec.msgpack.decode
     return JobReport(
         job=contact.job,
@@ -57,7 +57,7 @@ async def read_report(contact: Contact) -> JobReport:
     )
 
 
-def pids_of(report: JobReport, part: Part, host: str) -> Iterator[int]:
+def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator[int]:
     """The processes that are a part of the job; for a host the agent first, then all it runs.
 
     Raises:
@@ -65,7 +65,7 @@ def pids_of(report: JobReport, part: Part, host: str) -> Iterator[int]:
     """
     name = report.leader if host == "leader" else host
     found = next((h for h in report.hosts if h.host == name), None)
-    if part is Part.SERVICE and host == "leader":
+    if component is JobComponent.COORDINATION_SERVICE and host == "leader":
         yield from (service.pid for h in report.hosts for service in h.services)
         return
     if found is None:
@@ -73,16 +73,16 @@ def pids_of(report: JobReport, part: Part, host: str) -> Iterator[int]:
         raise CallerError(f"host {host}: found no such host in the job, expected one of: {known}, or leader")
     worker = [found.worker.pid] if found.worker is not None and found.worker.exit_code is None else []
     server = [found.snapshot_server.pid] if found.snapshot_server is not None else []
-    match part:
-        case Part.WORKER:
+    match component:
+        case JobComponent.WORKER:
             yield from worker
-        case Part.AGENT:
+        case JobComponent.AGENT:
             yield found.agent_pid
-        case Part.SERVICE:
+        case JobComponent.COORDINATION_SERVICE:
             yield from (service.pid for service in found.services)
-        case Part.SNAPSHOTS:
+        case JobComponent.SNAPSHOT_SERVER:
             yield from server
-        case Part.HOST:
+        case JobComponent.HOST:
             yield found.agent_pid
             yield from (*worker, *server)
             yield from (service.pid for service in found.services)

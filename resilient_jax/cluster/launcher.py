@@ -17,14 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 from resilient_jax.cluster.leader import GENERATION_DECODER, STATUS_DECODER
 from resilient_jax.cluster.restart_budget import RestartBudget
-from resilient_jax.cluster.run_directory import Contact, remove_contact, write_contact
+from resilient_jax.cluster.run_directory import JobContact, remove_contact, write_contact
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName, JobName, Revision
-from resilient_jax.protocol.records import Generation, HostStatus, Outcome, OutcomeKind
-from resilient_jax.protocol.store_keys import generation_key, hosts_prefix
+from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
+from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix
 from resilient_jax.store.interface import Put
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
@@ -35,15 +35,15 @@ from resilient_jax.transport.server import Server
 TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
 END_GRACE_S = 35.0
 """Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
-FATAL_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.REFUSED), int(ExitCode.INTERNAL)})
+FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
 """Agents that end with one of these would end so again, wherever they are started."""
-CUT_SHORT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
+LEAVING_EXIT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
 """Of agents that were told to leave."""
-OWN_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
+AGENT_EXIT_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
 """Agents end with another positive one only for the script."""
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostSite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a host of the job is on this machine.
 
     Attributes:
@@ -52,7 +52,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     address: str
-    prefix: tuple[str, ...] = ()
+    command_prefix: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +68,14 @@ class LaunchSettings:
     """
 
     job: JobName
-    hosts: int
+    num_hosts: int
     command: tuple[str, ...]
     agent_options: tuple[str, ...]
     run_directory: Path
     environment: Mapping[str, str]
     host_restart_delay_s: float | None = 1.0
-    host_restart_limit: int = 100
-    sites: tuple[Site, ...] = ()
+    max_host_restarts: int = 100
+    sites: tuple[HostSite, ...] = ()
     store_host: str = "127.0.0.1"
 
 
@@ -90,18 +90,18 @@ class JobView:
         self.metrics: dict[str, float] = {}
         """What was reported with that step."""
 
-    def see_host(self, status: HostStatus) -> None:
+    def update_host(self, status: HostStatus) -> None:
         """A host's new status."""
         self.hosts[status.host] = status
         if status.step > self.step:
             self.step, self.metrics = status.step, status.metrics
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> JobOutcome | None:
         return self.generation.outcome if self.generation is not None else None
 
 
-def host_names(count: int) -> list[HostName]:
+def make_host_names(count: int) -> list[HostName]:
     """Of a job on this machine."""
     return [HostName(f"host-{index}") for index in range(count)]
 
@@ -127,7 +127,7 @@ class Launcher:
         self._interrupted = 0
         self._codes: dict[HostName, int] = {}
         self.view = JobView()
-        self.agents: dict[HostName, Child] = {}
+        self.agents: dict[HostName, ChildProcess] = {}
         self.address = ""
 
     @property
@@ -135,7 +135,7 @@ class Launcher:
         """What it takes to talk to this job's store."""
         return self._credentials
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         """Starts everything, waits for the job's end, leaves nothing behind."""
         directory = self._settings.run_directory
         loop = asyncio.get_running_loop()
@@ -146,12 +146,12 @@ class Launcher:
         server = Server(
             f"{self._settings.store_host}:0",
             credentials=self._credentials,
-            on_event=lambda kind, detail: log.note(kind, detail),
+            on_event=lambda kind, detail: log.record_detail(kind, detail),
         )
         serve_store(server, store)
         async with store, server:
             self.address = server.address
-            contact = Contact(
+            contact = JobContact(
                 job=self._settings.job,
                 store=self.address,
                 token=self._credentials.token,
@@ -168,8 +168,8 @@ class Launcher:
                 remove_contact(directory, contact)
                 log.close()
 
-    async def _run_hosts(self) -> Outcome:
-        names = host_names(self._settings.hosts)
+    async def _run_hosts(self) -> JobOutcome:
+        names = make_host_names(self._settings.num_hosts)
         hosts = [asyncio.create_task(self._run_host(name, index)) for index, name in enumerate(names)]
         try:
             await self._wait_end(hosts)
@@ -202,32 +202,32 @@ class Launcher:
         is_done = outcome is not None and outcome.exit_code == ExitCode.DONE
         return bool(self._interrupted) or (outcome is not None and not (is_done and self.view.hosts))
 
-    def _with_agents_code(self, outcome: Outcome) -> Outcome:
+    def _with_agents_code(self, outcome: JobOutcome) -> JobOutcome:
         """A script that failed after the job was done: its agent exited with the script's code."""
         if outcome.exit_code != ExitCode.DONE:
             return outcome
-        cut_short = [code for code in self._codes.values() if code in CUT_SHORT_CODES]
+        cut_short = [code for code in self._codes.values() if code in LEAVING_EXIT_CODES]
         if self._interrupted and cut_short:
             message = "interrupted after training was done, while scripts still worked"
-            return Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
+            return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
         # Our own codes say that a host left or was given up: the others did the job without it.
-        failed = [(h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in OWN_CODES]
+        failed = [(h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in AGENT_EXIT_CODES]
         if not failed:
             return outcome
         host, code = failed[0]
         message = f"training was done, but then the script failed with code {code}; its words are above and in its log"
-        return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
+        return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
 
-    def _outcome_without_leader(self) -> Outcome:
+    def _outcome_without_leader(self) -> JobOutcome:
         """No host is left: they were refused, interrupted or killed, or their budget is spent."""
         ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
-        fatal = [code for code in ends.values() if code in FATAL_CODES]
+        fatal = [code for code in ends.values() if code in FATAL_EXIT_CODES]
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
         if code == ExitCode.INTERRUPTED:
-            return Outcome(kind=OutcomeKind.INTERRUPTED, exit_code=code, message="interrupted")
+            return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message="interrupted")
         how = ", ".join(f"{host} {_how_it_ended(code)}" for host, code in sorted(self._codes.items()))
-        return Outcome(
+        return JobOutcome(
             kind=_kind_of(code),
             exit_code=code,
             message=f"no host is left: {how}; what each of them said is above and in its log",
@@ -235,22 +235,22 @@ class Launcher:
 
     async def _run_host(self, name: HostName, index: int) -> None:
         """Keeps one host's agent running until it ends by itself."""
-        budget = RestartBudget(limit=self._settings.host_restart_limit, window_s=600.0, backoff_s=0.0)
+        budget = RestartBudget(max_restarts=self._settings.max_host_restarts, window_s=600.0, backoff_s=0.0)
         while not self._interrupted and self.view.outcome is None:
             child = self._start_agent(name, index)
             self.agents[name] = child
             assert child.process.stdout is not None, "started with a pipe"
-            printing = asyncio.create_task(self._print(await read_lines(child.process.stdout.fileno())))
+            printing = asyncio.create_task(self._print(await open_line_reader(child.process.stdout.fileno())))
             child.process.stdout.close()
             try:
-                code = await child.exited()
+                code = await child.wait_exited()
                 await asyncio.wait((printing,), timeout=0.5)
             finally:
                 printing.cancel()
                 child.kill()
             self.agents.pop(name, None)
             self._codes[name] = code
-            if code in FATAL_CODES and self.view.outcome is None:
+            if code in FATAL_EXIT_CODES and self.view.outcome is None:
                 self._on_signal(signal.SIGINT)  # what one agent was refused for, all were started with
                 return
             delay_s = self._settings.host_restart_delay_s
@@ -264,12 +264,12 @@ class Launcher:
             self._on_line(f"[{name}] the host is down ({why})".encode())
             await asyncio.sleep(delay_s + backoff_s)
 
-    def _start_agent(self, name: HostName, index: int) -> Child:
+    def _start_agent(self, name: HostName, index: int) -> ChildProcess:
         settings = self._settings
         # An address of its own: loopback has 2^24 of them, and each host of a pod has one, too.
-        site = settings.sites[index] if settings.sites else Site(address=f"127.0.0.{index + 2}")
+        site = settings.sites[index] if settings.sites else HostSite(address=f"127.0.0.{index + 2}")
         command = [
-            *site.prefix,
+            *site.command_prefix,
             sys.executable,
             "-m",
             "resilient_jax.cli.main",
@@ -278,14 +278,14 @@ class Launcher:
             *("--job", settings.job),
             *("--host-name", name),
             *("--address", site.address),
-            *("--expected-hosts", str(settings.hosts)),
+            *("--expected-hosts", str(settings.num_hosts)),
             *("--run-dir", str(settings.run_directory)),
             *settings.agent_options,
             "--",
             *settings.command,
         ]
         environment = {**settings.environment, TOKEN_VARIABLE: self._credentials.token}
-        return Child(command, env=environment, stderr=subprocess.STDOUT)
+        return ChildProcess(command, env=environment, stderr=subprocess.STDOUT)
 
     async def _print(self, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
@@ -302,13 +302,13 @@ class Launcher:
 
     def _absorb(self, event: object) -> None:
         job = self._settings.job
-        if isinstance(event, Put) and event.key == generation_key(job):
+        if isinstance(event, Put) and event.key == make_generation_key(job):
             self.view.generation = GENERATION_DECODER.decode(event.key_value.value)
-        elif isinstance(event, Put) and event.key.startswith(hosts_prefix(job)):
-            self.view.see_host(STATUS_DECODER.decode(event.key_value.value))
+        elif isinstance(event, Put) and event.key.startswith(make_hosts_prefix(job)):
+            self.view.update_host(STATUS_DECODER.decode(event.key_value.value))
         elif not isinstance(event, Put):
             key = getattr(event, "key", "")
-            self.view.hosts.pop(HostName(key.removeprefix(hosts_prefix(job))), None)
+            self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM: all hosts get the notice. SIGINT, or a second signal: all end now."""
@@ -322,16 +322,16 @@ class Launcher:
 def _how_it_ended(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    if code in OWN_CODES:
+    if code in AGENT_EXIT_CODES:
         return f"ended with {ExitCode(code).name} ({code})"
     return f"exited with code {code}"
 
 
-def _kind_of(code: int) -> OutcomeKind:
+def _kind_of(code: int) -> JobOutcomeKind:
     return {
-        int(ExitCode.INTERRUPTED): OutcomeKind.INTERRUPTED,
-        int(ExitCode.DRAINED): OutcomeKind.INTERRUPTED,
-        int(ExitCode.TOO_FEW_HOSTS): OutcomeKind.TOO_FEW_HOSTS,
-        int(ExitCode.BUDGET_EXHAUSTED): OutcomeKind.TOO_FEW_HOSTS,
-        int(ExitCode.REFUSED): OutcomeKind.TOO_FEW_HOSTS,
-    }.get(code, OutcomeKind.USER_ERROR)
+        int(ExitCode.INTERRUPTED): JobOutcomeKind.INTERRUPTED,
+        int(ExitCode.DRAINED): JobOutcomeKind.INTERRUPTED,
+        int(ExitCode.TOO_FEW_HOSTS): JobOutcomeKind.TOO_FEW_HOSTS,
+        int(ExitCode.RESTART_BUDGET_EXHAUSTED): JobOutcomeKind.TOO_FEW_HOSTS,
+        int(ExitCode.JOIN_REFUSED): JobOutcomeKind.TOO_FEW_HOSTS,
+    }.get(code, JobOutcomeKind.USER_ERROR)

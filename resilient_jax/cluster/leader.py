@@ -14,23 +14,23 @@ import msgspec
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.membership import (
-    Command,
+    MembershipCommand,
     HostChanged,
-    HostGone,
+    HostLeft,
     MembershipEvent,
     MembershipState,
-    PrepareService,
-    Publish,
-    Rules,
+    StartCoordinationService,
+    PublishGeneration,
+    MembershipConfig,
     Tick,
     handle,
-    initial_state,
+    make_initial_state,
 )
-from resilient_jax.cluster.state_loss import explain, steps_lost
+from resilient_jax.cluster.state_loss import explain_state_loss, count_lost_steps
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
 from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord, StateLoss
-from resilient_jax.protocol.store_keys import generation_key, hosts_prefix, leader_key
+from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import (
     Compare,
     Delete,
@@ -47,7 +47,7 @@ from resilient_jax.store.interface import (
 )
 from resilient_jax.telemetry.event_log import EventLog
 
-TICK_S = 0.1
+TICK_INTERVAL_S = 0.1
 """How late a deadline may be noticed. Events are acted on at once."""
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -68,19 +68,19 @@ class Leader:
         store: Store,
         job: JobName,
         record: LeaderRecord,
-        rules: Rules,
+        config: MembershipConfig,
         services: CoordinationServices,
         log: EventLog,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         clock: Clock,
     ) -> None:
         self._store = store
         self._job = job
         self._record = record
-        self._rules = rules
+        self._rules = config
         self._services = services
         self._log = log
-        self._say = say
+        self._say = print_line
         self._clock = clock
 
     async def campaign(self, lease: LeaseId) -> None:
@@ -89,7 +89,7 @@ class Leader:
         Raises:
             ResilientJaxError: the store cannot be reached.
         """
-        key = leader_key(self._job)
+        key = make_leader_key(self._job)
         while True:
             result = await self._store.transaction(
                 [is_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
@@ -99,7 +99,7 @@ class Leader:
                 await self._wait_vacant(key, result.revision)
                 continue
             self._log.record(EventKind.LEADER_ELECTED, token=token)
-            self._services.warm_up()
+            self._services.start_standby()
             try:
                 await _Rule(self, token).run()
             except _Deposed:
@@ -120,13 +120,13 @@ class Leader:
                     return
 
 
-async def next_event(inbox: "asyncio.Queue[MembershipEvent]") -> MembershipEvent:
+async def wait_next_event(inbox: "asyncio.Queue[MembershipEvent]") -> MembershipEvent:
     """What comes next; a tick if nothing does for a while.
 
     Not `asyncio.wait_for`: until Python 3.12 it swallows a cancellation that comes together with the result.
     """
     try:
-        async with asyncio.timeout(TICK_S):
+        async with asyncio.timeout(TICK_INTERVAL_S):
             return await inbox.get()
     except TimeoutError:
         return Tick()
@@ -139,19 +139,19 @@ class _Rule:
         self._leader = leader
         self._token = token
         self._store = leader._store
-        self._generation_key = generation_key(leader._job)
+        self._generation_key = make_generation_key(leader._job)
         self._known_revision = Revision(0)
         self._published: Generation | None = None
         """As far as this leader knows."""
 
     async def run(self) -> None:
-        prefix = hosts_prefix(self._leader._job)
+        prefix = make_hosts_prefix(self._leader._job)
         stored = await self._store.get(self._generation_key)
         generation = GENERATION_DECODER.decode(stored.value) if stored else None
         self._known_revision = stored.mod_revision if stored else Revision(0)
         self._published = generation
         revision, records = await self._store.range(prefix)
-        state = initial_state(generation, self._now())
+        state = make_initial_state(generation, self._now())
         hosts = {s.host: s for s in (STATUS_DECODER.decode(r.value) for r in records)}
         state = MembershipState(generation=state.generation, hosts=hosts, phase_since_s=state.phase_since_s)
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
@@ -171,7 +171,7 @@ class _Rule:
     ) -> MembershipEvent:
         if watching.done():
             watching.result()  # raises what ended it
-        return await next_event(inbox)
+        return await wait_next_event(inbox)
 
     async def _watch(self, prefix: str, revision: Revision, emit: Callable[[MembershipEvent], None]) -> None:
         async with contextlib.aclosing(self._store.watch(prefix, revision)) as batches:
@@ -184,17 +184,17 @@ class _Rule:
             return HostChanged(STATUS_DECODER.decode(event.key_value.value))
         host = HostName(event.key.removeprefix(prefix))
         self._leader._log.record(EventKind.HOST_LOST, lost=host)
-        return HostGone(host)
+        return HostLeft(host)
 
-    async def _execute(self, command: Command) -> None:
-        if isinstance(command, PrepareService):
-            self._leader._services.prepare(command.world, command.nodes)
+    async def _execute(self, command: MembershipCommand) -> None:
+        if isinstance(command, StartCoordinationService):
+            self._leader._services.start(command.world, command.num_processes)
             return
-        assert isinstance(command, Publish), "the machine has two commands"
+        assert isinstance(command, PublishGeneration), "the machine has two commands"
         await self._publish(command.generation)
 
     async def _publish(self, generation: Generation) -> None:
-        leader = leader_key(self._leader._job)
+        leader = make_leader_key(self._leader._job)
         result = await self._store.transaction(
             [
                 Compare(leader, Target.CREATE_REVISION, Operator.EQUAL, self._token),
@@ -224,8 +224,8 @@ class _Rule:
             token=self._token,
             revision=result.revision,
         )
-        if generation.lost is not None and (before is None or generation.lost != before.lost):
-            self._announce(generation, generation.lost)
+        if generation.state_loss is not None and (before is None or generation.state_loss != before.state_loss):
+            self._announce(generation, generation.state_loss)
 
     def _announce(self, generation: Generation, lost: StateLoss) -> None:
         """Says that steps are lost: to the log, and to whoever watches the job."""
@@ -233,13 +233,13 @@ class _Rule:
             EventKind.STATE_LOST,
             generation=generation.number,
             step=lost.step,
-            source="the initial state" if lost.checkpoint is None else "checkpoint",
-            goes_on_from=lost.checkpoint or 0,
-            steps_lost=steps_lost(lost),
-            at_least=lost.at_least,
+            source="the initial state" if lost.checkpoint_step is None else "checkpoint",
+            goes_on_from=lost.checkpoint_step or 0,
+            steps_lost=count_lost_steps(lost),
+            at_least=lost.is_lower_bound,
             reason=lost.reason,
         )
-        self._leader._say(f"{explain(lost)}: {lost.reason}")
+        self._leader._say(f"{explain_state_loss(lost)}: {lost.reason}")
 
     def _now(self) -> float:
         return self._leader._clock.monotonic_s()

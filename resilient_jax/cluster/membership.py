@@ -30,9 +30,9 @@ import msgspec
 from resilient_jax.cluster.membership_state import (
     Disruption,
     MembershipState,
-    are_all_steady,
+    have_all_finished_step,
     awaits_snapshot_report,
-    dropped_without,
+    list_dropped_workers,
     find_disruption,
     find_snapshot,
     find_user_error,
@@ -40,55 +40,55 @@ from resilient_jax.cluster.membership_state import (
     is_draining,
     is_idle,
     is_snapshot_needed,
-    joiners_of,
-    living_members,
-    name_all,
-    newest_step,
-    safe_progress,
-    survivors_of,
-    worker_of,
+    list_joiners,
+    list_live_workers,
+    join_names,
+    find_newest_step,
+    find_recoverable_step,
+    list_survivors,
+    find_worker,
 )
-from resilient_jax.cluster.state_loss import AfterStateLoss, are_looking, decide_after_loss, end_with_loss
-from resilient_jax.cluster.world_formation import Origin, PrepareService, find_origin, form_next
+from resilient_jax.cluster.state_loss import StateLossPolicy, is_any_polling_checkpoints, decide_after_state_loss, make_state_loss_outcome
+from resilient_jax.cluster.world_formation import StateOrigin, StartCoordinationService, find_state_origin, form_next_generation
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import (
     Generation,
     HostStatus,
     Member,
-    Outcome,
-    OutcomeKind,
-    Phase,
+    JobOutcome,
+    JobOutcomeKind,
+    GenerationPhase,
     StateLoss,
     WorkerStatus,
 )
 
-ALL_LATE: Final = 4
+ALL_LATE_FACTOR: Final = 4
 """So many times longer than for some is waited where nobody stops, before all start again from a snapshot."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class MembershipConfig:
     """The knobs of the machine. Times in seconds."""
 
-    expected_hosts: int
+    num_hosts: int
     min_hosts: int = 1
-    start_deadline_s: float = 300.0
-    regroup_s: float = 5.0
+    start_timeout_s: float = 300.0
+    regroup_grace_s: float = 5.0
     """How long to wait for the others when all come back at once, holding state (the store was away)."""
-    lost_patience_s: float = 0.0
+    state_loss_grace_s: float = 0.0
     """How long to wait, if more than `regroup_s`, for hosts that are missing when the state is lost without them:
     nobody here can tell a host that is cut off from one that is dead."""
-    quiesce_deadline_s: float = 5.0
-    compile_deadline_s: float = 600.0
+    quiesce_timeout_s: float = 5.0
+    compile_timeout_s: float = 600.0
     """A worker that compiles cannot be interrupted; it is waited for this long instead."""
-    forming_deadline_s: float = 60.0
-    collective_retry_limit: int = 3
-    look_deadline_s: float = 30.0
+    forming_timeout_s: float = 60.0
+    max_collective_retries: int = 3
+    checkpoint_poll_timeout_s: float = 30.0
     """How long, after a state is lost, hosts may take to see what checkpoints there are."""
-    record_progress_s: float = 10.0
+    progress_interval_s: float = 10.0
     """How old the record of progress may be that is left if all hosts die at once."""
-    after_state_loss: AfterStateLoss = AfterStateLoss.CHECKPOINT
+    state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class HostChanged:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HostGone:
+class HostLeft:
     """A host's lease expired or was given back."""
 
     host: HostName
@@ -110,38 +110,38 @@ class Tick:
     """Time passed."""
 
 
-MembershipEvent = HostChanged | HostGone | Tick
+MembershipEvent = HostChanged | HostLeft | Tick
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Publish:
+class PublishGeneration:
     """Write this generation to the store, fenced by leadership and by the generation before."""
 
     generation: Generation
 
 
-Command = Publish | PrepareService
+MembershipCommand = PublishGeneration | StartCoordinationService
 
-EMPTY = Generation(number=GenerationNumber(1), phase=Phase.QUIESCE, reason="the job starts")
+FIRST_GENERATION = Generation(number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts")
 
 
-def initial_state(generation: Generation | None, now: float) -> MembershipState:
+def make_initial_state(generation: Generation | None, now: float) -> MembershipState:
     """Where a new leader starts: from the stored generation, or from nothing."""
-    return MembershipState(generation=generation or EMPTY, hosts={}, phase_since_s=now)
+    return MembershipState(generation=generation or FIRST_GENERATION, hosts={}, phase_since_s=now)
 
 
 def handle(
-    state: MembershipState, event: MembershipEvent, now: float, rules: Rules
-) -> tuple[MembershipState, tuple[Command, ...]]:
+    state: MembershipState, event: MembershipEvent, now: float, config: MembershipConfig
+) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
     """Takes one event in; gives the new state and what the shell has to do, in order."""
     state = _absorb(state, event)
-    commands: list[Command] = []
-    while (move := _next_move(state, now, rules)) is not None:
-        if isinstance(move, PrepareService):
+    commands: list[MembershipCommand] = []
+    while (move := _next_move(state, now, config)) is not None:
+        if isinstance(move, StartCoordinationService):
             commands.append(move)
             break
         state = dataclasses.replace(state, generation=move, phase_since_s=now)
-        commands.append(Publish(move))
+        commands.append(PublishGeneration(move))
     return state, tuple(commands)
 
 
@@ -149,7 +149,7 @@ def _absorb(state: MembershipState, event: MembershipEvent) -> MembershipState:
     match event:
         case HostChanged(status):
             return dataclasses.replace(state, hosts={**state.hosts, status.host: status})
-        case HostGone(host):
+        case HostLeft(host):
             left = {name: status for name, status in state.hosts.items() if name != host}
             return dataclasses.replace(state, hosts=left)
         case Tick():
@@ -158,33 +158,33 @@ def _absorb(state: MembershipState, event: MembershipEvent) -> MembershipState:
             assert_never(event)
 
 
-def _next_move(state: MembershipState, now: float, rules: Rules) -> Generation | PrepareService | None:
+def _next_move(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | StartCoordinationService | None:
     generation = state.generation
-    if generation.phase is Phase.FINISHED:
+    if generation.phase is GenerationPhase.FINISHED:
         return None
     if outcome := find_user_error(state):
-        lost = generation.lost
-        return _finish(generation, outcome if lost is None else end_with_loss(lost, outcome))
-    if generation.phase is not Phase.QUIESCE and (disruption := find_disruption(state)):
+        lost = generation.state_loss
+        return _finish(generation, outcome if lost is None else make_state_loss_outcome(lost, outcome))
+    if generation.phase is not GenerationPhase.QUIESCE and (disruption := find_disruption(state)):
         return _quiesce(state, disruption)
     match generation.phase:
-        case Phase.QUIESCE:
+        case GenerationPhase.QUIESCE:
             return _after_quiesce(state, now, rules)
-        case Phase.PAUSE:
+        case GenerationPhase.PAUSE:
             return _after_pause(state)
-        case Phase.BOUNDARY:
-            return _settle(state, now, rules) if all(map(is_idle, living_members(state))) else None
-        case Phase.FORM:
+        case GenerationPhase.BOUNDARY:
+            return _settle(state, now, rules) if all(map(is_idle, list_live_workers(state))) else None
+        case GenerationPhase.FORM:
             return _after_form(state, now, rules)
-        case Phase.ACTIVE:
+        case GenerationPhase.ACTIVE:
             return _while_active(state, now, rules)
         case _:
             assert_never(generation.phase)
 
 
-def _finish(generation: Generation, outcome: Outcome) -> Generation:
+def _finish(generation: Generation, outcome: JobOutcome) -> Generation:
     return msgspec.structs.replace(
-        generation, phase=Phase.FINISHED, outcome=outcome, reason=str(outcome.kind)
+        generation, phase=GenerationPhase.FINISHED, outcome=outcome, reason=str(outcome.kind)
     )
 
 
@@ -193,36 +193,36 @@ def _quiesce(
 ) -> Generation:
     """The next number, with the members that are left."""
     generation = state.generation
-    members = survivors_of(state) if members is None else members
+    members = list_survivors(state) if members is None else members
     nobody_died = members == generation.members
     # The members' own steps: one that only a dead host committed would look like progress for ever.
-    made_progress = any(w.report.step > generation.step for w in living_members(state))
+    made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
     attempts = (1 if made_progress else generation.attempts + 1) if nobody_died else 0
     return msgspec.structs.replace(
         generation,
         number=GenerationNumber(generation.number + 1),
-        phase=Phase.QUIESCE,
+        phase=GenerationPhase.QUIESCE,
         members=members,
-        unreadable=generation.unreadable + ((why.unreadable,) if why.unreadable is not None else ()),
+        unreadable=generation.unreadable_snapshots + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary=None,
-        dropped=dropped_without(state, members),
-        progress=safe_progress(state),
+        dropped=list_dropped_workers(state, members),
+        progress=find_recoverable_step(state),
         attempts=attempts,
         failed_host=why.failed_host,
-        failure=why.failure,
+        failure=why.failure_text,
         reason=why.reason,
     )
 
 
-def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generation | PrepareService | None:
+def _after_quiesce(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | StartCoordinationService | None:
     generation = state.generation
-    lost = [m.host for m in generation.members if worker_of(state, m) is None]
+    lost = [m.host for m in generation.members if find_worker(state, m) is None]
     if lost:
-        return _quiesce(state, Disruption(f"lost {name_all(lost)}"))
+        return _quiesce(state, Disruption(f"lost {join_names(lost)}"))
     waited_s = now - state.phase_since_s
     waiting: list[tuple[Member, WorkerStatus]] = []
     here: list[WorkerStatus] = []
-    for member, worker in zip(generation.members, living_members(state), strict=True):
+    for member, worker in zip(generation.members, list_live_workers(state), strict=True):
         if is_idle(worker) and worker.report.generation >= generation.number:
             here.append(worker)
         else:
@@ -231,57 +231,57 @@ def _after_quiesce(state: MembershipState, now: float, rules: Rules) -> Generati
     # is idle knows what it holds: a worker that fetches or commits just now has not said so yet.
     if any(w.report.holds_state for w in here) or find_snapshot(state) is not None:
         # All at once are rather a slow machine than hung together, but gloo has hung all that a dead host left.
-        patience_s = rules.quiesce_deadline_s * (1 if here else ALL_LATE)
+        patience_s = rules.quiesce_timeout_s * (1 if here else ALL_LATE_FACTOR)
     else:
-        patient = not here or safe_progress(state) > 0
-        patience_s = rules.compile_deadline_s if patient else rules.quiesce_deadline_s
+        patient = not here or find_recoverable_step(state) > 0
+        patience_s = rules.compile_timeout_s if patient else rules.quiesce_timeout_s
     for _, worker in waiting:
-        if waited_s <= (rules.compile_deadline_s if worker.report.busy else patience_s):
+        if waited_s <= (rules.compile_timeout_s if worker.report.is_compiling else patience_s):
             return None
     if waiting:
         late = [member for member, _ in waiting]
         left = tuple(m for m in generation.members if m not in late)
-        names = name_all(m.host for m in late)
+        names = join_names(m.host for m in late)
         return _quiesce(state, Disruption(f"{names} did not stop within {waited_s:.1f} s"), left)
     return _settle(state, now, rules)
 
 
 def _after_pause(state: MembershipState) -> Generation | None:
     generation = state.generation
-    limits = [w.report.limit for w in living_members(state) if w.report.generation == generation.number]
+    limits = [w.report.earliest_stop_step for w in list_live_workers(state) if w.report.generation == generation.number]
     if len(limits) < len(generation.members) or None in limits:
         return None
     boundary = max(limit for limit in limits if limit is not None)
-    return msgspec.structs.replace(generation, phase=Phase.BOUNDARY, boundary=boundary)
+    return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary=boundary)
 
 
-def _after_form(state: MembershipState, now: float, rules: Rules) -> Generation | None:
+def _after_form(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | None:
     generation = state.generation
     late = [
         member.host
-        for member, worker in zip(generation.members, living_members(state), strict=True)
-        if not (worker.report.formed and worker.report.generation == generation.number)
+        for member, worker in zip(generation.members, list_live_workers(state), strict=True)
+        if not (worker.report.has_formed and worker.report.generation == generation.number)
     ]
     if not late:
-        return msgspec.structs.replace(generation, phase=Phase.ACTIVE)
-    if now - state.phase_since_s > rules.forming_deadline_s:
-        text = f"{name_all(late)} did not join the world within {rules.forming_deadline_s:g} s"
+        return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
+    if now - state.phase_since_s > rules.forming_timeout_s:
+        text = f"{join_names(late)} did not join the world within {rules.forming_timeout_s:g} s"
         return _quiesce(state, Disruption(text, late[0], text))
     return None
 
 
-def _while_active(state: MembershipState, now: float, rules: Rules) -> Generation | None:
+def _while_active(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | None:
     generation = state.generation
-    if generation.members and all(w.report.done for w in living_members(state)):
-        return _finish(generation, Outcome(kind=OutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
-    if not are_all_steady(state):
+    if generation.members and all(w.report.is_done for w in list_live_workers(state)):
+        return _finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
+    if not have_all_finished_step(state):
         return None
     # All have read the snapshot and gone on from it: hosts that wait with leaving because of it may go.
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
-    if (snapshot, None) != (generation.snapshot, generation.lost):
+    if (snapshot, None) != (generation.snapshot, generation.state_loss):
         return msgspec.structs.replace(generation, snapshot=snapshot, lost=None)
-    if (progress := safe_progress(state)) > generation.progress and (
-        generation.progress == 0 or now - state.phase_since_s >= rules.record_progress_s
+    if (progress := find_recoverable_step(state)) > generation.progress and (
+        generation.progress == 0 or now - state.phase_since_s >= rules.progress_interval_s
     ):
         # On record before it can be lost: if all hosts die at once, the next leader must not begin again. Later now
         # and then, so that it can say what is lost.
@@ -292,7 +292,7 @@ def _while_active(state: MembershipState, now: float, rules: Rules) -> Generatio
     return msgspec.structs.replace(
         generation,
         number=GenerationNumber(generation.number + 1),
-        phase=Phase.PAUSE,
+        phase=GenerationPhase.PAUSE,
         attempts=0,
         reason=reason,
     )
@@ -302,30 +302,30 @@ def _wish_for_change(state: MembershipState) -> str | None:
     """Why to change between two steps; None if all is well."""
     leaving = [m.host for m in state.generation.members if is_draining(state, m.host)]
     if leaving:
-        return f"{name_all(leaving)} got a notice to leave"
-    joining = [status.host for status in joiners_of(state)]
+        return f"{join_names(leaving)} got a notice to leave"
+    joining = [status.host for status in list_joiners(state)]
     if joining:
-        return f"{name_all(joining)} asked to join"
+        return f"{join_names(joining)} asked to join"
     if not has_service(state):
         return "the coordination service is gone"
     return None
 
 
-def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | PrepareService | None:
+def _settle(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | StartCoordinationService | None:
     """All members are idle: decide who goes on, from which state, and how."""
     generation = state.generation
-    if generation.attempts > rules.collective_retry_limit:
+    if generation.attempts > rules.max_collective_retries:
         message = (
-            f"training failed {generation.attempts} times in a row at step {newest_step(state)} although "
-            f"no host died; the last error:\n{generation.failure or generation.reason}"
+            f"training failed {generation.attempts} times in a row at step {find_newest_step(state)} although "
+            f"no host died; the last error:\n{generation.failure_text or generation.reason}"
         )
         host = generation.failed_host
         return _finish(
-            generation, Outcome(kind=OutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
+            generation, JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=message)
         )
     if any(awaits_snapshot_report(state.hosts[m.host]) for m in generation.members):
         return None
-    joiners = joiners_of(state)
+    joiners = list_joiners(state)
     kept = [state.hosts[m.host] for m in generation.members if not is_draining(state, m.host)]
     if not kept and joiners:
         # All who train must leave: they stay for one more generation, from which the new ones fetch.
@@ -333,31 +333,31 @@ def _settle(state: MembershipState, now: float, rules: Rules) -> Generation | Pr
     if generation.members and not kept:
         return _finish(
             generation,
-            Outcome(
-                kind=OutcomeKind.INTERRUPTED,
+            JobOutcome(
+                kind=JobOutcomeKind.INTERRUPTED,
                 exit_code=int(ExitCode.DRAINED),
-                message=f"all hosts got a notice to leave; stopped after {newest_step(state)} steps",
+                message=f"all hosts got a notice to leave; stopped after {find_newest_step(state)} steps",
             ),
         )
-    origin = find_origin(state, kept, joiners)
+    origin = find_state_origin(state, kept, joiners)
     waited_s = now - state.phase_since_s
     lost: StateLoss | None = None
     if generation.progress > 0 and not origin.exists and (kept or joiners):
-        is_everybody_here = len(state.hosts) >= rules.expected_hosts
+        is_everybody_here = len(state.hosts) >= rules.num_hosts
         if waited_s <= (
-            rules.regroup_s if is_everybody_here else max(rules.regroup_s, rules.lost_patience_s)
+            rules.regroup_grace_s if is_everybody_here else max(rules.regroup_grace_s, rules.state_loss_grace_s)
         ):
             return None  # a host that only lost the store for a moment comes back with its state
-        if waited_s <= rules.look_deadline_s and are_looking([*kept, *joiners], rules.after_state_loss):
+        if waited_s <= rules.checkpoint_poll_timeout_s and is_any_polling_checkpoints([*kept, *joiners], rules.state_loss_policy):
             return None  # storage that hangs must not keep the job waiting for ever
-        decision = decide_after_loss(state, [*kept, *joiners], rules.after_state_loss)
-        if isinstance(decision, Outcome):
+        decision = decide_after_state_loss(state, [*kept, *joiners], rules.state_loss_policy)
+        if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
         lost = decision
     waiting = _reason_to_wait(kept, joiners, waited_s, origin, generation, rules)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
-    return form_next(state, kept, joiners, origin, lost)
+    return form_next_generation(state, kept, joiners, origin, lost)
 
 
 class _Wait:
@@ -368,21 +368,21 @@ def _reason_to_wait(
     kept: list[HostStatus],
     joiners: list[HostStatus],
     waited_s: float,
-    origin: Origin,
+    origin: StateOrigin,
     generation: Generation,
-    rules: Rules,
+    rules: MembershipConfig,
 ) -> Generation | _Wait | None:
     """`_Wait` while too few are here, an ending once that has lasted too long, None to go on."""
     present = len(kept) + len(joiners)
     if kept:
         enough = present >= rules.min_hosts
     else:
-        patience_s = rules.regroup_s if origin.exists else rules.start_deadline_s
-        expected = 0 if waited_s > patience_s else rules.expected_hosts
+        patience_s = rules.regroup_grace_s if origin.exists else rules.start_timeout_s
+        expected = 0 if waited_s > patience_s else rules.num_hosts
         enough = present >= max(expected, rules.min_hosts, 1)
     if enough:
         return None
-    if waited_s <= rules.start_deadline_s:
+    if waited_s <= rules.start_timeout_s:
         return _Wait()
     message = (
         f"{present} of the {rules.min_hosts} hosts that the job needs at least are ready after "
@@ -390,5 +390,5 @@ def _reason_to_wait(
     )
     return _finish(
         generation,
-        Outcome(kind=OutcomeKind.TOO_FEW_HOSTS, exit_code=int(ExitCode.TOO_FEW_HOSTS), message=message),
+        JobOutcome(kind=JobOutcomeKind.TOO_FEW_HOSTS, exit_code=int(ExitCode.TOO_FEW_HOSTS), message=message),
     )

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
-    Dropped,
-    FailureKind,
+    DroppedWorker,
+    WorkerFailureKind,
     Generation,
     HostStatus,
     Member,
-    Outcome,
-    OutcomeKind,
-    Phase,
-    ServiceStatus,
+    JobOutcome,
+    JobOutcomeKind,
+    GenerationPhase,
+    CoordinationServiceStatus,
     WorkerState,
     WorkerStatus,
 )
@@ -32,26 +32,26 @@ class MembershipState:
     phase_since_s: float
 
 
-def name_all(hosts: Iterable[HostName]) -> str:
+def join_names(hosts: Iterable[HostName]) -> str:
     return ", ".join(hosts)
 
 
-def worker_of(state: MembershipState, member: Member) -> WorkerStatus | None:
+def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
     """The member's own worker: alive, and the very one that became a member."""
     status = state.hosts.get(member.host)
     worker = status.worker if status else None
-    if worker is None or worker.incarnation != member.incarnation or not worker.alive:
+    if worker is None or worker.incarnation != member.incarnation or not worker.is_alive:
         return None
     return worker
 
 
-def living_members(state: MembershipState) -> list[WorkerStatus]:
+def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
     """The members' workers that are alive, in order of process index."""
-    return [w for m in state.generation.members if (w := worker_of(state, m)) is not None]
+    return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
 
 
-def survivors_of(state: MembershipState) -> tuple[Member, ...]:
-    return tuple(m for m in state.generation.members if worker_of(state, m) is not None)
+def list_survivors(state: MembershipState) -> tuple[Member, ...]:
+    return tuple(m for m in state.generation.members if find_worker(state, m) is not None)
 
 
 def is_idle(worker: WorkerStatus) -> bool:
@@ -59,19 +59,19 @@ def is_idle(worker: WorkerStatus) -> bool:
 
 
 def is_draining(state: MembershipState, host: HostName) -> bool:
-    return host in state.hosts and state.hosts[host].draining
+    return host in state.hosts and state.hosts[host].is_draining
 
 
-def joiners_of(state: MembershipState) -> list[HostStatus]:
+def list_joiners(state: MembershipState) -> list[HostStatus]:
     """Hosts whose worker is ready and not a member, by name."""
-    seated = {(m.host, m.incarnation) for m in survivors_of(state)}
+    seated = {(m.host, m.incarnation) for m in list_survivors(state)}
     return [
         status
         for host, status in sorted(state.hosts.items())
         if status.worker is not None
-        and status.worker.alive
+        and status.worker.is_alive
         and is_idle(status.worker)
-        and not status.draining
+        and not status.is_draining
         and (host, status.worker.incarnation) not in seated
         and not _owes_answer(state.generation, host, status.worker)
     ]
@@ -82,25 +82,25 @@ def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -
     return any(
         dropped.host == host
         and dropped.incarnation == worker.incarnation
-        and worker.report.generation < dropped.answer
-        for dropped in generation.dropped
+        and worker.report.generation < dropped.required_generation
+        for dropped in generation.dropped_workers
     )
 
 
-def dropped_without(state: MembershipState, members: tuple[Member, ...]) -> tuple[Dropped, ...]:
+def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) -> tuple[DroppedWorker, ...]:
     """Who owes an answer when only `members` stay: from before, and those who were just dropped while idle.
 
     Who ran when it last spoke owes none: when it says that it is idle, it has unwound.
     """
     generation = state.generation
     # In FORM all have answered this number before they were sent in; else this number is the question.
-    answer = GenerationNumber(generation.number + (generation.phase is Phase.FORM))
-    found = {d.host: d for d in generation.dropped}
+    answer = GenerationNumber(generation.number + (generation.phase is GenerationPhase.FORM))
+    found = {d.host: d for d in generation.dropped_workers}
     for member in generation.members:
         status = state.hosts.get(member.host)
         worker = status.worker if status else None
         if member not in members and worker is not None and worker.incarnation == member.incarnation:
-            found[member.host] = Dropped(host=member.host, incarnation=member.incarnation, answer=answer)
+            found[member.host] = DroppedWorker(host=member.host, incarnation=member.incarnation, required_generation=answer)
     workers = {host: status.worker for host, status in state.hosts.items()}
     return tuple(
         d
@@ -109,11 +109,11 @@ def dropped_without(state: MembershipState, members: tuple[Member, ...]) -> tupl
         and worker.incarnation == d.incarnation
         and worker.exit_code is None
         and is_idle(worker)
-        and worker.report.generation < d.answer
+        and worker.report.generation < d.required_generation
     )
 
 
-def services_of(state: MembershipState, world: WorldId) -> list[ServiceStatus]:
+def list_services(state: MembershipState, world: WorldId) -> list[CoordinationServiceStatus]:
     """More than one where a former leader, or an earlier guess of the number of members, had its own."""
     return [s for status in state.hosts.values() for s in status.services if s.world == world]
 
@@ -121,10 +121,10 @@ def services_of(state: MembershipState, world: WorldId) -> list[ServiceStatus]:
 def has_service(state: MembershipState) -> bool:
     """Whether the very service that the members connect to runs."""
     generation = state.generation
-    return any(s.address == generation.service for s in services_of(state, generation.world))
+    return any(s.address == generation.service_address for s in list_services(state, generation.world))
 
 
-def find_user_error(state: MembershipState) -> Outcome | None:
+def find_user_error(state: MembershipState) -> JobOutcome | None:
     """The user's own error, from whichever worker; None if there is none."""
     for host, status in sorted(state.hosts.items()):
         worker = status.worker
@@ -134,14 +134,14 @@ def find_user_error(state: MembershipState) -> Outcome | None:
         code = worker.exit_code
         if code is not None and code > 0 and code != RESTART_EXIT_CODE:
             text = worker.error or (failure.text if failure else "")
-            return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=code, host=host, message=text)
-        if code == 0 and not worker.report.done:
+            return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=text)
+        if code == 0 and not worker.report.is_done:
             text = "the script ended without rj.run(...) having finished; call rj.run(train) in it"
-            return Outcome(
-                kind=OutcomeKind.USER_ERROR, exit_code=int(ExitCode.USAGE), host=host, message=text
+            return JobOutcome(
+                kind=JobOutcomeKind.USER_ERROR, exit_code=int(ExitCode.USAGE), host=host, message=text
             )
-        if failure is not None and failure.kind is FailureKind.USER and code is None and not worker.stopped:
-            return Outcome(kind=OutcomeKind.USER_ERROR, exit_code=1, host=host, message=failure.text)
+        if failure is not None and failure.kind is WorkerFailureKind.USER and code is None and not worker.is_unresponsive:
+            return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=failure.text)
     return None
 
 
@@ -149,34 +149,34 @@ def find_user_error(state: MembershipState) -> Outcome | None:
 class Disruption:
     reason: str
     failed_host: HostName | None = None
-    failure: str = ""
-    unreadable: SnapshotId | None = None
+    failure_text: str = ""
+    unreadable_snapshot: SnapshotId | None = None
     """A snapshot that is not to be tried again."""
 
 
 def find_disruption(state: MembershipState) -> Disruption | None:
     """Why the members cannot go on as they are; None if they can."""
     generation = state.generation
-    lost = [m.host for m in generation.members if worker_of(state, m) is None]
+    lost = [m.host for m in generation.members if find_worker(state, m) is None]
     if lost:
-        return Disruption(f"lost {name_all(lost)}")
-    for member, worker in zip(generation.members, living_members(state), strict=True):
+        return Disruption(f"lost {join_names(lost)}")
+    for member, worker in zip(generation.members, list_live_workers(state), strict=True):
         failure = worker.report.failure
         # In FORM, a joiner may still carry the failure of a generation it was in long ago.
-        is_old = generation.phase is Phase.FORM and worker.report.generation < generation.number
-        if failure is not None and not is_old and failure.kind is FailureKind.COLLECTIVE:
+        is_old = generation.phase is GenerationPhase.FORM and worker.report.generation < generation.number
+        if failure is not None and not is_old and failure.kind is WorkerFailureKind.COLLECTIVE:
             return Disruption(f"a collective failed on {member.host}", member.host, failure.text)
-        if failure is not None and not is_old and failure.kind is FailureKind.SNAPSHOT:
+        if failure is not None and not is_old and failure.kind is WorkerFailureKind.SNAPSHOT:
             return Disruption(
                 f"{member.host} could not read the snapshot",
                 member.host,
                 failure.text,
-                unreadable=generation.snapshot.id if generation.snapshot is not None else None,
+                unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
             )
         if _stopped_early(generation, worker):
             return Disruption(f"{member.host} stopped training (its link to the store was lost)")
-    cliques_pending = generation.phase is Phase.FORM or (
-        generation.phase is Phase.ACTIVE and not are_all_steady(state)
+    cliques_pending = generation.phase is GenerationPhase.FORM or (
+        generation.phase is GenerationPhase.ACTIVE and not have_all_finished_step(state)
     )
     if cliques_pending and not has_service(state):
         return Disruption("lost the coordination service before the world was complete")
@@ -186,20 +186,20 @@ def find_disruption(state: MembershipState) -> Disruption | None:
 def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
     """Whether it is idle where it should train: it held because it lost the store."""
     report = worker.report
-    if report.done or report.state is not WorkerState.IDLE:
+    if report.is_done or report.state is not WorkerState.IDLE:
         return False
-    at_boundary = generation.phase is Phase.BOUNDARY and report.step == generation.boundary
-    return generation.phase is not Phase.FORM and not at_boundary
+    at_boundary = generation.phase is GenerationPhase.BOUNDARY and report.step == generation.boundary_step
+    return generation.phase is not GenerationPhase.FORM and not at_boundary
 
 
-def newest_step(state: MembershipState) -> int:
+def find_newest_step(state: MembershipState) -> int:
     """The newest committed step that anybody is known to have reached."""
-    of_workers = [w.report.step for w in living_members(state)]
+    of_workers = [w.report.step for w in list_live_workers(state)]
     of_hosts = [status.step for status in state.hosts.values()]
     return max([state.generation.progress, *of_workers, *of_hosts])
 
 
-def safe_progress(state: MembershipState) -> int:
+def find_recoverable_step(state: MembershipState) -> int:
     """The newest step, once a whole state was ever known to be somewhere; before that, what the generation says.
 
     A job of which no snapshot was ever committed, and whose state no host holds whole, begins again when it is broken:
@@ -212,12 +212,12 @@ def safe_progress(state: MembershipState) -> int:
         s.phase is SnapshotPhase.COMMITTED for statuses in _snapshots_of(state).values() for s in statuses[1]
     )
     if held or kept or state.generation.progress > 0 or find_snapshot(state) is not None:
-        return newest_step(state)
+        return find_newest_step(state)
     return 0
 
 
-def are_all_steady(state: MembershipState) -> bool:
-    return all(w.report.steady or w.report.done for w in living_members(state))
+def have_all_finished_step(state: MembershipState) -> bool:
+    return all(w.report.has_finished_step or w.report.is_done for w in list_live_workers(state))
 
 
 def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
@@ -239,7 +239,7 @@ def is_snapshot_needed(state: MembershipState) -> bool:
         if host in members
         for s in status.snapshots
     )
-    return not (is_newer_safe or any(worker.report.holds_state for worker in living_members(state)))
+    return not (is_newer_safe or any(worker.report.holds_state for worker in list_live_workers(state)))
 
 
 def explain_snapshots(state: MembershipState) -> str:
@@ -248,7 +248,7 @@ def explain_snapshots(state: MembershipState) -> str:
 
 
 def _snapshots_of(state: MembershipState) -> Statuses:
-    began, unreadable = state.generation.began, state.generation.unreadable
+    began, unreadable = state.generation.initial_generation, state.generation.unreadable_snapshots
     return {
         host: (
             status.snapshot_server.endpoint,

@@ -11,7 +11,7 @@ class RestartBudget:
         restarts: monotonic times of the restarts so far, in seconds.
     """
 
-    limit: int
+    max_restarts: int
     window_s: float
     backoff_s: float
     restarts: tuple[float, ...] = ()
@@ -19,7 +19,7 @@ class RestartBudget:
     def spend(self, now: float) -> tuple["RestartBudget", float | None]:
         """The budget after one more restart and the seconds to wait before it; None if it is used up."""
         recent = tuple(t for t in self.restarts if now - t < self.window_s)
-        if len(recent) >= self.limit:
+        if len(recent) >= self.max_restarts:
             return dataclasses.replace(self, restarts=recent), None
         delay_s = 0.0 if not recent else self.backoff_s * 2 ** (len(recent) - 1)
         return dataclasses.replace(self, restarts=(*recent, now)), delay_s

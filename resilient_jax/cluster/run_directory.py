@@ -16,7 +16,7 @@ LOCK_FILE = "launcher.lock"
 """Stays in the folder: if it were removed, two launchers could each lock a file of that name."""
 
 
-class Contact(msgspec.Struct, frozen=True, kw_only=True):
+class JobContact(msgspec.Struct, frozen=True, kw_only=True):
     """How commands reach a running job. Holds its token: readable by its user alone."""
 
     job: str
@@ -25,7 +25,7 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
     launcher_pid: int
 
 
-def create(path: Path) -> Path:
+def create_run_directory(path: Path) -> Path:
     """Makes the folder, for this user alone.
 
     Raises:
@@ -41,7 +41,7 @@ def create(path: Path) -> Path:
     return path
 
 
-def create_new(path: Path) -> Path:
+def create_numbered_directory(path: Path) -> Path:
     """Makes the first of the folders NAME, NAME-2, NAME-3, ... that is not there: no two callers get the same.
 
     Raises:
@@ -55,7 +55,7 @@ def create_new(path: Path) -> Path:
             continue
         except OSError as error:
             raise _unwritable(candidate, error) from error
-        return create(candidate)
+        return create_run_directory(candidate)
     raise AssertionError("there is always a next number")
 
 
@@ -67,7 +67,7 @@ def _unwritable(path: Path, error: OSError) -> LogUnwritable:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path) -> Iterator[None]:
+def claim_directory(directory: Path) -> Iterator[None]:
     """For one launcher alone: within the `with` no other one starts a job in the folder.
 
     The kernel holds the lock for this process and drops it with the process. A process number in a file would outlive a
@@ -94,7 +94,7 @@ def claimed(directory: Path) -> Iterator[None]:
         yield
 
 
-def write_contact(directory: Path, contact: Contact) -> None:
+def write_contact(directory: Path, contact: JobContact) -> None:
     """Leaves word of how to reach the job: all of it or none. The folder must have been claimed."""
     path = directory / CONTACT_FILE
     unfinished = path.with_suffix(".unfinished")
@@ -104,14 +104,14 @@ def write_contact(directory: Path, contact: Contact) -> None:
     unfinished.replace(path)
 
 
-def remove_contact(directory: Path, contact: Contact) -> None:
+def remove_contact(directory: Path, contact: JobContact) -> None:
     """This job is over: nobody can be reached any more. The word of another job stays."""
     with contextlib.suppress(ConfigError):  # it is gone
         if read_contact(directory) == contact:
             (directory / CONTACT_FILE).unlink(missing_ok=True)
 
 
-def read_contact(directory: Path) -> Contact:
+def read_contact(directory: Path) -> JobContact:
     """How to reach the job that runs in `directory`.
 
     Raises:
@@ -119,7 +119,7 @@ def read_contact(directory: Path) -> Contact:
     """
     path = directory / CONTACT_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Contact)
+        return msgspec.json.decode(path.read_bytes(), type=JobContact)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: found no such file, so no job runs in {directory}; expected the run folder of a running "

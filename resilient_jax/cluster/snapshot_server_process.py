@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.child_process import Child
+from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.records import SnapshotServerStatus
@@ -23,7 +23,7 @@ from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.snapshot.messages import (
     SERVER_WORD_DECODER,
     SETTINGS_VARIABLE,
-    Happened,
+    EventOccurred,
     Holding,
     NewWorker,
     ServerSettings,
@@ -35,7 +35,7 @@ SERVER_MODULE = "resilient_jax.snapshot.server"
 RECEIVED_BYTES = 65_536
 
 
-class SnapshotProcess:
+class SnapshotServerProcess:
     """At most one server at a time.
 
     Attributes:
@@ -56,7 +56,7 @@ class SnapshotProcess:
         self._log = log
         self._on_change = on_change
         self._on_end = on_end
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._link: socket.socket | None = None
         self._pending: socket.socket | None = None
         """The server's end of the newest worker's pair, until it is handed over."""
@@ -87,7 +87,7 @@ class SnapshotProcess:
                 tls=settings.credentials.tls_paths,
                 link_fd=theirs.fileno(),
             )
-            self._child = Child(
+            self._child = ChildProcess(
                 [sys.executable, "-m", SERVER_MODULE],
                 env={**os.environ, SETTINGS_VARIABLE: msgspec.json.encode(message).decode()},
                 stdout=subprocess.DEVNULL,
@@ -107,7 +107,7 @@ class SnapshotProcess:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._child is not None:
-            await self._child.end()
+            await self._child.kill_and_wait()
         self._forget()
         if self._pending is not None:
             self._pending.close()
@@ -122,7 +122,7 @@ class SnapshotProcess:
         self._pending.close()
         self._pending = None
 
-    def _read(self, link: socket.socket, child: Child, deframer: Deframer) -> None:
+    def _read(self, link: socket.socket, child: ChildProcess, deframer: Deframer) -> None:
         try:
             data = link.recv(RECEIVED_BYTES)
         except BlockingIOError:
@@ -134,7 +134,7 @@ class SnapshotProcess:
             return
         for message in deframer.feed(data):
             word = SERVER_WORD_DECODER.decode(message)
-            if isinstance(word, Happened):
+            if isinstance(word, EventOccurred):
                 self._log.append(word.event)
                 continue
             if isinstance(word, Serving):
@@ -144,8 +144,8 @@ class SnapshotProcess:
                 self.snapshots = word.snapshots
             self._on_change()
 
-    async def _watch(self, child: Child) -> None:
-        code = await child.exited_or_stopped()
+    async def _watch(self, child: ChildProcess) -> None:
+        code = await child.wait_exited_or_stopped()
         self._log.record(EventKind.SNAPSHOT_SERVER_EXITED, pid=child.pid, exit_code=code)
         self._forget()
         self._on_end()

@@ -8,12 +8,12 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from resilient_jax.cluster.membership_state import MembershipState, explain_snapshots, newest_step
+from resilient_jax.cluster.membership_state import MembershipState, explain_snapshots, find_newest_step
 from resilient_jax.errors import ExitCode
-from resilient_jax.protocol.records import HostStatus, Outcome, OutcomeKind, StateLoss
+from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKind, StateLoss
 
 
-class AfterStateLoss(enum.StrEnum):
+class StateLossPolicy(enum.StrEnum):
     """What to do when nobody holds the state of a job that had made progress."""
 
     STOP = "stop"
@@ -23,70 +23,70 @@ class AfterStateLoss(enum.StrEnum):
     """Go on from the newest checkpoint on storage; begin with the initial state if there is none."""
 
 
-def find_checkpoint(hosts: Iterable[HostStatus]) -> int | None:
+def find_newest_checkpoint(hosts: Iterable[HostStatus]) -> int | None:
     """The step of the newest checkpoint that any of these hosts sees on storage."""
-    seen = [s.worker.report.checkpoint for s in hosts if s.worker is not None]
+    seen = [s.worker.report.checkpoint_step for s in hosts if s.worker is not None]
     return max((step for step in seen if step is not None), default=None)
 
 
-def are_looking(hosts: Iterable[HostStatus], rule: AfterStateLoss) -> bool:
+def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPolicy) -> bool:
     """Whether one of these hosts may yet see a checkpoint that counts."""
-    return rule is not AfterStateLoss.STOP and any(
-        host.worker is not None and host.worker.report.is_looking for host in hosts
+    return policy is not StateLossPolicy.STOP and any(
+        host.worker is not None and host.worker.report.is_polling_checkpoints for host in hosts
     )
 
 
-def decide_after_loss(
-    state: MembershipState, hosts: Sequence[HostStatus], rule: AfterStateLoss
-) -> StateLoss | Outcome:
+def decide_after_state_loss(
+    state: MembershipState, hosts: Sequence[HostStatus], policy: StateLossPolicy
+) -> StateLoss | JobOutcome:
     """From where these hosts go on, or how the job ends."""
-    checkpoint = find_checkpoint(hosts)
+    checkpoint = find_newest_checkpoint(hosts)
     step = max(
-        newest_step(state), checkpoint or 0
+        find_newest_step(state), checkpoint or 0
     )  # what is on storage was committed, whoever still knows of it
     loss = StateLoss(
         step=step,
-        at_least=all(_step_of(host) < step for host in hosts),
+        is_lower_bound=all(_step_of(host) < step for host in hosts),
         reason=explain_snapshots(state),
-        checkpoint=checkpoint,
+        checkpoint_step=checkpoint,
     )
-    match rule:
-        case AfterStateLoss.STOP:
+    match policy:
+        case StateLossPolicy.STOP:
             goes_on = False
-        case AfterStateLoss.CHECKPOINT:
+        case StateLossPolicy.CHECKPOINT:
             goes_on = checkpoint is not None
-        case AfterStateLoss.RESTART:
+        case StateLossPolicy.RESTART:
             goes_on = True
         case _:
-            assert_never(rule)
+            assert_never(policy)
     return loss if goes_on else _stop(loss)
 
 
-def steps_lost(loss: StateLoss) -> int:
+def count_lost_steps(loss: StateLoss) -> int:
     """That are to be done again, as far as is known."""
-    return max(0, loss.step - (loss.checkpoint or 0))
+    return max(0, loss.step - (loss.checkpoint_step or 0))
 
 
-def explain(loss: StateLoss) -> str:
+def explain_state_loss(loss: StateLoss) -> str:
     """The loss and its consequence, for the progress line."""
-    what = f"the state of step {loss.step}{' or a later one' if loss.at_least else ''} is lost"
-    if loss.checkpoint is None:
+    what = f"the state of step {loss.step}{' or a later one' if loss.is_lower_bound else ''} is lost"
+    if loss.checkpoint_step is None:
         return f"{what}; beginning again with the initial state"
-    where = f"{what}; going on from the checkpoint of step {loss.checkpoint}"
-    back = steps_lost(loss)
+    where = f"{what}; going on from the checkpoint of step {loss.checkpoint_step}"
+    back = count_lost_steps(loss)
     if not back:
         return where
-    more = " or more" if loss.at_least else ""
+    more = " or more" if loss.is_lower_bound else ""
     return f"{where}, {back} step{'' if back == 1 and not more else 's'}{more} back"
 
 
-def end_with_loss(loss: StateLoss, error: Outcome) -> Outcome:
+def make_state_loss_outcome(loss: StateLoss, error: JobOutcome) -> JobOutcome:
     """The end of a job that could not go on from where it was to."""
-    return Outcome(
-        kind=OutcomeKind.STATE_LOST,
+    return JobOutcome(
+        kind=JobOutcomeKind.STATE_LOST,
         exit_code=int(ExitCode.STATE_LOST),
         host=error.host,
-        message=f"{explain(loss)}: {loss.reason}.\nThat failed:\n{error.message}",
+        message=f"{explain_state_loss(loss)}: {loss.reason}.\nThat failed:\n{error.message}",
     )
 
 
@@ -95,21 +95,21 @@ def _step_of(host: HostStatus) -> int:
     return max(host.step, host.worker.report.step if host.worker is not None else 0)
 
 
-def _stop(loss: StateLoss) -> Outcome:
-    if loss.checkpoint is None:
+def _stop(loss: StateLoss) -> JobOutcome:
+    if loss.checkpoint_step is None:
         rest = (
             "no host sees a checkpoint on storage. Restart the job from a checkpoint of your own, or set "
             'on_state_lost = "restart" to begin again with the initial state'
         )
     else:
         rest = (
-            f"the checkpoint of step {loss.checkpoint} is on storage. Launch the job again to go on from it, or leave "
+            f"the checkpoint of step {loss.checkpoint_step} is on storage. Launch the job again to go on from it, or leave "
             'on_state_lost at "checkpoint" to have that done'
         )
-    return Outcome(
-        kind=OutcomeKind.STATE_LOST,
+    return JobOutcome(
+        kind=JobOutcomeKind.STATE_LOST,
         exit_code=int(ExitCode.STATE_LOST),
         message=f"all hosts that held the training state were lost at once, after {loss.step} committed steps"
-        f"{' or more' if loss.at_least else ''}; "
+        f"{' or more' if loss.is_lower_bound else ''}; "
         f"{loss.reason}; {rest}",
     )

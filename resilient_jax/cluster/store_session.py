@@ -11,14 +11,14 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_jax.clock import Clock
-from resilient_jax.errors import LeaseExpired, PeerUnreachable, Refused
+from resilient_jax.errors import LeaseExpired, PeerUnreachable, JoinRefused
 from resilient_jax.ids import HostName, JobName, LeaseId
 from resilient_jax.protocol.records import HostStatus, JobRecord, Versions
-from resilient_jax.protocol.store_keys import host_key, job_key
+from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.store.interface import PutOp, RangeOp, RangeResponse, Store, is_absent
 
 RENEWALS_PER_TTL = 3
-TAKEN_NAME_POLL_S = 0.25
+TAKEN_NAME_POLL_INTERVAL_S = 0.25
 
 ENCODER = msgspec.msgpack.Encoder()
 
@@ -27,7 +27,7 @@ class SessionLost(Exception):
     """The lease ended, or could not be renewed in time: others may count this host as dead."""
 
 
-class Session:
+class StoreSession:
     """A registered host.
 
     Use: `await open(...)`, then run `keep_alive` and `publish_changes` until one of them raises
@@ -64,7 +64,7 @@ class Session:
         await self._check_versions(status.host, status.versions)
         self._renewed_s = self._clock.monotonic_s()
         self.lease = await self._store.grant(self._ttl_s)
-        key = host_key(self._job, status.host)
+        key = make_host_key(self._job, status.host)
         # A predecessor that was killed keeps the name until its lease ends: wait that long, not longer.
         deadline_s = self._clock.monotonic_s() + self._ttl_s + 2.0
         while True:
@@ -74,8 +74,8 @@ class Session:
             if result.succeeded:
                 return
             if self._clock.monotonic_s() > deadline_s:
-                raise Refused(_name_taken(status.host, result.responses[0]))
-            await asyncio.sleep(TAKEN_NAME_POLL_S)
+                raise JoinRefused(_name_taken(status.host, result.responses[0]))
+            await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
             self._renewed_s = self._clock.monotonic_s()
             await self._store.keep_alive(self.lease)
 
@@ -84,7 +84,7 @@ class Session:
         """The monotonic time until which nobody may count this host as dead."""
         return self._renewed_s + self._ttl_s
 
-    def touch(self) -> None:
+    def mark_changed(self) -> None:
         """The status has changed; it is written soon, once for many changes."""
         self._changed.set()
 
@@ -94,7 +94,7 @@ class Session:
         Raises:
             SessionLost: the lease is gone.
         """
-        key = host_key(self._job, self._status().host)
+        key = make_host_key(self._job, self._status().host)
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -104,7 +104,7 @@ class Session:
                 raise SessionLost("the lease expired") from error
             except PeerUnreachable:
                 self._changed.set()
-                await asyncio.sleep(TAKEN_NAME_POLL_S)
+                await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
 
     async def keep_alive(self) -> None:
         """Renews the lease until that fails for a whole time to live.
@@ -137,7 +137,7 @@ class Session:
                 await self._store.revoke(self.lease)
 
     async def _check_versions(self, host: HostName, versions: Versions) -> None:
-        key = job_key(self._job)
+        key = make_job_key(self._job)
         record = JobRecord(versions=versions, first_host=host)
         result = await self._store.transaction(
             [is_absent(key)], [PutOp(key, ENCODER.encode(record))], [RangeOp(key)]
@@ -149,14 +149,14 @@ class Session:
         try:
             first = msgspec.msgpack.decode(read.key_values[0].value, type=JobRecord)
         except msgspec.DecodeError as error:
-            raise Refused(
+            raise JoinRefused(
                 f"host {host} has resilient_jax {versions.resilient_jax}, which cannot read the record of job "
                 f"{self._job} ({error}): another version runs there; install the same version on all hosts"
             ) from error
         for name in Versions.__struct_fields__:
             ours, theirs = getattr(versions, name), getattr(first.versions, name)
             if ours != theirs:
-                raise Refused(
+                raise JoinRefused(
                     f"host {host} has {name} {ours}, but job {self._job} (host {first.first_host}) runs {name} "
                     f"{theirs}; all hosts of a job need the same version: install {name} {theirs} on {host}"
                 )

@@ -8,9 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-from resilient_jax.telemetry.log_file import LineFile
+from resilient_jax.telemetry.log_file import LogFile
 
-CHATTER = re.compile(
+LIBRARY_LOG_PATTERN = re.compile(
     rb"^\[Gloo\] Rank |^\[?[IWE]\d{4} \d\d:\d\d:\d\d|^WARNING: All log messages before absl|peer ranks"
 )
 """Lines of gloo and of XLA's C++ logging. They are in the log file; on the screen they hide the job."""
@@ -19,7 +19,7 @@ ERROR_LINES = 60
 """How much of a worker's standard error is kept to be shown again when the job ends with its error."""
 
 
-def show(text: bytes) -> None:
+def print_bytes(text: bytes) -> None:
     """Text for people, on the screen. Never raises: a job does not end because nobody can watch it.
 
     Unbuffered, so that nothing is left to be written, and to fail, at the end of the process.
@@ -33,10 +33,10 @@ def show(text: bytes) -> None:
 class WorkerOutput:
     """Prefixes a host's lines with its name, and keeps the end of its standard error."""
 
-    def __init__(self, host: str, log: Path | None, *, everything: bool = False) -> None:
+    def __init__(self, host: str, log: Path | None, *, show_all: bool = False) -> None:
         self._prefix = f"[{host}] ".encode()
-        self._file = LineFile(log) if log is not None else None
-        self._everything = everything
+        self._file = LogFile(log) if log is not None else None
+        self._everything = show_all
         self._errors: collections.deque[str] = collections.deque(maxlen=ERROR_LINES)
 
     async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
@@ -54,19 +54,19 @@ class WorkerOutput:
         """One line of the worker."""
         if self._file is not None:
             self._file.write(line)
-        chatter = CHATTER.search(line) is not None
+        chatter = LIBRARY_LOG_PATTERN.search(line) is not None
         if is_error and not chatter:
             self._errors.append(line.decode(errors="replace"))
         if self._everything or not chatter:
-            show(self._prefix + line + b"\n")
+            print_bytes(self._prefix + line + b"\n")
 
-    def last_errors(self) -> str:
+    def read_last_errors(self) -> str:
         """The end of what the worker wrote to standard error: from the last traceback on, if there is one."""
         lines = list(self._errors)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         return "\n".join(lines[starts[-1] :] if starts else lines[-10:])
 
-    def forget(self) -> None:
+    def clear_errors(self) -> None:
         """A new worker starts: what its predecessor said is not its error."""
         self._errors.clear()
 

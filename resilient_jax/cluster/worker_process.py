@@ -10,29 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from resilient_jax.clock import Clock
-from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.ids import Incarnation
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.worker_messages import (
-    LINK_VARIABLE,
-    SETTINGS_VARIABLE,
-    SNAPSHOT_LINK_VARIABLE,
-    TRIPWIRE_VARIABLE,
+    AGENT_CONNECTION_VARIABLE,
+    WORKER_SETTINGS_VARIABLE,
+    SNAPSHOT_CONNECTION_VARIABLE,
+    DEATH_PIPE_VARIABLE,
     WORD_DECODER,
-    Happened,
-    Order,
-    Progressed,
-    Reported,
-    WantsSnapshots,
+    EventOccurred,
+    WorkerOrder,
+    StepCommitted,
+    WorkerReported,
+    SnapshotServerRequested,
     WorkerSettings,
 )
 
-POLL_S = 0.1
+POLL_INTERVAL_S = 0.1
 """How often the process's state is read; a stop must be seen twice, so that a blink does not count."""
 
-WORKERS_OWN = (LINK_VARIABLE, SETTINGS_VARIABLE, SNAPSHOT_LINK_VARIABLE, TRIPWIRE_VARIABLE)
+WORKER_VARIABLES = (AGENT_CONNECTION_VARIABLE, WORKER_SETTINGS_VARIABLE, SNAPSHOT_CONNECTION_VARIABLE, DEATH_PIPE_VARIABLE)
 
 ENCODER = msgspec.msgpack.Encoder()
 
@@ -47,13 +47,13 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, incarnation: Incarnation, child: Child, link: socket.socket, tripwire: int, clock: Clock
+        self, incarnation: Incarnation, child: ChildProcess, link: socket.socket, tripwire: int, clock: Clock
     ) -> None:
         self.incarnation = incarnation
         self.child = child
         self.report = WorkerReport()
-        self.stopped = False
-        self.dying = False
+        self.is_unresponsive = False
+        self.is_dying = False
         self.error = ""
         self._link = link
         self._tripwire = tripwire
@@ -84,14 +84,14 @@ class WorkerProcess:
             tripwire, held = os.pipe()
             unless_started.callback(os.close, tripwire)
             theirs_too.callback(os.close, held)
-            child = Child(
+            child = ChildProcess(
                 [sys.executable, "-u", *command],
                 env={
                     **environment,
-                    LINK_VARIABLE: str(theirs.fileno()),
-                    TRIPWIRE_VARIABLE: str(held),
-                    SNAPSHOT_LINK_VARIABLE: str(snapshot_link.fileno()),
-                    SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
+                    AGENT_CONNECTION_VARIABLE: str(theirs.fileno()),
+                    DEATH_PIPE_VARIABLE: str(held),
+                    SNAPSHOT_CONNECTION_VARIABLE: str(snapshot_link.fileno()),
+                    WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
                 },
                 pass_fds=(theirs.fileno(), held, snapshot_link.fileno()),
             )
@@ -99,19 +99,19 @@ class WorkerProcess:
         ours.setblocking(False)
         return cls(incarnation, child, ours, tripwire, clock)
 
-    async def follow(
+    async def watch_until_exit(
         self,
         output: WorkerOutput,
-        silence_deadline_s: float,
+        heartbeat_timeout_s: float,
         on_change: Callable[[], None],
-        on_word: Callable[[Progressed | WantsSnapshots | Happened], None],
+        on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> int:
         """Reads and watches until the process ends; gives its exit code."""
         process = self.child.process
         assert process.stdout is not None, "started with pipes"
         assert process.stderr is not None, "started with pipes"
         pumps = [
-            asyncio.create_task(output.follow(await read_lines(pipe.fileno()), is_error=is_error))
+            asyncio.create_task(output.follow(await open_line_reader(pipe.fileno()), is_error=is_error))
             for pipe, is_error in ((process.stdout, False), (process.stderr, True))
         ]
         process.stdout.close()
@@ -119,12 +119,12 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._tripwire, self._on_tripwire, on_change)
         listening = asyncio.create_task(self._listen(on_change, on_word))
-        watching = asyncio.create_task(self._watch(silence_deadline_s, on_change))
+        watching = asyncio.create_task(self._watch(heartbeat_timeout_s, on_change))
         try:
-            code = await self.child.exited()
+            code = await self.child.wait_exited()
             # Its last words may still lie in the pipes; whoever inherited them must not keep us waiting.
             await asyncio.wait((*pumps, listening), timeout=0.2)
-            self.error = output.last_errors()
+            self.error = output.read_last_errors()
             return code
         finally:
             for task in (*pumps, listening, watching):
@@ -138,16 +138,16 @@ class WorkerProcess:
 
     def _on_tripwire(self, on_change: Callable[[], None]) -> None:
         asyncio.get_running_loop().remove_reader(self._tripwire)
-        self.dying = True
+        self.is_dying = True
         on_change()
 
-    def order(self, order: Order) -> None:
+    def send_order(self, order: WorkerOrder) -> None:
         """Sends an order; to a dead worker it is lost, which its exit will tell."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(ENCODER.encode(order)))
 
     async def _listen(
-        self, on_change: Callable[[], None], on_word: Callable[[Progressed | WantsSnapshots | Happened], None]
+        self, on_change: Callable[[], None], on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None]
     ) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._link)
         deframer = Deframer()
@@ -156,10 +156,10 @@ class WorkerProcess:
                 self._last_word_s = self._clock.monotonic_s()
                 for message in deframer.feed(data):
                     word = WORD_DECODER.decode(message)
-                    if isinstance(word, Reported):
+                    if isinstance(word, WorkerReported):
                         self.report = word.report
                         on_change()
-                    elif isinstance(word, Progressed | WantsSnapshots | Happened):
+                    elif isinstance(word, StepCommitted | SnapshotServerRequested | EventOccurred):
                         on_word(word)
         except ConnectionError:
             pass  # the worker died; its exit code says more
@@ -167,18 +167,18 @@ class WorkerProcess:
     async def _watch(self, silence_deadline_s: float, on_change: Callable[[], None]) -> None:
         seen_stopped = False
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             now_stopped = self.child.is_stopped()
             # A worker speaks only from `rj.run` on: before that, silence means nothing.
             spoke = self.report != WorkerReport()
             silent = spoke and self._clock.monotonic_s() - self._last_word_s > silence_deadline_s
             stopped = (now_stopped and seen_stopped) or silent
             seen_stopped = now_stopped
-            if stopped != self.stopped:
-                self.stopped = stopped
+            if stopped != self.is_unresponsive:
+                self.is_unresponsive = stopped
                 on_change()
 
 
-def current_environment() -> dict[str, str]:
+def copy_environment() -> dict[str, str]:
     """This process's environment without what belongs to another agent."""
-    return {k: v for k, v in os.environ.items() if k not in WORKERS_OWN}
+    return {k: v for k, v in os.environ.items() if k not in WORKER_VARIABLES}

@@ -10,34 +10,34 @@ from collections.abc import Callable
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.restart_budget import RestartBudget
-from resilient_jax.cluster.snapshot_server_process import SnapshotProcess
+from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.records import FailureKind, Outcome, OutcomeKind, WorkerStatus
+from resilient_jax.protocol.records import WorkerFailureKind, JobOutcome, JobOutcomeKind, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
-    Happened,
-    Order,
-    Progressed,
-    SnapshotServerAt,
+    EventOccurred,
+    WorkerOrder,
+    StepCommitted,
+    SnapshotServerReady,
     SnapshotSettings,
-    Stop,
-    WantsSnapshots,
+    StopWorker,
+    SnapshotServerRequested,
     WorkerSettings,
 )
 from resilient_jax.telemetry.event_log import EventLog
 
 STOP_GRACE_S = 2.0
 """A worker that was told to stop because the job failed gets this long before SIGKILL."""
-NOT_STARTED_PAUSE_S = 1.0
+START_RETRY_INTERVAL_S = 1.0
 """When the machine has no descriptor, process or memory left for a worker, until it is tried again."""
-FINISH_INTERVAL_S = 60.0
+FINISH_REMINDER_INTERVAL_S = 60.0
 """How often it is told that a script still works after training: that is its own affair, and takes what it takes."""
-SIGNAL_CODE = 128
+SIGNAL_EXIT_CODE_BASE = 128
 """What shells add to a signal's number for the exit code of a process that it ended."""
 
 
@@ -55,11 +55,11 @@ class WorkerSupervisor:
         settings: AgentSettings,
         log: EventLog,
         clock: Clock,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
-        snapshots: SnapshotProcess,
+        snapshots: SnapshotServerProcess,
         on_change: Callable[[], None],
-        others_train: Callable[[], bool],
+        do_others_train: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
         """`on_change` hears of every new status; `is_over` says if the job, or this host's part, has ended."""
@@ -67,18 +67,18 @@ class WorkerSupervisor:
         self._settings = settings
         self._log = log
         self._clock = clock
-        self._say = say
+        self._say = print_line
         self._snapshots = snapshots
         self._on_change = on_change
-        self._others_train = others_train
+        self._others_train = do_others_train
         self._is_over = is_over
         self._output = WorkerOutput(
             settings.host,
             directory / f"{settings.host}.log" if directory else None,
-            everything=settings.show_everything,
+            show_all=settings.show_all_output,
         )
         self._budget = RestartBudget(
-            limit=settings.config.restart_limit,
+            max_restarts=settings.config.max_restarts,
             window_s=settings.config.restart_window_s,
             backoff_s=settings.config.restart_backoff_s,
         )
@@ -89,7 +89,7 @@ class WorkerSupervisor:
         self._done_and_killed: int | None = None
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
 
-    async def supervise(self) -> Outcome | None:
+    async def supervise(self) -> JobOutcome | None:
         """Starts it, and starts it again when it dies.
 
         Returns:
@@ -102,22 +102,22 @@ class WorkerSupervisor:
             try:
                 worker = self._start(Incarnation(number))
             except OSError as error:
-                self._log.record(EventKind.WORKER_NOT_STARTED, error=str(error))
+                self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
                 self._say(f"{self._settings.host}: no worker could be started: {error}; trying again")
                 delay_s = self._spend_restart()
                 if delay_s is None:
                     return self._out_of_budget()
-                await asyncio.sleep(max(delay_s, NOT_STARTED_PAUSE_S))
+                await asyncio.sleep(max(delay_s, START_RETRY_INTERVAL_S))
                 continue
             try:
-                code = await worker.follow(
+                code = await worker.watch_until_exit(
                     self._output,
-                    self._settings.config.silence_deadline_s,
+                    self._settings.config.heartbeat_timeout_s,
                     lambda w=worker: self._on_changed(w),
                     self._on_word,
                 )
             except asyncio.CancelledError:
-                await worker.child.end()
+                await worker.child.kill_and_wait()
                 raise
             self._log.record(
                 EventKind.WORKER_EXITED,
@@ -131,7 +131,7 @@ class WorkerSupervisor:
                 # After the user's error its status stays, for the leader to end the job with: another
                 # worker's status would hide it, and the error would be retried.
                 return None
-            if worker.report.done:
+            if worker.report.is_done:
                 self._done_and_killed = code
             delay_s = self._spend_restart()
             if delay_s is None:
@@ -142,7 +142,7 @@ class WorkerSupervisor:
     def _start(self, incarnation: Incarnation) -> WorkerProcess:
         settings = self._settings
         self._wants_snapshots = False
-        self._output.forget()
+        self._output.clear_errors()
         worker = WorkerProcess.start(
             incarnation,
             settings.command,
@@ -154,21 +154,21 @@ class WorkerSupervisor:
                 token=settings.credentials.token,
                 tls=settings.credentials.tls_paths,
                 devices_per_host=settings.devices_per_host,
-                forming_timeout_s=settings.config.forming_deadline_s,
+                forming_timeout_s=settings.config.forming_timeout_s,
                 snapshots=SnapshotSettings(
-                    parity=settings.config.snapshot_parity,
-                    every=settings.config.snapshot_every,
+                    num_parity=settings.config.snapshot_parity,
+                    interval_steps=settings.config.snapshot_interval_steps,
                     group_size=settings.config.snapshot_group_size,
-                    failure_interval_s=settings.config.failure_interval_s,
+                    mean_time_between_failures_s=settings.config.mean_time_between_failures_s,
                 ),
                 failure_domain=settings.failure_domain,
-                program_cache_bytes=settings.config.program_cache_mib * 2**20,
+                compile_cache_bytes=settings.config.compile_cache_mib * 2**20,
             ),
             self._clock,
             self._snapshots.connect_worker(),
         )
         if self._others_train():
-            worker.child.run_in_the_background()
+            worker.child.lower_priority()
         self.worker = worker
         self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
         self._on_changed(worker)
@@ -178,47 +178,47 @@ class WorkerSupervisor:
         """Seconds to wait before the next start; None if none is left."""
         self._budget, delay_s = self._budget.spend(self._clock.monotonic_s())
         if delay_s:
-            self._log.record(EventKind.RESTART_DELAYED, seconds=delay_s)
+            self._log.record(EventKind.RESTART_BACKOFF, seconds=delay_s)
         return delay_s
 
-    def _out_of_budget(self) -> Outcome:
+    def _out_of_budget(self) -> JobOutcome:
         config = self._settings.config
-        self._log.record(EventKind.BUDGET_EXHAUSTED, limit=config.restart_limit)
-        return Outcome(
-            kind=OutcomeKind.TOO_FEW_HOSTS,
-            exit_code=int(ExitCode.BUDGET_EXHAUSTED),
+        self._log.record(EventKind.RESTART_BUDGET_EXHAUSTED, limit=config.max_restarts)
+        return JobOutcome(
+            kind=JobOutcomeKind.TOO_FEW_HOSTS,
+            exit_code=int(ExitCode.RESTART_BUDGET_EXHAUSTED),
             host=self._settings.host,
-            message=f"the worker on {self._settings.host} died {config.restart_limit + 1} times within "
-            f"{config.restart_window_s:g} s, more often than restart_limit = {config.restart_limit} allows; "
-            f"its last words:\n{self._output.last_errors()}",
+            message=f"the worker on {self._settings.host} died {config.max_restarts + 1} times within "
+            f"{config.restart_window_s:g} s, more often than restart_limit = {config.max_restarts} allows; "
+            f"its last words:\n{self._output.read_last_errors()}",
         )
 
     def _on_changed(self, worker: WorkerProcess) -> None:
         if worker is not self.worker or self._is_over():
             return  # after the end it exits because it was told to, which is nobody's error
-        was_stopped = self.status is not None and self.status.stopped
-        if worker.stopped and not was_stopped:
-            self._log.record(EventKind.WORKER_STOPPED, pid=worker.child.pid, step=worker.report.step)
-        if worker.dying and self.status is not None and not self.status.dying:
+        was_stopped = self.status is not None and self.status.is_unresponsive
+        if worker.is_unresponsive and not was_stopped:
+            self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
+        if worker.is_dying and self.status is not None and not self.status.is_dying:
             self._log.record(EventKind.WORKER_DYING, pid=worker.child.pid, step=worker.report.step)
         self.status = WorkerStatus(
             incarnation=worker.incarnation,
             pid=worker.child.pid,
             report=worker.report,
-            stopped=worker.stopped,
-            dying=worker.dying,
+            is_unresponsive=worker.is_unresponsive,
+            is_dying=worker.is_dying,
             exit_code=worker.child.exit_code,
             error=_error_of(worker),
         )
         self._on_change()
 
-    def _on_word(self, word: Progressed | WantsSnapshots | Happened) -> None:
+    def _on_word(self, word: StepCommitted | SnapshotServerRequested | EventOccurred) -> None:
         match word:
-            case Happened():
+            case EventOccurred():
                 self._log.append(word.event)
-            case Progressed():
+            case StepCommitted():
                 self.progress = (word.step, word.metrics)
-            case WantsSnapshots():
+            case SnapshotServerRequested():
                 self._wants_snapshots = True
                 try:
                     self._snapshots.start()
@@ -232,12 +232,12 @@ class WorkerSupervisor:
         server = self._snapshots.server
         if self._wants_snapshots and server is not None:
             self._wants_snapshots = False
-            self.order(SnapshotServerAt(endpoint=server.endpoint))
+            self.send_order(SnapshotServerReady(endpoint=server.endpoint))
 
-    def order(self, order: Order) -> None:
+    def send_order(self, order: WorkerOrder) -> None:
         """Sends the worker an order, if there is one."""
         if self.worker is not None:
-            self.worker.order(order)
+            self.worker.send_order(order)
 
     def kill(self, why: str) -> None:
         """Sends SIGKILL to the worker, if it lives."""
@@ -245,14 +245,14 @@ class WorkerSupervisor:
             self._log.record(EventKind.WORKER_KILLED, pid=self.worker.child.pid, why=why)
             self.worker.child.kill()
 
-    async def let_finish(self, outcome: Outcome) -> None:
+    async def wait_finished(self, outcome: JobOutcome) -> None:
         """Tells the worker that the job has ended, and gives it the time it is due."""
         worker = self.worker
         if worker is None or worker.child.exit_code is not None:
             return
-        worker.order(Stop(reason=str(outcome.kind)))
-        exited = asyncio.create_task(worker.child.exited())
-        if outcome.kind is OutcomeKind.DONE:
+        worker.send_order(StopWorker(reason=str(outcome.kind)))
+        exited = asyncio.create_task(worker.child.wait_exited())
+        if outcome.kind is JobOutcomeKind.DONE:
             await self._let_script_end(worker, exited)
         elif outcome.exit_code != ExitCode.INTERRUPTED:
             await asyncio.wait((exited,), timeout=STOP_GRACE_S)
@@ -264,20 +264,20 @@ class WorkerSupervisor:
 
     async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
         """A script may still save and print. One that was left out of the training, or is stopped, has nothing to."""
-        while not (await asyncio.wait((exited,), timeout=FINISH_INTERVAL_S))[0]:
-            if worker.child.is_stopped() or not worker.report.done:
+        while not (await asyncio.wait((exited,), timeout=FINISH_REMINDER_INTERVAL_S))[0]:
+            if worker.child.is_stopped() or not worker.report.is_done:
                 return
             self._say(f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it")
 
-    def with_exit_code(self, outcome: Outcome) -> Outcome:
+    def apply_exit_code(self, outcome: JobOutcome) -> JobOutcome:
         """A script that fails after training is done has failed; so has one that was killed then, though another was
         started in its place."""
         worker = self.worker
         code = worker.child.exit_code if worker is not None else None
-        if worker is None or code is None or outcome.kind is not OutcomeKind.DONE:
+        if worker is None or code is None or outcome.kind is not JobOutcomeKind.DONE:
             return outcome
         host = self._settings.host
-        if not worker.report.done and (code < 0 or code == JOB_OVER_EXIT_CODE):
+        if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
             if self._done_and_killed is None:
                 self._say(
                     f"{host}: training was done without this host; what its script does then is left out"
@@ -290,9 +290,9 @@ class WorkerSupervisor:
             f"training is done, but the script {_how_it_ended(code)} before its end; what it does after training is "
             "missing on this host"
         )
-        return Outcome(
-            kind=OutcomeKind.USER_ERROR,
-            exit_code=code if code > 0 else SIGNAL_CODE - code,
+        return JobOutcome(
+            kind=JobOutcomeKind.USER_ERROR,
+            exit_code=code if code > 0 else SIGNAL_EXIT_CODE_BASE - code,
             host=host,
             message=_error_of(worker) if code > 0 else missing,
         )
@@ -300,7 +300,7 @@ class WorkerSupervisor:
     async def close(self) -> None:
         """Kills what is left, and closes the log of its output."""
         if self.worker is not None:
-            await self.worker.child.end()
+            await self.worker.child.kill_and_wait()
         self._output.close()
 
 
@@ -314,7 +314,7 @@ def _error_of(worker: WorkerProcess) -> str:
     code, failure = worker.child.exit_code, worker.report.failure
     if code is None or code <= 0:
         return ""
-    if failure is not None and failure.kind is FailureKind.USER:
+    if failure is not None and failure.kind is WorkerFailureKind.USER:
         return failure.text  # whole, with what caused it, however long
     if not worker.error:
         return f"the script exited with code {code} and wrote nothing to standard error"

@@ -4,31 +4,31 @@ import dataclasses
 
 import msgspec
 
-from resilient_jax.cluster.membership_state import MembershipState, find_snapshot, has_service, services_of
-from resilient_jax.cluster.state_loss import explain
+from resilient_jax.cluster.membership_state import MembershipState, find_snapshot, has_service, list_services
+from resilient_jax.cluster.state_loss import explain_state_loss
 from resilient_jax.ids import HostName, ProcessIndex, WorldId
 from resilient_jax.protocol.records import (
-    Change,
+    WorldChange,
     Generation,
     HostStatus,
     Member,
-    Phase,
-    Source,
+    GenerationPhase,
+    StateSource,
     StateLoss,
 )
 from resilient_jax.protocol.snapshots import SnapshotPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PrepareService:
+class StartCoordinationService:
     """Have a coordination service for this world run on the leader's host; idempotent."""
 
     world: WorldId
-    nodes: int
+    num_processes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class StateOrigin:
     """The state that the next generation goes on from, and where it is.
 
     Attributes:
@@ -38,7 +38,7 @@ class Origin:
     """
 
     step: int = 0
-    sources: tuple[Source, ...] = ()
+    sources: tuple[StateSource, ...] = ()
     snapshot: SnapshotPlan | None = None
 
     @property
@@ -47,17 +47,17 @@ class Origin:
         return bool(self.sources) or self.snapshot is not None
 
 
-def find_origin(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> Origin:
+def find_state_origin(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> StateOrigin:
     """The newest state that is whole somewhere: in a worker, or, if that is newer, in a snapshot."""
     holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
     if snapshot is not None and (not holders or snapshot.id.step > step):
-        return Origin(step=snapshot.id.step, snapshot=snapshot)
-    return Origin(
+        return StateOrigin(step=snapshot.id.step, snapshot=snapshot)
+    return StateOrigin(
         step=step,
         sources=tuple(
-            Source(host=host, endpoint=w.report.endpoint)
+            StateSource(host=host, endpoint=w.report.endpoint)
             for host, w in holders.items()
             if w.report.step == step
         ),
@@ -73,13 +73,13 @@ def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostS
     return of_kept or of_joiners
 
 
-def form_next(
+def form_next_generation(
     state: MembershipState,
     kept: list[HostStatus],
     joiners: list[HostStatus],
-    origin: Origin,
-    lost: StateLoss | None,
-) -> Generation | PrepareService:
+    origin: StateOrigin,
+    state_loss: StateLoss | None,
+) -> Generation | StartCoordinationService:
     """The next world.
 
     Args:
@@ -93,14 +93,14 @@ def form_next(
     in_place = _can_shrink_in_place(state, kept, joiners)
     world = generation.world if in_place else WorldId(generation.number)
     members = _keep_seats(generation, kept) if in_place else _assign_seats(generation, kept, joiners)
-    address = generation.service if in_place else _address_for(state, world, len(members))
+    address = generation.service_address if in_place else _address_for(state, world, len(members))
     if address is None:
-        return PrepareService(world, len(members))
+        return StartCoordinationService(world, len(members))
     held = {source.host for source in origin.sources}
     return msgspec.structs.replace(
         generation,
-        phase=Phase.FORM,
-        change=Change.SHRINK if in_place else Change.REFORM,
+        phase=GenerationPhase.FORM,
+        change=WorldChange.SHRINK if in_place else WorldChange.REFORM,
         world=world,
         members=members,
         service=address,
@@ -110,10 +110,10 @@ def form_next(
         snapshot=origin.snapshot,
         lost=None
         if origin.exists
-        else lost or generation.lost,  # the world in which it was to be read may be lost, too
-        reason=f"{generation.reason}: {explain(lost)}" if lost is not None else generation.reason,
+        else state_loss or generation.state_loss,  # the world in which it was to be read may be lost, too
+        reason=f"{generation.reason}: {explain_state_loss(state_loss)}" if state_loss is not None else generation.reason,
         progress=max(generation.progress, origin.step) if origin.exists else 0,
-        began=generation.began if origin.exists else generation.number,
+        began=generation.initial_generation if origin.exists else generation.number,
     )
 
 
@@ -132,7 +132,7 @@ def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners
 
 def _address_for(state: MembershipState, world: WorldId, nodes: int) -> str | None:
     """Of a service for this many members: it admits exactly as many as it was started for."""
-    return next((s.address for s in services_of(state, world) if s.nodes == nodes), None)
+    return next((s.address for s in list_services(state, world) if s.num_processes == nodes), None)
 
 
 def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member, ...]:
@@ -147,7 +147,7 @@ def _assign_seats(
     count = len(kept) + len(joiners)
     seats: dict[HostName, int] = {}
     for status in kept:
-        member = generation.member(status.host)
+        member = generation.find_member(status.host)
         if member is not None and member.process_index < count:
             seats[status.host] = member.process_index
     free = iter(sorted(set(range(count)) - set(seats.values())))

@@ -84,17 +84,17 @@ class Compiling:
             self._compiled += 1
             self._compiled_s += seconds
         if seconds >= WORTH_SAYING_S:
-            self._happened(EventKind.PROGRAM_MISSED, program=name, seconds=seconds)
+            self._happened(EventKind.COMPILE_CACHE_MISS, program=name, seconds=seconds)
 
     # What the thread that compiles ahead tells.
 
     def compiled_ahead(self, world: str, seconds: float) -> None:
         """Programs of a likely next world are there."""
-        self._happened(EventKind.PROGRAM_AHEAD, world=world, seconds=seconds)
+        self._happened(EventKind.PROGRAM_COMPILED_AHEAD, world=world, seconds=seconds)
 
     def refused_ahead(self, world: str, reason: str) -> None:
         """They could not be compiled."""
-        self._happened(EventKind.PROGRAM_REFUSED, world=world, reason=reason)
+        self._happened(EventKind.PROGRAM_FAILED, world=world, reason=reason)
 
     def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
         if event in PHASES and not is_ahead():
@@ -102,7 +102,7 @@ class Compiling:
                 self._seconds += duration_secs
 
     def _on_failure(self, owner: HostName, reason: str) -> None:
-        self._happened(EventKind.PROGRAM_REFUSED, owner=owner, reason=reason)
+        self._happened(EventKind.PROGRAM_FAILED, owner=owner, reason=reason)
 
 
 def program_folder() -> ProgramFolder | None:

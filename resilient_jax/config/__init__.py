@@ -1,6 +1,6 @@
 """TOML at the edge, frozen structs inside: `load`, `decode`, `override`, and the knobs of a job."""
 
 from resilient_jax.config.job_config import JobConfig
-from resilient_jax.config.toml_loader import decode, load, override
+from resilient_jax.config.toml_loader import decode_toml, load_toml, override_values
 
-__all__ = ["JobConfig", "decode", "load", "override"]
+__all__ = ["JobConfig", "decode_toml", "load_toml", "override_values"]

@@ -27,11 +27,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds without a keep-alive until the store counts a host as dead. A lost host is noticed
     this late at worst; much shorter, and a busy machine's pause is taken for a death."""
 
-    forming_deadline_s: Seconds = 60.0
+    forming_timeout_s: Seconds = 60.0
     """Seconds for all members of a new generation to connect; whoever has not is left out. Covers
     a slow import and a cold file system, not a compilation."""
 
-    quiesce_deadline_s: Seconds = 5.0
+    quiesce_timeout_s: Seconds = 5.0
     """Seconds for a worker to leave its collectives and acknowledge a change; then it is killed.
     Aborting takes milliseconds, a long local program may have to end first."""
 
@@ -40,19 +40,19 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     generation. gloo may lose a message while a peer dies, and would wait for it for half an hour. Must be longer
     than any host keeps the others waiting: while it compiles, or in a callback that only it makes."""
 
-    start_deadline_s: Seconds = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds from the launch until `min_hosts` have come; then the job ends with an error. Machines
     of one allocation come up minutes apart."""
 
-    silence_deadline_s: Seconds = 60.0
+    heartbeat_timeout_s: Seconds = 60.0
     """Seconds without a word of a worker's guard thread until the agent kills the worker. The guard
     speaks even while XLA compiles, so this catches a stopped or wedged process, not a slow step."""
 
-    store_deadline_s: Seconds = 60.0
+    store_timeout_s: Seconds = 60.0
     """Seconds an agent keeps trying to reach the store before it gives up. Outlasts the restart
     of a store node."""
 
-    restart_limit: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
+    max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
     """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and leaves,
     and the others go on without it. Zero: never restart."""
 
@@ -67,7 +67,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     min_hosts: Count = 1
     """Hosts below which the job does not train, but waits for others to come (back)."""
 
-    collective_retry_limit: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
+    max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     """New generations at one step after failed collectives in which nobody died; then the error is
     taken for the user's own and ends the job."""
 
@@ -75,10 +75,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How many hosts of a group may be lost at once without losing a snapshot in memory. Each costs about
     1/(group - parity) of a snapshot's memory more."""
 
-    snapshot_every: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto"] = 1
+    snapshot_interval_steps: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto"] = 1
     """Steps between two snapshots; `auto`: from what one costs and how often hosts fail (Young and Daly)."""
 
-    program_cache_mib: Annotated[int, Meta(ge=16, le=1_048_576)] = 4096
+    compile_cache_mib: Annotated[int, Meta(ge=16, le=1_048_576)] = 4096
     """MiB of compiled programs that a host keeps in its run folder, for workers that come back and for the plans that
     may be next. What was used longest ago goes first."""
 
@@ -86,15 +86,15 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and
     lose everything with fewer failures in all."""
 
-    failure_interval_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
+    mean_time_between_failures_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
     """Seconds between two failures anywhere in the job, as expected; used by `snapshot_every = "auto"`.
     Three hours: Llama 3's training on 16,384 GPUs."""
 
-    state_lost_patience_s: Seconds = 30.0
+    state_loss_grace_s: Seconds = 30.0
     """Seconds that missing hosts are waited for before the state that they held counts as lost: they may only be cut
     off by the network. What follows costs more: the job ends, or goes back to a checkpoint."""
 
-    on_state_lost: Literal["checkpoint", "stop", "restart"] = "checkpoint"
+    state_loss_policy: Literal["checkpoint", "stop", "restart"] = "checkpoint"
     """When every holder of the training state died at once, and no snapshot can be restored: `checkpoint`: go on from
     the newest checkpoint on storage, and stop with an error if there is none; `stop`: do so although there is one;
     `restart`: begin with the initial state if there is none. Starting over is never done unasked."""

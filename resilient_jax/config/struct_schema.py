@@ -12,16 +12,16 @@ _PATH_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MisfitKey:
+class KeyMismatch:
     """A key that should not be there (`known` says which may), or should be and is not (`expected`)."""
 
     key: str
-    known: tuple[str, ...] = ()
+    known_keys: tuple[str, ...] = ()
     expected: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ConfigValue:
     """A value in a configuration, and the type it should have."""
 
     key: str
@@ -29,7 +29,7 @@ class Place:
     type_info: inspect.Type
 
 
-def find_misfit_keys(values: object, info: inspect.Type, prefix: str = "") -> Iterator[MisfitKey]:
+def find_key_mismatches(values: object, info: inspect.Type, prefix: str = "") -> Iterator[KeyMismatch]:
     """Yields each unknown or missing key of `values` and below, unknown ones first.
 
     A misspelt key is both; its unknown half tells the reader more.
@@ -39,21 +39,21 @@ def find_misfit_keys(values: object, info: inspect.Type, prefix: str = "") -> It
         fields = {field.encode_name: field for field in info.fields}
         known = tuple(fields)
         allowed = {*known, info.tag_field}
-        yield from (MisfitKey(key=f"{prefix}{key}", known=known) for key in values if key not in allowed)
+        yield from (KeyMismatch(key=f"{prefix}{key}", known_keys=known) for key in values if key not in allowed)
         for name, field in fields.items():
             if name in values:
-                yield from find_misfit_keys(values[name], field.type, f"{prefix}{name}.")
+                yield from find_key_mismatches(values[name], field.type, f"{prefix}{name}.")
             elif field.required:
-                yield MisfitKey(key=f"{prefix}{name}", expected=describe_type(field.type) or "a value")
+                yield KeyMismatch(key=f"{prefix}{name}", expected=describe_type(field.type) or "a value")
     elif isinstance(info, inspect.DictType) and isinstance(values, dict):
         for key, value in values.items():
-            yield from find_misfit_keys(value, info.value_type, f"{prefix}{key}.")
+            yield from find_key_mismatches(value, info.value_type, f"{prefix}{key}.")
     elif isinstance(info, inspect.ListType | inspect.VarTupleType) and isinstance(values, list | tuple):
         for index, value in enumerate(values):
-            yield from find_misfit_keys(value, info.item_type, f"{prefix.rstrip('.')}[{index}].")
+            yield from find_key_mismatches(value, info.item_type, f"{prefix.rstrip('.')}[{index}].")
 
 
-def locate(path: str, values: object, info: inspect.Type) -> Place | None:
+def find_value(path: str, values: object, info: inspect.Type) -> ConfigValue | None:
     """Gives the value at a path of a msgspec message, without its `$`; None where the path names no key."""
     parts = list(_PATH_PART.finditer(path))
     if "".join(part.group() for part in parts) != path:
@@ -72,7 +72,7 @@ def locate(path: str, values: object, info: inspect.Type) -> Place | None:
             values, info = values[int(index)], info.item_type
         else:
             return None
-    return Place(key=path.removeprefix("."), value=values, type_info=info)
+    return ConfigValue(key=path.removeprefix("."), value=values, type_info=info)
 
 
 def describe_type(info: inspect.Type) -> str | None:
@@ -105,7 +105,7 @@ def describe_type(info: inspect.Type) -> str | None:
             return None
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest_key(name: str, known: Sequence[str]) -> str:
     """Says what to do about an unknown key: the known one it is closest to, or to remove it."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean '{close[0]}'?" if close else "Remove it."

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import msgspec
 
-from resilient_jax.config.struct_schema import describe_type, find_misfit_keys, locate, suggest
+from resilient_jax.config.struct_schema import describe_type, find_key_mismatches, find_value, suggest_key
 from resilient_jax.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def load(path: str | Path, type_: type[T]) -> T:
+def load_toml(path: str | Path, type_: type[T]) -> T:
     """Gives the configuration in a TOML file.
 
     Args:
@@ -43,10 +43,10 @@ def load(path: str | Path, type_: type[T]) -> T:
             f"{path}: found a byte that is not UTF-8 at offset {error.start}, expected a TOML file. "
             "Save the file as UTF-8."
         ) from error
-    return decode(text, type_, source=str(path))
+    return decode_toml(text, type_, source=str(path))
 
 
-def decode(text: str, type_: type[T], *, source: str) -> T:
+def decode_toml(text: str, type_: type[T], *, source: str) -> T:
     """Gives the configuration in a TOML text.
 
     Args:
@@ -73,7 +73,7 @@ def decode(text: str, type_: type[T], *, source: str) -> T:
     return _convert(values, type_, source)
 
 
-def override(config: T, changes: Mapping[str, object], *, source: str) -> T:
+def override_values(config: T, changes: Mapping[str, object], *, source: str) -> T:
     """Gives `config` with some values changed, checked as if they had stood in the file.
 
     Args:
@@ -97,7 +97,7 @@ def _convert(values: dict[str, object], type_: type[T], source: str) -> T:
 
 def _check_keys(values: dict[str, object], type_: type[msgspec.Struct], source: str) -> None:
     """Refuses unknown and missing keys at any depth, also where a struct does not forbid them itself."""
-    for misfit in find_misfit_keys(values, msgspec.inspect.type_info(type_)):
+    for misfit in find_key_mismatches(values, msgspec.inspect.type_info(type_)):
         if misfit.expected is not None:
             raise ConfigError(
                 f"{source}: key '{misfit.key}': found nothing, expected {misfit.expected}. Add the key."
@@ -105,7 +105,7 @@ def _check_keys(values: dict[str, object], type_: type[msgspec.Struct], source: 
         name = misfit.key.rpartition(".")[2]
         raise ConfigError(
             f"{source}: key '{misfit.key}': found an unknown key, expected one of "
-            f"{', '.join(misfit.known)}. {suggest(name, misfit.known)}"
+            f"{', '.join(misfit.known_keys)}. {suggest_key(name, misfit.known_keys)}"
         )
 
 
@@ -115,7 +115,7 @@ def _describe_misfit(reason: str, values: object, type_: type[msgspec.Struct], s
     msgspec names neither the value nor the whole range, so both are looked up by the path in its message.
     """
     reason, _, path = reason.partition(" - at `$")
-    place = locate(path.rstrip("`"), values, msgspec.inspect.type_info(type_))
+    place = find_value(path.rstrip("`"), values, msgspec.inspect.type_info(type_))
     if place is None or (expected := describe_type(place.type_info)) is None:
         key = path.strip("`.")
         return f"{source}: {f'key {key!r}: ' if key else ''}{reason}. Correct the value."

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from resilient_jax.config import load
+from resilient_jax.config import load_toml
 from resilient_jax.errors import ConfigError
 from resilient_jax.planning.transformer import TransformerShape, count_parameters
 
@@ -39,7 +39,7 @@ def load_model_shape(path: str | Path) -> ModelShape:
         ConfigError: the file cannot be read, or is not a model's; the message names file and key.
     """
     try:
-        return load(path, ModelShape)
+        return load_toml(path, ModelShape)
     except ConfigError as error:
         if keys := _find_foreign_keys(path):
             raise ConfigError(

@@ -14,25 +14,25 @@ from pathlib import Path
 
 import msgspec
 
-DIRECTORY_VARIABLE = "RESILIENT_JAX_FAULT_POINTS"
-HOLD_LIMIT_S = 60.0
+FAILPOINTS_VARIABLE = "RESILIENT_JAX_FAULT_POINTS"
+HOLD_TIMEOUT_S = 60.0
 """A controller that died must not hang a worker for ever."""
-POLL_S = 0.005
+POLL_INTERVAL_S = 0.005
 ANY_STEP = -1
 ANY_INDEX = -1
 """At places that have no microbatch, and in orders for whichever comes first."""
 
 
-class Place(enum.StrEnum):
+class FailPoint(enum.StrEnum):
     """Where a worker can be held."""
 
     BEFORE_MICROBATCH = "before_microbatch"
     """About to compute one microbatch."""
     AFTER_MICROBATCH = "after_microbatch"
     """Its gradient was handed to the devices."""
-    BEFORE_SUM = "before_sum"
+    BEFORE_REDUCE = "before_sum"
     """About to enter the reduction: the others wait inside it."""
-    AFTER_SUM = "after_sum"
+    AFTER_REDUCE = "after_sum"
     """The sum is there, the update is not."""
     BEFORE_COMMIT = "before_commit"
     """In the update: it was handed to the devices, and the committed state is the one before it."""
@@ -62,66 +62,66 @@ class Place(enum.StrEnum):
     """Bytes of a snapshot are about to go to another process; their digest is made. Belongs to no step."""
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class HoldAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Waits until the order is gone."""
 
 
-class Exit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ExitAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Ends the process, as a script or a library does that calls `_exit`."""
 
-    code: int
+    exit_code: int
 
 
-class Raise(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RaiseAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Raises `InjectedFault`, as an error in the user's code."""
 
-    text: str
+    message: str
 
 
-class Hang(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class HangAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The thread does nothing more for so long; all other threads of the process go on."""
 
-    seconds: float
+    duration_s: float
 
 
-class Spoil(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CorruptAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The numbers that were computed here become NaN; of bytes that are sent one bit is turned over."""
 
 
-Act = Hold | Exit | Raise | Hang | Spoil
+FailPointAction = HoldAction | ExitAction | RaiseAction | HangAction | CorruptAction
 
 
 class InjectedFault(RuntimeError):
     """An error in the user's code that a controller asked for."""
 
 
-class FaultOrder(msgspec.Struct, frozen=True, kw_only=True):
+class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What these hosts do when they come to this place of this step.
 
     All but `Hold` is done once by a host.
     """
 
-    place: Place
+    failpoint: FailPoint
     step: int
     hosts: tuple[str, ...]
     index: int = ANY_INDEX
-    act: Act = Hold()
+    action: FailPointAction = HoldAction()
     name: str = "hold"
 
-    def covers(self, host: str, place: Place, step: int, index: int) -> bool:
+    def matches(self, host: str, place: FailPoint, step: int, index: int) -> bool:
         """Whether it is meant for a host that is there."""
         return (
-            self.place is place
+            self.failpoint is place
             and host in self.hosts
             and self.step in (ANY_STEP, step)
             and self.index in (ANY_INDEX, index)
         )
 
 
-ORDERS_DECODER = msgspec.json.Decoder(tuple[FaultOrder, ...])
+ORDERS_DECODER = msgspec.json.Decoder(tuple[FailPointOrder, ...])
 
 
-class FaultPoints:
+class FailPoints:
     """The worker's side."""
 
     def __init__(self, directory: Path, host: str) -> None:
@@ -129,12 +129,12 @@ class FaultPoints:
         self._host = host
 
     @classmethod
-    def from_environment(cls, host: str) -> "FaultPoints | None":
+    def from_environment(cls, host: str) -> "FailPoints | None":
         """None unless a controller asked for it."""
-        directory = os.environ.get(DIRECTORY_VARIABLE)
+        directory = os.environ.get(FAILPOINTS_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
-    def reach(self, place: Place, step: int = ANY_STEP, index: int = ANY_INDEX) -> bool:
+    def hit(self, failpoint: FailPoint, step: int = ANY_STEP, index: int = ANY_INDEX) -> bool:
         """Does what an order for this place says; gives whether the numbers that were computed here are to be spoiled.
 
         Raises:
@@ -142,56 +142,56 @@ class FaultPoints:
         """
         spoils = False
         for order in _read_orders(self._directory):
-            if order.covers(self._host, place, step, index) and self._arrive(order, step):
+            if order.matches(self._host, failpoint, step, index) and self._arrive(order, step):
                 spoils |= self._obey(order)
         return spoils
 
-    def _arrive(self, order: FaultOrder, step: int) -> bool:
+    def _arrive(self, order: FailPointOrder, step: int) -> bool:
         """Says that the host is here; gives whether the order is still to be obeyed."""
         mark = self._directory / f"at-{order.name}-{self._host}"
         try:
-            with mark.open("w" if isinstance(order.act, Hold) else "x") as file:
+            with mark.open("w" if isinstance(order.action, HoldAction) else "x") as file:
                 file.write(str(step))
         except OSError:
-            return isinstance(order.act, Hold)
+            return isinstance(order.action, HoldAction)
         return True
 
-    def _obey(self, order: FaultOrder) -> bool:
-        match order.act:
-            case Hold():
-                end_s = time.monotonic() + HOLD_LIMIT_S
+    def _obey(self, order: FailPointOrder) -> bool:
+        match order.action:
+            case HoldAction():
+                end_s = time.monotonic() + HOLD_TIMEOUT_S
                 while order in _read_orders(self._directory) and time.monotonic() < end_s:
-                    time.sleep(POLL_S)
-            case Exit(code=code):
+                    time.sleep(POLL_INTERVAL_S)
+            case ExitAction(exit_code=code):
                 os._exit(code)
-            case Raise(text=text):
+            case RaiseAction(message=text):
                 raise InjectedFault(text)
-            case Hang(seconds=seconds):
+            case HangAction(duration_s=seconds):
                 time.sleep(seconds)
-            case Spoil():
+            case CorruptAction():
                 return True
         return False
 
 
-class FaultPointController:
+class FailPointController:
     """The controller's side. Orders have names; one with the name of another replaces it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._orders: dict[str, FaultOrder] = {}
+        self._orders: dict[str, FailPointOrder] = {}
 
-    def hold(self, place: Place, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
+    def hold(self, failpoint: FailPoint, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
         """From now on these hosts wait at that place."""
-        self.order(FaultOrder(place=place, step=step, hosts=tuple(hosts), index=index))
+        self.set_order(FailPointOrder(failpoint=failpoint, step=step, hosts=tuple(hosts), index=index))
 
-    def order(self, order: FaultOrder) -> None:
+    def set_order(self, order: FailPointOrder) -> None:
         """From now on that holds, until `release`."""
         self._forget(order.name)
         self._orders[order.name] = order
         self._write()
 
-    def held(self, name: str = "hold") -> frozenset[str]:
+    def list_held_hosts(self, name: str = "hold") -> frozenset[str]:
         """The hosts that have come there."""
         prefix = f"at-{name}-"
         return frozenset(path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*"))
@@ -216,7 +216,7 @@ class FaultPointController:
         temporary.replace(self.directory / "orders.json")
 
 
-def _read_orders(directory: Path) -> tuple[FaultOrder, ...]:
+def _read_orders(directory: Path) -> tuple[FailPointOrder, ...]:
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return ORDERS_DECODER.decode((directory / "orders.json").read_bytes())
     return ()

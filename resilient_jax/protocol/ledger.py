@@ -13,7 +13,7 @@ import msgspec
 LEDGER_VARIABLE = "RESILIENT_JAX_LEDGER"
 
 
-class Committed(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
+class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     """One host has committed a step.
 
     Attributes:
@@ -27,17 +27,17 @@ class Committed(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     """
 
     host: str
-    process: int
+    pid: int
     generation: int
     step: int
-    hosts: int
+    num_hosts: int
     monotonic_s: float
-    sha256: str
-    sum: str
+    state_sha256: str
+    additive_digest: str
     owners: dict[str, tuple[str, ...]]
 
 
-class Restored(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
+class RestoreEntry(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
     """One host goes on from a state that it did not compute in this generation; fields as in `Committed`.
 
     Attributes:
@@ -45,36 +45,36 @@ class Restored(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
     """
 
     host: str
-    process: int
+    pid: int
     generation: int
-    steps: int
-    hosts: int
+    num_steps: int
+    num_hosts: int
     monotonic_s: float
-    sha256: str
-    sum: str
+    state_sha256: str
+    additive_digest: str
 
 
-class Begun(msgspec.Struct, frozen=True, tag="begun", kw_only=True):
+class MicrobatchEntry(msgspec.Struct, frozen=True, tag="begun", kw_only=True):
     """One host began to compute a microbatch."""
 
     host: str
-    process: int
+    pid: int
     generation: int
     step: int
     index: int
 
 
-Line = Committed | Restored | Begun
+LedgerEntry = StepEntry | RestoreEntry | MicrobatchEntry
 
-LINE_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
-LINE_ENCODER = msgspec.json.Encoder()
+ENTRY_DECODER: msgspec.json.Decoder[LedgerEntry] = msgspec.json.Decoder(LedgerEntry)
+ENTRY_ENCODER = msgspec.json.Encoder()
 
 
-def read_ledger(paths: Iterable[Path]) -> list[Line]:
+def read_ledger(paths: Iterable[Path]) -> list[LedgerEntry]:
     """All whole lines of these files, in the order of each. A torn last line (its writer was killed) is left out."""
-    lines: list[Line] = []
+    lines: list[LedgerEntry] = []
     for path in sorted(paths):
         for line in path.read_bytes().split(b"\n")[:-1]:
             with contextlib.suppress(msgspec.DecodeError):  # torn by a full disk: it vouches for nothing
-                lines.append(LINE_DECODER.decode(line))
+                lines.append(ENTRY_DECODER.decode(line))
     return lines

@@ -13,7 +13,7 @@ from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIn
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotStatus
 
 
-class Phase(enum.StrEnum):
+class GenerationPhase(enum.StrEnum):
     """Where a generation stands. Within one number phases only move down this list."""
 
     PAUSE = "pause"
@@ -30,7 +30,7 @@ class Phase(enum.StrEnum):
     """The job has ended; nothing follows."""
 
 
-class Change(enum.StrEnum):
+class WorldChange(enum.StrEnum):
     """How a generation is built from the one before."""
 
     SHRINK = "shrink"
@@ -49,7 +49,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Where the worker serves state and programs; empty: it has not said."""
 
 
-class Dropped(msgspec.Struct, frozen=True, kw_only=True):
+class DroppedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that was left out, though nobody knows whether it will still enter a world it was sent into.
 
     It may join again only when it has answered for the generation `answer` or a later one.
@@ -57,17 +57,17 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True):
 
     host: HostName
     incarnation: Incarnation
-    answer: GenerationNumber
+    required_generation: GenerationNumber
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class StateSource(msgspec.Struct, frozen=True, kw_only=True):
     """A member that holds the newest state and serves it to those that do not."""
 
     host: HostName
     endpoint: str
 
 
-class OutcomeKind(enum.StrEnum):
+class JobOutcomeKind(enum.StrEnum):
     """Why a job ended."""
 
     DONE = "done"
@@ -77,10 +77,10 @@ class OutcomeKind(enum.StrEnum):
     INTERRUPTED = "interrupted"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended, for the last line that a person reads and the exit code."""
 
-    kind: OutcomeKind
+    kind: JobOutcomeKind
     exit_code: int
     host: HostName | None = None
     message: str = ""
@@ -97,9 +97,9 @@ class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step: int
-    at_least: bool
+    is_lower_bound: bool
     reason: str
-    checkpoint: int | None = None
+    checkpoint_step: int | None = None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,28 +128,28 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: GenerationNumber
-    phase: Phase
-    change: Change = Change.REFORM
+    phase: GenerationPhase
+    change: WorldChange = WorldChange.REFORM
     world: WorldId = WorldId(0)
     members: tuple[Member, ...] = ()
-    service: str = ""
+    service_address: str = ""
     step: int = 0
-    boundary: int | None = None
-    sources: tuple[Source, ...] = ()
-    behind: tuple[HostName, ...] = ()
+    boundary_step: int | None = None
+    sources: tuple[StateSource, ...] = ()
+    receivers: tuple[HostName, ...] = ()
     snapshot: SnapshotPlan | None = None
-    lost: StateLoss | None = None
-    unreadable: tuple[SnapshotId, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
+    state_loss: StateLoss | None = None
+    unreadable_snapshots: tuple[SnapshotId, ...] = ()
+    dropped_workers: tuple[DroppedWorker, ...] = ()
     progress: int = 0
-    began: GenerationNumber = GenerationNumber(0)
+    initial_generation: GenerationNumber = GenerationNumber(0)
     attempts: int = 0
     failed_host: HostName | None = None
-    failure: str = ""
+    failure_text: str = ""
     reason: str = ""
-    outcome: Outcome | None = None
+    outcome: JobOutcome | None = None
 
-    def member(self, host: HostName) -> Member | None:
+    def find_member(self, host: HostName) -> Member | None:
         """This host's seat, or None."""
         return next((m for m in self.members if m.host == host), None)
 
@@ -166,7 +166,7 @@ class WorkerState(enum.StrEnum):
     EXITED = "exited"
 
 
-class FailureKind(enum.StrEnum):
+class WorkerFailureKind(enum.StrEnum):
     """What a worker's error means."""
 
     COLLECTIVE = "collective"
@@ -177,10 +177,10 @@ class FailureKind(enum.StrEnum):
     """The user's function raised although nothing was aborted."""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The error that ended a worker's last attempt."""
 
-    kind: FailureKind
+    kind: WorkerFailureKind
     text: str
 
 
@@ -210,14 +210,14 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     holds_state: bool = False
     snapshot: SnapshotId | None = None
-    checkpoint: int | None = None
-    is_looking: bool = False
-    limit: int | None = None
-    formed: bool = False
-    steady: bool = False
-    done: bool = False
-    busy: bool = False
-    failure: Failure | None = None
+    checkpoint_step: int | None = None
+    is_polling_checkpoints: bool = False
+    earliest_stop_step: int | None = None
+    has_formed: bool = False
+    has_finished_step: bool = False
+    is_done: bool = False
+    is_compiling: bool = False
+    failure: WorkerFailure | None = None
     endpoint: str = ""
 
 
@@ -234,22 +234,22 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     pid: int
     report: WorkerReport = msgspec.field(default_factory=WorkerReport)
-    stopped: bool = False
-    dying: bool = False
+    is_unresponsive: bool = False
+    is_dying: bool = False
     exit_code: int | None = None
     error: str = ""
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it can take part: running, and neither stopped nor silent."""
-        return self.exit_code is None and not self.stopped and not self.dying
+        return self.exit_code is None and not self.is_unresponsive and not self.is_dying
 
 
-class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinationServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A running coordination service."""
 
     world: WorldId
-    nodes: int
+    num_processes: int
     address: str
     pid: int
 
@@ -278,9 +278,9 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     agent_pid: int
     address: str
     versions: Versions
-    draining: bool = False
+    is_draining: bool = False
     worker: WorkerStatus | None = None
-    services: tuple[ServiceStatus, ...] = ()
+    services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
     """Those that are complete on this host."""

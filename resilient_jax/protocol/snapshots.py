@@ -26,7 +26,7 @@ class SnapshotId(msgspec.Struct, frozen=True, order=True):
     generation: GenerationNumber
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class ParityGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that keep parity for each other.
 
     Attributes:
@@ -38,7 +38,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     parity: int
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How the snapshots of a generation lie on its hosts. Every worker computes the same.
 
     Attributes:
@@ -50,12 +50,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     generation: GenerationNumber
-    groups: tuple[Group, ...]
+    groups: tuple[ParityGroup, ...]
     part_bytes: dict[HostName, int]
-    servers: dict[HostName, str]
+    server_endpoints: dict[HostName, str]
     root: HostName
 
-    def group_of(self, host: HostName) -> Group:
+    def find_group(self, host: HostName) -> ParityGroup:
         """The group that a host is in."""
         return next(group for group in self.groups if host in group.hosts)
 
@@ -82,7 +82,7 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: SnapshotId
     phase: SnapshotPhase
-    groups: tuple[Group, ...]
+    groups: tuple[ParityGroup, ...]
     nbytes: int
     wall_s: float
 
@@ -91,7 +91,7 @@ class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True):
     """A host whose server has a complete snapshot."""
 
     host: HostName
-    server: str
+    endpoint: str
 
 
 class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,5 +104,5 @@ class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: SnapshotId
-    groups: tuple[Group, ...]
+    groups: tuple[ParityGroup, ...]
     sources: tuple[SnapshotSource, ...]

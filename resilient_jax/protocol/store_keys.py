@@ -3,26 +3,26 @@
 from resilient_jax.ids import HostName, JobName
 
 
-def job_key(job: JobName) -> str:
+def make_job_key(job: JobName) -> str:
     """The `JobRecord`."""
     return f"/{job}/job"
 
 
-def leader_key(job: JobName) -> str:
+def make_leader_key(job: JobName) -> str:
     """The `LeaderRecord`."""
     return f"/{job}/leader"
 
 
-def generation_key(job: JobName) -> str:
+def make_generation_key(job: JobName) -> str:
     """The `Generation`."""
     return f"/{job}/generation"
 
 
-def hosts_prefix(job: JobName) -> str:
+def make_hosts_prefix(job: JobName) -> str:
     """All `HostStatus` records."""
     return f"/{job}/hosts/"
 
 
-def host_key(job: JobName, host: HostName) -> str:
+def make_host_key(job: JobName, host: HostName) -> str:
     """One host's `HostStatus`."""
-    return f"{hosts_prefix(job)}{host}"
+    return f"{make_hosts_prefix(job)}{host}"

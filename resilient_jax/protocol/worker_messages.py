@@ -26,14 +26,14 @@ class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     generation: GenerationNumber
 
 
-class Boundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RunToBoundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run up to this step, do not start it, unwind, report idle."""
 
     generation: GenerationNumber
-    step: int
+    boundary_step: int
 
 
-class Form(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class FormWorld(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Build this generation's world and train in it.
 
     `relay` is where the worker reaches the coordination service of the world.
@@ -41,66 +41,66 @@ class Form(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     generation: Generation
     host: HostName
-    relay: str
+    relay_address: str
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class HoldTraining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The store is lost: stop training, keep the state, wait."""
 
 
-class Leased(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class LeaseRenewed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Until this monotonic time of this machine the host may train. After it, without a newer word, hold.
 
     So an agent that is stopped or starved cannot let its worker train on beside the majority.
     """
 
-    until_s: float
+    valid_until_s: float
 
 
-class SnapshotServerAt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SnapshotServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """This host's snapshot server runs, and listens there for other hosts."""
 
     endpoint: str
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class StopWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The job is over for this worker: return from `rj.run`."""
 
     reason: str = ""
 
 
-class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class WorkerReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The worker's complete report of itself."""
 
     report: WorkerReport
 
 
-class Progressed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class StepCommitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A step was committed. Also a sign of life."""
 
     step: int
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The guard thread runs."""
 
 
-class WantsSnapshots(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SnapshotServerRequested(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Have a snapshot server run on this host. Answered by `SnapshotServerAt`, each time."""
 
 
-class Happened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An event for the host's event log."""
 
     event: Event
 
 
-Order = Quiesce | Pause | Boundary | Form | Hold | Leased | SnapshotServerAt | Stop
-Word = Reported | Progressed | Alive | WantsSnapshots | Happened
+WorkerOrder = Quiesce | Pause | RunToBoundary | FormWorld | HoldTraining | LeaseRenewed | SnapshotServerReady | StopWorker
+WorkerMessage = WorkerReported | StepCommitted | Heartbeat | SnapshotServerRequested | EventOccurred
 
-ORDER_DECODER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-WORD_DECODER: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Decoder(WorkerOrder)
+WORD_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 JOB_OVER_EXIT_CODE = 74
 """Of a worker that was not there at the end of its job, which failed or was done without it: the agent looks at the
@@ -108,23 +108,23 @@ job's outcome instead."""
 RESTART_EXIT_CODE = 75
 """A worker that exits with this asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
 
-LINK_VARIABLE = "RESILIENT_JAX_LINK"
+AGENT_CONNECTION_VARIABLE = "RESILIENT_JAX_LINK"
 """Environment variable with the worker's end of the socket pair, as a file descriptor."""
-TRIPWIRE_VARIABLE = "RESILIENT_JAX_TRIPWIRE"
+DEATH_PIPE_VARIABLE = "RESILIENT_JAX_TRIPWIRE"
 """Environment variable with the write end of a pipe whose closing means that the worker dies."""
-SNAPSHOT_LINK_VARIABLE = "RESILIENT_JAX_SNAPSHOT_LINK"
+SNAPSHOT_CONNECTION_VARIABLE = "RESILIENT_JAX_SNAPSHOT_LINK"
 """Environment variable with the worker's end of its socket pair with the snapshot server, as a file descriptor."""
-SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
+WORKER_SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
 """Environment variable with `WorkerSettings` as JSON."""
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a job takes snapshots; see the keys of the same names in `config.JobConfig`."""
 
-    parity: int = 1
-    every: int | Literal["auto"] = 1
+    num_parity: int = 1
+    interval_steps: int | Literal["auto"] = 1
     group_size: int = 8
-    failure_interval_s: float = 10_800.0
+    mean_time_between_failures_s: float = 10_800.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,4 +145,4 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     forming_timeout_s: float = 30.0
     snapshots: SnapshotSettings = SnapshotSettings()
     failure_domain: str = ""
-    program_cache_bytes: int = 2**32
+    compile_cache_bytes: int = 2**32

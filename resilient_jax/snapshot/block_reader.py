@@ -9,7 +9,7 @@ from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Group
+from resilient_jax.protocol.snapshots import ParityGroup
 from resilient_jax.snapshot.manifest import Manifest, find_bad_block
 from resilient_jax.snapshot.own_part import OwnPart
 from resilient_jax.snapshot.stripe_decoder import GroupReader
@@ -38,7 +38,7 @@ class PartReader:
     def __init__(
         self,
         manifest: Manifest,
-        group: Group,
+        group: ParityGroup,
         survivors: Survivors,
         own: OwnPart | None,
         get_group_reader: Callable[[], GroupReader],
@@ -175,7 +175,7 @@ class PartReader:
         return None
 
     def _note_bad(self, source: str, asked: str, reason: str) -> None:
-        self._survivors.note(EventKind.SNAPSHOT_BLOCK_BAD, source=source, asked=asked, reason=reason)
+        self._survivors.note(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=source, asked=asked, reason=reason)
 
     def _verify(self, offset: int, out: memoryview) -> None:
         bad = find_bad_block(self.manifest, self._checksum, offset, out)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, SnapshotMissing
-from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
 from resilient_jax.snapshot.fd_connection import Link
 from resilient_jax.snapshot.manifest import Manifest, PartContents, decode_manifest
 from resilient_jax.snapshot.messages import (
@@ -63,7 +63,7 @@ class LocalServer:
 
     def open(
         self,
-        layout: Layout,
+        layout: SnapshotLayout,
         *,
         restored: SnapshotId | None = None,
         check: Callable[[], None] = lambda: None,
@@ -141,7 +141,7 @@ class LocalServer:
         with self._changed:
             self._changed.wait_for(lambda: id in self._settled or self._is_closed, timeout_s)
             if id not in self._settled and self._is_closed:
-                raise PeerUnreachable("the snapshot server of this host is gone", refused=True)
+                raise PeerUnreachable("the snapshot server of this host is gone", is_refused=True)
             return id in self._settled
 
     def open_held(self, id: SnapshotId) -> tuple[Manifest, memoryview] | None:
@@ -194,7 +194,7 @@ class LocalServer:
         name = type(request).__name__
         if answered is None:
             why = "is gone" if self._is_closed else f"did not answer {name} within {timeout_s} s"
-            raise PeerUnreachable(f"the snapshot server of this host {why}", refused=self._is_closed)
+            raise PeerUnreachable(f"the snapshot server of this host {why}", is_refused=self._is_closed)
         answer, descriptors = answered
         if isinstance(answer, Failed):
             raise ERROR_CLASSES.get(answer.error, InternalError)(answer.message)

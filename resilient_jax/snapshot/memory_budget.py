@@ -12,7 +12,7 @@ from typing import Final
 
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Layout
+from resilient_jax.protocol.snapshots import SnapshotLayout
 from resilient_jax.snapshot.manifest import block_count
 from resilient_jax.snapshot.stripes import cut_grid
 
@@ -70,9 +70,9 @@ class MemoryFree:
         return self.available if self.limit is None else min(self.available, max(0, self.limit - self.used))
 
 
-def memory_needed(layout: Layout, host: HostName) -> MemoryNeeded:
+def memory_needed(layout: SnapshotLayout, host: HostName) -> MemoryNeeded:
     """What the snapshots of a layout take on a host."""
-    group = layout.group_of(host)
+    group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
     block, chunk = cut_grid(parts, len(group.hosts) - group.parity)
     blocks = [block_count(part, block) for part in parts]

@@ -10,8 +10,8 @@ import msgspec
 
 from resilient_jax.erasure import ChecksumName
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
-from resilient_jax.protocol.worker_messages import Happened
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotStatus
+from resilient_jax.protocol.worker_messages import EventOccurred
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.transport import Method
@@ -58,7 +58,7 @@ class NewWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The host has a new worker; one descriptor comes with it: the server's end of a socket pair with that worker."""
 
 
-ServerWord = Serving | Holding | Happened
+ServerWord = Serving | Holding | EventOccurred
 """Server to agent. The other way there is only `NewWorker`."""
 
 SERVER_WORD_DECODER: msgspec.msgpack.Decoder[ServerWord] = msgspec.msgpack.Decoder(ServerWord)
@@ -76,7 +76,7 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """
 
     call: int
-    layout: Layout
+    layout: SnapshotLayout
     restored: SnapshotId | None = None
 
 

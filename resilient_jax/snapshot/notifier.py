@@ -9,9 +9,9 @@ from typing import Final
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotStatus
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotStatus
 from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.messages import Happened, Holding, ServerNotice
+from resilient_jax.snapshot.messages import EventOccurred, Holding, ServerNotice
 
 SHORTAGE_S: Final = 0.1
 """Between two tries to tell something."""
@@ -27,7 +27,7 @@ class Reporter:
 
     def __init__(self, host: HostName, agent: Link) -> None:
         self.statuses: Callable[[], tuple[SnapshotStatus, ...]] = tuple
-        self.on_dropped: Callable[[SnapshotId, Layout, str], None] = lambda id, layout, reason: None
+        self.on_dropped: Callable[[SnapshotId, SnapshotLayout, str], None] = lambda id, layout, reason: None
         self._host = host
         self._agent = agent
         self._worker: Link | None = None
@@ -44,7 +44,7 @@ class Reporter:
             step=id.step if id is not None else None,
             detail=dict(detail),
         )
-        self._waiting.put(lambda: self._agent.send(Happened(event=event)))
+        self._waiting.put(lambda: self._agent.send(EventOccurred(event=event)))
 
     def holding_changed(self) -> None:
         # Asked for when it is sent: so the last one sent is the newest.
@@ -53,7 +53,7 @@ class Reporter:
     def notify_worker(self, notice: ServerNotice) -> None:
         self._waiting.put(lambda: self._send_worker(notice))
 
-    def dropped_here(self, held: SnapshotId, layout: Layout, reason: str) -> None:
+    def dropped_here(self, held: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
         self.on_dropped(held, layout, reason)
 
     def serve_worker(self, worker: Link) -> None:

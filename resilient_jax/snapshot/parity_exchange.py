@@ -30,8 +30,8 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import ANY_INDEX, FaultPoints, Place
-from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoints, FailPoint
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
 from resilient_jax.snapshot.commit_votes import CommitBoard
 from resilient_jax.snapshot.manifest import PartContents, encode_manifest, find_bad_block
 from resilient_jax.snapshot.messages import (
@@ -82,18 +82,18 @@ class Tools:
     kernel: Kernel
     checksum: Checksum
     listener: Listener
-    faults: FaultPoints | None
+    faults: FailPoints | None
     encoders: concurrent.futures.Executor
     """`PIECES_AT_ONCE` threads for each exchange."""
 
-    def reach(self, place: Place, id: SnapshotId, index: int = ANY_INDEX) -> None:
+    def reach(self, place: FailPoint, id: SnapshotId, index: int = ANY_INDEX) -> None:
         """A test may hold this server here."""
         if self.faults is not None:
-            self.faults.reach(place, id.step, index)
+            self.faults.hit(place, id.step, index)
 
     def put_on_the_wire(self, data: memoryview) -> memoryview:
         """What another process will get: these bytes, unless a chaos campaign has one bit turned over on the way."""
-        if self.faults is None or not data or not self.faults.reach(Place.BEFORE_SEND):
+        if self.faults is None or not data or not self.faults.hit(FailPoint.BEFORE_SEND):
             return data
         damaged = bytearray(data)
         damaged[len(damaged) // 2] ^= 1
@@ -116,12 +116,12 @@ class Exchange:
         held, tools = self._held, self._tools
         try:
             self._seal_part()
-            tools.reach(Place.BEFORE_PARITY, held.id)
+            tools.reach(FailPoint.BEFORE_PARITY, held.id)
             self._collect_manifests()
             if held.group.parity:
                 self._encode_stripe()
             self._wait_for_parity()
-            tools.reach(Place.BEFORE_COMPLETE, held.id)
+            tools.reach(FailPoint.BEFORE_COMPLETE, held.id)
             self._arena.advance(held, Phase.COMPLETE)
             self._settle()
         except ResilientJaxError as error:
@@ -145,7 +145,7 @@ class Exchange:
             request = ManifestRequest(id=held.id, host=host)
 
             def fetch(host: HostName = host, request: ManifestRequest = request) -> bytes:
-                return self._tools.peers.call(held.layout.servers[host], MANIFEST, request).data
+                return self._tools.peers.call(held.layout.server_endpoints[host], MANIFEST, request).data
 
             data = self._until_done(host, fetch)
             with self._arena.changed:
@@ -193,7 +193,7 @@ class Exchange:
                 digests=tuple(map(tools.checksum.compute, cut_blocks(data, held.shape.block_bytes))),
             )
             self._give(held.group.hosts[member], piece)
-        tools.reach(Place.DURING_PARITY, held.id, offset // PIECE_BYTES)
+        tools.reach(FailPoint.DURING_PARITY, held.id, offset // PIECE_BYTES)
 
     def _pull(self, host: HostName, offset: int, length: int) -> bytearray | memoryview:
         """Behind the end of a shorter part all is zero."""
@@ -202,7 +202,7 @@ class Exchange:
         if inside <= 0:
             return _ZEROS[:length]
         data = bytearray(length)
-        out, address = memoryview(data)[:inside], held.layout.servers[host]
+        out, address = memoryview(data)[:inside], held.layout.server_endpoints[host]
         manifest = held.manifest_by(host)
 
         def read() -> None:
@@ -218,7 +218,7 @@ class Exchange:
         if host == self._tools.host:
             self._arena.store_piece(piece)
         else:
-            address = self._held.layout.servers[host]
+            address = self._held.layout.server_endpoints[host]
             self._until_done(host, lambda: self._tools.peers.call(address, PARITY, piece))
 
     def _wait_for_parity(self) -> None:
@@ -247,7 +247,7 @@ class Exchange:
                 return self._tools.board.outcome(held.id)
         request = CompleteRequest(id=held.id, host=self._tools.host, is_complete=False)
         try:
-            return self._tools.peers.call(held.layout.servers[held.layout.root], COMPLETE, request)
+            return self._tools.peers.call(held.layout.server_endpoints[held.layout.root], COMPLETE, request)
         except (SnapshotMissing, StaleGeneration):
             pass  # the root's worker has not opened the layout yet, or a newer one
         except ResilientJaxError as error:
@@ -262,7 +262,7 @@ class Exchange:
             self._arena.withdraw(held, reply.reason)
         elif reply.outcome is Outcome.COMMITTED:
             if not is_root:
-                tools.reach(Place.BEFORE_COMMITTED, held.id)
+                tools.reach(FailPoint.BEFORE_COMMITTED, held.id)
             self._arena.advance(held, Phase.COMMITTED)
             try:
                 self._arena.prepare()
@@ -283,14 +283,14 @@ class Exchange:
             )
             if not board.is_complete(held.id, held.layout.part_bytes):
                 return board.outcome(held.id)
-        self._tools.reach(Place.BEFORE_COMMITTED, held.id)
+        self._tools.reach(FailPoint.BEFORE_COMMITTED, held.id)
         with self._arena.changed:
             return board.commit(held.id)
 
     def _ask_root(self) -> CompleteReply:
         """Everybody else's. After a new generation began the root may still know, but need not be waited for."""
         held = self._held
-        address = held.layout.servers[held.layout.root]
+        address = held.layout.server_endpoints[held.layout.root]
         request = CompleteRequest(id=held.id, host=self._tools.host)
         limit_s = QUESTION_S * len(held.layout.part_bytes)
         delay_s = min(FIRST_RETRY_S, limit_s)
@@ -369,7 +369,7 @@ class Exchange:
             )
 
 
-def tell_root_of_drop(id: SnapshotId, layout: Layout, reason: str, tools: Tools) -> None:
+def tell_root_of_drop(id: SnapshotId, layout: SnapshotLayout, reason: str, tools: Tools) -> None:
     """Returns when the root knows, or nothing of this generation counts any more."""
     arena, delay_s = tools.arena, FIRST_RETRY_S
     request = DroppedRequest(id=id, host=tools.host, reason=f"{tools.host}: {reason}")
@@ -380,7 +380,7 @@ def tell_root_of_drop(id: SnapshotId, layout: Layout, reason: str, tools: Tools)
         return
     while arena.layout is layout:
         try:
-            tools.peers.call(layout.servers[layout.root], DROPPED, request)
+            tools.peers.call(layout.server_endpoints[layout.root], DROPPED, request)
             return
         except StaleGeneration:
             return

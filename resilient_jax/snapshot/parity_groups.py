@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Group
+from resilient_jax.protocol.snapshots import ParityGroup
 
 GROUP_SIZE = 8
 """With parity 2 a third more memory; a lost part is decoded from six hosts."""
@@ -27,7 +27,7 @@ def form_groups(
     *,
     group_size: int = GROUP_SIZE,
     domain_of: Mapping[HostName, str] | None = None,
-) -> tuple[Group, ...]:
+) -> tuple[ParityGroup, ...]:
     """Groups of about `group_size` hosts, every one with more hosts than parity.
 
     No failure domain has more than `parity` hosts in a group wherever any way to group the hosts can do that; groups
@@ -52,11 +52,11 @@ def form_groups(
     dealt = [host for domain in domains for host in domain]
     place = {host: index for index, host in enumerate(hosts)}
     groups = (sorted(dealt[first::count], key=place.__getitem__) for first in range(count))
-    return tuple(Group(hosts=tuple(group), parity=parity) for group in groups)
+    return tuple(ParityGroup(hosts=tuple(group), parity=parity) for group in groups)
 
 
 def describe_compromises(
-    groups: Sequence[Group], parity: int, domain_of: Mapping[HostName, str] | None = None
+    groups: Sequence[ParityGroup], parity: int, domain_of: Mapping[HostName, str] | None = None
 ) -> tuple[str, ...]:
     """In words, how the groups protect less than was asked for; empty if they do not.
 
@@ -75,7 +75,7 @@ def describe_compromises(
     return lowered + tuple(text for group in groups for text in _describe_exposed(group, domain_of or {}))
 
 
-def _describe_exposed(group: Group, domain_of: Mapping[HostName, str]) -> list[str]:
+def _describe_exposed(group: ParityGroup, domain_of: Mapping[HostName, str]) -> list[str]:
     # Without parity no loss is covered, so that a domain's is not says nothing new.
     counted = Counter(domain_of[host] for host in group.hosts if host in domain_of) if group.parity else {}
     exposed = [domain for domain, count in counted.items() if count > group.parity]
@@ -85,7 +85,7 @@ def _describe_exposed(group: Group, domain_of: Mapping[HostName, str]) -> list[s
     ]
 
 
-def _members(group: Group, domain: str, domain_of: Mapping[HostName, str]) -> str:
+def _members(group: ParityGroup, domain: str, domain_of: Mapping[HostName, str]) -> str:
     members = [host for host in group.hosts if domain_of.get(host) == domain]
     more = ", ..." if len(members) > _MEMBERS_SAID else ""
     return (

@@ -16,8 +16,8 @@ from resilient_jax.erasure import choose_checksum
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FaultPoints
-from resilient_jax.protocol.snapshots import Layout, SnapshotId
+from resilient_jax.protocol.failpoints import FailPoints
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
 from resilient_jax.snapshot.commit_votes import CommitBoard
 from resilient_jax.snapshot.fd_connection import Link
 from resilient_jax.snapshot.malloc_settings import keep_freed_memory
@@ -36,7 +36,7 @@ from resilient_jax.snapshot.service import SnapshotService
 from resilient_jax.snapshot.slot_contents import HeldSnapshot
 from resilient_jax.snapshot.snapshot_slots import Arena
 from resilient_jax.snapshot.worker_session import WorkerLine
-from resilient_jax.threads import ready_pool
+from resilient_jax.threads import start_thread_pool
 from resilient_jax.transport import Credentials, ThreadServer
 
 THREADS = 8
@@ -60,7 +60,7 @@ class SnapshotServer:
         self._reporter = Reporter(settings.host, self._agent)
         kernel, checksum = choose_kernel(), choose_checksum()
         self._reporter.happened(
-            EventKind.SNAPSHOT_KERNEL,
+            EventKind.SNAPSHOT_ERASURE_KERNEL,
             kernel=kernel.kernel.description,
             reason=kernel.reason,
             checksum=f"{checksum.name} of {checksum.origin}",
@@ -74,8 +74,8 @@ class SnapshotServer:
             kernel=kernel.kernel,
             checksum=checksum,
             listener=self._reporter,
-            faults=FaultPoints.from_environment(settings.host),
-            encoders=ready_pool(EXCHANGES * PIECES_AT_ONCE, "rj-encode"),
+            faults=FailPoints.from_environment(settings.host),
+            encoders=start_thread_pool(EXCHANGES * PIECES_AT_ONCE, "rj-encode"),
         )
         self._reporter.statuses = self._arena.statuses
         self._reporter.on_dropped = self._tell_root
@@ -89,9 +89,9 @@ class SnapshotServer:
         self._grpc.add(SERVICE, self._service.handlers)
         self._worker: WorkerLine | None = None
         # All threads run from the beginning: see `threads`.
-        self._lines = ready_pool(LINES, "rj-snapshot-worker")
-        self._exchanges = ready_pool(EXCHANGES, "rj-exchange")
-        self._drops = ready_pool(DROPS, "rj-drop")
+        self._lines = start_thread_pool(LINES, "rj-snapshot-worker")
+        self._exchanges = start_thread_pool(EXCHANGES, "rj-exchange")
+        self._drops = start_thread_pool(DROPS, "rj-drop")
 
     def run(self) -> None:
         """Serves until the agent's end of the socket pair is closed."""
@@ -119,10 +119,10 @@ class SnapshotServer:
             raise
 
     def _exchange(self, held: HeldSnapshot, contents: PartContents) -> None:
-        self._tools.peers.keep_only(held.layout.servers.values())
+        self._tools.peers.keep_only(held.layout.server_endpoints.values())
         _run_in(self._exchanges, Exchange(held, contents, self._tools).run)
 
-    def _tell_root(self, id: SnapshotId, layout: Layout, reason: str) -> None:
+    def _tell_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
         _run_in(self._drops, tell_root_of_drop, id, layout, reason, self._tools)
 
 
@@ -171,7 +171,7 @@ def main() -> None:
         code = error.exit_code
     except Exception:  # the process boundary
         traceback.print_exc()
-        code = ExitCode.INTERNAL
+        code = ExitCode.INTERNAL_ERROR
     sys.stderr.flush()
     os._exit(code)  # at once: threads that wait for other hosts must not keep the memory
 

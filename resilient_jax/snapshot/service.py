@@ -88,7 +88,7 @@ class SnapshotService:
             raise
         except ChecksumMismatch as error:
             self._check_held(held)  # else it is no damage: the slot was taken meanwhile
-            self._tools.listener.happened(EventKind.SNAPSHOT_DAMAGED, request.id, error=str(error))
+            self._tools.listener.happened(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
             raise
 
     def _find_bulk(self, _: BulkRequest) -> BulkReply:

@@ -14,7 +14,7 @@ from typing import Final
 from resilient_jax.erasure import Buffer, Checksum, ChecksumName, choose_checksum
 from resilient_jax.errors import CallerError, ChecksumMismatch, SnapshotMissing
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId
 from resilient_jax.snapshot.manifest import (
     Manifest,
     PartContents,
@@ -31,9 +31,9 @@ checksum_named: Final = functools.cache(choose_checksum)
 """The algorithm of digests that came from elsewhere."""
 
 
-def shape_of(layout: Layout, host: HostName) -> SlotShape:
+def shape_of(layout: SnapshotLayout, host: HostName) -> SlotShape:
     """What a host's slots must hold."""
-    group = layout.group_of(host)
+    group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
     return SlotShape(
         part_bytes=layout.part_bytes[host],
@@ -54,12 +54,12 @@ class HeldSnapshot:
         wall_s: when it became complete.
     """
 
-    def __init__(self, id: SnapshotId, layout: Layout, host: HostName, slot: Slot, writer: object) -> None:
+    def __init__(self, id: SnapshotId, layout: SnapshotLayout, host: HostName, slot: Slot, writer: object) -> None:
         """Makes the slot dirty: what it held before is gone."""
         self.id = id
         self.layout = layout
         self.host = host
-        self.group: Group = layout.group_of(host)
+        self.group: ParityGroup = layout.find_group(host)
         self.member = self.group.hosts.index(host)
         self.shape = shape_of(layout, host)
         self.slot = slot

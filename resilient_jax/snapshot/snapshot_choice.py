@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import (
-    Group,
+    ParityGroup,
     SnapshotId,
     SnapshotPhase,
     SnapshotPlan,
@@ -29,7 +29,7 @@ class _Reported:
     """A snapshot, who has it complete, and whether one of them knows that all had."""
 
     id: SnapshotId
-    groups: tuple[Group, ...]
+    groups: tuple[ParityGroup, ...]
     holders: set[HostName]
     is_committed: bool = False
 
@@ -40,7 +40,7 @@ class _Reported:
             group.parity - sum(host not in self.holders for host in group.hosts) for group in self.groups
         )
 
-    def short(self) -> list[Group]:
+    def short(self) -> list[ParityGroup]:
         """The groups that have lost more hosts than they have parity."""
         return [
             group
@@ -66,7 +66,7 @@ def choose_snapshot(statuses: Statuses) -> SnapshotPlan | None:
     if chosen is None:
         return None
     sources = [
-        SnapshotSource(host=host, server=statuses[host][0])
+        SnapshotSource(host=host, endpoint=statuses[host][0])
         for group in chosen.groups
         for host in group.hosts
         if host in chosen.holders
@@ -119,7 +119,7 @@ def _count(hosts: int) -> str:
 
 def _newest_first(statuses: Statuses) -> list[_Reported]:
     # One layout has one id; should hosts report an id with different groups, none counts for the other's.
-    found: dict[tuple[SnapshotId, tuple[Group, ...]], _Reported] = {}
+    found: dict[tuple[SnapshotId, tuple[ParityGroup, ...]], _Reported] = {}
     for host, status in _each(statuses):
         reported = found.setdefault(
             (status.id, status.groups), _Reported(id=status.id, groups=status.groups, holders=set())

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPlan
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan
 from resilient_jax.snapshot.block_reader import Origin, PartReader
 from resilient_jax.snapshot.manifest import Manifest
 from resilient_jax.snapshot.own_part import OwnPart
@@ -91,7 +91,7 @@ class SnapshotReader:
         """Guards what follows; never held while something is read."""
         self._manifests: dict[HostName, Manifest] = {}
         self._parts: dict[HostName, PartReader] = {}
-        self._group_readers: dict[Group, GroupReader] = {}
+        self._group_readers: dict[ParityGroup, GroupReader] = {}
         self._edges: OrderedDict[tuple[HostName, int], tuple[memoryview, Origin]] = OrderedDict()
         self._given: Counter[Origin] = Counter()
         self._own = self._open_own(host, local)
@@ -182,10 +182,10 @@ class SnapshotReader:
             )
         return self._parts[host]
 
-    def _group_of(self, host: HostName) -> Group:
+    def _group_of(self, host: HostName) -> ParityGroup:
         return next(group for group in self._plan.groups if host in group.hosts)
 
-    def _group_reader(self, group: Group) -> GroupReader:
+    def _group_reader(self, group: ParityGroup) -> GroupReader:
         manifests = {host: self._manifest(host) for host in group.hosts}
         own = self._own if self._own is not None and self._own.manifest.host in group.hosts else None
         reader = GroupReader(group, manifests, self._survivors, own, self._fetching)

@@ -26,7 +26,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.snapshot.memory_budget import SLOTS, check_memory, memory_needed, read_free_memory
 from resilient_jax.snapshot.messages import ParityPiece, Retired, ServerNotice, Settled, SlotSize
 from resilient_jax.snapshot.slot_choice import age_of, choose_slot, is_outdated, name_of
@@ -56,7 +56,7 @@ class Listener(Protocol):
         """Something the worker should know."""
         ...
 
-    def dropped_here(self, held: SnapshotId, layout: Layout, reason: str) -> None:
+    def dropped_here(self, held: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
         """This host will never be complete: the root must know."""
         ...
 
@@ -81,7 +81,7 @@ class Arena:
     def __init__(self, host: HostName, listener: Listener) -> None:
         self.host = host
         self.changed = threading.Condition(threading.RLock())
-        self.layout: Layout | None = None
+        self.layout: SnapshotLayout | None = None
         self._listener = listener
         self._berths = [_Berth() for _ in range(SLOTS)]
         self._numbers = itertools.count()
@@ -89,7 +89,7 @@ class Arena:
 
     # For the worker.
 
-    def open(self, layout: Layout, restored: SnapshotId | None = None) -> None:
+    def open(self, layout: SnapshotLayout, restored: SnapshotId | None = None) -> None:
         """Snapshots have this layout from now on, and free slots the memory for it.
 
         Args:
@@ -110,7 +110,7 @@ class Arena:
         self.prepare()
         with self.changed:
             self._listener.happened(
-                EventKind.SNAPSHOT_OPENED,
+                EventKind.SNAPSHOT_SLOTS_ALLOCATED,
                 nbytes=sum(b.slot.mapped_bytes for b in self._berths if b.slot is not None),
                 duration_s=time.monotonic() - began_s,
                 generation=layout.generation,
@@ -315,7 +315,7 @@ class Arena:
 
     # With the lock held.
 
-    def _check_new(self, layout: Layout) -> None:
+    def _check_new(self, layout: SnapshotLayout) -> None:
         if self.layout is not None and layout.generation <= self.layout.generation:
             if layout.generation < self.layout.generation:
                 raise StaleGeneration(
@@ -346,7 +346,7 @@ class Arena:
             elif held.id == restored and held.phase is Phase.COMPLETE:
                 self.advance(held, Phase.COMMITTED)
 
-    def _layout_of(self, id: SnapshotId) -> Layout:
+    def _layout_of(self, id: SnapshotId) -> SnapshotLayout:
         if self.layout is None or id.generation > self.layout.generation:
             raise SnapshotDropped(f"{name_of(id)}: its layout is unknown on {self.host}; open it first")
         if id.generation < self.layout.generation:
@@ -402,7 +402,7 @@ class Arena:
                 return berth, shape_of(self.layout, self.host).mapped_bytes
             return None
 
-    def _is_small(self, berth: _Berth, layout: Layout) -> bool:
+    def _is_small(self, berth: _Berth, layout: SnapshotLayout) -> bool:
         return berth.slot is None or berth.slot.mapped_bytes < shape_of(layout, self.host).mapped_bytes
 
     def _written_by(self, id: SnapshotId, writer: object) -> HeldSnapshot:
@@ -428,7 +428,7 @@ class Arena:
         self.changed.notify_all()
 
     def _remember_dropped(
-        self, id: SnapshotId, layout: Layout, reason: str, *, known_to_root: bool = False
+        self, id: SnapshotId, layout: SnapshotLayout, reason: str, *, known_to_root: bool = False
     ) -> None:
         self._dropped[id] = reason
         while len(self._dropped) > REMEMBERED:
@@ -442,7 +442,7 @@ class Arena:
         try:
             held.check_mark()
         except ChecksumMismatch as error:
-            self._listener.happened(EventKind.SNAPSHOT_DAMAGED, held.id, error=str(error))
+            self._listener.happened(EventKind.SNAPSHOT_CORRUPT, held.id, error=str(error))
             raise
 
     def _has_whole_mark(self, held: HeldSnapshot) -> bool:

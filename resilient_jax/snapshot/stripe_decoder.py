@@ -11,7 +11,7 @@ from resilient_jax.erasure import Kernel, ReedSolomon, decode
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ResilientJaxError, SnapshotLost
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Group
+from resilient_jax.protocol.snapshots import ParityGroup
 from resilient_jax.snapshot.manifest import Manifest
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.own_part import OwnPart
@@ -55,7 +55,7 @@ class GroupReader:
 
     def __init__(
         self,
-        group: Group,
+        group: ParityGroup,
         manifests: Mapping[HostName, Manifest],
         survivors: Survivors,
         own: OwnPart | None,

@@ -28,7 +28,7 @@ class Survivors:
 
     def __init__(self, plan: SnapshotPlan, credentials: Credentials, note: Note) -> None:
         self._id = plan.id
-        self._servers = {source.host: source.server for source in plan.sources}
+        self._servers = {source.host: source.endpoint for source in plan.sources}
         self._credentials = credentials
         self._note = note
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ class Survivors:
 
     def _failed(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
         if isinstance(error, ChecksumMismatch):
-            self.note(EventKind.SNAPSHOT_BLOCK_BAD, source=survivor, asked=asked, reason=str(error))
+            self.note(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error))
             return
         with self._lock:
             is_known = self._closed or survivor in self._failures

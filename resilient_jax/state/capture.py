@@ -19,7 +19,7 @@ import jax
 from resilient_jax.errors import InternalError, ResilientJaxError, SnapshotDropped, StateError
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.state.copy_sources import Task, is_on_accelerator, plan_tasks, send_to_host
@@ -259,7 +259,7 @@ class Capture:
             expected = order.state_cut.part_bytes[self._host]
             if part.nbytes != expected:
                 raise InternalError(f"the server gave {part.nbytes} bytes for a part of {expected}")
-            self._reach(Place.BEFORE_COPY, order.id.step)
+            self._reach(FailPoint.BEFORE_COPY, order.id.step)
             _check(order)
             tasks = order.tasks
             if tasks is None:
@@ -268,7 +268,7 @@ class Capture:
 
             def go_on() -> None:
                 if next(steps) == 1:  # one step is done
-                    self._reach(Place.DURING_COPY, order.id.step)
+                    self._reach(FailPoint.DURING_COPY, order.id.step)
                 _check(order)
 
             fill(part.cast("B"), tasks, go_on, self._threads)
@@ -280,7 +280,7 @@ class Capture:
                 self._changed.notify_all()
 
     def _finish(self, order: _Order) -> None:
-        self._reach(Place.AFTER_COPY, order.id.step)
+        self._reach(FailPoint.AFTER_COPY, order.id.step)
         with self._changed:
             _check(order)
             order.phase = _Phase.FINISHING  # from here on `cancel` comes too late

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import Manifest, PartContents
 from resilient_jax.snapshot.snapshot_reader import Read
@@ -57,8 +57,8 @@ class Note(Protocol):
 class Reach(Protocol):
     """Says that a snapshot of this step is at a place where a test may hold it: `FaultPoints.reach`."""
 
-    def __call__(self, place: Place, step: int) -> None: ...
+    def __call__(self, place: FailPoint, step: int) -> None: ...
 
 
-def reach_nothing(place: Place, step: int) -> None:
+def reach_nothing(place: FailPoint, step: int) -> None:
     """Nobody holds us."""

@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import LeafInfo, Manifest
 from resilient_jax.state.flat_state import LeafType, ShardingRule, match
 from resilient_jax.state.gather import Gatherer, Target
@@ -70,7 +70,7 @@ def restore_snapshot(
     for batch in _batches(wanted):
         gatherer.gather([target for leaf in batch for target in leaf.allocate(slabs)])
         arrays.extend(leaf.place() for leaf in batch)
-        reach(Place.DURING_RESTORE, first.id.step)
+        reach(FailPoint.DURING_RESTORE, first.id.step)
         jax.block_until_ready(arrays)  # a batch in host memory at a time
     return first.id.step, matched.build(arrays)
 

@@ -18,7 +18,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import LIMIT_BYTES
-from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import PartContents
@@ -69,7 +69,7 @@ class Members(Protocol):
 class _Opened:
     """The layout of one generation, and when its snapshots are due."""
 
-    layout: Layout
+    layout: SnapshotLayout
     cut: StateCut
     first_step: int
     every: int | None
@@ -212,17 +212,17 @@ class SnapshotKeeper:
         peers = self._exchange(world, self._line.wait_snapshot_server())
         cut = cut_state(held.leaves, world.host_of, world.hosts)
         # Then a host that is lost takes nothing along, and parity would protect against nothing.
-        has_copies = len(cut.complete_on) > settings.parity
-        parity = 0 if has_copies else settings.parity
+        has_copies = len(cut.complete_on) > settings.num_parity
+        parity = 0 if has_copies else settings.num_parity
         domains = {host: peer.domain for host, peer in peers.items()}
         groups = form_groups(world.hosts, parity, group_size=settings.group_size, domain_of=domains)
         for weakness in describe_compromises(groups, parity, domains):
-            self._line.happened(EventKind.SNAPSHOT_WEAKER, why=weakness)
-        layout = Layout(
+            self._line.happened(EventKind.SNAPSHOT_DEGRADED, why=weakness)
+        layout = SnapshotLayout(
             generation=world.generation,
             groups=groups,
             part_bytes=dict(cut.part_bytes),
-            servers={host: peer.server for host, peer in peers.items()},
+            server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
         self._server.open(layout, restored=self._restored, check=self._line.check)
@@ -234,7 +234,7 @@ class SnapshotKeeper:
             copies=has_copies,
         )
         self._blocked_s = 0.0
-        every = settings.every if isinstance(settings.every, int) else None
+        every = settings.interval_steps if isinstance(settings.interval_steps, int) else None
         described = len(msgspec.msgpack.encode(PartContents(cut.leaves, cut.pieces[self._host])))
         return _Opened(layout, cut, held.step, every, time.monotonic(), described)
 
@@ -244,7 +244,7 @@ class SnapshotKeeper:
         step_s = (time.monotonic() - opened.began_s) / MEASURED_STEPS
         measured[world.host_index] = self._blocked_s / MEASURED_STEPS, self._capture.seconds, step_s
         blocked_s, copy_s, step_s = map(float, world.agree(measured).max(axis=0))
-        every = steps_between(blocked_s, self._settings.failure_interval_s, step_s, copy_s=copy_s)
+        every = steps_between(blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s)
         self._line.happened(
             EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
         )

@@ -16,7 +16,7 @@ from resilient_jax.compile import program_exchange
 from resilient_jax.compile.program_exchange import ProgramFolder
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.records import Source
+from resilient_jax.protocol.records import StateSource
 from resilient_jax.state.flat_state import HeldState, Leaf
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.method import Method
@@ -158,12 +158,12 @@ class Transfer:
 
 def fetch_state(
     generation: GenerationNumber,
-    sources: Sequence[Source],
+    sources: Sequence[StateSource],
     first: int,
     credentials: Credentials,
     transfer: Transfer,
     check: Callable[[], None],
-    on_refused: Callable[[Source, PeerError], None],
+    on_refused: Callable[[StateSource, PeerError], None],
 ) -> HeldState:
     """The state, from the first source that gives it whole; begins with `sources[first % len]`.
 
@@ -190,7 +190,7 @@ def fetch_state(
 
 
 def _fetch_from(
-    source: Source, channel: SyncChannel, generation: GenerationNumber, check: Callable[[], None]
+    source: StateSource, channel: SyncChannel, generation: GenerationNumber, check: Callable[[], None]
 ) -> HeldState:
     parts = channel.stream(SERVICE, FETCH, FetchRequest(generation=generation), timeout_s=FETCH_DEADLINE_S)
     head = next(parts, None)
@@ -215,7 +215,7 @@ def _fetch_from(
 class _Bytes:
     """The data of a stream of parts, as one run of bytes."""
 
-    def __init__(self, parts: Iterator[FetchPart], check: Callable[[], None], source: Source) -> None:
+    def __init__(self, parts: Iterator[FetchPart], check: Callable[[], None], source: StateSource) -> None:
         self._parts = parts
         self._check = check
         self._source = source

@@ -24,7 +24,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import serves_others
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.failpoints import ANY_INDEX, Place
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.step.assignment import (
     Assignment,
     ReplicaShape,
@@ -80,7 +80,7 @@ class Surroundings(Protocol):
     def check(self) -> None:
         """Raises when this generation has ended."""
 
-    def reach(self, place: Place, index: int) -> bool:
+    def reach(self, place: FailPoint, index: int) -> bool:
         """Here a test can hold or break this host; gives whether the numbers computed here are to be spoiled."""
         ...
 
@@ -169,7 +169,7 @@ class StepSums:
             zeros,
         )
         self.owners = tuple(assignment.owners[index // job.unit] for index in range(job.microbatches))
-        self._surroundings.reach(Place.BEFORE_SUM, ANY_INDEX)
+        self._surroundings.reach(FailPoint.BEFORE_REDUCE, ANY_INDEX)
         if job.pooled:
             total = self._sum_pooled(mine, zeros)
         else:
@@ -177,7 +177,7 @@ class StepSums:
             total = OrderedSum(self._grid)(parts, assignment.owners, zeros)
         jax.block_until_ready(total)
         self._surroundings.check()
-        self._surroundings.reach(Place.AFTER_SUM, ANY_INDEX)
+        self._surroundings.reach(FailPoint.AFTER_REDUCE, ANY_INDEX)
         return total
 
     def _take_up(self, job: Job, zeros: Any) -> Contributions:  # noqa: ANN401 - a tree
@@ -375,12 +375,12 @@ class _Adder:
     def __call__(self, replica: Replica, total: Any, index: int) -> Any:  # noqa: ANN401 - a tree
         step = self._job.step
         self._surroundings.check()
-        self._surroundings.reach(Place.BEFORE_MICROBATCH, index)
+        self._surroundings.reach(FailPoint.BEFORE_MICROBATCH, index)
         batch = self._data.get(step, index, replica.part) if self._data is not None else None
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._first_calls.in_turn(self._job.name, replica):
             total = self._add(total, microbatch)
-        if self._surroundings.reach(Place.AFTER_MICROBATCH, index):
+        if self._surroundings.reach(FailPoint.AFTER_MICROBATCH, index):
             total = jax.tree.map(_spoil, total)
         if replica.part != (0, 1):
             jax.block_until_ready(total)  # one program with collectives at a time: see jax_runtime's README

@@ -190,7 +190,7 @@ class RemoteStore:
                 raise PeerUnreachable(
                     f"a watch of {prefix!r} broke at revision {next_revision}, and {self.address} did not "
                     f"answer for {now_s - broken_since_s:.1f} s: {broke}",
-                    refused=broke.refused,
+                    is_refused=broke.is_refused,
                 ) from broke
             await asyncio.sleep(RETRY_PAUSE_S)
 

@@ -9,7 +9,7 @@ import msgspec
 from resilient_jax.clock import Clock, SystemClock
 from resilient_jax.errors import MessageError
 from resilient_jax.events import Event, EventKind
-from resilient_jax.telemetry.log_file import LineFile
+from resilient_jax.telemetry.log_file import LogFile
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Event)
@@ -23,14 +23,14 @@ class EventLog:
     events only the number of the oldest, as an event.
     """
 
-    KEPT = 1000
+    MAX_KEPT = 1000
 
     def __init__(self, path: Path | None, host: str, clock: Clock | None = None) -> None:
         """Writes to `path`; None keeps events in memory only."""
         self.host = host
-        self.recent: collections.deque[Event] = collections.deque(maxlen=self.KEPT)
+        self.recent: collections.deque[Event] = collections.deque(maxlen=self.MAX_KEPT)
         self._clock = clock or SystemClock()
-        self._file = LineFile(path, kept=self.KEPT, tell_lost=self._encode_lost) if path is not None else None
+        self._file = LogFile(path, max_kept=self.MAX_KEPT, format_lost=self._encode_lost) if path is not None else None
 
     def record(
         self,
@@ -41,9 +41,9 @@ class EventLog:
         **detail: str | float | bool,
     ) -> None:
         """Writes that `kind` happened now on this host."""
-        self.note(kind, detail, generation=generation, step=step)
+        self.record_detail(kind, detail, generation=generation, step=step)
 
-    def note(
+    def record_detail(
         self,
         kind: EventKind,
         detail: Mapping[str, str | int | float | bool],

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-RETRY_AFTER_S = 1.0
+RETRY_INTERVAL_S = 1.0
 """A full disk may be cleaned up; trying on every line would cost a system call a line for nothing."""
 
 
@@ -22,7 +22,7 @@ def _count(lost: int) -> bytes:
     return f"({lost} lines were lost here)".encode()
 
 
-class LineFile:
+class LogFile:
     """Appends lines, one unbuffered write each. Never raises after it was opened.
 
     Of lines that could not be written the newest `kept` are written when the file takes lines again; the others are
@@ -32,16 +32,16 @@ class LineFile:
     def __init__(
         self,
         path: Path,
-        say: Callable[[str], None] = _say,
+        print_line: Callable[[str], None] = _say,
         *,
-        kept: int = 0,
-        tell_lost: Callable[[int], bytes] = _count,
+        max_kept: int = 0,
+        format_lost: Callable[[int], bytes] = _count,
     ) -> None:
         """`tell_lost` makes the line that says how many were lost."""
         self.path = path
-        self._say = say
-        self._kept = kept
-        self._tell_lost = tell_lost
+        self._say = print_line
+        self._kept = max_kept
+        self._tell_lost = format_lost
         self._waiting: collections.deque[bytes] = collections.deque()
         self._lost = 0
         self._retry_at_s = 0.0
@@ -90,7 +90,7 @@ class LineFile:
                 f"resilient-jax: cannot write the log file {self.path}: {error.strerror}; expected a writable "
                 "disk with free space; training goes on without this log, free space to get it back"
             )
-        self._retry_at_s = time.monotonic() + RETRY_AFTER_S
+        self._retry_at_s = time.monotonic() + RETRY_INTERVAL_S
         with contextlib.suppress(OSError):
             self.close()
 

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from resilient_jax.events import Event, EventKind
 
-TELLTALES = frozenset(
+FAULT_EVENTS = frozenset(
     {
         EventKind.WORKER_EXITED,
         EventKind.WORKER_DYING,
-        EventKind.WORKER_STOPPED,
+        EventKind.WORKER_UNRESPONSIVE,
         EventKind.HOST_LOST,
         EventKind.COLLECTIVE_FAILED,
-        EventKind.SERVICE_EXITED,
+        EventKind.COORDINATION_SERVICE_EXITED,
     }
 )
 
@@ -38,12 +38,12 @@ class Stall:
         step: where it went on from.
     """
 
-    noticed_by: EventKind
+    detected_by: EventKind
     change: str
     generation: int
-    hosts: int
+    num_hosts: int
     step: int
-    notice_s: float
+    detection_s: float
     quiesce_s: float
     rebuild_s: float
     step_s: float
@@ -51,10 +51,10 @@ class Stall:
     @property
     def total_s(self) -> float:
         """From the fault to the end of the next step."""
-        return self.notice_s + self.quiesce_s + self.rebuild_s + self.step_s
+        return self.detection_s + self.quiesce_s + self.rebuild_s + self.step_s
 
 
-def read_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
+def measure_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
     """The stall after a fault at the monotonic time `fault_s`; None while it lasts.
 
     Args:
@@ -62,7 +62,7 @@ def read_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
         fault_s: when the fault came.
     """
     later = [event for event in events if event.monotonic_s >= fault_s]
-    noticed = next((event for event in later if event.kind in TELLTALES), None)
+    noticed = next((event for event in later if event.kind in FAULT_EVENTS), None)
     if noticed is None:
         return None
     for active in _phases(later, "active"):
@@ -76,12 +76,12 @@ def read_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
         end_s = max(e.monotonic_s for e in committed)
         formed_s = min(active.monotonic_s, end_s)
         return Stall(
-            noticed_by=noticed.kind,
+            detected_by=noticed.kind,
             change=str(active.detail["change"]),
             generation=active.generation or 0,
-            hosts=hosts,
+            num_hosts=hosts,
             step=active.step or 0,
-            notice_s=noticed.monotonic_s - fault_s,
+            detection_s=noticed.monotonic_s - fault_s,
             quiesce_s=forms[0].monotonic_s - noticed.monotonic_s,
             rebuild_s=formed_s - forms[0].monotonic_s,
             step_s=end_s - formed_s,

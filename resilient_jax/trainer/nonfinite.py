@@ -33,6 +33,6 @@ def judge(world: World, recipe: Recipe, step: int, bad: Sequence[int]) -> None:
             host=world.computed_by(bad[0]),
         )
     done = "left out of the step's mean" if policy == NonFinite.SKIP else "used as they are"
-    world.note(EventKind.NOT_FINITE, step=step, microbatches=names, done=done)
+    world.note(EventKind.NONFINITE, step=step, microbatches=names, done=done)
     if world.host_index == 0:
         logger.warning("%s; %s", found, done)

@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from resilient_jax.protocol.worker_messages import LINK_VARIABLE
+from resilient_jax.protocol.worker_messages import AGENT_CONNECTION_VARIABLE
 from resilient_jax.trainer.step_report import StepReport
 
 REDRAWS_A_SECOND: Final = 10
@@ -14,7 +14,7 @@ REDRAWS_A_SECOND: Final = 10
 
 def is_wanted() -> bool:
     """Whether a person looks, and nobody else shows them how far it is. To be asked before the run begins."""
-    return LINK_VARIABLE not in os.environ and sys.stdout.isatty()
+    return AGENT_CONNECTION_VARIABLE not in os.environ and sys.stdout.isatty()
 
 
 class ProgressBar:

@@ -153,7 +153,7 @@ class ShardedState(Keeping):
     def _say_collectives(self, update: str) -> None:
         if not (found := sorted(set(COLLECTIVE.findall(update)))):
             return
-        self.world.note(EventKind.UPDATE_NOT_LOCAL, collectives=", ".join(found))
+        self.world.note(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
         if self.world.host_index == 0:
             logger.warning(
                 "the optimizer's update of a sharded state looks across devices (%s): what it adds up is added in an "
@@ -179,7 +179,7 @@ def _note_shares(world: World, state: TrainingState) -> None:
     leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
     here = [_bytes_here(leaf) for leaf in leaves]
     world.note(
-        EventKind.STATE_CUT,
+        EventKind.STATE_SHARDED,
         bytes=sum(leaf.nbytes for leaf in leaves),
         bytes_here=sum(here),
         bytes_everywhere=sum(own for own, leaf in zip(here, leaves, strict=True) if own == leaf.nbytes),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.telemetry.log_file import LineFile
+from resilient_jax.telemetry.log_file import LogFile
 from resilient_jax.trainer.training_state import TrainingState
 
 
@@ -49,7 +49,7 @@ class JsonLog:
     """One JSON line a report, appended to `<host>.jsonl`. A disk that is full does not stop the training."""
 
     def __init__(self, directory: str | Path, host: str) -> None:
-        self._file = LineFile(Path(directory) / f"{host}.jsonl")
+        self._file = LogFile(Path(directory) / f"{host}.jsonl")
 
     def write(self, report: StepReport) -> None:
         """Appends a report. Numbers that are not finite are null: JSON has no others."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from resilient_jax.errors import MessageError, TokenRefused
+from resilient_jax.errors import MessageError, Unauthenticated
 from resilient_jax.events import EventKind
 from resilient_jax.transport.method import AnyMethod, decode
 
@@ -33,7 +33,7 @@ class Gate:
     def tokens_refused(self) -> int:
         """How many calls had no token or a wrong one."""
         with self._lock:
-            return sum(n for (kind, _), n in self._refusals.items() if kind is EventKind.TOKEN_REFUSED)
+            return sum(n for (kind, _), n in self._refusals.items() if kind is EventKind.REQUEST_UNAUTHENTICATED)
 
     def admit(self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str) -> Any:  # noqa: ANN401 an instance of method.request
         """The request in `data`, if the call may pass.
@@ -46,7 +46,7 @@ class Gate:
         try:
             return decode(data, method.request, f"request of {path} from {peer}")
         except MessageError as error:
-            self._report(EventKind.MESSAGE_REFUSED, peer, {"method": path, "reason": str(error)})
+            self._report(EventKind.REQUEST_MALFORMED, peer, {"method": path, "reason": str(error)})
             raise
 
     def _check_token(self, metadata: Metadata, peer: str, path: str) -> None:
@@ -57,8 +57,8 @@ class Gate:
             reason = "it is wrong"
         else:
             return
-        self._report(EventKind.TOKEN_REFUSED, peer, {"method": path, "reason": f"token: {reason}"})
-        raise TokenRefused(reason)
+        self._report(EventKind.REQUEST_UNAUTHENTICATED, peer, {"method": path, "reason": f"token: {reason}"})
+        raise Unauthenticated(reason)
 
     def _report(self, kind: EventKind, peer: str, detail: EventDetail) -> None:
         """Tells the owner about `peer`, the first time that `kind` happens with its address."""

@@ -141,7 +141,7 @@ class BulkChannel:
             failure = error
         refused = isinstance(failure, ConnectionRefusedError)
         raise PeerUnreachable(
-            f"{self._address} cannot be reached for bulk reads: {failure}", refused=refused
+            f"{self._address} cannot be reached for bulk reads: {failure}", is_refused=refused
         ) from failure
 
     def _connect_to(

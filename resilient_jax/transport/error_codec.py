@@ -16,7 +16,7 @@ from resilient_jax.errors import (
     MessageError,
     PeerUnreachable,
     ResilientJaxError,
-    TokenRefused,
+    Unauthenticated,
 )
 from resilient_jax.transport.method import MAX_MESSAGE_BYTES
 
@@ -65,7 +65,7 @@ def _shortened(details: str) -> str:
 
 def _code_of(error: BaseException) -> grpc.StatusCode:
     match error:
-        case TokenRefused():
+        case Unauthenticated():
             return grpc.StatusCode.UNAUTHENTICATED
         case MessageError():
             return grpc.StatusCode.INVALID_ARGUMENT
@@ -95,7 +95,7 @@ def error_of(
         case grpc.StatusCode.UNAVAILABLE:
             if any(text in details for text in _REFUSED_TEXTS):
                 text = f"{address} refused the connection for {path}: nobody listens there"
-                return PeerUnreachable(text, refused=True)
+                return PeerUnreachable(text, is_refused=True)
             return PeerUnreachable(f"{address} cannot be reached for {path}: {details}")
         case grpc.StatusCode.CANCELLED:
             return PeerUnreachable(f"{address} closed while it served {path}, or our channel to it did")
@@ -115,7 +115,7 @@ def error_of(
 def _carried_over(
     error_class: type[ResilientJaxError], details: str, address: str, path: str
 ) -> ResilientJaxError:
-    if error_class is TokenRefused:
+    if error_class is Unauthenticated:
         details = (
             f"{address} refused our job token for {path}: {details}. "
             "Every process of a job must be given the same token"

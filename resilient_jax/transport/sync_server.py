@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import grpc
 
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.threads import ready_pool
+from resilient_jax.threads import start_thread_pool
 from resilient_jax.transport.authentication import Gate, OnEvent
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import failure_of
@@ -84,7 +84,7 @@ class ThreadServer:
             ConfigError: the address or a TLS file is wrong.
         """
         assert self._server is None, "a server starts once"
-        executor = ready_pool(self._threads, "rj-transport")
+        executor = start_thread_pool(self._threads, "rj-transport")
         server = grpc.server(executor, handlers=[self._routes], options=server_options())
         self._address = bind(
             self._asked_address, self._credentials, server.add_insecure_port, server.add_secure_port

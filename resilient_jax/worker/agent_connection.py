@@ -24,26 +24,26 @@ import msgspec
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.framing import Deframer, frame
-from resilient_jax.protocol.records import Failure, WorkerReport, WorkerState
+from resilient_jax.protocol.records import WorkerFailure, WorkerReport, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     ORDER_DECODER,
     RESTART_EXIT_CODE,
-    Alive,
-    Boundary,
-    Form,
-    Happened,
-    Hold,
-    Leased,
-    Order,
+    Heartbeat,
+    RunToBoundary,
+    FormWorld,
+    EventOccurred,
+    HoldTraining,
+    LeaseRenewed,
+    WorkerOrder,
     Pause,
-    Progressed,
+    StepCommitted,
     Quiesce,
-    Reported,
-    SnapshotServerAt,
-    Stop,
-    WantsSnapshots,
-    Word,
+    WorkerReported,
+    SnapshotServerReady,
+    StopWorker,
+    SnapshotServerRequested,
+    WorkerMessage,
 )
 
 ABORT_INTERVAL_S = 0.02
@@ -83,8 +83,8 @@ class AgentLink:
         self._report = WorkerReport()
         self._looks = False
         self._newest = GenerationNumber(0)
-        self._form: Form | None = None
-        self._stop: Stop | None = None
+        self._form: FormWorld | None = None
+        self._stop: StopWorker | None = None
         self._interrupted = False
         self._leased_until_s = float("inf")  # the first renewal tells
         self._next_step = 0
@@ -100,7 +100,7 @@ class AgentLink:
         """Asks to join: from now on a `Form` may come."""
         self._change(state=WorkerState.IDLE, endpoint=endpoint)
 
-    def wait_form(self) -> Form | Stop:
+    def wait_form(self) -> FormWorld | StopWorker:
         """The next world to train in, or the end of the job."""
         with self._lock:
             while True:
@@ -156,8 +156,8 @@ class AgentLink:
 
     def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """`step` steps are done; `holds_state`: this host holds their whole state."""
-        self._send(Progressed(step=step, metrics=metrics))
-        if not self._report.steady:
+        self._send(StepCommitted(step=step, metrics=metrics))
+        if not self._report.has_finished_step:
             self._change(steady=True, holds_state=holds_state, step=step)
             self.happened(EventKind.STEP_COMMITTED, step=step)
 
@@ -169,7 +169,7 @@ class AgentLink:
         """
         with self._lock:
             self._snapshot_server = None
-            self._send(WantsSnapshots())
+            self._send(SnapshotServerRequested())
             while self._snapshot_server is None:
                 if self._interrupted:
                     raise GenerationEnded
@@ -183,7 +183,7 @@ class AgentLink:
         holds_state: bool,
         snapshot: SnapshotId | None,
         done: bool,
-        failure: Failure | None,
+        failure: WorkerFailure | None,
     ) -> None:
         """The main thread is out of the user's function and waits for what comes next."""
         with self._interrupting, self._lock:
@@ -205,7 +205,7 @@ class AgentLink:
             )
             self._send_report()
 
-    def fail(self, failure: Failure, *, step: int) -> None:
+    def fail(self, failure: WorkerFailure, *, step: int) -> None:
         """Says why this process is about to end."""
         self._change(failure=failure, step=step)
 
@@ -237,7 +237,7 @@ class AgentLink:
             generation=self._report.generation,
             detail=dict(detail),
         )
-        self._send(Happened(event=event))
+        self._send(EventOccurred(event=event))
         return event
 
     # For the guard thread.
@@ -268,7 +268,7 @@ class AgentLink:
                 self._interrupt_if_needed()
                 if time.monotonic() - alive_at_s > ALIVE_INTERVAL_S:
                     alive_at_s = time.monotonic()
-                    self._send(Alive())
+                    self._send(Heartbeat())
 
     def _receive(self) -> bytes:
         try:
@@ -281,7 +281,7 @@ class AgentLink:
         running = self._report.state is WorkerState.RUNNING and not self._interrupted
         if running and time.monotonic() > self._leased_until_s:
             self.happened(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
-            self._obey(Hold())
+            self._obey(HoldTraining())
 
     def _interrupt_if_needed(self) -> None:
         if not self._must_interrupt():
@@ -294,19 +294,19 @@ class AgentLink:
     def _must_interrupt(self) -> bool:
         return self._interrupted and self._report.state is WorkerState.RUNNING
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: WorkerOrder) -> None:
         with self._lock:
-            if isinstance(order, Stop):
+            if isinstance(order, StopWorker):
                 self._stop = order
                 self._interrupted = True
-            elif isinstance(order, Leased):
-                self._leased_until_s = order.until_s
-            elif isinstance(order, SnapshotServerAt):
+            elif isinstance(order, LeaseRenewed):
+                self._leased_until_s = order.valid_until_s
+            elif isinstance(order, SnapshotServerReady):
                 self._snapshot_server = order.endpoint
-            elif isinstance(order, Hold):
+            elif isinstance(order, HoldTraining):
                 self._interrupted = True
                 self._form = None
-            elif isinstance(order, Form):
+            elif isinstance(order, FormWorld):
                 if order.generation.number < self._newest:
                     self._refuse(order.generation.number)
                     return
@@ -320,7 +320,7 @@ class AgentLink:
                 self._obey_generation(order)
             self._lock.notify_all()
 
-    def _obey_generation(self, order: Quiesce | Pause | Boundary) -> None:
+    def _obey_generation(self, order: Quiesce | Pause | RunToBoundary) -> None:
         idle = self._report.state is WorkerState.IDLE
         if isinstance(order, Quiesce):
             self._form = None
@@ -338,15 +338,15 @@ class AgentLink:
             )
             self._send_report()
         else:
-            self._boundary = order.step
+            self._boundary = order.boundary_step
 
     def _refuse(self, number: GenerationNumber) -> None:
-        self.happened(EventKind.GENERATION_REFUSED, refused=number, newest=self._newest)
+        self.happened(EventKind.GENERATION_STALE, refused=number, newest=self._newest)
 
     def _say_if_busy(self) -> None:
         """A compilation cannot be interrupted: say so, so that nobody takes it for a hang."""
         busy = _compiles(self._main)
-        if busy != self._report.busy:
+        if busy != self._report.is_compiling:
             self._change(busy=busy)
 
     # Sending.
@@ -357,9 +357,9 @@ class AgentLink:
             self._send_report()
 
     def _send_report(self) -> None:
-        self._send(Reported(report=self._report))
+        self._send(WorkerReported(report=self._report))
 
-    def _send(self, word: Word) -> None:
+    def _send(self, word: WorkerMessage) -> None:
         with self._sending, contextlib.suppress(ConnectionError):
             self._socket.sendall(frame(ENCODER.encode(word)))
 

@@ -73,6 +73,6 @@ class Lookout:
         except Exception as error:  # a function of the user's, on a thread of ours: it becomes an event
             seen, failure = None, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
         if failure and failure != self._failure:
-            self._note(EventKind.CHECKPOINTS_UNSEEN, reason=failure)
+            self._note(EventKind.CHECKPOINT_POLL_FAILED, reason=failure)
         self._failure = failure
         return seen

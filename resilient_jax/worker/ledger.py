@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from resilient_jax.protocol.ledger import LEDGER_VARIABLE, LINE_ENCODER, Begun, Committed, Line, Restored
+from resilient_jax.protocol.ledger import LEDGER_VARIABLE, ENTRY_ENCODER, MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
 from resilient_jax.state.flat_state import HeldState, Leaf, assemble
 
 LANES: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
@@ -52,15 +52,15 @@ class Ledger:
     ) -> None:
         """`held` is the committed state now. `is_first`: of the hosts; it answers for what each has for itself."""
         self._write(
-            Committed(
+            StepEntry(
                 host=self._host,
-                process=os.getpid(),
+                pid=os.getpid(),
                 generation=generation,
                 step=held.step - 1,
-                hosts=hosts,
+                num_hosts=hosts,
                 monotonic_s=time.monotonic(),
-                sha256=digest(held),
-                sum=add_up(held, is_first=is_first),
+                state_sha256=digest(held),
+                additive_digest=add_up(held, is_first=is_first),
                 owners={name: tuple(hosts_of) for name, hosts_of in owners.items()},
             )
         )
@@ -68,26 +68,26 @@ class Ledger:
     def restored(self, held: HeldState, generation: int, hosts: int, *, is_first: bool) -> None:
         """`held` is what this host goes on from."""
         self._write(
-            Restored(
+            RestoreEntry(
                 host=self._host,
-                process=os.getpid(),
+                pid=os.getpid(),
                 generation=generation,
-                steps=held.step,
-                hosts=hosts,
+                num_steps=held.step,
+                num_hosts=hosts,
                 monotonic_s=time.monotonic(),
-                sha256=digest(held),
-                sum=add_up(held, is_first=is_first),
+                state_sha256=digest(held),
+                additive_digest=add_up(held, is_first=is_first),
             )
         )
 
     def begun(self, step: int, index: int, generation: int) -> None:
         """A microbatch is about to be computed."""
         self._write(
-            Begun(host=self._host, process=os.getpid(), generation=generation, step=step, index=index)
+            MicrobatchEntry(host=self._host, pid=os.getpid(), generation=generation, step=step, index=index)
         )
 
-    def _write(self, line: Line) -> None:
-        os.write(self._descriptor, LINE_ENCODER.encode(line) + b"\n")
+    def _write(self, line: LedgerEntry) -> None:
+        os.write(self._descriptor, ENTRY_ENCODER.encode(line) + b"\n")
 
 
 def digest(held: HeldState) -> str:

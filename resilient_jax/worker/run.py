@@ -29,17 +29,17 @@ from resilient_jax.jax_runtime.distributed import (
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.local_clique import form_local_clique
 from resilient_jax.jax_runtime.world_forming import interrupt_forming, is_detached
-from resilient_jax.protocol.failpoints import ANY_STEP, FaultPoints, Place
-from resilient_jax.protocol.records import Change, Failure, FailureKind, Generation, Source
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoints, FailPoint
+from resilient_jax.protocol.records import WorldChange, WorkerFailure, WorkerFailureKind, Generation, StateSource
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
-    LINK_VARIABLE,
-    SETTINGS_VARIABLE,
-    SNAPSHOT_LINK_VARIABLE,
-    TRIPWIRE_VARIABLE,
-    Form,
-    Stop,
+    AGENT_CONNECTION_VARIABLE,
+    WORKER_SETTINGS_VARIABLE,
+    SNAPSHOT_CONNECTION_VARIABLE,
+    DEATH_PIPE_VARIABLE,
+    FormWorld,
+    StopWorker,
     WorkerSettings,
 )
 from resilient_jax.state.flat_state import HeldState, to_host
@@ -97,8 +97,8 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
             "run: found a second call in a process that an agent started, expected one: the job is over for its agent "
             "when the first returns. Do everything in one call (a Trainer's fit is one, too), or launch another job"
         )
-    descriptor = os.environ.pop(LINK_VARIABLE, None)
-    settings_text = os.environ.pop(SETTINGS_VARIABLE, None)
+    descriptor = os.environ.pop(AGENT_CONNECTION_VARIABLE, None)
+    settings_text = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if descriptor is None or settings_text is None:
         _run_alone(train)  # there is nobody else who might hold the state
         return
@@ -110,7 +110,7 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
             "calls; a jax.random.key or a Flax model at the top of a script is arrays, too"
         )
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
-    tripwire = os.environ.pop(TRIPWIRE_VARIABLE, None)
+    tripwire = os.environ.pop(DEATH_PIPE_VARIABLE, None)
     with contextlib.closing(_Worker(int(descriptor), settings, newest_checkpoint)) as worker:
         worker.run(train, int(tripwire) if tripwire is not None else None)
 
@@ -124,7 +124,7 @@ def _run_alone(train: Train) -> None:
             process_index=ProcessIndex(0),
             holder=StateHolder(),
             link=SoloLink(host),
-            change=str(Change.REFORM),
+            change=str(WorldChange.REFORM),
             reason="started without an agent",
             ledger=Ledger.from_environment(host),
         )
@@ -142,7 +142,7 @@ class _Worker:
         self._holder = StateHolder()
         self._connection: Connection | None = None
         self._events: list[Event] = []
-        self._fault_points = FaultPoints.from_environment(settings.host)
+        self._fault_points = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
         self._interrupting_since_s: float | None = None
         self._local_clique_broken = False
@@ -154,7 +154,7 @@ class _Worker:
         if newest_checkpoint is not None:
             self._link.will_look()
         self._snapshots = SnapshotKeeper(
-            int(os.environ.pop(SNAPSHOT_LINK_VARIABLE)),
+            int(os.environ.pop(SNAPSHOT_CONNECTION_VARIABLE)),
             settings.host,
             settings.snapshots,
             settings.failure_domain,
@@ -164,13 +164,13 @@ class _Worker:
         )
         self._compiling = Compiling(settings.host, self._credentials, self._link.happened)
         self._ahead = AheadCompiler(self._compiling.compiled_ahead, self._compiling.refused_ahead)
-        if (warning := share_compilation_cache(self._compiling, settings.program_cache_bytes)) is not None:
-            self._link.happened(EventKind.COMPILE_CACHE_OFF, why=warning)
+        if (warning := share_compilation_cache(self._compiling, settings.compile_cache_bytes)) is not None:
+            self._link.happened(EventKind.COMPILE_CACHE_DISABLED, why=warning)
 
     def run(self, train: Train, tripwire: int | None) -> None:
         leave_the_background()
         if tripwire is not None and (problem := lay_tripwire(tripwire)) is not None:
-            self._link.happened(EventKind.TRIPWIRE_OFF, why=problem)
+            self._link.happened(EventKind.DEATH_PIPE_DISABLED, why=problem)
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
         self._link.be_ready(self._server.endpoint)
@@ -179,12 +179,12 @@ class _Worker:
             self._lookout.begin()
             order = self._link.wait_form()
             self._lookout.end()
-            if isinstance(order, Stop):
+            if isinstance(order, StopWorker):
                 if order.reason != "done" or not done:  # what follows `run` in the script counts on `train`
                     raise SystemExit(JOB_OVER_EXIT_CODE)
                 return
             done, failure = self._live_through(order, train)
-            self._note(EventKind.UNWOUND, done=done)
+            self._note(EventKind.WORKER_IDLE, done=done)
             snapshot = self._finish_snapshots(order) if failure is None and not done else None
             self._snapshots.leave()
             if self._local_clique_broken or is_detached() or (self._replicas_span_hosts and not done):
@@ -204,7 +204,7 @@ class _Worker:
         self._ahead.close()
         end_worlds()
 
-    def _live_through(self, order: Form, train: Train) -> tuple[bool, Failure | None]:
+    def _live_through(self, order: FormWorld, train: Train) -> tuple[bool, WorkerFailure | None]:
         """One generation. Leaves no reference to its arrays or exceptions behind."""
         try:
             world = self._form(order)
@@ -222,15 +222,15 @@ class _Worker:
             text = "".join(traceback.format_exception(error))
             if isinstance(error, SnapshotLost):
                 self._note(EventKind.SNAPSHOT_UNREADABLE, error=_first_line(error))
-                return False, Failure(kind=FailureKind.SNAPSHOT, text=text)
+                return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
             if is_collective_failure(error) or isinstance(error, PeerError):
                 self._note(EventKind.COLLECTIVE_FAILED, error=_first_line(error))
-                return False, Failure(kind=FailureKind.COLLECTIVE, text=text)
+                return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
             self._note(EventKind.USER_ERROR, error=_first_line(error))
-            self._link.fail(Failure(kind=FailureKind.USER, text=text), step=self._holder.step)
+            self._link.fail(WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._holder.step)
             raise
 
-    def _finish_snapshots(self, order: Form) -> SnapshotId | None:
+    def _finish_snapshots(self, order: FormWorld) -> SnapshotId | None:
         """At a planned change: the committed state in a snapshot, if no host has it whole."""
         if self._link.interrupted or self._holder.holds_state:
             return None
@@ -265,13 +265,13 @@ class _Worker:
 
     # Forming.
 
-    def _form(self, order: Form) -> World:
+    def _form(self, order: FormWorld) -> World:
         generation = order.generation
         self._interrupting_since_s = None
         self._events.clear()
         self._compiling.begin(generation.members)
         started_s = time.monotonic()
-        if generation.change is Change.REFORM:
+        if generation.change is WorldChange.REFORM:
             self._reform(order)
         else:
             self._hand_over(generation, in_place=True)
@@ -283,7 +283,7 @@ class _Worker:
             seconds=time.monotonic() - started_s,
         )
         self._link.formed(generation.world, self._holder.step, holds_state=self._holder.holds_state)
-        member = generation.member(order.host)
+        member = generation.find_member(order.host)
         assert member is not None, "the agent sends a form only to members"
         return World(
             generation=generation.number,
@@ -293,7 +293,7 @@ class _Worker:
             link=self._link,
             change=str(generation.change),
             reason=generation.reason,
-            lost=generation.lost,
+            lost=generation.state_loss,
             events=self._events,
             fault_points=self._fault_points,
             ledger=self._ledger,
@@ -302,17 +302,17 @@ class _Worker:
             ahead=self._ahead,
         )
 
-    def _reform(self, order: Form) -> None:
+    def _reform(self, order: FormWorld) -> None:
         """Leaves the old world with the state in host memory, and joins the new one."""
         generation = order.generation
         self._hand_over(generation, in_place=False)
         self._leave_world()
         self._link.check()
-        member = generation.member(order.host)
+        member = generation.find_member(order.host)
         assert member is not None, "the agent sends a form only to members"
-        self._reach(Place.BEFORE_CONNECT)
+        self._reach(FailPoint.BEFORE_CONNECT)
         connection = connect(
-            order.relay,
+            order.relay_address,
             member.process_index,
             len(generation.members),
             timeout_s=self._settings.forming_timeout_s,
@@ -331,7 +331,7 @@ class _Worker:
             if not in_place:
                 self._move_contributions_to_host()
             return
-        if host in generation.behind:
+        if host in generation.receivers:
             self._holder.forget()  # an older state is of no use, and its arrays are in the way
             self._holder.state = self._fetch(generation)
             return
@@ -340,11 +340,11 @@ class _Worker:
             return
         held = self._holder.state
         assert held is not None, "whoever is not behind holds the state"
-        if generation.behind or not in_place:
+        if generation.receivers or not in_place:
             started_s = time.monotonic()
             copy = to_host(held)
             self._note(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
-            if generation.behind:
+            if generation.receivers:
                 self._server.offer(generation.number, copy)
             if not in_place:
                 self._holder.state = copy
@@ -378,8 +378,8 @@ class _Worker:
         self._compiling.say_once()
         self._server.withdraw()  # nobody commits before all have the state: the copy may go
 
-    def _on_source_refused(self, source: Source, error: PeerError) -> None:
-        self._note(EventKind.STATE_REFUSED, source=source.host, error=str(error))
+    def _on_source_refused(self, source: StateSource, error: PeerError) -> None:
+        self._note(EventKind.STATE_SOURCE_FAILED, source=source.host, error=str(error))
 
     def _leave_world(self) -> None:
         reduction.forget_programs()
@@ -406,9 +406,9 @@ class _Worker:
                 "for fewer, or start it where there are more"
             )
 
-    def _reach(self, place: Place, step: int = ANY_STEP) -> None:
+    def _reach(self, place: FailPoint, step: int = ANY_STEP) -> None:
         if self._fault_points is not None:
-            self._fault_points.reach(place, step)
+            self._fault_points.hit(place, step)
 
     def _note(self, kind: EventKind, **detail: str | float | bool) -> None:
         self._events.append(self._link.happened(kind, **detail))

@@ -17,7 +17,7 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.failpoints import ANY_INDEX, FaultPoints, Place
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoints, FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.state.flat_state import (
@@ -122,7 +122,7 @@ class World:
         reason: str,
         lost: StateLoss | None = None,
         events: Sequence[Event] = (),
-        fault_points: FaultPoints | None = None,
+        fault_points: FailPoints | None = None,
         ledger: Ledger | None = None,
         snapshots: SnapshotKeeper | None = None,
         on_commit: Callable[[], None] = lambda: None,
@@ -304,7 +304,7 @@ class World:
             raise StateError(
                 "commit was called outside of `for step in world.steps(...)`; commit inside of it"
             )
-        self._reach(Place.BEFORE_COMMIT)
+        self._reach(FailPoint.BEFORE_COMMIT)
         jax.block_until_ready(state)
         self._holder.state = hold(self._step + 1, state)
         self._holder.contributions.clear()
@@ -322,7 +322,7 @@ class World:
                 self._sums_made,
                 is_first=self.host_index == 0,
             )
-        self._reach(Place.AFTER_COMMIT)
+        self._reach(FailPoint.AFTER_COMMIT)
 
     def sum(self, tree: Tree) -> Tree:
         """The sum over live hosts of each leaf, which lies where the leaf lay; one all-reduce.
@@ -332,7 +332,7 @@ class World:
 
         Returns when the result is there, so that a step that goes on has been reduced on this host.
         """
-        self._reach(Place.BEFORE_SUM)
+        self._reach(FailPoint.BEFORE_REDUCE)
         return self._get_sums().sum_hosts(tree)
 
     def sum_microbatches(
@@ -470,16 +470,16 @@ class World:
             )
         return self._sums
 
-    def _reach_at(self, place: Place, step: int) -> None:
+    def _reach_at(self, place: FailPoint, step: int) -> None:
         if self._fault_points is not None:
-            self._fault_points.reach(place, step)
+            self._fault_points.hit(place, step)
 
-    def _reach(self, place: Place, index: int = ANY_INDEX) -> bool:
+    def _reach(self, place: FailPoint, index: int = ANY_INDEX) -> bool:
         if self._step is None:
             return False
-        if self._ledger is not None and place is Place.BEFORE_MICROBATCH:
+        if self._ledger is not None and place is FailPoint.BEFORE_MICROBATCH:
             self._ledger.begun(self._step, index, self.generation)
-        return self._fault_points is not None and self._fault_points.reach(place, self._step, index)
+        return self._fault_points is not None and self._fault_points.hit(place, self._step, index)
 
     def _enter_restored(self, held: HeldState) -> None:
         if self._ledger is not None:
@@ -495,15 +495,15 @@ class _Surroundings:
     def check(self) -> None:
         self.world._link.check()
 
-    def reach(self, place: Place, index: int) -> bool:
+    def reach(self, place: FailPoint, index: int) -> bool:
         return self.world._reach(place, index)
 
 
 def _refuse_to_begin_anew(lost: StateLoss | None) -> None:
-    if lost is not None and lost.checkpoint is not None:
+    if lost is not None and lost.checkpoint_step is not None:
         raise StateError(
             "steps: found a loop that begins at step 0, expected one that goes on from a checkpoint: the job's state "
-            f"was lost after {lost.step} steps, and the checkpoint of step {lost.checkpoint} was seen on storage. Load "
+            f"was lost after {lost.step} steps, and the checkpoint of step {lost.checkpoint_step} was seen on storage. Load "
             "it where world.is_fresh, and call world.resume_at(step)"
         )
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
-from resilient_jax.protocol.records import Phase
+from resilient_jax.protocol.records import GenerationPhase
 
 HOSTS = 4
 MANY_STEPS = 100_000
@@ -53,7 +53,7 @@ def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
     config.write_text("restart_limit = 1000\nrestart_backoff_s = 0.0\n")
     with LocalJob(
         command,
-        hosts=HOSTS,
+        num_hosts=HOSTS,
         run_directory=work / "run",
         options=["--devices-per-host", "1", "--config", str(config)],
         environment=script_environment(),
@@ -83,7 +83,7 @@ def wait_success(job: LocalJob, what: str) -> None:
         InternalError: it failed, or goes on for too long.
     """
     if job.wait(RUN_LIMIT_S) != 0:
-        raise InternalError(f"{what} failed:\n{job.tail()}")
+        raise InternalError(f"{what} failed:\n{job.read_tail()}")
 
 
 def run_bare(command: Sequence[str], work: Path) -> None:
@@ -131,7 +131,7 @@ def _run_processes(
         outputs = [work / f"output-{number}" for number in range(len(environments))]
         for output, environment in zip(outputs, environments, strict=True):
             process = subprocess.Popen(
-                bound_to_this_process([sys.executable, *command]),
+                bind_to_this_process([sys.executable, *command]),
                 env={**script_environment(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=owned.enter_context(output.open("wb")),
@@ -166,6 +166,6 @@ def wait_healthy(job: LocalJob) -> JobReport:
 def all_train(report: JobReport) -> bool:
     """Whether every host is a member, and has finished a step."""
     generation = report.generation
-    if generation is None or generation.phase is not Phase.ACTIVE or len(generation.members) < HOSTS:
+    if generation is None or generation.phase is not GenerationPhase.ACTIVE or len(generation.members) < HOSTS:
         return False
-    return all(h.worker is not None and h.worker.report.steady for h in report.hosts)
+    return all(h.worker is not None and h.worker.report.has_finished_step for h in report.hosts)

@@ -14,14 +14,14 @@ from resilient_jax.cli.options import installed_versions
 from resilient_jax.cluster import worker_supervisor
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.job_report import JobReport, JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import worker_environment
-from resilient_jax.protocol.failpoints import Place
-from resilient_jax.protocol.records import Outcome, OutcomeKind, Phase
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, GenerationPhase
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.transport.credentials import Credentials
 
@@ -36,7 +36,7 @@ def launch(work: Path, hosts: int, config: str = "") -> LocalJob:
     (work / "job.toml").write_text(config)
     return LocalJob(
         [str(SCRIPT), str(work)],
-        hosts=hosts,
+        num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "1", "--config", str(work / "job.toml")],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -61,38 +61,38 @@ def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_in
         wait_working(tmp_path, "host-0")
         os.kill(wait_working(tmp_path, "host-1"), signal.SIGKILL)
         let_end(tmp_path, "host-0")
-        assert job.wait(60) == 128 + signal.SIGKILL, job.tail()
-        assert "[host-0] saved" in job.output()
-        assert "training is done, but the script was ended by SIGKILL before its end" in job.output()
+        assert job.wait(60) == 128 + signal.SIGKILL, job.read_tail()
+        assert "[host-0] saved" in job.read_output()
+        assert "training is done, but the script was ended by SIGKILL before its end" in job.read_output()
         assert (
             "the job ended: user_error on host-1\ntraining was done, but then the script failed"
-            in job.output()
+            in job.read_output()
         )
 
 
 def is_done(report: JobReport, host: str) -> bool:
     workers = {status.host: status.worker for status in report.hosts}
     worker = workers.get(HostName(host))
-    return worker is not None and worker.report.done
+    return worker is not None and worker.report.is_done
 
 
 def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them(tmp_path: Path) -> None:
     """They need it: with fewer than `min_hosts` nobody goes on."""
     with launch(tmp_path, 2, "min_hosts = 2\nlease_ttl_s = 2.0\n") as job:
-        job.hold(Place.AFTER_COMMIT, ["host-1"], LAST_STEP)
+        job.hold(FailPoint.AFTER_COMMIT, ["host-1"], LAST_STEP)
         job.wait_held(["host-1"])
         job.wait_report("host-0 is done", lambda now: is_done(now, "host-0"))
-        job.kill(Part.WORKER, "host-0")
+        job.kill(JobComponent.WORKER, "host-0")
         job.wait_report(
             "the death is known",
-            lambda now: now.generation is not None and now.generation.phase is not Phase.ACTIVE,
+            lambda now: now.generation is not None and now.generation.phase is not GenerationPhase.ACTIVE,
         )
         job.release()
         for host in ("host-0", "host-1"):
             wait_working(tmp_path, host)
             let_end(tmp_path, host)
-        assert job.wait(60) == 0, job.tail()
-        starts = [event for event in job.events() if event.kind is EventKind.WORKER_STARTED]
+        assert job.wait(60) == 0, job.read_tail()
+        starts = [event for event in job.read_events() if event.kind is EventKind.WORKER_STARTED]
         assert [event.host for event in starts].count("host-0") == 2
 
 
@@ -103,16 +103,16 @@ def test_a_host_that_dies_when_it_is_done_has_failed_where_the_others_are_done_b
         leader = job.wait_report("a leader", lambda now: now.leader is not None).leader
         assert leader is not None
         victim = "host-0" if leader == "host-1" else "host-1"
-        job.hold(Place.AFTER_COMMIT, [leader], LAST_STEP)
+        job.hold(FailPoint.AFTER_COMMIT, [leader], LAST_STEP)
         job.wait_report("it is done", lambda now: is_done(now, victim))
-        job.kill(Part.AGENT, victim, signal.SIGSTOP)
-        job.kill(Part.WORKER, victim)
+        job.kill(JobComponent.AGENT, victim, signal.SIGSTOP)
+        job.kill(JobComponent.WORKER, victim)
         job.release()
         wait_working(tmp_path, leader)
-        job.kill(Part.AGENT, victim, signal.SIGCONT)
+        job.kill(JobComponent.AGENT, victim, signal.SIGCONT)
         let_end(tmp_path, leader)
-        assert job.wait(60) == 128 + signal.SIGKILL, job.tail()
-        assert "training is done, but the script was ended by SIGKILL before its end" in job.output()
+        assert job.wait(60) == 128 + signal.SIGKILL, job.read_tail()
+        assert "training is done, but the script was ended by SIGKILL before its end" in job.read_output()
         assert not (tmp_path / f"works-{victim}").exists(), "nothing after `run` without what it trained"
 
 
@@ -121,9 +121,9 @@ def test_ctrl_c_ends_scripts_that_still_work(tmp_path: Path) -> None:
         for host in ("host-0", "host-1"):
             wait_working(tmp_path, host)
         job.process.send_signal(signal.SIGINT)
-        assert job.wait(60) == 130, job.tail()
-        assert job.processes() == []
-        assert "interrupted after training was done, while scripts still worked" in job.output()
+        assert job.wait(60) == 130, job.read_tail()
+        assert job.find_processes() == []
+        assert "interrupted after training was done, while scripts still worked" in job.read_output()
 
 
 def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
@@ -137,7 +137,7 @@ def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
         if sum("the script still works" in line for line in said) == 3:
             let_end(tmp_path, "host-0")
 
-    async def main() -> Outcome:
+    async def main() -> JobOutcome:
         settings = AgentSettings(
             job=JobName("afterwards"),
             host=HostName("host-0"),
@@ -154,7 +154,7 @@ def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
                 ),
             },
             devices_per_host=1,
-            expected_hosts=1,
+            num_hosts=1,
             versions=installed_versions(),
             credentials=Credentials(TOKEN),
             config=JobConfig(),
@@ -163,7 +163,7 @@ def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
         async with MemoryStore() as store:
             return await Agent(settings, store, say).run()
 
-    assert asyncio.run(main()).kind is OutcomeKind.DONE
+    assert asyncio.run(main()).kind is JobOutcomeKind.DONE
     assert "saved" in (tmp_path / "host-0.log").read_text()
 
 

@@ -16,12 +16,12 @@ from launched import JOBS, run_launch
 from tiny_job import ONE_DEVICE, TinyJob
 
 from resilient_jax.cli.options import installed_versions
-from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import HostStatus, JobRecord
-from resilient_jax.protocol.store_keys import host_key, job_key
+from resilient_jax.protocol.store_keys import make_host_key, make_job_key
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.transport.credentials import Credentials
 
@@ -109,7 +109,7 @@ def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
 
 
 def test_a_run_folder_is_one_jobs_alone_until_its_launcher_is_gone(work: Path) -> None:
-    with LocalJob([IDLE], hosts=1, run_directory=work / "run") as first:
+    with LocalJob([IDLE], num_hosts=1, run_directory=work / "run") as first:
         wait_until("the first job's contact", (work / "run" / "job.json").exists)
         before = (work / "run" / "job.json").read_bytes()
         code, output = run_command(["launch", "--hosts", "1", "--run-dir", "run", IDLE])
@@ -118,7 +118,7 @@ def test_a_run_folder_is_one_jobs_alone_until_its_launcher_is_gone(work: Path) -
             "resilient-jax: run: found a job that still runs in this folder, expected"
         ), output
         assert (work / "run" / "job.json").read_bytes() == before
-        assert first.report() is not None, "the first can be reached still"
+        assert first.read_report() is not None, "the first can be reached still"
     assert (work / "run" / "job.json").exists(), "the first was killed"
     (work / "quick.py").write_text("print('quick', 'job')\n")
     _, output = run_command(["launch", "--hosts", "1", "--run-dir", "run", "quick.py"])
@@ -251,11 +251,11 @@ def test_an_agent_that_was_stopped_while_it_waited_for_its_name_goes_on_waiting(
                 host=HostName("host-a"), agent_id="", agent_pid=1, address="", versions=installed_versions()
             )
             lease = await store.grant(100.0)
-            await store.put(host_key(JOB, HostName("host-a")), msgspec.msgpack.encode(status), lease)
+            await store.put(make_host_key(JOB, HostName("host-a")), msgspec.msgpack.encode(status), lease)
 
     async def has_come(address: str) -> bool:
         async with await RemoteStore.connect(address, Credentials(TOKEN), 5.0) as store:
-            return await store.get(job_key(JOB)) is not None
+            return await store.get(make_job_key(JOB)) is not None
 
     with served_store() as address:
         asyncio.run(take_name(address))
@@ -288,7 +288,7 @@ def test_a_host_with_other_versions_is_refused(name: str, work: Path) -> None:
 def read_status(address: str, host: str) -> HostStatus | None:
     async def read() -> HostStatus | None:
         async with RemoteStore(address, Credentials(TOKEN)) as store:
-            found = await store.get(host_key(JOB, HostName(host)))
+            found = await store.get(make_host_key(JOB, HostName(host)))
             return msgspec.msgpack.decode(found.value, type=HostStatus) if found else None
 
     return asyncio.run(read())
@@ -297,7 +297,7 @@ def read_status(address: str, host: str) -> HostStatus | None:
 def put_job(address: str, record: JobRecord) -> None:
     async def put() -> None:
         async with RemoteStore(address, Credentials(TOKEN)) as store:
-            await store.put(job_key(JOB), msgspec.msgpack.encode(record))
+            await store.put(make_job_key(JOB), msgspec.msgpack.encode(record))
 
     asyncio.run(put())
 
@@ -361,8 +361,8 @@ def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> N
         kill_a_worker(tiny)
         wait_until("a step by another worker", lambda: len(tiny.logs()) >= 3 and tiny.step() > full_at + 5)
         (tmp_path / "stop").write_text(str(tiny.step() + 10))
-        assert tiny.job.wait(60) == 0, tiny.job.tail()
-        output = tiny.job.output()
+        assert tiny.job.wait(60) == 0, tiny.job.read_tail()
+        output = tiny.job.read_output()
         tiny.check_steps()
     said = [line for line in output.splitlines() if "cannot write the log file" in line]
     assert said, output
@@ -377,7 +377,7 @@ def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> N
 def test_training_goes_on_when_nobody_can_see_its_output(redirection: str, tmp_path: Path) -> None:
     launch = ["launch", "--hosts", "1", "--run-dir", str(tmp_path), str(JOBS / "faulty.py"), "chatty"]
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *launch]
-    process = subprocess.Popen(bound_to_this_process(shell), stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(bind_to_this_process(shell), stdin=subprocess.DEVNULL)
     assert process.wait(60) == 0
     assert (tmp_path / "host-0.log").stat().st_size > 2**20, "the log has every line"
 

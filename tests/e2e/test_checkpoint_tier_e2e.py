@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from tiny_job import CONFIG
 
-from resilient_jax.cluster.job_report import Part, pids_of
+from resilient_jax.cluster.job_report import JobComponent, find_pids
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 JOB = Path(__file__).parent.parent / "process" / "sharded_job.py"
 DEADLINE_S = 240.0
@@ -51,7 +51,7 @@ def launch(work):
     (work / "job.toml").write_text(CONFIG)
     return LocalJob(
         [str(JOB), str(work), "sharded"],
-        hosts=HOSTS,
+        num_hosts=HOSTS,
         run_directory=work / "run",
         options=["--devices-per-host", "2", "--config", str(work / "job.toml")],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -60,7 +60,7 @@ def launch(work):
 
 def hold_in_step(job, work, victims):
     """Waits until these hosts are held in step 7, and the checkpoint of step 5 is on storage."""
-    job.hold(Place.BEFORE_SUM, victims, LOST)
+    job.hold(FailPoint.BEFORE_REDUCE, victims, LOST)
     job.wait_held(victims, DEADLINE_S)
     deadline_s = time.monotonic() + DEADLINE_S
     while not (work / "checkpoints" / str(SAVED)).exists():
@@ -71,7 +71,7 @@ def hold_in_step(job, work, victims):
 def kill_at_once(job, victims):
     report = job.report()
     assert report is not None
-    for pid in [pid for victim in victims for pid in pids_of(report, Part.HOST, victim)]:
+    for pid in [pid for victim in victims for pid in find_pids(report, JobComponent.HOST, victim)]:
         os.kill(pid, signal.SIGKILL)
     job.release()
 
@@ -86,8 +86,8 @@ def test_more_lost_hosts_than_parity_go_on_from_the_checkpoint_to_the_same_bits(
     with launch(tmp_path) as job:
         hold_in_step(job, tmp_path, victims)
         kill_at_once(job, victims)
-        assert job.wait(DEADLINE_S) == 0, job.tail()
-        events, output = job.events(), job.output()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        events, output = job.read_events(), job.read_output()
     assert digests_in(output) == undisturbed
     (lost,) = [event for event in events if event.kind is EventKind.STATE_LOST]
     assert lost.detail["goes_on_from"] == SAVED
@@ -120,8 +120,8 @@ def test_if_the_only_checkpoint_is_damaged_the_job_ends_with_what_is_lost_and_wh
         data[len(data) // 2] ^= 4
         largest.write_bytes(data)
         kill_at_once(job, victims)
-        assert job.wait(DEADLINE_S) == ExitCode.STATE_LOST, job.tail()
-        last_words = job.output().rpartition("\nlogs and events: ")[2]
+        assert job.wait(DEADLINE_S) == ExitCode.STATE_LOST, job.read_tail()
+        last_words = job.read_output().rpartition("\nlogs and events: ")[2]
     assert "host-1, host-2 are; host-0 survives" in last_words
     assert re.search(r"none that every host can read \(step 5: the file .* has the SHA-256", last_words)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5"]

@@ -10,7 +10,7 @@ from agents import run_command, wait_until
 from launched import JOBS, run_launch
 from tiny_job import CONFIG, ONE_DEVICE, RECOVERY_S, TinyJob
 
-from resilient_jax.cluster.job_report import Part, pids_of
+from resilient_jax.cluster.job_report import JobComponent, find_pids
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -30,24 +30,24 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGINT)
-        assert tiny.job.wait(30) == 130, tiny.job.tail()
+        assert tiny.job.wait(30) == 130, tiny.job.read_tail()
         tiny.check_nothing_left()
-        assert tiny.job.output().rstrip().endswith("the job ended: interrupted\ninterrupted")
-        assert "Traceback" not in tiny.job.output()
+        assert tiny.job.read_output().rstrip().endswith("the job ended: interrupted\ninterrupted")
+        assert "Traceback" not in tiny.job.read_output()
 
 
 def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGTERM)
-        assert tiny.job.wait(60) == 84, tiny.job.tail()
+        assert tiny.job.wait(60) == 84, tiny.job.read_tail()
         tiny.check_nothing_left()
         tiny.check_steps()
         assert len(last_steps(tiny)) == 1, "all stop after the same step"
         words = "the job ended: interrupted\nall hosts got a notice to leave; stopped after "
-        assert words in tiny.job.output(), tiny.job.tail()
-        kinds = {event.kind for event in tiny.job.events()}
-        assert not kinds & {"collective.failed", "user.error", "worker.killed"}, tiny.job.tail()
+        assert words in tiny.job.read_output(), tiny.job.read_tail()
+        kinds = {event.kind for event in tiny.job.read_events()}
+        assert not kinds & {"collective.failed", "user.error", "worker.killed"}, tiny.job.read_tail()
 
 
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
         tiny.wait_training(2)
         tiny.job.process.kill()
         tiny.job.process.wait()
-        wait_until("the end of all processes", lambda: tiny.job.processes() == [], 10.0)
+        wait_until("the end of all processes", lambda: tiny.job.find_processes() == [], 10.0)
         # Nobody was left to remove the contact file; so what it says must be known to be of the past.
         code, output = run_command(["status", str(tmp_path / "run")])
         assert code == 2, output
@@ -66,10 +66,10 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 3, options=[*ONE_DEVICE, "--host-restart-delay", "-1"]) as tiny:
         report = tiny.wait_training(3)
         assert report.leader is not None
-        of_host = list(pids_of(report, Part.HOST, report.leader))
+        of_host = list(find_pids(report, JobComponent.HOST, report.leader))
         assert len(of_host) == 3, "agent, worker and coordination service"
         os.kill(of_host[0], signal.SIGKILL)
-        wait_until("the end of all on that host", lambda: not set(of_host) & set(tiny.job.processes()), 10.0)
+        wait_until("the end of all on that host", lambda: not set(of_host) & set(tiny.job.find_processes()), 10.0)
         # Until its lease ends the store has it still.
         code, output = run_command(["kill", str(tmp_path / "run"), "agent", report.leader])
         assert code in (0, 2), output
@@ -84,15 +84,15 @@ def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
     config = CONFIG.replace("restart_limit = 1000", "restart_limit = 1")
     with TinyJob(tmp_path, 2, config, ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
-        tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         assert report.generation is not None
         report = tiny.wait_training(2, after_generation=report.generation.number)
-        tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         words = (
             "[host-1] this host ends: the worker on host-1 died 2 times within 600 s, more often than "
             "restart_limit = 1 allows"
         )
-        wait_until("the end of host-1", lambda: words in tiny.job.output(), 30.0)
+        wait_until("the end of host-1", lambda: words in tiny.job.read_output(), 30.0)
         assert report.generation is not None
         tiny.wait_training(1, after_generation=report.generation.number)
         tiny.finish()
@@ -117,11 +117,11 @@ def test_descriptors_of_an_agent_do_not_grow_with_its_workers(tmp_path: Path) ->
 
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
-        (agent,) = pids_of(report, Part.AGENT, "host-1")
+        (agent,) = find_pids(report, JobComponent.AGENT, "host-1")
         at_first = descriptors()
         for _ in range(5):
             assert report.generation is not None
-            tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+            tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
             report = tiny.wait_training(2, after_generation=report.generation.number)
         # An agent keeps a world's relay open for 30 s, for a worker that has not left it yet.
         wait_until("the old descriptors' end", lambda: descriptors() <= at_first, RECOVERY_S)

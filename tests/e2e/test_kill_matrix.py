@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from tiny_job import RECOVERY_S, TinyJob
 
-from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.job_report import JobReport, JobComponent
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation
 
 HOSTS = 4
-Victims = list[tuple[Part, str]]
+Victims = list[tuple[JobComponent, str]]
 
 
 def generation_of(report: JobReport) -> Generation:
@@ -32,32 +32,32 @@ def followers(report: JobReport) -> list[HostName]:
 
 
 def worker_0(report: JobReport) -> Victims:
-    return [(Part.WORKER, generation_of(report).members[0].host)]
+    return [(JobComponent.WORKER, generation_of(report).members[0].host)]
 
 
 def another_worker(report: JobReport) -> Victims:
-    return [(Part.WORKER, followers(report)[-1])]
+    return [(JobComponent.WORKER, followers(report)[-1])]
 
 
 def leaders_agent(report: JobReport) -> Victims:
-    return [(Part.AGENT, "leader")]
+    return [(JobComponent.AGENT, "leader")]
 
 
 def another_agent(report: JobReport) -> Victims:
-    return [(Part.AGENT, followers(report)[-1])]
+    return [(JobComponent.AGENT, followers(report)[-1])]
 
 
 def coordination_service(report: JobReport) -> Victims:
-    return [(Part.SERVICE, "leader")]
+    return [(JobComponent.COORDINATION_SERVICE, "leader")]
 
 
 def whole_host(report: JobReport) -> Victims:
-    return [(Part.HOST, followers(report)[0])]
+    return [(JobComponent.HOST, followers(report)[0])]
 
 
 def two_hosts(report: JobReport) -> Victims:
     assert report.leader is not None
-    return [(Part.HOST, followers(report)[1]), (Part.HOST, report.leader)]
+    return [(JobComponent.HOST, followers(report)[1]), (JobComponent.HOST, report.leader)]
 
 
 TARGETS: tuple[Callable[[JobReport], Victims], ...] = (
@@ -94,15 +94,15 @@ def break_and_recover(
     everybody = [m.host for m in generation_of(report).members]
     match place:
         case "in a collective":
-            tiny.hold(Place.BEFORE_SUM, others[:1])  # everybody else is inside it by then, or soon
+            tiny.hold(FailPoint.BEFORE_REDUCE, others[:1])  # everybody else is inside it by then, or soon
         case "between steps":
-            tiny.hold(Place.AFTER_COMMIT, everybody)
+            tiny.hold(FailPoint.AFTER_COMMIT, everybody)
         case "while compiling":
             tiny.wait_compiling(everybody)
         case "while forming":
             # A worker that comes back makes everybody form a new world; there all are held.
-            tiny.job.hold(Place.BEFORE_CONNECT, everybody)
-            tiny.signal(Part.WORKER, others[-1], signal.SIGKILL)
+            tiny.job.hold(FailPoint.BEFORE_CONNECT, everybody)
+            tiny.signal(JobComponent.WORKER, others[-1], signal.SIGKILL)
             tiny.job.wait_held(everybody, RECOVERY_S)
         case _:
             raise AssertionError(place)

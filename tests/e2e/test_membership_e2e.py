@@ -12,13 +12,13 @@ from pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.chaos.network import built
-from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.job_report import JobReport, JobComponent
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
-from resilient_jax.protocol.failpoints import Place
-from resilient_jax.protocol.records import Phase
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.state.transfer import FETCH, FetchRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
@@ -73,11 +73,11 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
         assert report.generation is not None
         hosts = [member.host for member in report.generation.members]
         first, second, _ = hosts
-        tiny.job.hold(Place.BEFORE_CONNECT, hosts)
-        tiny.signal(Part.WORKER, first, signal.SIGKILL)
+        tiny.job.hold(FailPoint.BEFORE_CONNECT, hosts)
+        tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)
         tiny.job.wait_held(hosts, RECOVERY_S)  # the other two went on; the third is back and joins
-        tiny.signal(Part.WORKER, first, signal.SIGKILL)
-        tiny.signal(Part.WORKER, second, signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, second, signal.SIGKILL)
         tiny.job.release()
         tiny.wait_training(3, number_of(report) + 2)
         tiny.finish()
@@ -86,9 +86,9 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
 def test_the_copy_of_the_state_for_a_newcomer_is_kept_no_longer_than_it_is_needed(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
-        tiny.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         report = tiny.wait_training(2, number_of(report) + 1)
-        assert any(event.kind is EventKind.STATE_FETCHED for event in tiny.job.events())
+        assert any(event.kind is EventKind.STATE_FETCHED for event in tiny.job.read_events())
         assert report.generation is not None
         (holder,) = (m.endpoint for m in report.generation.members if m.host == "host-0")
         assert holder is not None
@@ -111,22 +111,22 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(tmp_
         victim = next(host for host in hosts if host != report.leader)
         survivors = [host for host in hosts if host != victim]
         step = tiny.step() + 4
-        tiny.job.hold(Place.BEFORE_SUM, survivors, step)
+        tiny.job.hold(FailPoint.BEFORE_REDUCE, survivors, step)
         tiny.job.wait_held(survivors, RECOVERY_S)
-        tiny.signal(Part.WORKER, victim, signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, victim, signal.SIGKILL)
         # Another order for the same place: they go on into the broken collective, and are held again in the
         # same step of the generation that follows, before its first collective.
-        tiny.job.hold(Place.BEFORE_SUM, survivors[::-1], step)
+        tiny.job.hold(FailPoint.BEFORE_REDUCE, survivors[::-1], step)
         tiny.wait_report(
             "a smaller generation",
             lambda now: (
                 now.generation is not None
-                and now.generation.phase is Phase.ACTIVE
+                and now.generation.phase is GenerationPhase.ACTIVE
                 and len(now.generation.members) == 3
             ),
         )
         tiny.job.wait_held(survivors, RECOVERY_S)
-        tiny.signal(Part.SERVICE, "leader", signal.SIGKILL)
+        tiny.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
         tiny.job.release()
         tiny.wait_training(4, number_of(report) + 1)
         tiny.finish()
@@ -145,7 +145,7 @@ def test_hosts_without_a_store_stop_and_go_on_when_it_is_back(tmp_path: Path) ->
         wait_until("steps after the pause", lambda: tiny.step() > stopped_at + 5, RECOVERY_S)
         tiny.wait_training(2)
         tiny.finish()
-        assert tiny.job.output().count("training stops here until the store is back") == 2
+        assert tiny.job.read_output().count("training stops here until the store is back") == 2
 
 
 def still_step(tiny: TinyJob) -> int:

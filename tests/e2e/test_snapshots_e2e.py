@@ -9,19 +9,19 @@ import pytest
 from sharded_job import ShardedJob
 from tiny_job import CONFIG, RECOVERY_S, is_training
 
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
-from resilient_jax.protocol.failpoints import ANY_STEP, Place
-from resilient_jax.protocol.records import Phase
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
+from resilient_jax.protocol.records import GenerationPhase
 
 JOBS = Path(__file__).parent / "jobs"
-WORKER_PLACES = (Place.BEFORE_COPY, Place.DURING_COPY, Place.AFTER_COPY)
-SERVER_PLACES = (Place.BEFORE_PARITY, Place.DURING_PARITY, Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED)
+WORKER_PLACES = (FailPoint.BEFORE_COPY, FailPoint.DURING_COPY, FailPoint.AFTER_COPY)
+SERVER_PLACES = (FailPoint.BEFORE_PARITY, FailPoint.DURING_PARITY, FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
 """The last one is where the root's server tells the others: the first host's."""
 
 
-def lose(job: ShardedJob, part: Part, hosts: list[str], everybody: int) -> None:
+def lose(job: ShardedJob, part: JobComponent, hosts: list[str], everybody: int) -> None:
     """Kills them; what was promised before is kept, and all are back with a new snapshot in the end."""
     promised = job.promised_step()
     before = job.report().generation
@@ -42,11 +42,11 @@ def test_a_lost_host_at_every_phase_of_a_snapshot_comes_back_from_parity(tmp_pat
             report = job.report()
             assert report.generation is not None
             hosts = [m.host for m in report.generation.members]
-            victim = hosts[0] if place is Place.BEFORE_COMMITTED else hosts[-1]
+            victim = hosts[0] if place is FailPoint.BEFORE_COMMITTED else hosts[-1]
             job.hold(place, [victim])
-            lose(job, Part.HOST, [victim], everybody=4)
+            lose(job, JobComponent.HOST, [victim], everybody=4)
         job.finish(more_steps=5)
-    decoded = [e.detail["decoded"] for e in job.job.events() if e.kind == "snapshot.restored"]
+    decoded = [e.detail["decoded"] for e in job.job.read_events() if e.kind == "snapshot.restored"]
     assert max(map(int, decoded)) > 0
 
 
@@ -54,9 +54,9 @@ def test_a_lost_host_at_every_phase_of_a_snapshot_comes_back_from_parity(tmp_pat
 def test_two_hosts_at_once_and_all_workers_at_once(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 4, parity=2) as job:
         job.wait_protected(4)
-        lose(job, Part.HOST, ["host-1", "host-3"], everybody=4)
-        lose(job, Part.WORKER, [f"host-{index}" for index in range(4)], everybody=4)
-        lose(job, Part.SNAPSHOTS, ["host-2"], everybody=4)
+        lose(job, JobComponent.HOST, ["host-1", "host-3"], everybody=4)
+        lose(job, JobComponent.WORKER, [f"host-{index}" for index in range(4)], everybody=4)
+        lose(job, JobComponent.SNAPSHOT_SERVER, ["host-2"], everybody=4)
         job.finish(more_steps=5)
 
 
@@ -66,14 +66,14 @@ def test_another_host_dies_while_the_state_is_restored_and_while_groups_are_buil
 ) -> None:
     with ShardedJob(tmp_path, 4, parity=2) as job:
         job.wait_protected(4)
-        for place in (Place.DURING_RESTORE, Place.BEFORE_PARITY):
+        for place in (FailPoint.DURING_RESTORE, FailPoint.BEFORE_PARITY):
             promised = job.promised_step()
             before = job.report().generation
             assert before is not None
             job.job.hold(place, ["host-2"], ANY_STEP)
-            job.signal(Part.HOST, "host-3", signal.SIGKILL)
+            job.signal(JobComponent.HOST, "host-3", signal.SIGKILL)
             job.job.wait_held(["host-2"], RECOVERY_S)
-            job.signal(Part.HOST, "host-2", signal.SIGKILL)
+            job.signal(JobComponent.HOST, "host-2", signal.SIGKILL)
             job.job.release()
             job.wait_protected(4, after_generation=before.number + 1)
             went_on = [row["step"] + 1 for row in job.restored() if row["generation"] > before.number]
@@ -86,10 +86,10 @@ def test_more_hosts_than_parity_end_the_job_with_what_is_lost(tmp_path: Path) ->
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
         for host in ("host-2", "host-3"):
-            job.signal(Part.HOST, host, signal.SIGKILL)
+            job.signal(JobComponent.HOST, host, signal.SIGKILL)
         assert job.job.wait(RECOVERY_S) == ExitCode.STATE_LOST
-        assert "no snapshot in host memory can be rebuilt. the snapshot of step" in job.job.output()
-        assert "host-2, host-3 are" in job.job.output()
+        assert "no snapshot in host memory can be rebuilt. the snapshot of step" in job.job.read_output()
+        assert "host-2, host-3 are" in job.job.read_output()
         job.check_nothing_left()
 
 
@@ -99,7 +99,7 @@ def test_a_notice_to_leave_loses_no_step(tmp_path: Path) -> None:
         job.wait_protected(3)
         before = job.report().generation
         assert before is not None
-        job.signal(Part.AGENT, "host-2", signal.SIGTERM)
+        job.signal(JobComponent.AGENT, "host-2", signal.SIGTERM)
         job.wait_protected(2, after_generation=before.number)
         job.finish(more_steps=5)
     by_generation = {row["generation"]: row["step"] for row in job.restored()}
@@ -117,19 +117,19 @@ def test_hosts_that_leave_stay_until_the_others_are_safe_without_them(tmp_path: 
         before = job.report().generation
         assert before is not None
         for leaving in ("host-2", "host-3"):
-            job.signal(Part.AGENT, leaving, signal.SIGTERM)
+            job.signal(JobComponent.AGENT, leaving, signal.SIGTERM)
         job.job.wait_report(
             "two hosts",
             lambda now: (
                 now.generation is not None
                 and len(now.generation.members) == 2
-                and now.generation.phase in (Phase.FORM, Phase.ACTIVE)
+                and now.generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE)
             ),
             RECOVERY_S,
         )
-        job.job.hold(Place.BEFORE_PARITY, ["host-0"], ANY_STEP)
+        job.job.hold(FailPoint.BEFORE_PARITY, ["host-0"], ANY_STEP)
         job.job.wait_held(["host-0"], RECOVERY_S)
-        job.signal(Part.WORKER, "host-1", signal.SIGKILL)
+        job.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         job.job.release()
         job.wait_protected(2, after_generation=before.number + 1)
         job.finish(more_steps=5)
@@ -140,20 +140,20 @@ def test_a_state_that_each_host_has_whole_on_its_own_devices_needs_no_snapshot(t
     (tmp_path / "job.toml").write_text(CONFIG)
     job = LocalJob(
         [str(JOBS / "hybrid.py"), str(tmp_path)],
-        hosts=3,
+        num_hosts=3,
         run_directory=tmp_path / "run",
         options=["--config", str(tmp_path / "job.toml"), "--devices-per-host", "2"],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     with job:
         job.wait_report("training", lambda now: is_training(now, 3, 0), RECOVERY_S)
-        job.kill(Part.HOST, "host-2")
+        job.kill(JobComponent.HOST, "host-2")
         job.wait_report("host-2 back", lambda now: is_training(now, 3, 1), RECOVERY_S)
         (tmp_path / "stop").touch()
-        assert job.wait(RECOVERY_S) == ExitCode.DONE, job.output()
+        assert job.wait(RECOVERY_S) == ExitCode.DONE, job.read_output()
     for path in sorted(tmp_path.glob("final-*.json")):
         final = json.loads(path.read_text())
         assert final["least"] == final["most"] == final["steps"] > 0
-    kinds = [event.kind for event in job.events()]
+    kinds = [event.kind for event in job.read_events()]
     assert "state.fetched" in kinds
     assert "snapshot.restored" not in kinds

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
-from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.job_report import JobReport, JobComponent
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 pytestmark = pytest.mark.timeout(600)
 HOSTS = 4
@@ -52,34 +52,34 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
     step = tiny.step() + 4
     match place:
         case "before its first microbatch":
-            hold(tiny, Place.BEFORE_MICROBATCH, victims, step)
+            hold(tiny, FailPoint.BEFORE_MICROBATCH, victims, step)
         case "between microbatches":
             # The last one of a unit of two: each host has some.
-            hold(tiny, Place.BEFORE_MICROBATCH, victims[:1], step, last_index(tiny, victims[0]))
+            hold(tiny, FailPoint.BEFORE_MICROBATCH, victims[:1], step, last_index(tiny, victims[0]))
         case "in the reduction":
-            hold(tiny, Place.BEFORE_SUM, victims, step)  # everybody else waits inside
+            hold(tiny, FailPoint.BEFORE_REDUCE, victims, step)  # everybody else waits inside
         case "after the reduction":
-            hold(tiny, Place.AFTER_SUM, members(report), step)
+            hold(tiny, FailPoint.AFTER_REDUCE, members(report), step)
         case "in the update":
-            hold(tiny, Place.BEFORE_COMMIT, members(report), step)
+            hold(tiny, FailPoint.BEFORE_COMMIT, members(report), step)
         case "in recovery":
             # A first death in the reduction; then, in the same step of the next generation, the others.
             first = next(host for host in members(report) if host not in victims and host != report.leader)
-            hold(tiny, Place.BEFORE_SUM, [first], step)
-            tiny.signal(Part.WORKER, first, signal.SIGKILL)  # while it is held: the next order lets it go
-            tiny.job.hold(Place.AFTER_SUM, victims, step)
+            hold(tiny, FailPoint.BEFORE_REDUCE, [first], step)
+            tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)  # while it is held: the next order lets it go
+            tiny.job.hold(FailPoint.AFTER_REDUCE, victims, step)
             tiny.job.wait_held(victims, RECOVERY_S)
         case _:
             raise AssertionError(place)
     for host in victims:
-        tiny.signal(Part.WORKER, host, signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, host, signal.SIGKILL)
     if death == "a worker and the coordination service":
-        tiny.signal(Part.SERVICE, "leader", signal.SIGKILL)
+        tiny.signal(JobComponent.COORDINATION_SERVICE, "leader", signal.SIGKILL)
     tiny.job.release()
     tiny.wait_training(HOSTS, after_generation=report.generation.number)
 
 
-def hold(tiny: TinyJob, place: Place, hosts: Sequence[str], step: int, index: int = -1) -> None:
+def hold(tiny: TinyJob, place: FailPoint, hosts: Sequence[str], step: int, index: int = -1) -> None:
     tiny.job.hold(place, hosts, step, index)
     tiny.job.wait_held(hosts, RECOVERY_S)
 
@@ -133,8 +133,8 @@ def test_several_replicas_on_a_host(tmp_path: Path) -> None:
         report = tiny.wait_training(2)
         assert report.generation is not None
         victim = next(host for host in members(report) if host != report.leader)
-        hold(tiny, Place.BEFORE_SUM, [victim], tiny.step() + 4)
-        tiny.signal(Part.WORKER, victim, signal.SIGKILL)
+        hold(tiny, FailPoint.BEFORE_REDUCE, [victim], tiny.step() + 4)
+        tiny.signal(JobComponent.WORKER, victim, signal.SIGKILL)
         tiny.job.release()
         tiny.wait_training(2, after_generation=report.generation.number)
         tiny.finish()
@@ -162,9 +162,9 @@ def test_four_hosts_then_one_then_four(tmp_path: Path) -> None:
         report = tiny.wait_training(HOSTS)
         assert report.generation is not None
         (stays, *others) = members(report)
-        hold(tiny, Place.BEFORE_SUM, others, tiny.step() + 4)
+        hold(tiny, FailPoint.BEFORE_REDUCE, others, tiny.step() + 4)
         for host in others:
-            tiny.signal(Part.WORKER, host, signal.SIGKILL)
+            tiny.signal(JobComponent.WORKER, host, signal.SIGKILL)
         tiny.job.release()
         tiny.job.wait_event(
             f"{stays} to go on alone",
@@ -181,9 +181,9 @@ def test_what_is_computed_and_read_again_is_what_the_dead_had(tmp_path: Path) ->
         assert report.generation is not None
         victim = next(host for host in members(report) if host != report.leader)
         step = tiny.step() + 4
-        hold(tiny, Place.BEFORE_SUM, [victim], step)
+        hold(tiny, FailPoint.BEFORE_REDUCE, [victim], step)
         wait_until("all to be computed", lambda: len(computed_in(tmp_path, step)) == MICROBATCHES, RECOVERY_S)
-        tiny.signal(Part.WORKER, victim, signal.SIGKILL)
+        tiny.signal(JobComponent.WORKER, victim, signal.SIGKILL)
         tiny.job.release()
         tiny.wait_training(HOSTS, after_generation=report.generation.number)
         tiny.finish()

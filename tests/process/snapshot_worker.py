@@ -14,16 +14,16 @@ import msgspec
 from snapshot_servers import make_part
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Layout, SnapshotId
-from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
+from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import PartContents
 
 
 def main() -> None:
-    layout = msgspec.json.decode(sys.argv[1], type=Layout)
+    layout = msgspec.json.decode(sys.argv[1], type=SnapshotLayout)
     action, id, host = sys.argv[2], msgspec.json.decode(sys.argv[3], type=SnapshotId), HostName(sys.argv[4])
-    server = LocalServer(int(os.environ[SNAPSHOT_LINK_VARIABLE]))
+    server = LocalServer(int(os.environ[SNAPSHOT_CONNECTION_VARIABLE]))
     server.open(layout)
     if action == "held":
         held = server.open_held(id)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from resilient_jax.cluster.child_process import Child, read_lines
+from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 
 WAIT_S = 20.0
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -63,15 +63,15 @@ async def wait_until(is_true) -> None:
 @contextlib.asynccontextmanager
 async def running(command, **options):
     """A child and the first line it printed; ended, with its pipes closed, whatever happens."""
-    child = Child(command, stderr=None, **options)
+    child = ChildProcess(command, stderr=None, **options)
     lines = None
     try:
         assert child.process.stdout is not None
-        lines = await read_lines(child.process.stdout.fileno())
+        lines = await open_line_reader(child.process.stdout.fileno())
         child.process.stdout.close()
         yield child, (await asyncio.wait_for(lines.readline(), WAIT_S)).strip().decode()
     finally:
-        await child.end()
+        await child.kill_and_wait()
         if child.process.stdin is not None:
             child.process.stdin.close()
         if lines is not None:
@@ -92,7 +92,7 @@ def test_a_killed_child_takes_its_group_with_it():
         async with running(WITH_GRANDCHILD, stdin=subprocess.PIPE) as (child, line):
             grandchild = int(line)
             assert not is_gone(grandchild)
-            assert await child.end() == -signal.SIGKILL
+            assert await child.kill_and_wait() == -signal.SIGKILL
             await asyncio.to_thread(wait_gone, grandchild)
 
     run(main)
@@ -103,7 +103,7 @@ def test_a_child_that_ends_by_itself_leaves_nobody_of_its_group_behind():
         async with running(WITH_GRANDCHILD, stdin=subprocess.PIPE) as (child, line):
             assert child.process.stdin is not None
             child.process.stdin.close()
-            assert await child.exited() == 0
+            assert await child.wait_exited() == 0
             await asyncio.to_thread(wait_gone, int(line))
 
     run(main)
@@ -112,7 +112,7 @@ def test_a_child_that_ends_by_itself_leaves_nobody_of_its_group_behind():
 def test_the_exit_code_is_the_childs_own():
     async def main():
         async with running([sys.executable, "-c", "print('up'); raise SystemExit(7)"]) as (child, _):
-            assert await child.exited() == 7
+            assert await child.wait_exited() == 7
             assert child.exit_code == 7
             child.kill()  # of a dead child: nothing happens
 
@@ -129,7 +129,7 @@ def test_a_stopped_child_is_told_from_a_running_one():
             await wait_until(lambda: not child.is_stopped())
             os.kill(child.pid, signal.SIGSTOP)
             await wait_until(child.is_stopped)
-            assert await child.end() == -signal.SIGKILL
+            assert await child.kill_and_wait() == -signal.SIGKILL
             assert not child.is_stopped()
 
     run(main)

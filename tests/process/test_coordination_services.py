@@ -23,20 +23,20 @@ def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
 
     async def wait(services: CoordinationServices, kind: EventKind) -> None:
         while kind not in {event.kind for event in read_events(tmp_path / "events.jsonl")}:
-            services.prepare(WorldId(1), 2)
+            services.start(WorldId(1), 2)
             await asyncio.sleep(0.05)
 
     async def main() -> None:
         services = CoordinationServices("127.0.0.1", log, lambda: None)
         async with asyncio.timeout(DEADLINE_S):
-            await wait(services, EventKind.SERVICE_NOT_STARTED)
+            await wait(services, EventKind.COORDINATION_SERVICE_START_FAILED)
             assert services.running == ()
             monkeypatch.setattr(
                 coordination_services, "SERVICE_MODULE", "resilient_jax.jax_runtime.coordination_service"
             )
-            await wait(services, EventKind.SERVICE_STARTED)
+            await wait(services, EventKind.COORDINATION_SERVICE_STARTED)
             (status,) = services.running
-            assert (status.world, status.nodes) == (1, 2)
+            assert (status.world, status.num_processes) == (1, 2)
             await services.close()
 
     asyncio.run(main())
@@ -50,7 +50,7 @@ def test_closing_does_not_fail_for_one_that_could_not_be_started(
 
     async def main() -> None:
         services = CoordinationServices("127.0.0.1", EventLog(None, "host-0"), lambda: None)
-        services.warm_up()
+        services.start_standby()
         assert services._standby is not None
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.wait((services._standby,))

@@ -14,7 +14,7 @@ import pytest
 from agents import wait_until
 
 from resilient_jax.clock import SystemClock
-from resilient_jax.cluster.child_process import Child
+from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
@@ -102,7 +102,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_pa
                 assert children() == []
             if started is not None:
                 with started.child.process:
-                    await started.child.end()
+                    await started.child.kill_and_wait()
                 started._link.close()
                 os.close(started._tripwire)
 
@@ -124,7 +124,7 @@ def test_a_child_that_cannot_be_watched_is_ended() -> None:
 
             patch.setattr(os, "pidfd_open", refuse)
             with pytest.raises(OSError, match="Too many open files"):
-                Child([sys.executable, "-c", "import time; time.sleep(60)"])
+                ChildProcess([sys.executable, "-c", "import time; time.sleep(60)"])
         wait_until("the child's end", lambda: children() == [], 10.0)
 
     asyncio.run(start())

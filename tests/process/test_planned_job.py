@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from resilient_jax.checkpoint import OrbaxStore
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 JOB = Path(__file__).with_name("planned_job.py")
 TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
@@ -25,7 +25,7 @@ def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):
     (work / "job.toml").write_text("restart_limit = 10\nrestart_backoff_s = 0.0\n")
     return LocalJob(
         [str(JOB), str(topology), str(steps), *words],
-        hosts=hosts,
+        num_hosts=hosts,
         run_directory=work / "run",
         options=["--config", str(work / "job.toml"), "--devices-per-host", str(devices)],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -47,17 +47,17 @@ def ending(job):
 def run_and_kill(work, *words):
     """Kills a worker inside the reduction of step 3; the first plans that another host followed, and the ending."""
     with launch(work, *words) as job:
-        job.hold(Place.BEFORE_SUM, ["host-1"], 3)
+        job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
-        job.kill(Part.WORKER, "host-1")
+        job.kill(JobComponent.WORKER, "host-1")
         job.release()
-        assert job.wait(DEADLINE_S) == 0, job.tail()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
         return plans_of(job, "host-0")[:2], ending(job)
 
 
 def run_undisturbed(work, *words):
     with launch(work, *words) as job:
-        assert job.wait(DEADLINE_S) == 0, job.tail()
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
         return plans_of(job, "host-0"), ending(job)
 
 
@@ -86,18 +86,18 @@ def test_where_only_replicas_are_lost_the_weights_are_the_same_bits(tmp_path):
 def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
     survivors = {f"host-{index}" for index in range(4)} - {victim}
     with launch(tmp_path) as job:
-        job.hold(Place.BEFORE_SUM, [victim], 3)
+        job.hold(FailPoint.BEFORE_REDUCE, [victim], 3)
         job.wait_held([victim], DEADLINE_S)
         for name in survivors:
             job.wait_event(
                 f"{name} has compiled ahead",
-                lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+                lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
                 DEADLINE_S,
             )
-        killed_s = job.kill(Part.WORKER, victim)
+        killed_s = job.kill(JobComponent.WORKER, victim)
         job.release()
-        assert job.wait(DEADLINE_S) == 0, job.tail()
-        later = [event for event in job.events() if event.monotonic_s > killed_s and event.host in survivors]
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        later = [event for event in job.read_events() if event.monotonic_s > killed_s and event.host in survivors]
     assert {event.detail["plan"] for event in later if event.kind is EventKind.PLAN_CHOSEN} >= {"replica 6"}
     compiled = {
         event.host: event.detail["compiled"] for event in later if event.kind is EventKind.PROGRAMS_READY
@@ -110,10 +110,10 @@ def test_a_world_that_is_left_leaves_no_devices_behind_with_programs_compiled_fo
         for name in ("host-0", "host-2"):
             job.wait_event(
                 f"{name} has compiled ahead",
-                lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+                lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
                 DEADLINE_S,
             )
-        job.kill(Part.WORKER, "host-1")  # which comes back: the others form a world with it
+        job.kill(JobComponent.WORKER, "host-1")  # which comes back: the others form a world with it
         for name in ("host-0", "host-2"):
             left = job.wait_event(
                 f"{name} left its world",
@@ -128,7 +128,7 @@ def test_a_host_that_the_topology_does_not_have_ends_the_job_with_what_to_do(tmp
     topology.write_text(TOPOLOGY.read_text().replace("host-{0..3}", "node-{0..3}"))
     with launch(tmp_path, hosts=2, topology=topology) as job:
         assert job.wait(DEADLINE_S) != ExitCode.DONE
-        said = job.output()
+        said = job.read_output()
     assert (
         "planning: found the hosts host-0, host-1, expected names of topology local_4x2 (node-0, ...)" in said
     )
@@ -137,6 +137,6 @@ def test_a_host_that_the_topology_does_not_have_ends_the_job_with_what_to_do(tmp
 def test_other_devices_than_the_topology_says_end_the_job_with_both_numbers(tmp_path):
     with launch(tmp_path, hosts=2, devices=1) as job:
         assert job.wait(DEADLINE_S) != ExitCode.DONE
-        said = job.output()
+        said = job.read_output()
     assert "found 1 devices on host host-" in said
     assert "expected 2 as topology local_4x2 says" in said

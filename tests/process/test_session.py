@@ -7,11 +7,11 @@ import time
 import pytest
 
 from resilient_jax.clock import SystemClock
-from resilient_jax.cluster.store_session import Session, SessionLost
-from resilient_jax.errors import PeerUnreachable, Refused
+from resilient_jax.cluster.store_session import StoreSession, SessionLost
+from resilient_jax.errors import PeerUnreachable, JoinRefused
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import HostStatus, Versions
-from resilient_jax.protocol.store_keys import host_key
+from resilient_jax.protocol.store_keys import make_host_key
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
@@ -78,7 +78,7 @@ class Unreliable:
         return left_s
 
 
-def session(store, name="a", *, versions=VERSIONS, pid=7, ttl_s=TTL_S, metrics=None) -> Session:
+def session(store, name="a", *, versions=VERSIONS, pid=7, ttl_s=TTL_S, metrics=None) -> StoreSession:
     def status():
         return HostStatus(
             host=HostName(name),
@@ -89,11 +89,11 @@ def session(store, name="a", *, versions=VERSIONS, pid=7, ttl_s=TTL_S, metrics=N
             metrics=metrics if metrics is not None else {},
         )
 
-    return Session(store, JOB, ttl_s, SystemClock(), status)
+    return StoreSession(store, JOB, ttl_s, SystemClock(), status)
 
 
 def key(name="a"):
-    return host_key(JOB, HostName(name))
+    return make_host_key(JOB, HostName(name))
 
 
 def test_a_host_is_registered_under_its_lease(with_store):
@@ -114,7 +114,7 @@ def test_a_name_that_a_living_agent_holds_is_refused_after_the_time_to_live(with
         async with asyncio.TaskGroup() as group:
             renewing = group.create_task(first.keep_alive())
             started_s = time.monotonic()
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(JoinRefused) as refused:
                 await session(store, pid=8).open()
             assert time.monotonic() - started_s >= TTL_S
             assert str(refused.value) == (
@@ -143,7 +143,7 @@ def test_other_versions_are_refused_and_both_are_named(with_store):
         first = session(store)
         await first.open()
         other = Versions(python="3", resilient_jax="1.0", jax="0.11.0", jaxlib="0.10.0")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(JoinRefused) as refused:
             await session(store, "b", versions=other).open()
         assert str(refused.value) == (
             "host b has jax 0.11.0, but job job (host a) runs jax 0.10.0; all hosts of a job need the same "
@@ -187,10 +187,10 @@ def test_a_living_session_outlives_its_time_to_live(with_store):
 
 def test_a_revoked_lease_ends_the_session(with_store):
     async def main(store):
-        for follow in (Session.keep_alive, Session.publish_changes):
+        for follow in (StoreSession.keep_alive, StoreSession.publish_changes):
             mine = session(store, ttl_s=3.0)
             await mine.open()
-            mine.touch()
+            mine.mark_changed()
             await store.revoke(mine.lease)
             with pytest.raises(SessionLost, match="the lease expired"):
                 await follow(mine)
@@ -206,7 +206,7 @@ def test_a_change_is_written_and_many_at_once_are_written_once(with_store):
         publishing = asyncio.create_task(mine.publish_changes())
         metrics["loss"] = 0.5
         for _ in range(10):
-            mine.touch()
+            mine.mark_changed()
         created = (await store.get(key())).create_revision
         async with contextlib.aclosing(store.watch(key(), created + 1)) as batches:
             async for batch in batches:

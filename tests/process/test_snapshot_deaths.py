@@ -17,10 +17,10 @@ from served_snapshots import (
 from snapshot_servers import make_id, running, take
 
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.snapshot_choice import choose_snapshot
 
-PLACES = (Place.BEFORE_PARITY, Place.DURING_PARITY, Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED)
+PLACES = (FailPoint.BEFORE_PARITY, FailPoint.DURING_PARITY, FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
 VICTIMS = [(1, (v,)) for v in range(4)] + [(2, pair) for pair in itertools.combinations(range(4), 2)]
 """Of four hosts, every set that parity m covers; the first host is the root."""
 
@@ -58,12 +58,12 @@ def test_whoever_is_killed_wherever_the_newest_snapshot_that_can_be_rebuilt_is(
         controller.hold(place, [host.name for host in killed], step=2)
         take_all(layout, hosts, workers, make_id(2))
         there = {host.name for host in killed}
-        if place is Place.BEFORE_COMMITTED and layout.root in there:
+        if place is FailPoint.BEFORE_COMMITTED and layout.root in there:
             # As long as the root stands there nobody else hears that the snapshot is complete.
             there = {layout.root}
-        wait_until(lambda: controller.held() == there)
+        wait_until(lambda: controller.list_held_hosts() == there)
         # With one parity row nobody waits for another's encoding.
-        nobody_waits = parity == 1 or place in (Place.BEFORE_COMPLETE, Place.BEFORE_COMMITTED)
+        nobody_waits = parity == 1 or place in (FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
         for host in hosts if nobody_waits else ():
             if host not in killed:
                 host.wait(lambda host=host: host.phase_of(make_id(2)) is not None)
@@ -97,9 +97,9 @@ def test_a_host_lost_while_groups_are_rebuilt_is_covered_by_the_old_stripes(tmp_
         hosts[first].kill()
         rest = [host for index, host in enumerate(hosts) if index != first]
         next_layout, next_workers = open_all(rest, 2, generation=2, restored=make_id(1))
-        controller.hold(Place.DURING_PARITY, [host.name for host in rest], step=2)
+        controller.hold(FailPoint.DURING_PARITY, [host.name for host in rest], step=2)
         take_all(next_layout, rest, next_workers, make_id(2, 2))
-        wait_until(lambda: controller.held() == {host.name for host in rest})
+        wait_until(lambda: controller.list_held_hosts() == {host.name for host in rest})
         hosts[second].kill()
         controller.release()
         left = [host for host in rest if host is not hosts[second]]

@@ -184,7 +184,7 @@ def test_a_bad_block_of_a_survivor_is_an_erasure(offset):
             for host in (E, B):
                 assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
             assert reader.bytes_decoded == 20 * BLOCK + BLOCK
-    bad = notes.of(EventKind.SNAPSHOT_BLOCK_BAD)
+    bad = notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)
     assert {note["source"] for note in bad} == {"b"}
     assert all(f"block {offset // BLOCK}" in note["reason"] for note in bad)
 
@@ -196,7 +196,7 @@ def test_a_bad_block_of_parity_is_an_erasure():
             kept.flip(host, 3, 0)
         with reader_of(kept, kept.plan(E), C, notes=notes) as reader:
             assert read(reader, E, 0, 20 * BLOCK) == kept.parts[E]
-    bad = notes.of(EventKind.SNAPSHOT_BLOCK_BAD)
+    bad = notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)
     assert bad
     assert all("parity row 0" in note["reason"] for note in bad)
 
@@ -289,7 +289,7 @@ def test_a_survivor_that_serves_damaged_bytes_is_found_out():
         with reader_of(kept, kept.plan(E), C, notes=notes) as reader:
             for host in (E, B):
                 assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
-    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_BAD)} == {"b"}
+    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)} == {"b"}
 
 
 def test_a_survivor_that_serves_damaged_bytes_and_no_parity_to_spare_gives_nothing():
@@ -311,7 +311,7 @@ def test_bytes_that_change_on_the_way_are_an_erasure():
         with reader_of(kept, kept.plan(D), C, notes=notes) as reader:
             for host in (D, B):
                 assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
-    assert "changed on the way" in notes.of(EventKind.SNAPSHOT_BLOCK_BAD)[0]["reason"]
+    assert "changed on the way" in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)[0]["reason"]
 
 
 def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():
@@ -352,7 +352,7 @@ def test_a_damaged_manifest_is_taken_from_another_member():
         with reader_of(kept, kept.plan(C), B, notes=notes) as reader:
             found = reader.manifests()
         assert found == {host: kept.keepers[host].manifest for host in kept.parts}
-    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_BAD)} == {"a"}
+    assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)} == {"a"}
     assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_SOURCE_FAILED)} == {"b"}
 
 

@@ -15,7 +15,7 @@ import pytest
 from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import Layout, SnapshotId, SnapshotPlan, SnapshotSource
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.fd_connection import Link
 from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import PartContents
@@ -82,11 +82,11 @@ def take(hosts: dict[HostName, RunningHost], parity: int) -> tuple[SnapshotPlan,
     """Takes a snapshot of random parts as a job does, until it is committed everywhere."""
     rng = random.Random(1)
     parts = {host: rng.randbytes(length) for host, length in zip(HOSTS, LENGTHS, strict=True)}
-    layout = Layout(
+    layout = SnapshotLayout(
         generation=ID.generation,
         groups=form_groups(HOSTS, parity),
         part_bytes={host: len(part) for host, part in parts.items()},
-        servers={host: running.endpoint for host, running in hosts.items()},
+        server_endpoints={host: running.endpoint for host, running in hosts.items()},
         root=HOSTS[0],
     )
     for running in hosts.values():
@@ -97,7 +97,7 @@ def take(hosts: dict[HostName, RunningHost], parity: int) -> tuple[SnapshotPlan,
         running.local.finish(ID, PartContents())
     for running in hosts.values():
         assert running.local.wait_committed(ID, WAIT_S)
-    sources = tuple(SnapshotSource(host=host, server=running.endpoint) for host, running in hosts.items())
+    sources = tuple(SnapshotSource(host=host, endpoint=running.endpoint) for host, running in hosts.items())
     return SnapshotPlan(id=ID, groups=layout.groups, sources=sources), parts
 
 

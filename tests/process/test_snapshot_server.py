@@ -50,13 +50,13 @@ from resilient_jax.errors import (
     SnapshotMissing,
     SnapshotRefused,
     StaleGeneration,
-    TokenRefused,
+    Unauthenticated,
 )
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.framing import frame
-from resilient_jax.protocol.snapshots import Group
-from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.protocol.snapshots import ParityGroup
+from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot import local_client
 from resilient_jax.snapshot.manifest import decode_manifest
 from resilient_jax.snapshot.messages import (
@@ -90,7 +90,7 @@ def worker_process(host, layout, action, id):
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parents[1] / "support"),
-                SNAPSHOT_LINK_VARIABLE: str(theirs.fileno()),
+                SNAPSHOT_CONNECTION_VARIABLE: str(theirs.fileno()),
             },
             stdout=subprocess.PIPE,
             text=True,
@@ -147,7 +147,7 @@ def test_parts_are_committed_everywhere_with_the_parity_of_their_padded_chunks(n
         for host in hosts:
             host.wait(lambda host=host: [status.id.step for status in host.holding] == [2, 3])
             assert host.holding[0].groups == layout.groups
-            kernel = host.wait_event(EventKind.SNAPSHOT_KERNEL).detail
+            kernel = host.wait_event(EventKind.SNAPSHOT_ERASURE_KERNEL).detail
             assert kernel["kernel"]
             assert kernel["reason"]
             assert kernel["checksum"]
@@ -261,7 +261,7 @@ def test_a_snapshot_that_one_host_gives_up_is_given_up_in_other_groups_too(who):
     with running(4) as hosts:
         layout = make_layout(hosts, 1, SIZES[:4])
         names = [host.name for host in hosts]
-        pairs = tuple(Group(hosts=tuple(pair), parity=1) for pair in (names[:2], names[2:]))
+        pairs = tuple(ParityGroup(hosts=tuple(pair), parity=1) for pair in (names[:2], names[2:]))
         layout = msgspec.structs.replace(layout, groups=pairs)
         workers = [host.worker() for host in hosts]
         for worker in workers:
@@ -323,7 +323,7 @@ def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a
     with held_at(tmp_path, 3) as (hosts, controller):
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
-        controller.hold(Place.BEFORE_PARITY, [hosts[1].name], step=2)
+        controller.hold(FailPoint.BEFORE_PARITY, [hosts[1].name], step=2)
         take_all(layout, hosts, workers, make_id(2))
         with pytest.raises(SnapshotDropped, match=r"no slot is free.*step 1.*committed.*step 2"):
             workers[1].begin(make_id(3))
@@ -381,16 +381,16 @@ def test_damaged_memory_is_never_sent():
         with pytest.raises(ChecksumMismatch, match="mark"):
             host.read(id, Region.PART, 10, offset=len(part) - 10)
         assert workers[0].open_held(id) is None
-        assert host.wait_event(EventKind.SNAPSHOT_DAMAGED, id)
+        assert host.wait_event(EventKind.SNAPSHOT_CORRUPT, id)
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 1), (4, 2)])
 def test_a_part_that_is_damaged_before_its_parity_is_there_is_dropped_and_blocks_nothing(n, m, tmp_path):
     with held_at(tmp_path, n) as (hosts, controller):
         layout, workers = open_all(hosts, m)
-        controller.hold(Place.BEFORE_PARITY, [host.name for host in hosts], step=1)
+        controller.hold(FailPoint.BEFORE_PARITY, [host.name for host in hosts], step=1)
         take_all(layout, hosts, workers, make_id(1))
-        wait_until(lambda: len(controller.held()) == n)
+        wait_until(lambda: len(controller.list_held_hosts()) == n)
         part = part_of(layout, hosts[1], make_id(1))
         flip(slot_of(hosts[1], 4096, part), 4096 + 5)
         controller.release()
@@ -449,9 +449,9 @@ def test_nothing_is_read_of_a_snapshot_that_is_not_there_or_not_complete(tmp_pat
 def test_a_stranger_is_refused():
     with running(1) as (host,), SyncChannel(host.endpoint, Credentials("another-token")) as channel:
         request = ManifestRequest(id=make_id(1), host=host.name)
-        with pytest.raises(TokenRefused):
+        with pytest.raises(Unauthenticated):
             channel.call(SERVICE, MANIFEST, request, timeout_s=WAIT_S)
-        host.wait_event(EventKind.TOKEN_REFUSED)
+        host.wait_event(EventKind.REQUEST_UNAUTHENTICATED)
 
 
 # The end.

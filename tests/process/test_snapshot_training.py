@@ -13,7 +13,7 @@ from snapshot_servers import CREDENTIALS, WAIT_S, make_id, make_layout, running
 
 from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import Capture
@@ -66,7 +66,7 @@ class Job:
             host.wait_phase(make_id(step), SnapshotPhase.COMMITTED)
 
     def restore(self, step, sharding, *, lost=()):
-        sources = [SnapshotSource(host=h.name, server=h.endpoint) for h in self.hosts if h.name not in lost]
+        sources = [SnapshotSource(host=h.name, endpoint=h.endpoint) for h in self.hosts if h.name not in lost]
         plan = SnapshotPlan(id=make_id(step), groups=self.layout.groups, sources=tuple(sources))
         reader = SnapshotReader(
             plan, self.names[0], self.locals[0], CREDENTIALS, check=lambda: None, note=lambda *_, **__: None
@@ -152,13 +152,13 @@ class Held:
         self.is_free = False
 
     def __call__(self, place, step):
-        if place is Place.DURING_COPY and step == 1:
+        if place is FailPoint.DURING_COPY and step == 1:
             self.notes(place)
             with self.notes.changed:
                 assert self.notes.changed.wait_for(lambda: self.is_free, DEADLINE_S)
 
     def wait(self):
-        self.notes.wait_for(Place.DURING_COPY)
+        self.notes.wait_for(FailPoint.DURING_COPY)
 
     def release(self):
         with self.notes.changed:

@@ -10,7 +10,7 @@ import pytest
 
 from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.records import Source
+from resilient_jax.protocol.records import StateSource
 from resilient_jax.state.flat_state import HeldState, hold, to_host
 from resilient_jax.state.transfer import FetchPart, FetchRequest, StateServer, Transfer, fetch_state
 from resilient_jax.transport.credentials import Credentials
@@ -32,11 +32,11 @@ def make_state() -> HeldState:
     return to_host(hold(17, tree))
 
 
-def source(name: str, server: StateServer) -> Source:
-    return Source(host=HostName(name), endpoint=server.endpoint)
+def source(name: str, server: StateServer) -> StateSource:
+    return StateSource(host=HostName(name), endpoint=server.endpoint)
 
 
-def fetch(sources: list[Source], first: int = 0) -> tuple[HeldState, list[tuple[str, PeerError]]]:
+def fetch(sources: list[StateSource], first: int = 0) -> tuple[HeldState, list[tuple[str, PeerError]]]:
     refused: list[tuple[str, PeerError]] = []
     state = fetch_state(
         NUMBER,
@@ -109,7 +109,7 @@ def test_changed_bytes_are_found_and_the_next_source_is_asked(
 
 def test_a_dead_source_is_left_for_the_next(server: StateServer) -> None:
     server.offer(NUMBER, make_state())
-    dead = Source(host=HostName("dead"), endpoint="127.0.0.1:9")
+    dead = StateSource(host=HostName("dead"), endpoint="127.0.0.1:9")
     found, refused = fetch([dead, source("a", server)])
     assert found.step == 17
     assert [host for host, _ in refused] == ["dead"]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FaultOrder, Hang, Place
+from resilient_jax.protocol.failpoints import FailPointOrder, HangAction, FailPoint
 
 JOB = Path(__file__).with_name("trainer_job.py")
 DEADLINE_S = 150.0
@@ -24,7 +24,7 @@ def launch(work, *words, hosts, config=CONFIG):
     (work / "job.toml").write_text(config)
     return LocalJob(
         [str(JOB), str(work), *words],
-        hosts=hosts,
+        num_hosts=hosts,
         run_directory=work / "run",
         options=["--config", str(work / "job.toml"), "--devices-per-host", "2"],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("place", [Place.BEFORE_SUM, Place.AFTER_COMMIT])
+@pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.AFTER_COMMIT])
 def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_compiled(
     place, undisturbed, tmp_path
 ):
@@ -60,21 +60,21 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
         for name in survivors:
             job.wait_event(
                 f"{name} has compiled ahead",
-                lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+                lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
                 DEADLINE_S,
             )
-        killed_s = job.kill(Part.WORKER, "host-0")
+        killed_s = job.kill(JobComponent.WORKER, "host-0")
         job.release()
-        assert job.wait(DEADLINE_S) == 0, job.tail()
-        found = re.findall(r"step 14 digest \w{64}", job.output())
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        found = re.findall(r"step 14 digest \w{64}", job.read_output())
         compiled = {
             event.host: event.detail["compiled"]
-            for event in job.events()
+            for event in job.read_events()
             if event.monotonic_s > killed_s
             and event.kind is EventKind.PROGRAMS_READY
             and event.host in survivors
         }
-    assert found, job.output()
+    assert found, job.read_output()
     assert set(found) == {undisturbed}
     assert compiled == dict.fromkeys(survivors, 0)
 
@@ -85,15 +85,15 @@ def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_co
     """As one whose message gloo has lost: nobody died, and no connection broke."""
     config = CONFIG + "collective_timeout_s = 4.0\nquiesce_deadline_s = 2.0\n"
     with launch(tmp_path, hosts=2, config=config) as job:
-        hang = Hang(seconds=DEADLINE_S)
-        job.order(FaultOrder(place=Place.BEFORE_SUM, step=6, hosts=("host-1",), act=hang, name="hang"))
+        hang = HangAction(duration_s=DEADLINE_S)
+        job.set_order(FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=6, hosts=("host-1",), action=hang, name="hang"))
         failed = job.wait_event(
             "host-0 gave up a collective",
             lambda event: event.kind is EventKind.COLLECTIVE_FAILED and event.host == "host-0",
             DEADLINE_S,
         )
-        assert job.wait(DEADLINE_S) == 0, job.tail()
-        found = re.findall(r"step 14 digest \w{64}", job.output())
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        found = re.findall(r"step 14 digest \w{64}", job.read_output())
     assert "Timed out waiting" in str(failed.detail["error"])
     assert set(found) == {undisturbed}
 
@@ -101,5 +101,5 @@ def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_co
 def test_a_number_that_is_not_finite_ends_the_job_with_step_microbatch_and_host(tmp_path):
     with launch(tmp_path, "nan", hosts=2) as job:
         assert job.wait(DEADLINE_S) != ExitCode.DONE
-        said = job.output()
+        said = job.read_output()
     assert re.search(r"NonFiniteError: step 4: found .* in the microbatches 5 \(host host-[01]\)", said), said

@@ -474,7 +474,7 @@ def test_where_nothing_was_ever_finished_a_job_begins_anew(tmp_path):
 
 def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has_read(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "3")
-    world: Any = OneHost(lost=StateLoss(step=8, at_least=False, reason="two hosts", checkpoint=3))
+    world: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts", checkpoint_step=3))
     with open_store(tmp_path) as store:
         found = resume(world, store, tmp_path)
     assert found is not None
@@ -486,8 +486,8 @@ def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has
 
 
 def test_a_lost_job_that_was_to_go_on_from_a_checkpoint_does_not_begin_anew_if_that_is_gone(tmp_path):
-    lost: Any = OneHost(lost=StateLoss(step=8, at_least=False, reason="two hosts", checkpoint=3))
-    told_to: Any = OneHost(lost=StateLoss(step=8, at_least=False, reason="two hosts"))
+    lost: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts", checkpoint_step=3))
+    told_to: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts"))
     with open_store(tmp_path) as store:
         with pytest.raises(CheckpointUnreadable, match=rf"found none in {tmp_path}, expected that of step 3"):
             resume(lost, store, tmp_path)

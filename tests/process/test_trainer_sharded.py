@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 JOB = Path(__file__).with_name("sharded_job.py")
 DEADLINE_S = 240.0
@@ -46,7 +46,7 @@ def complete(tmp_path_factory):
 def launch(work, hosts, options=()):
     return LocalJob(
         [str(JOB), str(work), "sharded"],
-        hosts=hosts,
+        num_hosts=hosts,
         run_directory=work / "run",
         options=["--devices-per-host", "2", *options],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -58,8 +58,8 @@ def test_a_sharded_state_has_the_bits_of_a_complete_one_and_each_host_has_its_sh
     hosts, complete, tmp_path
 ):
     with launch(tmp_path, hosts) as job:
-        assert job.wait(DEADLINE_S) == 0, job.tail()
-        found = said_in(job.output())
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        found = said_in(job.read_output())
     assert len(complete) == REPORTS + 1
     assert found == complete
     for host in range(hosts):
@@ -70,15 +70,15 @@ def test_a_sharded_state_has_the_bits_of_a_complete_one_and_each_host_has_its_sh
             assert int(complete_arrays) == 0
 
 
-@pytest.mark.parametrize("place", [Place.BEFORE_SUM, Place.BEFORE_COMMIT])
+@pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.BEFORE_COMMIT])
 def test_a_lost_host_comes_back_from_the_memory_of_the_others_and_nothing_differs(place, complete, tmp_path):
     (tmp_path / "job.toml").write_text("lease_ttl_s = 2.0\n")
     with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
         job.hold(place, ["host-1"], 5)
         job.wait_held(["host-1"], DEADLINE_S)
-        job.kill(Part.HOST, "host-1")
+        job.kill(JobComponent.HOST, "host-1")
         job.release()
-        assert job.wait(DEADLINE_S) == 0, job.tail()
-        found = said_in(job.output())
+        assert job.wait(DEADLINE_S) == 0, job.read_tail()
+        found = said_in(job.read_output())
     assert found == complete
-    assert any(int(e.detail["decoded"]) for e in job.events() if e.kind is EventKind.SNAPSHOT_RESTORED)
+    assert any(int(e.detail["decoded"]) for e in job.read_events() if e.kind is EventKind.SNAPSHOT_RESTORED)

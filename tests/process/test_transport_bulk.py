@@ -194,7 +194,7 @@ def test_a_server_that_is_gone_is_told_from_one_that_is_slow():
         wait_until(lambda: not threads_of_servers())
         with pytest.raises(PeerUnreachable) as raised:
             read(channel, 0, 8)
-        assert raised.value.refused
+        assert raised.value.is_refused
 
 
 def test_a_connection_that_broke_while_it_was_idle_is_replaced(monkeypatch):

@@ -15,7 +15,7 @@ from resilient_jax.errors import (
     InternalError,
     MessageError,
     PeerUnreachable,
-    TokenRefused,
+    Unauthenticated,
 )
 from resilient_jax.events import EventKind
 from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, ThreadServer
@@ -84,12 +84,12 @@ def test_a_wrong_token_is_refused_and_reported_once():
     with serving({ECHO: echo, REPEAT: repeat}, on_event=report) as server:
         with SyncChannel(server.address, Credentials("wrong")) as channel:
             for _ in range(3):
-                with pytest.raises(TokenRefused, match=r"it is wrong"):
+                with pytest.raises(Unauthenticated, match=r"it is wrong"):
                     channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
-            with pytest.raises(TokenRefused):
+            with pytest.raises(Unauthenticated):
                 next(channel.stream(SERVICE, REPEAT, Blob(b"")))
         assert server.tokens_refused == 4
-    assert seen == [(EventKind.TOKEN_REFUSED, "127.0.0.1")]
+    assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, "127.0.0.1")]
 
 
 def test_errors_arrive_as_themselves_and_bugs_as_internal(caplog):
@@ -128,7 +128,7 @@ def test_a_deadline_is_honoured():
             channel.call(SERVICE, ECHO, Blob(b""), timeout_s=0.2)
         release.set()
         assert time.monotonic() - started_s < 5.0
-        assert not late.value.refused
+        assert not late.value.is_refused
 
 
 def test_a_stopped_server_refuses_at_once_and_a_closed_channel_says_so():
@@ -137,7 +137,7 @@ def test_a_stopped_server_refuses_at_once_and_a_closed_channel_says_so():
         server.stop()
         with pytest.raises(PeerUnreachable) as gone:
             channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
-        assert gone.value.refused
+        assert gone.value.is_refused
         channel.close()
         with pytest.raises(PeerUnreachable, match=r"our channel to it"):
             channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from authority import Authority
 
-from resilient_jax.errors import ConfigError, PeerUnreachable, TokenRefused
+from resilient_jax.errors import ConfigError, PeerUnreachable, Unauthenticated
 from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, ThreadServer, TlsFiles
 
 SERVICE = "test"
@@ -66,7 +66,7 @@ def test_a_client_refuses_a_server_of_another_authority(authority, tmp_path):
 
 def test_a_certificate_does_not_replace_the_token(authority):
     server, client = authority.sign("server"), authority.sign("client")
-    with pytest.raises(TokenRefused):
+    with pytest.raises(Unauthenticated):
         exchange(Credentials("token", server), Credentials("other", client))
 
 

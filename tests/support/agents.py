@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.cluster.child_process import bound_to_this_process
+from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 
 TOKEN = "test-token"
@@ -83,7 +83,7 @@ class HandStartedAgent:
         self._output = output
         with output.open("ab") as file:
             self.process = subprocess.Popen(
-                bound_to_this_process([*prefix, *COMMAND, "agent", *arguments]),
+                bind_to_this_process([*prefix, *COMMAND, "agent", *arguments]),
                 env={**os.environ, "OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=file,

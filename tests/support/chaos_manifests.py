@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from resilient_jax.chaos import faults
 from resilient_jax.chaos.manifest import Ending, Incident, JobShape, Manifest, Target, TargetPart, Trigger
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 SECONDS = st.floats(0.1, 1000, allow_nan=False)
 HOSTS = ("host-0", "host-1", "leader", "follower", "all")
@@ -42,14 +42,14 @@ EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 def incidents(draw: st.DrawFn) -> Incident:
     """One that a job of two hosts or more in namespaces can have."""
     kind = draw(st.sampled_from(["outer", "link", "inner", "sent"]))
-    place = draw(st.sampled_from(list(Place))) if kind == "inner" or draw(st.booleans()) else None
+    place = draw(st.sampled_from(list(FailPoint))) if kind == "inner" or draw(st.booleans()) else None
     match kind:
         case "link":
             part, fault = TargetPart.LINK, draw(LINKS)
         case "inner":
             part, fault = TargetPart.WORKER, draw(INNER)
         case "sent":
-            part, fault, place = TargetPart.SNAPSHOTS, faults.Flip(where="message"), Place.BEFORE_SEND
+            part, fault, place = TargetPart.SNAPSHOTS, faults.Flip(where="message"), FailPoint.BEFORE_SEND
         case _:
             parts = [part for part in TargetPart if part is not TargetPart.LINK]
             part, fault = draw(st.sampled_from(parts)), draw(OUTER)

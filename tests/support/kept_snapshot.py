@@ -8,7 +8,7 @@ from resilient_jax.erasure import Buffer, Checksum, ChecksumName, ReedSolomon, c
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ChecksumMismatch, PeerError
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPlan, SnapshotSource
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
     Manifest,
@@ -133,7 +133,7 @@ class Kept:
         keepers: by host.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParityGroup, ...]
     parts: dict[HostName, bytes]
     keepers: dict[HostName, Keeper]
     chunks: dict[HostName, int]
@@ -142,7 +142,7 @@ class Kept:
         """With everybody but the lost as a source, and those whose loss nobody noticed, at an address that refuses."""
         sources = [
             SnapshotSource(
-                host=host, server="127.0.0.1:1" if host in unaware_of else self.keepers[host].server.address
+                host=host, endpoint="127.0.0.1:1" if host in unaware_of else self.keepers[host].server.address
             )
             for host in self.parts
             if host not in lost or host in unaware_of
@@ -181,7 +181,7 @@ def keep(
     chosen = choose_checksum(checksum)
     kept = Kept((), {}, {}, {})
     for lengths in group_part_bytes:
-        group = Group(hosts=tuple(HostName(next(names)) for _ in lengths), parity=parity)
+        group = ParityGroup(hosts=tuple(HostName(next(names)) for _ in lengths), parity=parity)
         block, _ = cut_grid(lengths, len(lengths) - parity)
         kept.groups += (group,)
         for host, length in zip(group.hosts, lengths, strict=True):
@@ -196,7 +196,7 @@ def keep(
     return kept
 
 
-def _manifest(host: HostName, part: bytes, group: Group, checksum: Checksum, block_bytes: int) -> Manifest:
+def _manifest(host: HostName, part: bytes, group: ParityGroup, checksum: Checksum, block_bytes: int) -> Manifest:
     leaves = [LeafInfo(f"{m}/{name}", "uint8", (1,)) for m in group.hosts for name in ("first", "second")]
     number = 2 * group.hosts.index(host)
     half = len(part) // 2 // 64 * 64
@@ -213,7 +213,7 @@ def _manifest(host: HostName, part: bytes, group: Group, checksum: Checksum, blo
     )
 
 
-def _make_parity(kept: Kept, group: Group, checksum: Checksum) -> None:
+def _make_parity(kept: Kept, group: ParityGroup, checksum: Checksum) -> None:
     n, m = len(group.hosts), group.parity
     block, chunk = cut_grid([len(kept.parts[host]) for host in group.hosts], n - m)
     kept.chunks |= dict.fromkeys(group.hosts, chunk)

@@ -41,17 +41,17 @@ def run_launch(
     """Runs a job to its end."""
     with LocalJob(
         command,
-        hosts=hosts,
+        num_hosts=hosts,
         run_directory=run_directory,
         options=["--devices-per-host", "1", *options],
         environment={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     ) as job:
         code = job.wait(END_S)
-        output = job.output()
+        output = job.read_output()
         return Ended(
             code=code,
             output=output,
             last_words=output.rpartition("\nlogs and events: ")[2].partition("\n")[2],
-            worker_starts=sum(event.kind == "worker.started" for event in job.events()),
-            leftovers=job.processes(),
+            worker_starts=sum(event.kind == "worker.started" for event in job.read_events()),
+            leftovers=job.find_processes(),
         )

@@ -2,21 +2,21 @@
 
 import msgspec
 
-from resilient_jax.cluster.membership import HostChanged, Publish, Rules, Tick, handle, initial_state
-from resilient_jax.cluster.world_formation import PrepareService
+from resilient_jax.cluster.membership import HostChanged, PublishGeneration, MembershipConfig, Tick, handle, make_initial_state
+from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
     Generation,
     HostStatus,
-    Phase,
-    ServiceStatus,
+    GenerationPhase,
+    CoordinationServiceStatus,
     SnapshotServerStatus,
     Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 
@@ -25,11 +25,11 @@ class Job:
     """The machine with hosts that answer at once; tests make some of them misbehave."""
 
     def __init__(self, *names: str, **rules) -> None:
-        self.rules = Rules(**{"expected_hosts": len(names), "start_deadline_s": 300.0, **rules})
-        self.state = initial_state(None, 0.0)
+        self.rules = MembershipConfig(**{"expected_hosts": len(names), "start_deadline_s": 300.0, **rules})
+        self.state = make_initial_state(None, 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []
-        self.asked: list[PrepareService] = []
+        self.asked: list[StartCoordinationService] = []
         for name in names:
             self.report(name, state=WorkerState.IDLE)
 
@@ -38,7 +38,7 @@ class Job:
         return self.state.generation
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> GenerationPhase:
         return self.generation.phase
 
     @property
@@ -46,13 +46,13 @@ class Job:
         return [m.host for m in self.generation.members]
 
     @property
-    def phases(self) -> list[tuple[int, Phase]]:
+    def phases(self) -> list[tuple[int, GenerationPhase]]:
         return [(g.number, g.phase) for g in self.published]
 
     def give(self, event) -> None:
         self.state, commands = handle(self.state, event, self.now_s, self.rules)
         for command in commands:
-            if isinstance(command, Publish):
+            if isinstance(command, PublishGeneration):
                 self.published.append(command.generation)
             else:
                 self.asked.append(command)
@@ -85,8 +85,8 @@ class Job:
     def serve(self, name: str = "a") -> None:
         """The service that was asked for last now runs on this host."""
         asked = self.asked[-1]
-        address = f"{name}:{asked.world}:{asked.nodes}"
-        service = ServiceStatus(world=asked.world, nodes=asked.nodes, address=address, pid=1)
+        address = f"{name}:{asked.world}:{asked.num_processes}"
+        service = CoordinationServiceStatus(world=asked.world, num_processes=asked.num_processes, address=address, pid=1)
         self.change(name, services=(*self.status(name).services, service))
 
     def form(self, *names: str) -> None:
@@ -130,7 +130,7 @@ def training(*names: str, step: int = 5, **rules) -> Job:
     job.serve()
     job.form()
     job.train(step)
-    assert job.phase is Phase.ACTIVE
+    assert job.phase is GenerationPhase.ACTIVE
     return job
 
 
@@ -138,8 +138,8 @@ def stop_at_boundary(job: Job, step: int) -> None:
     """All members answer the pause and stop before `step`."""
     for name in job.members:
         job.report(name, generation=job.generation.number, limit=step)
-    assert job.phase is Phase.BOUNDARY
-    assert job.generation.boundary == step
+    assert job.phase is GenerationPhase.BOUNDARY
+    assert job.generation.boundary_step == step
     for name in job.members:
         job.report(name, state=WorkerState.IDLE, step=step, limit=step, formed=False)
 
@@ -148,7 +148,7 @@ def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> 
     return SnapshotStatus(
         id=SnapshotId(step, GenerationNumber(generation)),
         phase=SnapshotPhase.COMPLETE,
-        groups=(Group(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
+        groups=(ParityGroup(hosts=tuple(HostName(host) for host in hosts), parity=parity),),
         nbytes=1,
         wall_s=0.0,
     )

@@ -10,23 +10,23 @@ from agents import TOKEN, HandStartedAgent, wait_until
 from tiny_job import CONFIG, RECOVERY_S, SCRIPT, check_steps, is_training, newest_step, read_logs
 
 from resilient_jax.chaos.network import Network
-from resilient_jax.cluster.job_report import JobReport, read_report
-from resilient_jax.cluster.launcher import Site
-from resilient_jax.cluster.run_directory import Contact
+from resilient_jax.cluster.job_report import JobReport, read_job_report
+from resilient_jax.cluster.launcher import HostSite
+from resilient_jax.cluster.run_directory import JobContact
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.events import Event
 from resilient_jax.telemetry.event_log import read_events
 
 
-def loopback_sites(hosts: int) -> list[Site]:
+def loopback_sites(hosts: int) -> list[HostSite]:
     """Hosts on this machine's loopback device, each with an address of its own."""
-    return [Site(address=f"127.0.1.{index + 2}") for index in range(hosts)]
+    return [HostSite(address=f"127.0.1.{index + 2}") for index in range(hosts)]
 
 
 class Pod:
     """A job whose hosts come and go as the test says."""
 
-    def __init__(self, work: Path, store: str, sites: Sequence[Site]) -> None:
+    def __init__(self, work: Path, store: str, sites: Sequence[HostSite]) -> None:
         self.work = work
         self.agents: dict[str, HandStartedAgent] = {}
         self._store = store
@@ -58,13 +58,13 @@ class Pod:
         }
         words = [word for pair in options.items() for word in pair]
         self.agents[host] = HandStartedAgent(
-            [*words, str(SCRIPT), str(self.work)], self.work / f"{host}.out", prefix=site.prefix
+            [*words, str(SCRIPT), str(self.work)], self.work / f"{host}.out", prefix=site.command_prefix
         )
 
     def report(self) -> JobReport | None:
-        contact = Contact(job="pod", store=self._store, token=TOKEN, launcher_pid=os.getpid())
+        contact = JobContact(job="pod", store=self._store, token=TOKEN, launcher_pid=os.getpid())
         try:
-            return asyncio.run(read_report(contact))
+            return asyncio.run(read_job_report(contact))
         except ResilientJaxError:
             return None
 

@@ -7,7 +7,7 @@ from snapshot_servers import WAIT_S, make_layout, make_part, running, take
 
 from resilient_jax.erasure import ReedSolomon, decode
 from resilient_jax.erasure.kernels import choose_kernel
-from resilient_jax.protocol.failpoints import DIRECTORY_VARIABLE, FaultPointController
+from resilient_jax.protocol.failpoints import FAILPOINTS_VARIABLE, FailPointController
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members
@@ -79,8 +79,8 @@ def assert_rebuilds(layout, alive, hosts, id, parity, lost):
 def held_at(tmp_path, count):
     """Servers that a controller can hold."""
     folder = tmp_path / "faults"
-    controller = FaultPointController(folder)
-    with running(count, {DIRECTORY_VARIABLE: str(folder)}) as hosts:
+    controller = FailPointController(folder)
+    with running(count, {FAILPOINTS_VARIABLE: str(folder)}) as hosts:
         try:
             yield hosts, controller
         finally:

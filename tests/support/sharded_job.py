@@ -24,7 +24,7 @@ class ShardedJob(TinyJob):
 
     def promised_step(self) -> int:
         """Of the newest snapshot that some server says to be committed on all hosts; 0 before the first."""
-        report = self.job.report()
+        report = self.job.read_report()
         hosts = report.hosts if report is not None else ()
         committed = [s.id.step for h in hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED]
         return max(committed, default=0)

@@ -15,13 +15,13 @@ from resilient_jax.erasure import Checksum, choose_checksum
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.framing import Deframer, frame
-from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.manifest import Manifest, PartContents, checksum_blocks
 from resilient_jax.snapshot.messages import (
     SERVER_WORD_DECODER,
     SETTINGS_VARIABLE,
-    Happened,
+    EventOccurred,
     Holding,
     NewWorker,
     ReadRequest,
@@ -138,14 +138,14 @@ class Host:
                 for message in deframer.feed(data):
                     self._hear(SERVER_WORD_DECODER.decode(message))
 
-    def _hear(self, word: Serving | Holding | Happened) -> None:
+    def _hear(self, word: Serving | Holding | EventOccurred) -> None:
         with self.changed:
             match word:
                 case Serving():
                     self.endpoint = word.endpoint
                 case Holding():
                     self.holding = word.snapshots
-                case Happened():
+                case EventOccurred():
                     self.events.append(word.event)
             self.changed.notify_all()
 
@@ -164,13 +164,13 @@ def running(count: int, environment: Mapping[str, str] | None = None) -> Iterato
     assert [code for code, was in zip(codes, killed, strict=True) if not was and code != 0] == []
 
 
-def make_layout(hosts: Sequence[Host], parity: int, part_bytes: Sequence[int], generation: int = 1) -> Layout:
+def make_layout(hosts: Sequence[Host], parity: int, part_bytes: Sequence[int], generation: int = 1) -> SnapshotLayout:
     """One group of all; the first host is the root."""
-    return Layout(
+    return SnapshotLayout(
         generation=GenerationNumber(generation),
-        groups=(Group(hosts=tuple(host.name for host in hosts), parity=parity),),
+        groups=(ParityGroup(hosts=tuple(host.name for host in hosts), parity=parity),),
         part_bytes={host.name: size for host, size in zip(hosts, part_bytes, strict=True)},
-        servers={host.name: host.endpoint for host in hosts},
+        server_endpoints={host.name: host.endpoint for host in hosts},
         root=hosts[0].name,
     )
 
@@ -184,7 +184,7 @@ def make_part(id: SnapshotId, host: HostName, length: int) -> bytes:
     return random.Random(f"{id} {host}").randbytes(length)
 
 
-def make_manifest(layout: Layout, id: SnapshotId, host: HostName, part: bytes | memoryview) -> Manifest:
+def make_manifest(layout: SnapshotLayout, id: SnapshotId, host: HostName, part: bytes | memoryview) -> Manifest:
     block_bytes = shape_of(layout, host).block_bytes
     return Manifest(
         id=id,

@@ -16,11 +16,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from resilient_jax.cluster.job_report import JobReport, Part, pids_of
+from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
-from resilient_jax.protocol.failpoints import ANY_INDEX, Place
-from resilient_jax.protocol.records import Phase
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from resilient_jax.protocol.records import GenerationPhase
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "tiny.py"
 FAST_TOLERANCE = 1e-3
@@ -64,7 +64,7 @@ class TinyJob:
         (work / "job.toml").write_text(config)
         self.job = LocalJob(
             [str(script), str(work), *words],
-            hosts=hosts,
+            num_hosts=hosts,
             run_directory=work / "run",
             options=["--config", str(work / "job.toml"), "--devices-per-host", "2", *options],
             environment={**os.environ, "OMP_NUM_THREADS": "1", "TINY_JOB_HOSTS": str(hosts)},
@@ -116,7 +116,7 @@ class TinyJob:
 
     # Breaking.
 
-    def hold(self, place: Place, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
+    def hold(self, place: FailPoint, hosts: Sequence[str], *, ahead: int = 4, index: int = ANY_INDEX) -> int:
         """Holds these hosts at `place`, a few steps from now, and waits until they are there; gives the step."""
         end_s = time.monotonic() + RECOVERY_S
         step = self.step() + ahead
@@ -141,8 +141,8 @@ class TinyJob:
         end_s = time.monotonic() + RECOVERY_S
         ordered: int | None = None
         while not all((self.work / f"compiling-{host}-{ordered}").exists() for host in hosts):
-            assert time.monotonic() < end_s, f"not all of {hosts} compile:\n{self.job.tail()}"
-            assert self.job.process.poll() is None, f"the job ended:\n{self.job.tail()}"
+            assert time.monotonic() < end_s, f"not all of {hosts} compile:\n{self.job.read_tail()}"
+            assert self.job.process.poll() is None, f"the job ended:\n{self.job.read_tail()}"
             step = self.step()
             if ordered is None or (step > ordered and is_training(self.report(), self.hosts)):
                 ordered = step + ahead
@@ -150,10 +150,10 @@ class TinyJob:
                 (self.work / "compile").write_text(str(ordered))
             time.sleep(0.02)
 
-    def signal(self, part: Part, host: str, number: signal.Signals) -> None:
+    def signal(self, part: JobComponent, host: str, number: signal.Signals) -> None:
         """Sends a signal; what was stopped is noted, to be woken up later."""
-        pids = list(pids_of(self.report(), part, host))
-        assert pids, f"{host} runs no {part}:\n{self.job.tail()}"
+        pids = list(find_pids(self.report(), part, host))
+        assert pids, f"{host} runs no {part}:\n{self.job.read_tail()}"
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -176,7 +176,7 @@ class TinyJob:
         """
         (self.work / "stop").write_text(str(self.step() + more_steps))
         code = self.job.wait(RECOVERY_S)
-        assert code == 0, self.job.tail()
+        assert code == 0, self.job.read_tail()
         self.check_steps()
         self.check_generations()
         self.check_nothing_left()
@@ -188,7 +188,7 @@ class TinyJob:
     def check_generations(self) -> None:
         """Generation numbers were given out once, and nobody committed in two at a time."""
         formed: dict[int, set[int]] = {}
-        for event in self.job.events():
+        for event in self.job.read_events():
             if event.kind == "generation.phase" and event.detail.get("phase") == "form":
                 formed.setdefault(event.generation or 0, set()).add(int(event.detail["hosts"]))
         assert all(len(sizes) == 1 for sizes in formed.values()), f"a number given out twice: {formed}"
@@ -196,22 +196,22 @@ class TinyJob:
     def check_nothing_left(self) -> None:
         """No process, no contact file, no shared memory."""
         end_s = time.monotonic() + 10.0
-        while self.job.processes() and time.monotonic() < end_s:
+        while self.job.find_processes() and time.monotonic() < end_s:
             time.sleep(0.02)
-        assert self.job.processes() == [], "processes were left behind"
+        assert self.job.find_processes() == [], "processes were left behind"
         assert not (self.work / "run" / "job.json").exists()
 
 
 def is_training(report: JobReport, hosts: int, after_generation: int = 0) -> bool:
     """Whether so many hosts train together and have finished a step, in a later generation."""
     generation = report.generation
-    if generation is None or generation.phase is not Phase.ACTIVE:
+    if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
     if generation.number <= after_generation or len(generation.members) != hosts:
         return False
     by_host = {status.host: status for status in report.hosts}
     workers = [by_host[m.host].worker for m in generation.members if m.host in by_host]
-    return len(workers) == hosts and all(w is not None and w.report.steady for w in workers)
+    return len(workers) == hosts and all(w is not None and w.report.has_finished_step for w in workers)
 
 
 def read_logs(work: Path) -> dict[str, list[dict]]:

@@ -26,7 +26,7 @@ from resilient_jax.protocol.records import (
     Generation,
     HostStatus,
     Member,
-    Phase,
+    GenerationPhase,
     Versions,
     WorkerReport,
     WorkerStatus,
@@ -42,7 +42,7 @@ LONG_S = 5.0
 
 def trained(step: int) -> JobReport:
     """One host that trains and has done so many steps."""
-    report = WorkerReport(generation=GenerationNumber(1), steady=True, step=step)
+    report = WorkerReport(generation=GenerationNumber(1), has_finished_step=True, step=step)
     status = HostStatus(
         host=HOST,
         agent_id="a",
@@ -53,7 +53,7 @@ def trained(step: int) -> JobReport:
         step=step,
     )
     member = Member(host=HOST, incarnation=Incarnation(1), process_index=ProcessIndex(0))
-    generation = Generation(number=GenerationNumber(1), phase=Phase.ACTIVE, members=(member,))
+    generation = Generation(number=GenerationNumber(1), phase=GenerationPhase.ACTIVE, members=(member,))
     return JobReport(job="job", generation=generation, leader=HOST, hosts=(status,))
 
 

@@ -22,7 +22,7 @@ from resilient_jax.chaos.manifest import Incident, Target, TargetPart, Trigger
 from resilient_jax.chaos.membership_invariants import check_membership
 from resilient_jax.chaos.resource_growth import MIB, SETTLED, Growth, Sample, measure_growth
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.ledger import Begun, Committed, Line, Restored
+from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
 
 HOSTS = ("host-0", "host-1")
 OWNERS = {"train": ("host-0", "host-1", "host-0")}
@@ -32,42 +32,42 @@ REFERENCE = {
 }
 
 
-def commit(host: str, step: int, generation: int = 1, **changes: object) -> Committed:
-    line = Committed(
+def commit(host: str, step: int, generation: int = 1, **changes: object) -> StepEntry:
+    line = StepEntry(
         host=host,
-        process=7,
+        pid=7,
         generation=generation,
         step=step,
-        hosts=2,
+        num_hosts=2,
         monotonic_s=100.0 * generation + step,
-        sha256=f"sha-{step}",
-        sum=f"{step:032x}",
+        state_sha256=f"sha-{step}",
+        additive_digest=f"{step:032x}",
         owners=OWNERS,
     )
     return msgspec.structs.replace(line, **changes)
 
 
-def good_lines() -> list[Line]:
+def good_lines() -> list[LedgerEntry]:
     """Two hosts, steps 0 and 1 in generation 1, then 2 and 3 in generation 2."""
-    lines: list[Line] = []
+    lines: list[LedgerEntry] = []
     for host in HOSTS:
         for step in range(4):
             generation = 1 if step < 2 else 2
             mine = [index for index, owner in enumerate(OWNERS["train"]) if owner == host]
             lines += [
-                Begun(host=host, process=7, generation=generation, step=step, index=index) for index in mine
+                MicrobatchEntry(host=host, pid=7, generation=generation, step=step, index=index) for index in mine
             ]
             lines.append(commit(host, step, generation))
         lines.append(
-            Restored(
+            RestoreEntry(
                 host=host,
-                process=7,
+                pid=7,
                 generation=2,
-                steps=2,
-                hosts=2,
+                num_steps=2,
+                num_hosts=2,
                 monotonic_s=150.0,
-                sha256="sha-1",
-                sum=f"{1:032x}",
+                state_sha256="sha-1",
+                additive_digest=f"{1:032x}",
             )
         )
     return lines
@@ -78,22 +78,22 @@ def test_a_good_record_violates_nothing() -> None:
     assert check_complete(good_lines(), 4, REFERENCE) == []
 
 
-def change(lines: list[Line], where: Callable[[Line], bool], **changes: object) -> list[Line]:
+def change(lines: list[LedgerEntry], where: Callable[[LedgerEntry], bool], **changes: object) -> list[LedgerEntry]:
     return [msgspec.structs.replace(line, **changes) if where(line) else line for line in lines]
 
 
-def is_commit(line: Line, host: str, step: int) -> bool:
-    return isinstance(line, Committed) and line.host == host and line.step == step
+def is_commit(line: LedgerEntry, host: str, step: int) -> bool:
+    return isinstance(line, StepEntry) and line.host == host and line.step == step
 
 
-BROKEN: dict[str, tuple[Invariant, Callable[[list[Line]], list[Line]]]] = {
+BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntry]]]] = {
     "other bits on one host": (
         Invariant.BITS,
         lambda lines: change(lines, lambda line: is_commit(line, "host-1", 2), sha256="sha-x"),
     ),
     "a restored state that nobody committed": (
         Invariant.RESTORED,
-        lambda lines: change(lines, lambda line: isinstance(line, Restored), sha256="sha-x"),
+        lambda lines: change(lines, lambda line: isinstance(line, RestoreEntry), sha256="sha-x"),
     ),
     "a step left out by a process": (
         Invariant.STEPS,
@@ -114,27 +114,27 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[Line]], list[Line]]]] = {
         Invariant.MICROBATCHES,
         lambda lines: change(
             lines,
-            lambda line: isinstance(line, Committed) and line.step == 3,
+            lambda line: isinstance(line, StepEntry) and line.step == 3,
             owners={"train": ("host-0", "host-1")},
         ),
     ),
     "a step of which nobody says who computed it": (
         Invariant.MICROBATCHES,
-        lambda lines: change(lines, lambda line: isinstance(line, Committed) and line.step == 3, owners={}),
+        lambda lines: change(lines, lambda line: isinstance(line, StepEntry) and line.step == 3, owners={}),
     ),
     "a microbatch that nobody computed": (
         Invariant.MICROBATCHES,
         lambda lines: [
             line
             for line in lines
-            if not (isinstance(line, Begun) and (line.host, line.step, line.index) == ("host-0", 1, 2))
+            if not (isinstance(line, MicrobatchEntry) and (line.host, line.step, line.index) == ("host-0", 1, 2))
         ],
     ),
     "a zombie that trains on beside the others": (
         Invariant.FENCED,
         lambda lines: [
             *lines,
-            Begun(host="host-1", process=9, generation=1, step=3, index=1),
+            MicrobatchEntry(host="host-1", pid=9, generation=1, step=3, index=1),
             commit("host-1", 3, 1, process=9, monotonic_s=999.0),
         ],
     ),
@@ -154,7 +154,7 @@ def test_a_zombie_may_finish_the_step_that_it_was_in() -> None:
 
 
 def test_missing_steps_are_found() -> None:
-    lines = [line for line in good_lines() if not (isinstance(line, Committed) and line.step == 3)]
+    lines = [line for line in good_lines() if not (isinstance(line, StepEntry) and line.step == 3)]
     assert [v.invariant for v in check_complete(lines, 4, REFERENCE)] == [Invariant.STEPS]
     assert [v.invariant for v in check_complete(good_lines(), 3, REFERENCE)] == [Invariant.STEPS]
     assert [v.invariant for v in check_complete(good_lines(), 4, {})] == [Invariant.BITS]
@@ -163,7 +163,7 @@ def test_missing_steps_are_found() -> None:
 def test_a_step_may_have_a_sum_that_others_have_not() -> None:
     """Such as an evaluation now and then."""
     owners = {**OWNERS, "evaluate": ("host-0", "host-1")}
-    lines = change(good_lines(), lambda line: isinstance(line, Committed) and line.step == 2, owners=owners)
+    lines = change(good_lines(), lambda line: isinstance(line, StepEntry) and line.step == 2, owners=owners)
     undisturbed = [
         commit("localhost", step, owners=owners if step == 2 else OWNERS, hosts=1) for step in range(4)
     ]
@@ -173,7 +173,7 @@ def test_a_step_may_have_a_sum_that_others_have_not() -> None:
     }
 
 
-def part(host: str, number: int, step: int = 0, generation: int = 1) -> Committed:
+def part(host: str, number: int, step: int = 0, generation: int = 1) -> StepEntry:
     """Of a state that no host has whole."""
     return commit(host, step, generation, sha256="", sum=f"{number:016x}{number:016x}", owners={})
 
@@ -202,16 +202,16 @@ def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_o
     torn = [*both, part("host-0", 3, 1)]
     again = [part("host-0", 3, 1, generation=2), part("host-1", 4, 1, generation=2)]
     assert check_complete([*torn, *again], 2, wholes(2)) == []
-    restored: list[Line] = [
-        Restored(
+    restored: list[LedgerEntry] = [
+        RestoreEntry(
             host=line.host,
-            process=7,
+            pid=7,
             generation=2,
-            steps=2,
-            hosts=2,
+            num_steps=2,
+            num_hosts=2,
             monotonic_s=200.0,
-            sha256="",
-            sum=line.sum,
+            state_sha256="",
+            additive_digest=line.additive_digest,
         )
         for line in both
     ]
@@ -316,16 +316,16 @@ def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
     )
     failed = functools.partial(happened, EventKind.SNAPSHOT_PEER_FAILED, "host-0", peer="host-1")
     assert told([failed(error="ChecksumMismatch: block 1 of host-1's part came damaged")]) == []
-    assert told([happened(EventKind.SNAPSHOT_BLOCK_BAD, "host-0", source="host-1")]) == []
+    assert told([happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0", source="host-1")]) == []
     assert len(told([failed(error="PeerUnreachable: broke off a read")])) == 1
-    assert len(told([happened(EventKind.SNAPSHOT_BLOCK_BAD, "host-1", source="host-0")])) == 1
+    assert len(told([happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-1", source="host-0")])) == 1
     assert len(told([happened(EventKind.HOST_LOST, "host-0", lost="host-1")])) == 1
 
 
 def test_what_a_manifest_needs_must_come() -> None:
     done = killed(TargetPart.SNAPSHOTS, Flip(), needs=("snapshot.block_bad",))
     assert len(check_told([done], [], 2.0)) == 1
-    assert check_told([done], [happened(EventKind.SNAPSHOT_BLOCK_BAD, "host-0")], 2.0) == []
+    assert check_told([done], [happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0")], 2.0) == []
 
 
 def test_growth_is_counted_from_the_tenth_sample_of_each_process() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from resilient_jax.config import JobConfig, decode, load, override
+from resilient_jax.config import JobConfig, decode_toml, load_toml, override_values
 from resilient_jax.errors import ConfigError, ExitCode
 
 
@@ -144,18 +144,18 @@ REFUSALS = {
 def test_a_refusal_names_source_key_found_expected_and_what_to_do(case):
     text, message = REFUSALS[case]
     with pytest.raises(ConfigError) as refusal:
-        decode(text, Job, source="job.toml")
+        decode_toml(text, Job, source="job.toml")
     assert str(refusal.value) == message
 
 
 def test_a_refusal_ends_a_command_with_the_code_for_bad_input():
     with pytest.raises(ConfigError) as refusal:
-        decode("", Job, source="job.toml")
+        decode_toml("", Job, source="job.toml")
     assert refusal.value.exit_code is ExitCode.USAGE
 
 
 def test_what_fits_is_decoded_with_defaults_for_what_is_left_out():
-    job = decode(
+    job = decode_toml(
         'name = "a"\nrate = 0.25\nsizes = [1, 2]\n[shape]\ntype = "star"\ncentre = "x"',
         Job,
         source="job.toml",
@@ -166,7 +166,7 @@ def test_what_fits_is_decoded_with_defaults_for_what_is_left_out():
 def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_from(tmp_path):
     path = tmp_path / "job.toml"
     with pytest.raises(ConfigError) as refusal:
-        load(path, Job)
+        load_toml(path, Job)
     assert str(refusal.value) == (
         f"{path}: found no such file, expected a TOML file. "
         f"Check the path; it was looked for from {Path.cwd()}."
@@ -175,52 +175,52 @@ def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_from(tmp_path
 
 def test_a_folder_is_not_taken_for_a_file(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\), expected a TOML file"):
-        load(tmp_path, Job)
+        load_toml(tmp_path, Job)
 
 
 def test_a_file_that_is_not_text_is_refused_with_the_offset(tmp_path):
     path = tmp_path / "job.toml"
     path.write_bytes(b"name = '\xff'")
     with pytest.raises(ConfigError, match="not UTF-8 at offset 8"):
-        load(path, Job)
+        load_toml(path, Job)
 
 
 def test_a_file_is_named_in_the_refusal(tmp_path):
     path = tmp_path / "job.toml"
     path.write_text("name = 3", encoding="utf-8")
     with pytest.raises(ConfigError) as refusal:
-        load(path, Job)
+        load_toml(path, Job)
     assert str(refusal.value) == f"{path}: key 'name': found 3 (int), expected a string. Change the value."
 
 
 def test_a_flag_replaces_one_value_and_keeps_the_others():
     job = Job(name="a", sizes=(3,), list_of_models=[Model(width=8)])
-    changed = override(job, {"rate": 0.75}, source="command line")
+    changed = override_values(job, {"rate": 0.75}, source="command line")
     assert changed == msgspec.structs.replace(job, rate=0.75)
 
 
 def test_a_flag_is_checked_like_a_value_in_the_file():
     with pytest.raises(ConfigError) as refusal:
-        override(Job(name="a"), {"rate": 7.0}, source="command line")
+        override_values(Job(name="a"), {"rate": 7.0}, source="command line")
     assert str(refusal.value) == (
         "command line: key 'rate': found 7.0 (float), expected a number > 0 and < 1. Change the value."
     )
 
 
 def test_the_defaults_of_a_job_satisfy_its_own_ranges():
-    assert decode("", JobConfig, source="defaults") == JobConfig()
+    assert decode_toml("", JobConfig, source="defaults") == JobConfig()
 
 
 @pytest.mark.parametrize("key", [f for f in JobConfig.__struct_fields__ if f.endswith("_s")])
 @pytest.mark.parametrize("value", ["-1.0", "inf", "nan", "1e9"])
 def test_an_impossible_duration_of_a_job_is_refused(key, value):
     with pytest.raises(ConfigError, match=rf"^job.toml: key '{key}': found .* expected a number >"):
-        decode(f"{key} = {value}", JobConfig, source="job.toml")
+        decode_toml(f"{key} = {value}", JobConfig, source="job.toml")
 
 
 def test_a_misspelt_knob_of_a_job_is_refused_with_the_one_that_was_meant():
     with pytest.raises(ConfigError, match="Did you mean 'lease_ttl_s'"):
-        decode("lease_ttl = 3", JobConfig, source="job.toml")
+        decode_toml("lease_ttl = 3", JobConfig, source="job.toml")
 
 
 toml_values = st.recursive(
@@ -233,7 +233,7 @@ toml_values = st.recursive(
 @given(changes=st.dictionaries(st.sampled_from(Job.__struct_fields__) | st.text(), toml_values, max_size=3))
 def test_whatever_the_values_the_outcome_is_a_job_or_a_config_error(changes):
     try:
-        outcome = override(Job(name="a"), changes, source="flags")
+        outcome = override_values(Job(name="a"), changes, source="flags")
     except ConfigError as refusal:
         outcome = refusal
     assert isinstance(outcome, Job) or str(outcome).startswith("flags: key '")
@@ -242,4 +242,4 @@ def test_whatever_the_values_the_outcome_is_a_job_or_a_config_error(changes):
 @pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 3000])
 def test_what_no_file_has_honestly_is_refused_too(text):
     with pytest.raises(ConfigError, match=r"^job\.toml: found text that is not TOML"):
-        decode(text, Job, source="job.toml")
+        decode_toml(text, Job, source="job.toml")

@@ -9,7 +9,7 @@ from resilient_jax.errors import MessageError
 from resilient_jax.events import EventKind
 from resilient_jax.telemetry import log_file
 from resilient_jax.telemetry.event_log import EventLog, read_events
-from resilient_jax.telemetry.log_file import RETRY_AFTER_S, LineFile
+from resilient_jax.telemetry.log_file import RETRY_INTERVAL_S, LogFile
 
 FULL = "No space left on device"
 
@@ -61,7 +61,7 @@ def test_a_full_disk_is_said_once_and_raises_nothing(tmp_path):
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     said = []
-    file = LineFile(path, said.append)
+    file = LogFile(path, said.append)
     for _ in range(3):
         file.write(b"line")
     file.close()
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_raises_nothing(tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "folder" / "log"
     said = []
-    file = LineFile(path, said.append)
+    file = LogFile(path, said.append)
     file.write(b"line")
     file.close()
     assert said == [promised(path, "Not a directory")]
@@ -91,11 +91,11 @@ def test_a_disk_that_has_space_again_gets_the_number_of_lost_lines(tmp_path, mon
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     said = []
-    file = LineFile(path, said.append)
+    file = LogFile(path, said.append)
     file.write(b"lost 1")
     path.unlink()
     file.write(b"lost 2")  # before it is time to try again
-    now_s += RETRY_AFTER_S
+    now_s += RETRY_INTERVAL_S
     file.write(b"kept")
     file.close()
     assert path.read_bytes() == b"(2 lines were lost here)\nkept\n"
@@ -111,7 +111,7 @@ def test_events_that_a_full_disk_did_not_take_are_written_when_there_is_space_ag
     log.record(EventKind.HOST_LOST, lost="host-1")
     log.record(EventKind.HOST_LOST, lost="host-2")
     path.unlink()
-    now_s += RETRY_AFTER_S
+    now_s += RETRY_INTERVAL_S
     log.record(EventKind.HOST_LOST, lost="host-3")
     log.close()
     assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
@@ -123,15 +123,15 @@ def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatc
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     log = EventLog(path, "host-0")
-    for number in range(EventLog.KEPT + 3):
+    for number in range(EventLog.MAX_KEPT + 3):
         log.record(EventKind.WORKER_READY, number=number)
     path.unlink()
-    now_s += RETRY_AFTER_S
+    now_s += RETRY_INTERVAL_S
     log.record(EventKind.WORKER_READY, number=-1)
     log.close()
     first, *others = read_events(path)
     assert (first.kind, first.detail["lost"]) == (EventKind.LOG_UNWRITABLE, 3)
-    assert [event.detail["number"] for event in others] == [*range(3, EventLog.KEPT + 3), -1]
+    assert [event.detail["number"] for event in others] == [*range(3, EventLog.MAX_KEPT + 3), -1]
 
 
 def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
     monkeypatch.setattr(log_file.os, "write", lambda descriptor, data: write(descriptor, data[:10]))
     log.record(EventKind.HOST_LOST, lost="host-2")
     monkeypatch.setattr(log_file.os, "write", write)
-    now_s += RETRY_AFTER_S
+    now_s += RETRY_INTERVAL_S
     log.record(EventKind.HOST_LOST, lost="host-3")
     log.close()
     assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
@@ -156,17 +156,17 @@ def test_a_disk_that_stays_full_is_tried_again_without_a_word(tmp_path, monkeypa
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     said = []
-    file = LineFile(path, said.append)
+    file = LogFile(path, said.append)
     for _ in range(5):
         file.write(b"line")
-        now_s += RETRY_AFTER_S
+        now_s += RETRY_INTERVAL_S
     file.close()
     assert len(said) == 1
 
 
 def test_a_closed_file_has_given_its_descriptor_back(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    file = LineFile(tmp_path / "log")
+    file = LogFile(tmp_path / "log")
     assert len(os.listdir("/proc/self/fd")) == before + 1
     file.close()
     assert len(os.listdir("/proc/self/fd")) == before

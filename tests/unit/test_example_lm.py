@@ -17,14 +17,14 @@ from byte_lm.text import draw_microbatch, read_standard_library
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from resilient_jax.config import decode, load, override
+from resilient_jax.config import decode_toml, load_toml, override_values
 from resilient_jax.errors import ConfigError
 from resilient_jax.sharding.placements import fully_sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TINY = load(ROOT / "configs" / "lm_tiny.toml", Settings)
-FSDP = load(ROOT / "configs" / "lm_tiny_fsdp.toml", Settings)
+TINY = load_toml(ROOT / "configs" / "lm_tiny.toml", Settings)
+FSDP = load_toml(ROOT / "configs" / "lm_tiny_fsdp.toml", Settings)
 SMALL = msgspec.structs.replace(
     TINY, microbatches=7, model=ModelSettings(width=32, layers=2, heads=2, context=16)
 )
@@ -151,14 +151,14 @@ REFUSALS = {
 def test_an_impossible_setting_is_refused_in_words_that_help(case):
     changes, message = REFUSALS[case]
     with pytest.raises(ConfigError) as refusal:
-        override(TINY, changes, source="flags")
+        override_values(TINY, changes, source="flags")
     assert str(refusal.value) == message
 
 
 def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant():
     text = (ROOT / "configs" / "lm_tiny.toml").read_text("utf-8").replace("layers =", "layer =")
     with pytest.raises(ConfigError) as refusal:
-        decode(text, Settings, source="lm_tiny.toml")
+        decode_toml(text, Settings, source="lm_tiny.toml")
     assert str(refusal.value) == (
         "lm_tiny.toml: key 'model.layer': found an unknown key, expected one of width, layers, heads, "
         "context. Did you mean 'layers'?"

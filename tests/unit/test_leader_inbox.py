@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from resilient_jax.cluster import leader
-from resilient_jax.cluster.leader import next_event
+from resilient_jax.cluster.leader import wait_next_event
 from resilient_jax.cluster.membership import MembershipEvent, Tick
 
 
@@ -14,7 +14,7 @@ def test_a_leader_whose_session_ended_stops_although_an_event_comes_at_the_same_
 
     async def run() -> None:
         inbox: asyncio.Queue[MembershipEvent] = asyncio.Queue()
-        waiting = asyncio.create_task(next_event(inbox))
+        waiting = asyncio.create_task(wait_next_event(inbox))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         inbox.put_nowait(Tick())  # the event is there,
@@ -27,4 +27,4 @@ def test_a_leader_whose_session_ended_stops_although_an_event_comes_at_the_same_
 
 def test_when_nothing_comes_it_is_time_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "TICK_S", 0.01)
-    assert asyncio.run(next_event(asyncio.Queue())) == Tick()
+    assert asyncio.run(wait_next_event(asyncio.Queue())) == Tick()

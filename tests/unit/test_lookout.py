@@ -96,7 +96,7 @@ def test_a_look_that_fails_is_an_event_and_the_next_is_made_all_the_same():
     storage.answers.put(4)
     assert [storage.told.get(timeout=DEADLINE_S) for _ in range(3)] == [4, None, 4]
     kind, detail = storage.noted.get(timeout=DEADLINE_S)
-    assert kind is EventKind.CHECKPOINTS_UNSEEN
+    assert kind is EventKind.CHECKPOINT_POLL_FAILED
     assert detail["reason"] == "OSError: stale file handle"
     assert storage.noted.empty(), "once, as long as it is the same"
 

@@ -7,26 +7,26 @@ import pytest
 from membership_job import Job, stop_at_boundary, training
 
 from resilient_jax.cluster.membership import (
-    AfterStateLoss,
+    StateLossPolicy,
     HostChanged,
-    HostGone,
+    HostLeft,
     Tick,
     handle,
-    initial_state,
+    make_initial_state,
 )
-from resilient_jax.cluster.world_formation import PrepareService
+from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
-    Change,
-    Failure,
-    FailureKind,
-    OutcomeKind,
-    Phase,
+    WorldChange,
+    WorkerFailure,
+    WorkerFailureKind,
+    JobOutcomeKind,
+    GenerationPhase,
     WorkerState,
 )
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
-COLLECTIVE = Failure(kind=FailureKind.COLLECTIVE, text="connection reset by peer")
+COLLECTIVE = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="connection reset by peer")
 
 
 # Start.
@@ -34,15 +34,15 @@ COLLECTIVE = Failure(kind=FailureKind.COLLECTIVE, text="connection reset by peer
 
 def test_a_job_starts_when_the_expected_hosts_are_ready():
     job = Job("a", "b")
-    assert job.asked == [PrepareService(WorldId(1), 2)]
+    assert job.asked == [StartCoordinationService(WorldId(1), 2)]
     assert job.published == []
     job.serve()
-    assert job.phases == [(1, Phase.FORM)]
+    assert job.phases == [(1, GenerationPhase.FORM)]
     assert [(m.host, m.process_index) for m in job.generation.members] == [("a", 0), ("b", 1)]
-    assert job.generation.service == "a:1:2"
-    assert job.generation.behind == ()
+    assert job.generation.service_address == "a:1:2"
+    assert job.generation.receivers == ()
     job.form()
-    assert job.phases[1:] == [(1, Phase.ACTIVE)]
+    assert job.phases[1:] == [(1, GenerationPhase.ACTIVE)]
 
 
 def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
@@ -50,7 +50,7 @@ def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
     job.wait(9.0)
     assert job.asked == []
     job.wait(2.0)
-    assert job.asked[-1] == PrepareService(WorldId(1), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(1), 2)
 
 
 def test_a_job_with_too_few_hosts_says_how_many_came():
@@ -58,7 +58,7 @@ def test_a_job_with_too_few_hosts_says_how_many_came():
     job.wait(11.0)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert outcome.kind is OutcomeKind.TOO_FEW_HOSTS
+    assert outcome.kind is JobOutcomeKind.TOO_FEW_HOSTS
     assert outcome.message.startswith("1 of the 2 hosts that the job needs at least are ready after 11 s")
     assert "start more agents, or lower min_hosts" in outcome.message
 
@@ -66,11 +66,11 @@ def test_a_job_with_too_few_hosts_says_how_many_came():
 def test_a_service_for_another_number_of_hosts_is_not_used():
     job = Job("a", "b", expected_hosts=2)
     job.report("c", state=WorkerState.IDLE)  # before the service for two runs
-    assert job.asked == [PrepareService(WorldId(1), 2), PrepareService(WorldId(1), 3)]
+    assert job.asked == [StartCoordinationService(WorldId(1), 2), StartCoordinationService(WorldId(1), 3)]
     for nodes in (2, 3):
-        job.asked.append(PrepareService(WorldId(1), nodes))
+        job.asked.append(StartCoordinationService(WorldId(1), nodes))
         job.serve()
-    assert job.generation.service == "a:1:3"
+    assert job.generation.service_address == "a:1:3"
     assert job.members == ["a", "b", "c"]
 
 
@@ -80,51 +80,51 @@ def test_a_service_for_another_number_of_hosts_is_not_used():
 def test_a_killed_worker_leads_to_a_shrink_in_the_same_world():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
-    assert (job.generation.number, job.phase, job.members) == (2, Phase.QUIESCE, ["a", "c"])
+    assert (job.generation.number, job.phase, job.members) == (2, GenerationPhase.QUIESCE, ["a", "c"])
     assert job.generation.reason == "lost b"
     job.acknowledge("a", step=7)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     job.acknowledge("c", step=8)
-    assert job.phases[-2:] == [(2, Phase.QUIESCE), (2, Phase.FORM)]
+    assert job.phases[-2:] == [(2, GenerationPhase.QUIESCE), (2, GenerationPhase.FORM)]
     new = job.generation
-    assert (new.change, new.world, new.step) == (Change.SHRINK, 1, 8)
+    assert (new.change, new.world, new.step) == (WorldChange.SHRINK, 1, 8)
     assert [(m.host, m.process_index) for m in new.members] == [("a", 0), ("c", 2)], "seats are kept"
     assert [s.host for s in new.sources] == ["c"]
-    assert new.behind == ("a",)
+    assert new.receivers == ("a",)
 
 
 @pytest.mark.parametrize(
-    "lose", [lambda job: job.give(HostGone(HostName("b"))), lambda job: job.worker("b", stopped=True)]
+    "lose", [lambda job: job.give(HostLeft(HostName("b"))), lambda job: job.worker("b", stopped=True)]
 )
 def test_a_lost_lease_and_a_stopped_worker_count_as_a_death(lose):
     job = training("a", "b", "c")
     lose(job)
-    assert (job.generation.number, job.phase, job.members) == (2, Phase.QUIESCE, ["a", "c"])
+    assert (job.generation.number, job.phase, job.members) == (2, GenerationPhase.QUIESCE, ["a", "c"])
 
 
 def test_a_death_while_forming_takes_another_number():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", "c", step=5)
-    job.give(HostGone(HostName("c")))
-    assert (job.generation.number, job.phase, job.members) == (3, Phase.QUIESCE, ["a"])
+    job.give(HostLeft(HostName("c")))
+    assert (job.generation.number, job.phase, job.members) == (3, GenerationPhase.QUIESCE, ["a"])
     job.acknowledge("a", generation=2)
-    assert job.phase is Phase.QUIESCE, "an answer to an older number does not count"
+    assert job.phase is GenerationPhase.QUIESCE, "an answer to an older number does not count"
 
 
 def test_a_death_while_quiescing_takes_another_number():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.worker("c", exit_code=-9)
-    assert (job.generation.number, job.phase, job.members) == (3, Phase.QUIESCE, ["a"])
+    assert (job.generation.number, job.phase, job.members) == (3, GenerationPhase.QUIESCE, ["a"])
 
 
 def test_a_death_in_a_planned_change_makes_it_unplanned():
     job = training("a", "b", "c")
     job.change("a", services=())
-    assert job.phase is Phase.PAUSE
+    assert job.phase is GenerationPhase.PAUSE
     job.worker("c", exit_code=-9)
-    assert (job.generation.number, job.phase, job.generation.boundary) == (3, Phase.QUIESCE, None)
+    assert (job.generation.number, job.phase, job.generation.boundary_step) == (3, GenerationPhase.QUIESCE, None)
 
 
 def test_whoever_is_ready_when_a_failure_settles_comes_in_with_it():
@@ -134,13 +134,13 @@ def test_whoever_is_ready_when_a_failure_settles_comes_in_with_it():
     job.acknowledge("a", "c", step=5)
     job.serve()
     new = job.generation
-    assert (new.change, new.world, new.phase) == (Change.REFORM, 2, Phase.FORM)
+    assert (new.change, new.world, new.phase) == (WorldChange.REFORM, 2, GenerationPhase.FORM)
     assert [(m.host, m.incarnation, m.process_index) for m in new.members] == [
         ("a", 1, 0),
         ("b", 2, 1),
         ("c", 1, 2),
     ]
-    assert new.behind == ("b",)
+    assert new.receivers == ("b",)
 
 
 # Late, or without a word.
@@ -186,15 +186,15 @@ def test_who_was_left_out_joins_only_when_it_has_answered():
     job.acknowledge("a")
     job.wait(5.5)
     assert (job.generation.number, job.members) == (4, ["a"])
-    assert [(d.host, d.answer) for d in job.generation.dropped] == [("b", 3)]
+    assert [(d.host, d.required_generation) for d in job.generation.dropped_workers] == [("b", 3)]
     job.acknowledge("a")
     job.serve()
-    assert (job.phase, job.members) == (Phase.FORM, ["a"]), "b's last word is older than the order to train"
+    assert (job.phase, job.members) == (GenerationPhase.FORM, ["a"]), "b's last word is older than the order to train"
     job.form()
     job.train(6)
-    assert job.phase is Phase.ACTIVE
+    assert job.phase is GenerationPhase.ACTIVE
     job.report("b", generation=GenerationNumber(4))
-    assert job.phase is Phase.PAUSE
+    assert job.phase is GenerationPhase.PAUSE
     assert job.generation.reason == "b asked to join"
 
 
@@ -202,9 +202,9 @@ def test_the_last_host_goes_on_in_a_world_of_its_own():
     job = training("a", "b")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", step=6)
-    assert job.phase is Phase.QUIESCE, "a new world needs a service first"
+    assert job.phase is GenerationPhase.QUIESCE, "a new world needs a service first"
     job.serve()
-    assert (job.phase, job.generation.change, job.generation.step) == (Phase.FORM, Change.REFORM, 6)
+    assert (job.phase, job.generation.change, job.generation.step) == (GenerationPhase.FORM, WorldChange.REFORM, 6)
 
 
 def test_who_does_not_form_in_time_costs_an_attempt():
@@ -212,7 +212,7 @@ def test_who_does_not_form_in_time_costs_an_attempt():
     job.serve()
     job.form("a")
     job.wait(61.0)
-    assert (job.generation.number, job.phase, job.generation.attempts) == (2, Phase.QUIESCE, 1)
+    assert (job.generation.number, job.phase, job.generation.attempts) == (2, GenerationPhase.QUIESCE, 1)
     assert job.generation.reason == "b did not join the world within 60 s"
 
 
@@ -221,7 +221,7 @@ def test_an_old_word_that_it_was_done_is_no_word_that_it_has_formed():
     job.report("b", formed=True, done=True)
     job.serve()
     job.form("a")
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
     job.wait(61.0)
     assert job.generation.failed_host == "b"
 
@@ -232,18 +232,18 @@ def test_an_old_word_that_it_was_done_is_no_word_that_it_has_formed():
 def test_a_host_joins_between_two_steps():
     job = training("a", "b")
     job.report("c", state=WorkerState.IDLE)
-    assert (job.generation.number, job.phase) == (2, Phase.PAUSE)
+    assert (job.generation.number, job.phase) == (2, GenerationPhase.PAUSE)
     assert job.generation.reason == "c asked to join"
     job.report("a", generation=GenerationNumber(2), limit=7)
-    assert job.phase is Phase.PAUSE
+    assert job.phase is GenerationPhase.PAUSE
     job.report("b", generation=GenerationNumber(2), limit=8)
-    assert (job.phase, job.generation.boundary) == (Phase.BOUNDARY, 8)
+    assert (job.phase, job.generation.boundary_step) == (GenerationPhase.BOUNDARY, 8)
     for name in "ab":
         job.report(name, state=WorkerState.IDLE, step=8, formed=False)
     job.serve()
     new = job.generation
-    assert (new.number, new.phase, new.change, new.step) == (2, Phase.FORM, Change.REFORM, 8)
-    assert (job.members, new.behind) == (["a", "b", "c"], ("c",))
+    assert (new.number, new.phase, new.change, new.step) == (2, GenerationPhase.FORM, WorldChange.REFORM, 8)
+    assert (job.members, new.receivers) == (["a", "b", "c"], ("c",))
 
 
 def test_nobody_joins_before_all_have_finished_a_step():
@@ -251,9 +251,9 @@ def test_nobody_joins_before_all_have_finished_a_step():
     job.serve()
     job.form()
     job.report("c", state=WorkerState.IDLE)
-    assert job.phase is Phase.ACTIVE
+    assert job.phase is GenerationPhase.ACTIVE
     job.train(1)
-    assert job.phase is Phase.PAUSE
+    assert job.phase is GenerationPhase.PAUSE
 
 
 def test_a_host_with_a_notice_leaves_between_two_steps():
@@ -261,8 +261,8 @@ def test_a_host_with_a_notice_leaves_between_two_steps():
     job.change("b", draining=True)
     assert job.generation.reason == "b got a notice to leave"
     stop_at_boundary(job, 6)
-    assert (job.phase, job.generation.change, job.members) == (Phase.FORM, Change.SHRINK, ["a", "c"])
-    assert job.generation.behind == ()
+    assert (job.phase, job.generation.change, job.members) == (GenerationPhase.FORM, WorldChange.SHRINK, ["a", "c"])
+    assert job.generation.receivers == ()
 
 
 def test_a_job_all_of_whose_hosts_must_leave_ends():
@@ -272,7 +272,7 @@ def test_a_job_all_of_whose_hosts_must_leave_ends():
     stop_at_boundary(job, 6)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert outcome.kind is OutcomeKind.INTERRUPTED
+    assert outcome.kind is JobOutcomeKind.INTERRUPTED
     assert "all hosts got a notice to leave" in outcome.message
 
 
@@ -282,18 +282,18 @@ def test_hosts_that_must_all_leave_hand_their_state_to_those_who_come():
     job.report("b", state=WorkerState.IDLE)
     stop_at_boundary(job, 6)
     job.serve()
-    assert (job.members, job.generation.behind) == (["a", "b"], ("b",))
+    assert (job.members, job.generation.receivers) == (["a", "b"], ("b",))
     job.form()
     job.train(7)
     stop_at_boundary(job, 8)
     job.serve()  # the last host gets a world of its own
-    assert (job.phase, job.members) == (Phase.FORM, ["b"])
+    assert (job.phase, job.members) == (GenerationPhase.FORM, ["b"])
 
 
 def test_a_worker_that_stops_by_itself_makes_the_change_unplanned():
     job = training("a", "b")
     job.report("b", state=WorkerState.IDLE)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     assert job.generation.reason == "b stopped training (its link to the store was lost)"
 
 
@@ -303,18 +303,18 @@ def test_a_worker_that_stops_by_itself_makes_the_change_unplanned():
 def test_a_lost_service_is_replaced_between_two_steps():
     job = training("a", "b")
     job.change("a", services=())
-    assert (job.phase, job.generation.reason) == (Phase.PAUSE, "the coordination service is gone")
+    assert (job.phase, job.generation.reason) == (GenerationPhase.PAUSE, "the coordination service is gone")
     stop_at_boundary(job, 6)
-    assert job.asked[-1] == PrepareService(WorldId(2), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(2), 2)
     job.serve("b")
-    assert (job.generation.change, job.generation.world) == (Change.REFORM, 2)
+    assert (job.generation.change, job.generation.world) == (WorldChange.REFORM, 2)
 
 
 def test_a_service_lost_while_forming_starts_over():
     job = Job("a", "b")
     job.serve()
     job.change("a", services=())
-    assert (job.generation.number, job.phase) == (2, Phase.QUIESCE)
+    assert (job.generation.number, job.phase) == (2, GenerationPhase.QUIESCE)
     assert job.generation.reason == "lost the coordination service before the world was complete"
 
 
@@ -323,7 +323,7 @@ def test_a_service_lost_before_the_first_step_starts_over():
     job.serve()
     job.form()
     job.change("a", services=())
-    assert (job.generation.number, job.phase) == (2, Phase.QUIESCE)
+    assert (job.generation.number, job.phase) == (2, GenerationPhase.QUIESCE)
 
 
 def test_a_service_lost_while_quiescing_leads_to_a_reform():
@@ -331,7 +331,7 @@ def test_a_service_lost_while_quiescing_leads_to_a_reform():
     job.worker("c", exit_code=-9)
     job.change("a", services=())
     job.acknowledge("a", "b")
-    assert job.asked[-1] == PrepareService(WorldId(2), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(2), 2)
 
 
 def test_a_service_of_the_same_world_elsewhere_does_not_count():
@@ -339,7 +339,7 @@ def test_a_service_of_the_same_world_elsewhere_does_not_count():
     service = job.status("a").services[0]
     job.change("b", services=(msgspec.structs.replace(service, address="b:9"),))
     job.change("a", services=())
-    assert job.phase is Phase.PAUSE
+    assert job.phase is GenerationPhase.PAUSE
 
 
 # Errors.
@@ -350,9 +350,9 @@ def test_a_joiners_old_failure_does_not_disturb_the_world_it_joins():
     job.report("c", state=WorkerState.IDLE, generation=GenerationNumber(1), failure=COLLECTIVE)
     stop_at_boundary(job, 6)
     job.serve()
-    assert (job.phase, job.members) == (Phase.FORM, ["a", "b", "c"])
+    assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b", "c"])
     job.form()
-    assert job.phase is Phase.ACTIVE
+    assert job.phase is GenerationPhase.ACTIVE
 
 
 def test_a_collective_that_fails_though_nobody_died_is_tried_again_a_few_times():
@@ -362,14 +362,14 @@ def test_a_collective_that_fails_though_nobody_died_is_tried_again_a_few_times()
         assert job.generation.attempts == attempt
         job.acknowledge("a", "b", step=5)
         job.serve()
-        assert job.generation.change is Change.REFORM, "a fresh world is the better bet"
+        assert job.generation.change is WorldChange.REFORM, "a fresh world is the better bet"
         job.form()
-        assert job.phase is Phase.ACTIVE
+        assert job.phase is GenerationPhase.ACTIVE
     job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
     job.acknowledge("a", "b", step=5)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert (outcome.kind, outcome.host) == (OutcomeKind.USER_ERROR, "b")
+    assert (outcome.kind, outcome.host) == (JobOutcomeKind.USER_ERROR, "b")
     assert outcome.message.startswith("training failed 3 times in a row at step 5 although no host died")
     assert COLLECTIVE.text in outcome.message
 
@@ -397,7 +397,7 @@ def test_a_step_that_only_a_dead_host_committed_is_no_progress():
         job.acknowledge("a", "b", step=5)
         if attempt == 1:
             job.serve()
-    assert job.phase is Phase.FINISHED
+    assert job.phase is GenerationPhase.FINISHED
 
 
 @pytest.mark.parametrize("exit_code", [1, 3])
@@ -406,13 +406,13 @@ def test_the_users_own_error_ends_the_job_with_it(exit_code):
     job.worker("b", exit_code=exit_code, error="ValueError: bad batch")
     outcome = job.generation.outcome
     assert outcome is not None
-    assert (outcome.kind, outcome.exit_code, outcome.host) == (OutcomeKind.USER_ERROR, exit_code, "b")
+    assert (outcome.kind, outcome.exit_code, outcome.host) == (JobOutcomeKind.USER_ERROR, exit_code, "b")
     assert outcome.message == "ValueError: bad batch"
 
 
 def test_an_error_that_a_worker_reports_before_it_exits_ends_the_job():
     job = training("a", "b")
-    job.report("b", failure=Failure(kind=FailureKind.USER, text="ZeroDivisionError"))
+    job.report("b", failure=WorkerFailure(kind=WorkerFailureKind.USER, text="ZeroDivisionError"))
     assert job.generation.outcome is not None
     assert job.generation.outcome.message == "ZeroDivisionError"
 
@@ -427,7 +427,7 @@ def test_a_script_that_ends_without_having_trained_is_an_error():
 def test_a_worker_that_asks_to_be_restarted_is_no_error():
     job = training("a", "b")
     job.worker("b", exit_code=RESTART_EXIT_CODE)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
 
 
 # The end.
@@ -436,40 +436,40 @@ def test_a_worker_that_asks_to_be_restarted_is_no_error():
 def test_a_job_is_done_when_all_members_are():
     job = training("a", "b")
     job.report("a", state=WorkerState.IDLE, done=True)
-    assert job.phase is Phase.ACTIVE
+    assert job.phase is GenerationPhase.ACTIVE
     job.report("b", state=WorkerState.IDLE, done=True)
     assert job.generation.outcome is not None
-    assert job.generation.outcome.kind is OutcomeKind.DONE
-    job.give(HostGone(HostName("a")))
-    assert job.phases[-1] == (1, Phase.FINISHED), "nothing follows the end"
+    assert job.generation.outcome.kind is JobOutcomeKind.DONE
+    job.give(HostLeft(HostName("a")))
+    assert job.phases[-1] == (1, GenerationPhase.FINISHED), "nothing follows the end"
 
 
 def lose_all_holders(job: Job) -> None:
     for name in job.members:
-        job.give(HostGone(HostName(name)))
+        job.give(HostLeft(HostName(name)))
     job.report("c", state=WorkerState.IDLE)
 
 
 def test_a_lost_state_stops_the_job():
     job = training("a", "b", regroup_s=5.0)
     lose_all_holders(job)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     job.wait(5.5)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert outcome.kind is OutcomeKind.STATE_LOST
+    assert outcome.kind is JobOutcomeKind.STATE_LOST
     assert (
         "were lost at once, after 5 committed steps or more; there is no complete snapshot" in outcome.message
     )
 
 
 def test_a_lost_state_starts_again_only_where_that_was_asked():
-    job = training("a", "b", regroup_s=5.0, after_state_loss=AfterStateLoss.RESTART, start_deadline_s=9.0)
+    job = training("a", "b", regroup_s=5.0, after_state_loss=StateLossPolicy.RESTART, start_deadline_s=9.0)
     lose_all_holders(job)
     job.wait(9.5)
     job.serve("c")
-    assert (job.phase, job.members, job.generation.step) == (Phase.FORM, ["c"], 0)
-    assert (job.generation.sources, job.generation.behind, job.generation.progress) == ((), (), 0)
+    assert (job.phase, job.members, job.generation.step) == (GenerationPhase.FORM, ["c"], 0)
+    assert (job.generation.sources, job.generation.receivers, job.generation.progress) == ((), (), 0)
 
 
 def test_a_holder_that_lost_the_store_for_a_moment_saves_the_job():
@@ -480,18 +480,18 @@ def test_a_holder_that_lost_the_store_for_a_moment_saves_the_job():
     job.give(HostChanged(status))
     job.report("a", state=WorkerState.IDLE, step=6)
     job.serve("c")
-    assert (job.members, job.generation.step, job.generation.behind) == (["a", "c"], 6, ("c",))
+    assert (job.members, job.generation.step, job.generation.receivers) == (["a", "c"], 6, ("c",))
 
 
 def test_hosts_that_come_back_together_wait_for_each_other():
     job = training("a", "b", "c", regroup_s=5.0)
     statuses = [job.status(name) for name in "abc"]
     for name in "abc":
-        job.give(HostGone(HostName(name)))
+        job.give(HostLeft(HostName(name)))
     for status in statuses[:2]:
         job.give(HostChanged(status))
         job.report(status.host, state=WorkerState.IDLE)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     asked = len(job.asked)
     job.wait(5.5)
     assert len(job.asked) == asked + 1
@@ -502,10 +502,10 @@ def test_fewer_than_the_minimum_wait_for_more():
     job.worker("b", exit_code=-9)
     job.acknowledge("a")
     job.wait(9.0)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     job.restart("b")
     job.serve()
-    assert (job.phase, job.members) == (Phase.FORM, ["a", "b"])
+    assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b"])
 
 
 # A new leader.
@@ -515,7 +515,7 @@ def test_a_new_leader_goes_on_where_the_old_one_was():
     job = training("a", "b", "c")
     job.worker("c", exit_code=-9)
     job.acknowledge("a")
-    state = initial_state(job.generation, 100.0)
+    state = make_initial_state(job.generation, 100.0)
     state = dataclasses.replace(state, hosts={s.host: s for s in (job.status("a"), job.status("b"))})
     state, commands = handle(state, Tick(), 100.0, job.rules)
     assert commands == (), "still b's turn"
@@ -525,12 +525,12 @@ def test_a_new_leader_goes_on_where_the_old_one_was():
         status, worker=msgspec.structs.replace(job.worker_of("b"), report=answer)
     )
     state, commands = handle(state, HostChanged(status), 100.0, job.rules)
-    assert (state.generation.number, state.generation.phase) == (2, Phase.FORM)
+    assert (state.generation.number, state.generation.phase) == (2, GenerationPhase.FORM)
 
 
 def test_a_new_leader_that_finds_members_missing_goes_on_without_them():
     job = training("a", "b", "c")
-    state = initial_state(job.generation, 100.0)
+    state = make_initial_state(job.generation, 100.0)
     state = dataclasses.replace(state, hosts={HostName("a"): job.status("a")})
     state, _ = handle(state, Tick(), 100.0, job.rules)
     assert (state.generation.number, state.generation.reason) == (2, "lost b, c")
@@ -547,4 +547,4 @@ def test_the_minimum_holds_from_the_start_though_fewer_are_expected():
     job.wait(9.0)
     assert job.asked == []
     job.report("b", state=WorkerState.IDLE)
-    assert job.asked[-1] == PrepareService(WorldId(1), 2)
+    assert job.asked[-1] == StartCoordinationService(WorldId(1), 2)

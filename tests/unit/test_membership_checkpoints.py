@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, training
 
-from resilient_jax.cluster.membership import AfterStateLoss, HostGone, initial_state
+from resilient_jax.cluster.membership import StateLossPolicy, HostLeft, make_initial_state
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import (
-    Failure,
-    FailureKind,
-    OutcomeKind,
-    Phase,
+    WorkerFailure,
+    WorkerFailureKind,
+    JobOutcomeKind,
+    GenerationPhase,
     WorkerState,
 )
 
@@ -20,7 +20,7 @@ def lost(*, checkpoint: int | None = 3, **rules) -> Job:
     """A sharded job of four hosts, of which two are gone, one more than parity covers."""
     job = sharded("abcd", regroup_s=5.0, **rules)
     for host in "bc":
-        job.give(HostGone(HostName(host)))
+        job.give(HostLeft(HostName(host)))
     job.acknowledge("a", "d", step=6)
     for host in "ad":
         job.report(host, checkpoint=checkpoint)
@@ -31,19 +31,19 @@ def begun_again(job: Job) -> Job:
     """The same when those who are left are building the world in which they go on."""
     job.wait(6.0)
     job.serve()
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
     return job
 
 
 def test_more_lost_hosts_than_parity_go_on_from_the_newest_checkpoint_and_say_what_that_costs():
     job = lost(checkpoint=3)
-    assert job.phase is Phase.QUIESCE, "the lost hosts may come back"
+    assert job.phase is GenerationPhase.QUIESCE, "the lost hosts may come back"
     new = begun_again(job).generation
-    assert new.lost is not None
-    assert (new.lost.step, new.lost.checkpoint) == (6, 3)
-    assert "b, c are; a, d survive" in new.lost.reason
+    assert new.state_loss is not None
+    assert (new.state_loss.step, new.state_loss.checkpoint_step) == (6, 3)
+    assert "b, c are; a, d survive" in new.state_loss.reason
     assert "the state of step 6 is lost; going on from the checkpoint of step 3, 3 steps back" in new.reason
-    assert (new.step, new.progress, new.snapshot, new.began) == (0, 0, None, new.number)
+    assert (new.step, new.progress, new.snapshot, new.initial_generation) == (0, 0, None, new.number)
     assert job.members == ["a", "d"]
 
 
@@ -52,37 +52,37 @@ def test_the_newest_checkpoint_that_any_host_sees_counts():
     job.report("d", checkpoint=4)
     job.report("a", checkpoint=2)
     generation = begun_again(job).generation
-    assert generation.lost is not None
-    assert generation.lost.checkpoint == 4
+    assert generation.state_loss is not None
+    assert generation.state_loss.checkpoint_step == 4
 
 
 def test_nothing_is_decided_while_a_host_is_still_looking():
     job = lost(checkpoint=None)
     job.report("d", is_looking=True)
     job.wait(6.0)
-    assert job.phase is Phase.QUIESCE, "d may yet see one"
+    assert job.phase is GenerationPhase.QUIESCE, "d may yet see one"
     job.report("d", is_looking=False, checkpoint=4)
     job.serve()
-    assert job.generation.lost is not None
-    assert job.generation.lost.checkpoint == 4
+    assert job.generation.state_loss is not None
+    assert job.generation.state_loss.checkpoint_step == 4
 
 
 def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_its_deadline():
     job = lost(checkpoint=3, look_deadline_s=8.0)
     job.report("d", is_looking=True)
     job.wait(7.0)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     job.wait(2.0)
     job.serve()
-    assert job.generation.lost is not None
-    assert job.generation.lost.checkpoint == 3
+    assert job.generation.state_loss is not None
+    assert job.generation.state_loss.checkpoint_step == 3
 
 
 def test_who_is_told_to_stop_does_not_wait_for_a_look():
-    job = lost(checkpoint=3, after_state_loss=AfterStateLoss.STOP)
+    job = lost(checkpoint=3, after_state_loss=StateLossPolicy.STOP)
     job.report("d", is_looking=True)
     job.wait(6.0)
-    assert job.phase is Phase.FINISHED
+    assert job.phase is GenerationPhase.FINISHED
 
 
 def test_a_host_that_only_now_starts_can_be_the_one_that_sees_it():
@@ -94,9 +94,9 @@ def test_a_host_that_only_now_starts_can_be_the_one_that_sees_it():
         job.report(name, checkpoint=4)
     job.wait(6.0)
     job.serve()
-    lost = job.generation.lost
+    lost = job.generation.state_loss
     assert lost is not None
-    assert (lost.step, lost.checkpoint) == (5, 4)
+    assert (lost.step, lost.checkpoint_step) == (5, 4)
 
 
 def test_without_a_checkpoint_the_job_ends_with_what_is_lost_and_that_there_is_none():
@@ -104,28 +104,28 @@ def test_without_a_checkpoint_the_job_ends_with_what_is_lost_and_that_there_is_n
     job.wait(6.0)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert (outcome.kind, outcome.exit_code) == (OutcomeKind.STATE_LOST, ExitCode.STATE_LOST)
+    assert (outcome.kind, outcome.exit_code) == (JobOutcomeKind.STATE_LOST, ExitCode.STATE_LOST)
     assert "b, c are; a, d survive" in outcome.message
     assert "no host sees a checkpoint" in outcome.message
 
 
 def test_a_job_that_was_told_to_stop_stops_although_there_is_a_checkpoint_and_names_it():
-    job = lost(checkpoint=3, after_state_loss=AfterStateLoss.STOP)
+    job = lost(checkpoint=3, after_state_loss=StateLossPolicy.STOP)
     job.wait(6.0)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert outcome.kind is OutcomeKind.STATE_LOST
+    assert outcome.kind is JobOutcomeKind.STATE_LOST
     assert "the checkpoint of step 3" in outcome.message
 
 
 def test_a_job_that_may_begin_again_takes_the_checkpoint_if_there_is_one():
-    rules = {"after_state_loss": AfterStateLoss.RESTART}
+    rules = {"after_state_loss": StateLossPolicy.RESTART}
     with_one = begun_again(lost(checkpoint=3, **rules)).generation
-    assert with_one.lost is not None
-    assert with_one.lost.checkpoint == 3
+    assert with_one.state_loss is not None
+    assert with_one.state_loss.checkpoint_step == 3
     without = begun_again(lost(checkpoint=None, **rules)).generation
-    assert without.lost is not None
-    assert without.lost.checkpoint is None
+    assert without.state_loss is not None
+    assert without.state_loss.checkpoint_step is None
     assert "beginning again with the initial state" in without.reason
 
 
@@ -133,10 +133,10 @@ def test_a_snapshot_that_can_be_restored_wins_over_a_checkpoint():
     job = sharded("abcd")
     for host in "abcd":
         job.report(host, checkpoint=4)
-    job.give(HostGone(HostName("b")))
+    job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)
     assert job.generation.snapshot is not None
-    assert job.generation.lost is None
+    assert job.generation.state_loss is None
 
 
 def test_a_lost_host_that_comes_back_in_time_saves_the_steps_since_the_checkpoint():
@@ -145,16 +145,16 @@ def test_a_lost_host_that_comes_back_in_time_saves_the_steps_since_the_checkpoin
     keep(job, "b", snapshot(5, "abcd"))
     job.serve()
     assert job.generation.snapshot is not None
-    assert job.generation.lost is None
+    assert job.generation.state_loss is None
 
 
 def test_once_all_have_gone_on_the_loss_is_over():
     job = begun_again(lost())
     job.form()
-    assert job.generation.lost is not None, "they may still read the checkpoint"
+    assert job.generation.state_loss is not None, "they may still read the checkpoint"
     for name in "ad":
         job.report(name, steady=True, holds_state=False, step=4)
-    assert (job.phase, job.generation.lost) == (Phase.ACTIVE, None)
+    assert (job.phase, job.generation.state_loss) == (GenerationPhase.ACTIVE, None)
 
 
 def test_another_failure_before_the_first_step_leads_to_the_checkpoint_again():
@@ -165,10 +165,10 @@ def test_another_failure_before_the_first_step_leads_to_the_checkpoint_again():
     job.acknowledge("a", step=3, holds_state=False)
     job.serve()
     again = job.generation
-    assert (again.phase, job.members, again.step) == (Phase.FORM, ["a", "b"], 0)
-    assert again.lost is not None
-    assert again.lost.checkpoint == 3
-    assert again.began == again.number
+    assert (again.phase, job.members, again.step) == (GenerationPhase.FORM, ["a", "b"], 0)
+    assert again.state_loss is not None
+    assert again.state_loss.checkpoint_step == 3
+    assert again.initial_generation == again.number
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -176,13 +176,13 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_job_with_what_was_lost_and_wh
     job = begun_again(lost())
     job.form()
     job.report(
-        "a", failure=Failure(kind=FailureKind.USER, text="CheckpointUnreadable: step 3: a bit is wrong")
+        "a", failure=WorkerFailure(kind=WorkerFailureKind.USER, text="CheckpointUnreadable: step 3: a bit is wrong")
     )
     if dies:
         job.worker("a", exit_code=1, error="CheckpointUnreadable: step 3: a bit is wrong")
     outcome = job.generation.outcome
     assert outcome is not None
-    assert (outcome.kind, outcome.exit_code) == (OutcomeKind.STATE_LOST, ExitCode.STATE_LOST)
+    assert (outcome.kind, outcome.exit_code) == (JobOutcomeKind.STATE_LOST, ExitCode.STATE_LOST)
     assert "b, c are; a, d survive" in outcome.message
     assert "step 3: a bit is wrong" in outcome.message
 
@@ -192,9 +192,9 @@ def test_a_users_error_after_the_loss_is_over_is_theirs():
     job.form()
     for name in "ad":
         job.report(name, steady=True, holds_state=False, step=4)
-    job.report("a", failure=Failure(kind=FailureKind.USER, text="oops"))
+    job.report("a", failure=WorkerFailure(kind=WorkerFailureKind.USER, text="oops"))
     assert job.generation.outcome is not None
-    assert job.generation.outcome.kind is OutcomeKind.USER_ERROR
+    assert job.generation.outcome.kind is JobOutcomeKind.USER_ERROR
 
 
 def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_die():
@@ -204,7 +204,7 @@ def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_
     job.train(90)
     assert job.generation.progress == 5, "not with every step"
     job.wait(5.0)
-    assert (job.phase, job.generation.progress) == (Phase.ACTIVE, 90)
+    assert (job.phase, job.generation.progress) == (GenerationPhase.ACTIVE, 90)
     number = len(job.published)
     job.wait(50.0)
     assert len(job.published) == number, "nothing has changed"
@@ -213,20 +213,20 @@ def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_
 def test_where_nobody_is_left_who_knows_the_newest_step_what_is_lost_is_said_to_be_at_least_that():
     job = training("a", "b", regroup_s=5.0)
     job.train(90)
-    job.state = initial_state(job.generation, job.now_s)  # of a new leader: the old one is gone, too
+    job.state = make_initial_state(job.generation, job.now_s)  # of a new leader: the old one is gone, too
     for name in "ab":
         job.restart(name)
         job.report(name, checkpoint=60)
     generation = begun_again(job).generation
-    assert generation.lost is not None
-    assert (generation.lost.step, generation.lost.at_least) == (60, True)
+    assert generation.state_loss is not None
+    assert (generation.state_loss.step, generation.state_loss.is_lower_bound) == (60, True)
     assert "the state of step 60 or a later one is lost; going on from the checkpoint of step 60" in (
         generation.reason
     )
     assert "back" not in generation.reason
-    known = begun_again(lost()).generation.lost
+    known = begun_again(lost()).generation.state_loss
     assert known is not None
-    assert not known.at_least
+    assert not known.is_lower_bound
 
 
 def test_a_job_that_begins_for_the_first_time_has_lost_nothing():
@@ -234,8 +234,8 @@ def test_a_job_that_begins_for_the_first_time_has_lost_nothing():
     for name in "ab":
         job.report(name, checkpoint=7)
     job.serve()
-    assert job.phase is Phase.FORM
-    assert job.generation.lost is None
+    assert job.phase is GenerationPhase.FORM
+    assert job.generation.state_loss is None
 
 
 def test_the_records_survive_the_store():

@@ -23,16 +23,16 @@ from hypothesis import strategies as st
 
 from resilient_jax.cluster.membership import (
     HostChanged,
-    HostGone,
+    HostLeft,
     MembershipEvent,
-    Publish,
-    Rules,
+    PublishGeneration,
+    MembershipConfig,
     Tick,
     handle,
-    initial_state,
+    make_initial_state,
 )
 from resilient_jax.cluster.membership_state import MembershipState
-from resilient_jax.cluster.world_formation import PrepareService
+from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import (
     GenerationNumber,
     HostName,
@@ -42,43 +42,43 @@ from resilient_jax.ids import (
     Revision,
 )
 from resilient_jax.protocol.records import (
-    Change,
-    Failure,
-    FailureKind,
+    WorldChange,
+    WorkerFailure,
+    WorkerFailureKind,
     Generation,
     HostStatus,
-    Outcome,
-    OutcomeKind,
-    Phase,
-    ServiceStatus,
+    JobOutcome,
+    JobOutcomeKind,
+    GenerationPhase,
+    CoordinationServiceStatus,
     Versions,
     WorkerReport,
     WorkerState,
     WorkerStatus,
 )
-from resilient_jax.protocol.store_keys import generation_key, host_key, hosts_prefix, leader_key
-from resilient_jax.protocol.worker_messages import Boundary, Form, Hold, Order, Pause, Quiesce
+from resilient_jax.protocol.store_keys import make_generation_key, make_host_key, make_hosts_prefix, make_leader_key
+from resilient_jax.protocol.worker_messages import RunToBoundary, FormWorld, HoldTraining, WorkerOrder, Pause, Quiesce
 from resilient_jax.store.interface import Compare, Operator, Put, PutOp, Target, is_absent
 from resilient_jax.store.state_machine import StoreMachine
 
 JOB = JobName("job")
 NAMES = tuple(HostName(name) for name in "abcd")
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
-RULES = Rules(
-    expected_hosts=len(NAMES),
-    start_deadline_s=1e6,
-    regroup_s=5.0,
-    quiesce_deadline_s=5.0,
-    compile_deadline_s=20.0,
-    forming_deadline_s=20.0,
-    collective_retry_limit=10**6,
+RULES = MembershipConfig(
+    num_hosts=len(NAMES),
+    start_timeout_s=1e6,
+    regroup_grace_s=5.0,
+    quiesce_timeout_s=5.0,
+    compile_timeout_s=20.0,
+    forming_timeout_s=20.0,
+    max_collective_retries=10**6,
 )
 FORWARD = {
-    (Phase.QUIESCE, Phase.FORM),
-    (Phase.PAUSE, Phase.BOUNDARY),
-    (Phase.BOUNDARY, Phase.FORM),
-    (Phase.FORM, Phase.ACTIVE),
-    (Phase.ACTIVE, Phase.ACTIVE),
+    (GenerationPhase.QUIESCE, GenerationPhase.FORM),
+    (GenerationPhase.PAUSE, GenerationPhase.BOUNDARY),
+    (GenerationPhase.BOUNDARY, GenerationPhase.FORM),
+    (GenerationPhase.FORM, GenerationPhase.ACTIVE),
+    (GenerationPhase.ACTIVE, GenerationPhase.ACTIVE),
 }
 ENDLESS = 10**9
 DRAIN_DEADLINE_S = 25.0
@@ -99,10 +99,10 @@ class Worker:
         self.alive = True
         self.stopped = False
         self.report = WorkerReport(endpoint=f"{host}:state")
-        self.inbox: collections.deque[Order] = collections.deque()
+        self.inbox: collections.deque[WorkerOrder] = collections.deque()
         self.outbox: collections.deque[WorkerReport] = collections.deque()
         self.newest = 0
-        self.order: Form | None = None
+        self.order: FormWorld | None = None
         self.generation: Generation | None = None
         self.interrupted = False
         self.held: int | None = None
@@ -126,9 +126,9 @@ class Worker:
         order = self.inbox.popleft()
         idle = self.report.state is WorkerState.IDLE
         match order:
-            case Hold():
+            case HoldTraining():
                 self.interrupted, self.order = True, None
-            case Form(generation=generation):
+            case FormWorld(generation=generation):
                 if generation.number >= self.newest:
                     self.newest, self.order = generation.number, order
             case Quiesce(generation=number) if number >= self.newest:
@@ -141,7 +141,7 @@ class Worker:
                 self.newest = number
                 self.limit = self.report.step if idle else max(self.begun, self.step)
                 self.say(generation=number, limit=self.limit)
-            case Boundary(generation=number, step=step) if number >= self.newest:
+            case RunToBoundary(generation=number, boundary_step=step) if number >= self.newest:
                 self.newest, self.boundary = number, step
             case _:
                 pass
@@ -158,10 +158,10 @@ class Worker:
             done=False,
             limit=None,
             failure=None,
-            world=None if self.generation.change is Change.REFORM else self.report.world,
+            world=None if self.generation.change is WorldChange.REFORM else self.report.world,
         )
 
-    def go_idle(self, *, failure: Failure | None = None, done: bool = False) -> None:
+    def go_idle(self, *, failure: WorkerFailure | None = None, done: bool = False) -> None:
         self.generation, self.interrupted = None, False
         answered = failure is None or self.report.generation < self.newest
         self.say(
@@ -209,7 +209,7 @@ class Host:
         self.void = 0  # of this number and older, the host is no member any more, whatever is stored
         self.read = Revision(0)
         self.term: Term | None = None
-        self.services: list[ServiceStatus] = []
+        self.services: list[CoordinationServiceStatus] = []
         self.start_worker()
 
     @property
@@ -233,7 +233,7 @@ class Host:
             agent_pid=1,
             address=self.name,
             versions=VERSIONS,
-            draining=self.draining,
+            is_draining=self.draining,
             worker=self.seen,
             services=tuple(self.services),
         )
@@ -262,7 +262,7 @@ class Cluster:
         return self.outcome is not None
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> JobOutcome | None:
         return self.generation.outcome if self.generation is not None else None
 
     @property
@@ -271,9 +271,9 @@ class Cluster:
         now = self.generation
         return (
             now is not None
-            and now.phase is Phase.ACTIVE
+            and now.phase is GenerationPhase.ACTIVE
             and len(now.members) == len(NAMES)
-            and all(h.worker.runs and h.worker.report.steady for h in self.hosts.values())
+            and all(h.worker.runs and h.worker.report.has_finished_step for h in self.hosts.values())
             and all(h.worker.generation is not None for h in self.hosts.values())
         )
 
@@ -301,16 +301,16 @@ class Cluster:
         if host.draining and self.now_s - host.noticed_s > DRAIN_DEADLINE_S:
             yield 2, lambda: self.leave(host)
         patience_s = self.now_s - host.told_to_stop_s
-        if self.is_outside(host) and worker.generation is not None and patience_s > RULES.quiesce_deadline_s:
+        if self.is_outside(host) and worker.generation is not None and patience_s > RULES.quiesce_timeout_s:
             yield 1, lambda: self.kill(worker)
         if not host.connected:
             return
         if not host.registered:
             quiet = not worker.inbox and not worker.outbox
-            if self.store.get(host_key(JOB, host.name)) is None and quiet:
+            if self.store.get(make_host_key(JOB, host.name)) is None and quiet:
                 yield 2, lambda: self.register(host)
             return
-        if self.store.get(host_key(JOB, host.name)) is None:
+        if self.store.get(make_host_key(JOB, host.name)) is None:
             yield 2, lambda: self.lose_session(host)
         elif host.touched:
             yield 3, lambda: self.publish(host)
@@ -318,13 +318,13 @@ class Cluster:
             yield 3, lambda: self.read_generation(host)
         if host.term is not None:
             yield from self.leader_moves(host, host.term)
-        elif self.store.get(leader_key(JOB)) is None and self.store.get(host_key(JOB, host.name)):
+        elif self.store.get(make_leader_key(JOB)) is None and self.store.get(make_host_key(JOB, host.name)):
             yield 2, lambda: self.lead(host)
 
     def leader_moves(self, host: Host, term: Term):
         if term.pending:
             yield 3, lambda: self.write(host, term)
-        elif self.store.changes(hosts_prefix(JOB), term.read, 1)[0]:
+        elif self.store.changes(make_hosts_prefix(JOB), term.read, 1)[0]:
             yield 4, lambda: self.read_status(host, term)
         elif term.looked_s != self.now_s:
             yield 2, lambda: self.decide(host, term, Tick())
@@ -341,7 +341,7 @@ class Cluster:
             return
         if worker.interrupted:
             yield 3, worker.go_idle
-        elif not worker.report.formed:
+        elif not worker.report.has_formed:
             if self.can_form(worker, generation):
                 yield 4, lambda: self.form(worker, generation)
         else:
@@ -360,7 +360,7 @@ class Cluster:
         if all(arrived.get(m.host, 0) >= worker.begun for m in generation.members):
             yield 2, lambda: self.commit(worker)
         if any(self.workers[m.host, m.incarnation].generation != generation for m in generation.members):
-            yield 2, lambda: worker.go_idle(failure=Failure(kind=FailureKind.COLLECTIVE, text="reset"))
+            yield 2, lambda: worker.go_idle(failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="reset"))
 
     def time_moves(self):
         late = any(h.reaches_store and h.registered and self.has_news(h) for h in self.hosts.values())
@@ -401,14 +401,14 @@ class Cluster:
             return
         yield 2, lambda: self.kill(worker)
         yield 2 if worker.stopped else 1, lambda: self.stop_or_continue(worker)
-        if worker.runs and worker.report.formed and worker.generation is not None:
-            failure = Failure(kind=FailureKind.COLLECTIVE, text="out of luck")
+        if worker.runs and worker.report.has_formed and worker.generation is not None:
+            failure = WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="out of luck")
             yield 1, lambda: worker.go_idle(failure=failure)
 
     # The agent.
 
     def has_news(self, host: Host) -> bool:
-        found = self.store.get(generation_key(JOB))
+        found = self.store.get(make_generation_key(JOB))
         return found is not None and found.mod_revision >= host.read
 
     def hear(self, host: Host) -> None:
@@ -425,7 +425,7 @@ class Cluster:
     def is_outside(self, host: Host) -> bool:
         if host.known is None:
             return False
-        member = host.known.member(host.name) if host.known.number > host.void else None
+        member = host.known.find_member(host.name) if host.known.number > host.void else None
         return member is None or member.incarnation != host.worker.incarnation
 
     def restart_worker(self, host: Host) -> None:
@@ -436,23 +436,23 @@ class Cluster:
         host.lease = self.store.grant(1e9, self.now_s)
         host.registered = True
         self.publish(host)
-        found = self.store.get(generation_key(JOB))
+        found = self.store.get(make_generation_key(JOB))
         host.read = Revision(self.store.revision + 1)
         if found is not None:
             stored = msgspec.msgpack.decode(found.value, type=Generation)
-            host.void = stored.number - (stored.member(host.name) is None)
+            host.void = stored.number - (stored.find_member(host.name) is None)
             self.order(host, stored)
 
     def publish(self, host: Host) -> None:
         assert host.lease is not None
-        self.store.transaction((), (PutOp(host_key(JOB, host.name), encode(host.status()), host.lease),))
+        self.store.transaction((), (PutOp(make_host_key(JOB, host.name), encode(host.status()), host.lease),))
         host.touched = False
 
     def lose_session(self, host: Host) -> None:
         """The agent's own clock says that the lease is over: stop training, then count as dead."""
         host.registered, host.term = False, None
         worker = host.worker
-        worker.inbox.append(Hold())
+        worker.inbox.append(HoldTraining())
         if worker.runs:
             self.obey_all(worker)
 
@@ -461,7 +461,7 @@ class Cluster:
             worker.obey()
 
     def read_generation(self, host: Host) -> None:
-        (found, *_), host.read = self.store.changes(generation_key(JOB), host.read, 1)
+        (found, *_), host.read = self.store.changes(make_generation_key(JOB), host.read, 1)
         assert isinstance(found, Put)
         self.order(host, msgspec.msgpack.decode(found.key_value.value, type=Generation))
 
@@ -469,29 +469,29 @@ class Cluster:
         host.known = generation
         worker = host.worker
         if self.is_outside(host):
-            if host.draining and generation.phase in (Phase.FORM, Phase.ACTIVE):
+            if host.draining and generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE):
                 self.leave(host)
             elif worker.alive and worker.stopped:
                 self.kill(worker)
-            elif generation.phase is not Phase.FINISHED:
+            elif generation.phase is not GenerationPhase.FINISHED:
                 worker.inbox.append(Quiesce(generation=generation.number))
                 host.told_to_stop_s = self.now_s
             return
         match generation.phase:
-            case Phase.QUIESCE:
+            case GenerationPhase.QUIESCE:
                 worker.inbox.append(Quiesce(generation=generation.number))
-            case Phase.PAUSE:
+            case GenerationPhase.PAUSE:
                 worker.inbox.append(Pause(generation=generation.number))
-            case Phase.BOUNDARY:
-                assert generation.boundary is not None
-                worker.inbox.append(Boundary(generation=generation.number, step=generation.boundary))
-            case Phase.FORM:
-                worker.inbox.append(Form(generation=generation, host=host.name, relay=""))
-            case Phase.ACTIVE:
+            case GenerationPhase.BOUNDARY:
+                assert generation.boundary_step is not None
+                worker.inbox.append(RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step))
+            case GenerationPhase.FORM:
+                worker.inbox.append(FormWorld(generation=generation, host=host.name, relay_address=""))
+            case GenerationPhase.ACTIVE:
                 kept = [s for s in host.services if s.world >= generation.world]
                 host.touched = host.touched or kept != host.services
                 host.services = kept
-            case Phase.FINISHED:
+            case GenerationPhase.FINISHED:
                 pass
 
     def leave(self, host: Host) -> None:
@@ -502,17 +502,17 @@ class Cluster:
     # The leader: as in leader.py.
 
     def lead(self, host: Host) -> None:
-        key = leader_key(JOB)
+        key = make_leader_key(JOB)
         assert host.lease is not None
         result = self.store.transaction((is_absent(key),), (PutOp(key, b"", host.lease),))
         assert result.succeeded
-        stored = self.store.get(generation_key(JOB))
+        stored = self.store.get(make_generation_key(JOB))
         generation = msgspec.msgpack.decode(stored.value, type=Generation) if stored else None
         statuses = [
-            msgspec.msgpack.decode(r.value, type=HostStatus) for r in self.store.range(hosts_prefix(JOB))
+            msgspec.msgpack.decode(r.value, type=HostStatus) for r in self.store.range(make_hosts_prefix(JOB))
         ]
         state = dataclasses.replace(
-            initial_state(generation, self.now_s), hosts={s.host: s for s in statuses}
+            make_initial_state(generation, self.now_s), hosts={s.host: s for s in statuses}
         )
         known = stored.mod_revision if stored else Revision(0)
         read = Revision(self.store.revision + 1)
@@ -520,36 +520,36 @@ class Cluster:
         self.decide(host, host.term, Tick())
 
     def read_status(self, host: Host, term: Term) -> None:
-        (found, *_), term.read = self.store.changes(hosts_prefix(JOB), term.read, 1)
+        (found, *_), term.read = self.store.changes(make_hosts_prefix(JOB), term.read, 1)
         if isinstance(found, Put):
             change = HostChanged(msgspec.msgpack.decode(found.key_value.value, type=HostStatus))
         else:
-            change = HostGone(HostName(found.key.removeprefix(hosts_prefix(JOB))))
+            change = HostLeft(HostName(found.key.removeprefix(make_hosts_prefix(JOB))))
         self.decide(host, term, change)
 
     def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
         term.looked_s = self.now_s
         term.state, commands = handle(term.state, change, self.now_s, RULES)
         for command in commands:
-            if isinstance(command, Publish):
+            if isinstance(command, PublishGeneration):
                 term.pending.append(command.generation)
             else:
                 self.prepare(host, command)
 
-    def prepare(self, host: Host, command: PrepareService) -> None:
-        if all((s.world, s.nodes) != (command.world, command.nodes) for s in host.services):
-            address = f"{host.name}:{command.world}:{command.nodes}:{self.store.revision}"
+    def prepare(self, host: Host, command: StartCoordinationService) -> None:
+        if all((s.world, s.num_processes) != (command.world, command.num_processes) for s in host.services):
+            address = f"{host.name}:{command.world}:{command.num_processes}:{self.store.revision}"
             host.services.append(
-                ServiceStatus(world=command.world, nodes=command.nodes, address=address, pid=1)
+                CoordinationServiceStatus(world=command.world, num_processes=command.num_processes, address=address, pid=1)
             )
             host.touched = True
 
     def write(self, host: Host, term: Term) -> None:
         generation = term.pending.popleft()
-        key = generation_key(JOB)
+        key = make_generation_key(JOB)
         result = self.store.transaction(
             (
-                Compare(leader_key(JOB), Target.CREATE_REVISION, Operator.EQUAL, term.token),
+                Compare(make_leader_key(JOB), Target.CREATE_REVISION, Operator.EQUAL, term.token),
                 Compare(key, Target.MOD_REVISION, Operator.EQUAL, term.known),
             ),
             (PutOp(key, encode(generation)),),
@@ -568,7 +568,7 @@ class Cluster:
         me = (worker.host, worker.incarnation)
         for later, _ in self.written:
             seated = any((m.host, m.incarnation) == me for m in later.members)
-            if later.phase is Phase.FORM and later.number > worker.order.generation.number:
+            if later.phase is GenerationPhase.FORM and later.number > worker.order.generation.number:
                 assert not seated, f"{worker.host} enters an older generation than one it is a member of"
         worker.enter()
         generation = worker.generation
@@ -579,21 +579,21 @@ class Cluster:
             self.complete.add(generation.number)
 
     def can_form(self, worker: Worker, generation: Generation) -> bool:
-        if worker.host in generation.behind and not any(
+        if worker.host in generation.receivers and not any(
             source.host in self.entered[generation.number] and self.hosts[source.host].worker.runs
             for source in generation.sources
         ):
             return False
-        return generation.change is Change.SHRINK or generation.number in self.complete
+        return generation.change is WorldChange.SHRINK or generation.number in self.complete
 
     def form(self, worker: Worker, generation: Generation) -> None:
-        if worker.host in generation.behind:
+        if worker.host in generation.receivers:
             worker.held = generation.step
         elif not generation.sources:
             worker.held = None
         assert worker.step == generation.step, "all go on from the same step"
         worker.begun = worker.step
-        if generation.change is Change.SHRINK:
+        if generation.change is WorldChange.SHRINK:
             assert worker.report.world == generation.world, "a shrink stays in its world"
         worker.say(formed=True, world=generation.world, step=worker.step)
 
@@ -603,7 +603,7 @@ class Cluster:
 
     def commit(self, worker: Worker) -> None:
         worker.held = worker.begun
-        if not worker.report.steady:
+        if not worker.report.has_finished_step:
             worker.say(steady=True, holds_state=True, step=worker.held)
 
     # Time and faults.
@@ -650,7 +650,7 @@ class Cluster:
     def drain(self, host: Host) -> None:
         host.draining = host.touched = True
         host.noticed_s = self.now_s
-        if host.known is None or host.known.member(host.name) is None:
+        if host.known is None or host.known.find_member(host.name) is None:
             self.leave(host)
 
     def kill_service(self, host: Host) -> None:
@@ -662,26 +662,26 @@ class Cluster:
     def check_write(self, new: Generation, token: Revision) -> None:
         """What must hold for each generation that a store accepts."""
         if not self.written:
-            old = Generation(number=GenerationNumber(1), phase=Phase.QUIESCE)
+            old = Generation(number=GenerationNumber(1), phase=GenerationPhase.QUIESCE)
         else:
             old, old_token = self.written[-1]
             assert token >= old_token, "a deposed leader wrote"
-        assert old.phase is not Phase.FINISHED, "nothing follows the end"
-        if new.phase is Phase.FINISHED:
+        assert old.phase is not GenerationPhase.FINISHED, "nothing follows the end"
+        if new.phase is GenerationPhase.FINISHED:
             assert new.outcome is not None
-            if new.outcome.kind is OutcomeKind.INTERRUPTED:
+            if new.outcome.kind is JobOutcomeKind.INTERRUPTED:
                 hosts = [self.hosts[m.host] for m in old.members]
                 assert all(h.draining or not h.alive for h in hosts), "somebody could have gone on"
             return
         if new.number == old.number:
             assert (old.phase, new.phase) in FORWARD, f"{old.phase} -> {new.phase} under one number"
-            if old.phase in (Phase.PAUSE, Phase.FORM, Phase.ACTIVE):
+            if old.phase in (GenerationPhase.PAUSE, GenerationPhase.FORM, GenerationPhase.ACTIVE):
                 assert new.members == old.members, "other members under the same number"
         else:
             assert new.number == old.number + 1
-            assert new.phase in (Phase.QUIESCE, Phase.PAUSE), "a new number begins with an agreement to stop"
+            assert new.phase in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE), "a new number begins with an agreement to stop"
             assert set(new.members) <= set(old.members), "nobody joins by a quiesce"
-        if new.phase is Phase.FORM:
+        if new.phase is GenerationPhase.FORM:
             self.check_form(old, new)
 
     def check_form(self, old: Generation, new: Generation) -> None:
@@ -695,15 +695,15 @@ class Cluster:
             assert worker.generation is None, f"{worker.host} still trains in {worker.report.generation}"
             if worker.alive:
                 assert worker.report.state is WorkerState.IDLE
-            if who in before and old.phase is Phase.QUIESCE:
+            if who in before and old.phase is GenerationPhase.QUIESCE:
                 assert worker.report.generation >= new.number, "a member has not acknowledged"
         kept = [w.held for who, w in workers.items() if who in before and w.held is not None]
         joined = [w.held for who, w in workers.items() if who not in before and w.held is not None]
         assert new.step == max(kept or joined, default=0)
         for who, worker in workers.items():
-            if who[0] not in new.behind and new.sources:
+            if who[0] not in new.receivers and new.sources:
                 assert worker.held == new.step, "whoever is not behind holds the state"
-        assert new.change is Change.SHRINK or {m.process_index for m in new.members} == set(
+        assert new.change is WorldChange.SHRINK or {m.process_index for m in new.members} == set(
             range(len(new.members))
         )
 
@@ -716,7 +716,7 @@ class Cluster:
         for host in self.hosts.values():
             worker = host.worker
             generation = worker.generation
-            if generation is None or not worker.runs or worker.interrupted or not worker.report.formed:
+            if generation is None or not worker.runs or worker.interrupted or not worker.report.has_formed:
                 continue
             if host.lease is not None or not host.registered:
                 training[generation].add((worker.host, worker.incarnation))
@@ -797,14 +797,14 @@ def play(tape: bytes, chance: random.Random) -> Cluster:
     recovered = play_fairly(cluster, lambda: cluster.finished or cluster.is_whole, chance)
     assert recovered, f"stuck in {cluster.generation}"
     if (outcome := cluster.outcome) is not None:
-        assert outcome.kind in (OutcomeKind.STATE_LOST, OutcomeKind.INTERRUPTED), outcome
-        if was_running and outcome.kind is OutcomeKind.STATE_LOST:
+        assert outcome.kind in (JobOutcomeKind.STATE_LOST, JobOutcomeKind.INTERRUPTED), outcome
+        if was_running and outcome.kind is JobOutcomeKind.STATE_LOST:
             assert not has_state, outcome
         return cluster
     cluster.total = max(host.worker.step for host in cluster.hosts.values()) + 2
     assert play_fairly(cluster, lambda: cluster.finished, chance), f"does not end: {cluster.generation}"
     assert cluster.outcome is not None
-    assert cluster.outcome.kind is OutcomeKind.DONE
+    assert cluster.outcome.kind is JobOutcomeKind.DONE
     members = cluster.generation.members if cluster.generation is not None else ()
     assert all(cluster.workers[m.host, m.incarnation].step == cluster.total for m in members)
     return cluster

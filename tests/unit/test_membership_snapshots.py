@@ -3,22 +3,22 @@
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.cluster.membership import AfterStateLoss, HostGone
+from resilient_jax.cluster.membership import StateLossPolicy, HostLeft
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import Change, Failure, FailureKind, OutcomeKind, Phase, WorkerState
+from resilient_jax.protocol.records import WorldChange, WorkerFailure, WorkerFailureKind, JobOutcomeKind, GenerationPhase, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 
 def test_a_lost_host_leads_back_to_the_newest_snapshot_in_the_same_world():
     job = sharded("abcd")
-    job.give(HostGone(HostName("b")))
+    job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)
     new = job.generation
-    assert (new.phase, new.change, new.world) == (Phase.FORM, Change.SHRINK, 1)
+    assert (new.phase, new.change, new.world) == (GenerationPhase.FORM, WorldChange.SHRINK, 1)
     assert new.snapshot is not None
     assert (new.snapshot.id.step, new.step) == (5, 5), "step 6 is nowhere whole"
     assert [source.host for source in new.snapshot.sources] == ["a", "c", "d"]
-    assert (new.sources, new.behind) == ((), ())
+    assert (new.sources, new.receivers) == ((), ())
 
 
 def test_a_killed_worker_leaves_its_hosts_snapshot_of_use():
@@ -32,14 +32,14 @@ def test_a_killed_worker_leaves_its_hosts_snapshot_of_use():
 
 def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
     job = sharded("abcd", regroup_s=5.0)
-    job.give(HostGone(HostName("b")))
-    job.give(HostGone(HostName("c")))
+    job.give(HostLeft(HostName("b")))
+    job.give(HostLeft(HostName("c")))
     job.acknowledge("a", "d", step=6)
-    assert job.phase is Phase.QUIESCE, "they may come back"
+    assert job.phase is GenerationPhase.QUIESCE, "they may come back"
     job.wait(6.0)
     outcome = job.generation.outcome
     assert outcome is not None
-    assert outcome.kind is OutcomeKind.STATE_LOST
+    assert outcome.kind is JobOutcomeKind.STATE_LOST
     assert "the snapshot of step 5 (generation 1)" in outcome.message
     assert "b, c are; a, d survive" in outcome.message
 
@@ -48,13 +48,13 @@ def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_a
     job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
     away = {name: job.status(name) for name in "bc"}
     for name in "bc":
-        job.give(HostGone(HostName(name)))
+        job.give(HostLeft(HostName(name)))
     job.acknowledge("a", "d", step=6)
     job.wait(20.0)
-    assert job.phase is Phase.QUIESCE, "a link that is down for some seconds must not end the job"
+    assert job.phase is GenerationPhase.QUIESCE, "a link that is down for some seconds must not end the job"
     job.change("b", snapshot_server=away["b"].snapshot_server, snapshots=away["b"].snapshots)
     job.serve()
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
     assert job.generation.snapshot is not None
     assert job.generation.snapshot.id.step == 5
 
@@ -62,36 +62,36 @@ def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_a
 def test_hosts_that_stay_away_are_not_waited_for_for_ever():
     job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
     for name in "bc":
-        job.give(HostGone(HostName(name)))
+        job.give(HostLeft(HostName(name)))
     job.acknowledge("a", "d", step=6)
     job.wait(31.0)
     assert job.generation.outcome is not None
-    assert job.generation.outcome.kind is OutcomeKind.STATE_LOST
+    assert job.generation.outcome.kind is JobOutcomeKind.STATE_LOST
 
 
 def test_when_all_hosts_are_back_without_the_state_nobody_is_waited_for():
     job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
     for name in "bc":
-        job.give(HostGone(HostName(name)))
+        job.give(HostLeft(HostName(name)))
     job.acknowledge("a", "d", step=6)
     for name in "bc":
         job.change(name, snapshot_server=None, snapshots=())
     job.wait(6.0)
     assert job.generation.outcome is not None
-    assert job.generation.outcome.kind is OutcomeKind.STATE_LOST
+    assert job.generation.outcome.kind is JobOutcomeKind.STATE_LOST
 
 
 def test_a_snapshot_before_the_job_began_again_is_void():
-    job = sharded("abcd", regroup_s=5.0, after_state_loss=AfterStateLoss.RESTART)
+    job = sharded("abcd", regroup_s=5.0, after_state_loss=StateLossPolicy.RESTART)
     held = job.status("b")
     for lost in "bc":
-        job.give(HostGone(HostName(lost)))
+        job.give(HostLeft(HostName(lost)))
     job.acknowledge("a", "d", step=6)
     job.wait(6.0)
     job.serve()
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
     assert (job.generation.step, job.generation.snapshot) == (0, None)
-    assert job.generation.began == job.generation.number
+    assert job.generation.initial_generation == job.generation.number
     job.form()
     for name in "ad":
         job.report(name, steady=True, holds_state=False, step=1)
@@ -122,7 +122,7 @@ def test_when_all_workers_die_their_hosts_snapshots_are_there():
     for name in "abc":
         job.restart(name)
     job.serve()
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
     assert job.generation.snapshot is not None
     assert (job.generation.step, job.generation.snapshot.id.step) == (4, 4)
     assert job.generation.progress >= 5
@@ -136,12 +136,12 @@ def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
         job.report(name, generation=job.generation.number, limit=7)
     for name in job.members:
         job.report(name, state=WorkerState.IDLE, step=7, limit=7, formed=False, snapshot=last.id)
-    assert job.phase is Phase.BOUNDARY, "their servers have not reported it yet"
+    assert job.phase is GenerationPhase.BOUNDARY, "their servers have not reported it yet"
     keep(job, "ab", last)
-    assert job.phase is Phase.BOUNDARY
+    assert job.phase is GenerationPhase.BOUNDARY
     keep(job, "c", last)
     job.serve("b")
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
     assert (job.generation.step, job.members) == (7, ["b", "c"])
 
 
@@ -176,9 +176,9 @@ def test_hosts_that_leave_wait_for_a_snapshot_without_them():
 
 def test_hosts_that_leave_are_not_waited_for_when_they_are_gone_or_somebody_has_the_state():
     job = leave_two_of_four()
-    job.give(HostGone(HostName("c")))
+    job.give(HostLeft(HostName("c")))
     assert job.generation.snapshot is not None
-    job.give(HostGone(HostName("d")))
+    job.give(HostLeft(HostName("d")))
     assert job.generation.snapshot is None
     job = leave_two_of_four()
     job.report("b", holds_state=True)
@@ -199,7 +199,7 @@ def test_a_planned_change_without_snapshots_waits_for_nothing():
     job.change("a", draining=True)
     stop_at_boundary(job, 6)
     job.serve("b")
-    assert job.phase is Phase.FORM
+    assert job.phase is GenerationPhase.FORM
 
 
 def test_a_hung_worker_is_left_out_in_time_though_nobody_holds_the_whole_state():
@@ -222,7 +222,7 @@ def test_workers_that_hang_together_start_again_from_the_snapshot():
         job.worker(name, exit_code=-9)  # their agents' doing
         job.restart(name)
     job.serve()
-    assert (job.phase, job.members) == (Phase.FORM, ["a", "b", "c"])
+    assert (job.phase, job.members) == (GenerationPhase.FORM, ["a", "b", "c"])
     assert job.generation.snapshot is not None
     assert job.generation.step == 5
 
@@ -237,7 +237,7 @@ def test_who_compiles_is_waited_for_though_nobody_stops_and_there_is_a_snapshot(
 
 def test_the_records_survive_the_store():
     job = sharded("abcd")
-    job.give(HostGone(HostName("b")))
+    job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)
     data = msgspec.msgpack.encode(job.generation)
     assert msgspec.msgpack.decode(data, type=type(job.generation)) == job.generation
@@ -250,10 +250,10 @@ def test_a_job_that_breaks_before_its_first_snapshot_begins_again():
     for name in "abc":
         job.report(name, steady=True, holds_state=False, step=1)
         job.change(name, snapshot_server=server(name))
-    job.give(HostGone(HostName("b")))
+    job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", step=1)
-    assert (job.phase, job.generation.step, job.generation.snapshot) == (Phase.FORM, 0, None)
-    assert job.generation.began == job.generation.number
+    assert (job.phase, job.generation.step, job.generation.snapshot) == (GenerationPhase.FORM, 0, None)
+    assert job.generation.initial_generation == job.generation.number
 
 
 def test_a_snapshot_that_is_damaged_beyond_its_parity_is_not_tried_again():
@@ -264,24 +264,24 @@ def test_a_snapshot_that_is_damaged_beyond_its_parity_is_not_tried_again():
     job.form()
     for name in "acd":
         job.report(name, holds_state=False)
-    failure = Failure(kind=FailureKind.SNAPSHOT, text="block 3 of the part of b")
+    failure = WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text="block 3 of the part of b")
     job.report("c", failure=failure)
-    assert job.phase is Phase.QUIESCE
+    assert job.phase is GenerationPhase.QUIESCE
     assert job.generation.reason == "c could not read the snapshot"
     job.acknowledge("a", "c", "d", step=5)
     job.serve()
     assert job.generation.snapshot is not None
     assert job.generation.snapshot.id.step == 4
-    assert [id.step for id in job.generation.unreadable] == [5]
+    assert [id.step for id in job.generation.unreadable_snapshots] == [5]
 
 
 def test_when_all_have_gone_on_from_a_snapshot_the_generation_says_so():
     job = sharded("abcd")
-    job.give(HostGone(HostName("b")))
+    job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)
     job.form()
-    assert job.phase is Phase.ACTIVE
+    assert job.phase is GenerationPhase.ACTIVE
     assert job.generation.snapshot is not None, "some may still read it"
     for name in "acd":
         job.report(name, steady=True, holds_state=False, step=6)
-    assert (job.phase, job.generation.snapshot) == (Phase.ACTIVE, None)
+    assert (job.phase, job.generation.snapshot) == (GenerationPhase.ACTIVE, None)

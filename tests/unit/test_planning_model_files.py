@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.config import JobConfig, load
+from resilient_jax.config import JobConfig, load_toml
 from resilient_jax.errors import ConfigError
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.transformer import count_parameters
@@ -113,7 +113,7 @@ def test_a_model_given_as_the_settings_of_a_job_is_refused_by_its_first_key():
     with pytest.raises(
         ConfigError, match=r"gpt2\.toml: key 'name': found an unknown key, expected one of lease_ttl_s"
     ):
-        load(CONFIGS / "gpt2.toml", JobConfig)
+        load_toml(CONFIGS / "gpt2.toml", JobConfig)
 
 
 def test_a_file_that_does_not_exist_is_refused(tmp_path):

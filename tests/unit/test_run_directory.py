@@ -7,22 +7,22 @@ import pytest
 
 from resilient_jax.cluster.run_directory import (
     CONTACT_FILE,
-    Contact,
-    claimed,
-    create_new,
+    JobContact,
+    claim_directory,
+    create_numbered_directory,
     read_contact,
     remove_contact,
     write_contact,
 )
 from resilient_jax.errors import CallerError, LogUnwritable
 
-OURS = Contact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
-THEIRS = Contact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)
+OURS = JobContact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
+THEIRS = JobContact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)
 
 
 def test_a_new_folder_is_one_that_nobody_has(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "20250101-000000"
-    made = [create_new(wanted) for _ in range(3)]
+    made = [create_numbered_directory(wanted) for _ in range(3)]
     assert [path.name for path in made] == ["20250101-000000", "20250101-000000-2", "20250101-000000-3"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 and list(path.iterdir()) == [] for path in made)
 
@@ -30,17 +30,17 @@ def test_a_new_folder_is_one_that_nobody_has(tmp_path: Path) -> None:
 def test_a_new_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LogUnwritable, match=r"file/run: Not a directory; expected a folder"):
-        create_new(tmp_path / "file" / "run")
+        create_numbered_directory(tmp_path / "file" / "run")
 
 
 def test_a_folder_is_claimed_once_at_a_time(tmp_path: Path) -> None:
-    with claimed(tmp_path):  # noqa: SIM117 - the second claim alone is refused
+    with claim_directory(tmp_path):  # noqa: SIM117 - the second claim alone is refused
         with (
             pytest.raises(CallerError, match="found a job that still runs in this folder"),
-            claimed(tmp_path),
+            claim_directory(tmp_path),
         ):
             pass
-    with claimed(tmp_path):
+    with claim_directory(tmp_path):
         pass
 
 

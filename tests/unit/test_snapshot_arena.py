@@ -23,7 +23,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import Group, Layout, SnapshotId, SnapshotPhase
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId, SnapshotPhase
 from resilient_jax.snapshot import memory_budget
 from resilient_jax.snapshot.commit_votes import CommitBoard
 from resilient_jax.snapshot.manifest import (
@@ -58,11 +58,11 @@ def make_id(step, generation=1):
 
 
 def make_layout(part_bytes=300_000, generation=1, peer_bytes=10):
-    return Layout(
+    return SnapshotLayout(
         generation=GenerationNumber(generation),
-        groups=(Group(hosts=(HOST, PEER), parity=1),),
+        groups=(ParityGroup(hosts=(HOST, PEER), parity=1),),
         part_bytes={HOST: part_bytes, PEER: peer_bytes},
-        servers={HOST: "a:1", PEER: "b:1"},
+        server_endpoints={HOST: "a:1", PEER: "b:1"},
         root=HOST,
     )
 
@@ -299,7 +299,7 @@ def test_a_snapshot_whose_mark_is_damaged_is_not_given_and_not_reported(arena, h
     with pytest.raises(ChecksumMismatch, match="mark of slot"):
         arena.find(make_id(1), Phase.PART)
     assert arena.statuses() == ()
-    assert EventKind.SNAPSHOT_DAMAGED in heard.events
+    assert EventKind.SNAPSHOT_CORRUPT in heard.events
 
 
 def test_a_mark_that_is_whole_but_of_something_else_vouches_for_nothing(arena):

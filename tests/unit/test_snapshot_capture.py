@@ -32,7 +32,7 @@ from snapshot_parts import (
 
 from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state import part_copy
 from resilient_jax.state.capture import Capture
 from resilient_jax.state.copy_sources import Source, Task, plan_tasks, send_to_host
@@ -132,7 +132,7 @@ def test_a_piece_may_span_several_devices_of_its_host(dtype):
 
 
 def test_a_start_returns_before_anything_is_copied():
-    held = Held(Place.BEFORE_COPY)
+    held = Held(FailPoint.BEFORE_COPY)
     with Taking({"w": jnp.ones(1000)}, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
@@ -153,7 +153,7 @@ def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
     scale = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     array = scale(array) * 0 + start  # in memory of XLA's own, as after any step
     where = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-    held = Held(Place.AFTER_COPY)
+    held = Held(FailPoint.AFTER_COPY)
     with Taking({"w": array}, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
@@ -167,7 +167,7 @@ def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
         assert np.array_equal(np.sort(part[part != 0]), np.sort(start[start != 0].reshape(-1)))
 
 
-@pytest.mark.parametrize("place", [Place.BEFORE_COPY, Place.DURING_COPY, Place.AFTER_COPY])
+@pytest.mark.parametrize("place", [FailPoint.BEFORE_COPY, FailPoint.DURING_COPY, FailPoint.AFTER_COPY])
 def test_a_cancelled_capture_is_never_complete(place):
     held = Held(place)
     state = {"a": jnp.ones(100)}
@@ -194,7 +194,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing():
 
 
 def test_the_next_snapshot_is_taken_after_one_that_was_cancelled():
-    held = Held(Place.DURING_COPY)
+    held = Held(FailPoint.DURING_COPY)
     with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
         taking.start(1)
         assert held.reached.wait(DEADLINE_S)
@@ -207,7 +207,7 @@ def test_the_next_snapshot_is_taken_after_one_that_was_cancelled():
 
 
 def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
-    held = Held(Place.DURING_COPY)
+    held = Held(FailPoint.DURING_COPY)
     with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
         taking.start(1)
         assert held.reached.wait(DEADLINE_S)
@@ -225,7 +225,7 @@ def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_start_while_one_is_past_its_copy_or_cancelled_waits_its_turn(cancelled):
-    held = Held(Place.DURING_COPY if cancelled else Place.AFTER_COPY)
+    held = Held(FailPoint.DURING_COPY if cancelled else FailPoint.AFTER_COPY)
     with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
         taking.start(1)
         assert held.reached.wait(DEADLINE_S)
@@ -252,7 +252,7 @@ def test_what_the_server_refuses_is_dropped_with_its_reason():
 
 
 def test_a_state_that_was_donated_too_early_is_dropped_by_its_leafs_name():
-    held = Held(Place.BEFORE_COPY)
+    held = Held(FailPoint.BEFORE_COPY)
     with Taking({"w": jnp.ones(10)}, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
@@ -268,7 +268,7 @@ def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_goes_on(threads)
     failures = ["the disk of the arena burns"]
 
     def fail_once(place, step):
-        if place is Place.DURING_COPY and failures:
+        if place is FailPoint.DURING_COPY and failures:
             raise OSError(failures.pop())
 
     state = {"a": jnp.ones(65_536), "b": jnp.ones(65_536)}
@@ -316,7 +316,7 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
 
 
 def test_closing_cancels_what_is_under_way():
-    held = Held(Place.DURING_COPY)
+    held = Held(FailPoint.DURING_COPY)
     taking = Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held)
     taking.start()
     assert held.reached.wait(DEADLINE_S)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import Layout
+from resilient_jax.protocol.snapshots import SnapshotLayout
 from resilient_jax.snapshot.memory_budget import (
     MANIFEST_BYTES,
     MemoryFree,
@@ -25,11 +25,11 @@ A = HostName("a")
 
 def layout(part_bytes, parity, size=8):
     names = [HostName(f"h{index}") for index in range(len(part_bytes))]
-    return Layout(
+    return SnapshotLayout(
         generation=GenerationNumber(1),
         groups=form_groups(names, parity, group_size=size),
         part_bytes=dict(zip(names, part_bytes, strict=True)),
-        servers=dict.fromkeys(names, ""),
+        server_endpoints=dict.fromkeys(names, ""),
         root=names[0],
     )
 
@@ -45,7 +45,7 @@ def test_eight_hosts_with_parity_two_take_a_third_more_in_two_slots_and_little_e
 def test_every_host_keeps_its_part_and_parity_for_the_longest_of_its_group(parts, parity):
     plan = layout(parts, parity)
     for host, nbytes in plan.part_bytes.items():
-        group = plan.group_of(host)
+        group = plan.find_group(host)
         k = len(group.hosts) - group.parity
         needed = memory_needed(plan, host)
         longest = max(plan.part_bytes[member] for member in group.hosts)

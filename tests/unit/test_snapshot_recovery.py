@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 from resilient_jax.snapshot.parity_groups import form_groups
 from resilient_jax.snapshot.snapshot_choice import Statuses, choose_snapshot, explain_loss
 
@@ -32,7 +32,7 @@ def reports(held):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (3, 0), (4, 1), (5, 2), (6, 3)])
 def test_recoverable_if_and_only_if_no_group_lost_more_than_its_parity(n, m):
-    group = Group(hosts=tuple(hosts(n)), parity=m)
+    group = ParityGroup(hosts=tuple(hosts(n)), parity=m)
     for count in range(n):
         for lost in combinations(group.hosts, count):
             left = {host: [status(snapshot(4), [group])] for host in group.hosts if host not in lost}
@@ -40,7 +40,7 @@ def test_recoverable_if_and_only_if_no_group_lost_more_than_its_parity(n, m):
             assert (plan is not None) == (count <= m)
             if plan is not None:
                 assert (plan.id, plan.groups) == (snapshot(4), (group,))
-                assert [(source.host, source.server) for source in plan.sources] == [
+                assert [(source.host, source.endpoint) for source in plan.sources] == [
                     (h, f"{h}:1") for h in left
                 ]
 
@@ -75,7 +75,7 @@ def test_the_newest_committed_one_is_chosen_for_which_every_group_has_enough(
 
 def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_losses():
     """Else the next host that is lost, of two that may be, takes the last good copy along."""
-    group = Group(hosts=tuple(hosts(4)), parity=2)
+    group = ParityGroup(hosts=tuple(hosts(4)), parity=2)
 
     def left(phase: SnapshotPhase, holders: list[HostName]) -> Statuses:
         newer = [status(snapshot(2), [group], phase)]
@@ -96,7 +96,7 @@ def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_lo
 
 
 def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():
-    one, other = Group(hosts=tuple(hosts(3)), parity=1), Group(hosts=tuple(reversed(hosts(3))), parity=1)
+    one, other = ParityGroup(hosts=tuple(hosts(3)), parity=1), ParityGroup(hosts=tuple(reversed(hosts(3))), parity=1)
     held = {
         host: [status(snapshot(1), [one if host != "h2" else other])] for host in hosts(3) if host != "h0"
     }
@@ -104,14 +104,14 @@ def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():
 
 
 def test_a_host_that_is_in_no_group_counts_for_nothing():
-    group = Group(hosts=tuple(hosts(2)), parity=0)
+    group = ParityGroup(hosts=tuple(hosts(2)), parity=0)
     held = {host: [status(snapshot(1), [group])] for host in [HostName("h0"), HostName("x")]}
     assert choose_snapshot(reports(held)) is None
 
 
 def test_the_words_say_what_is_lost_what_survives_and_from_which_step():
-    groups = [Group(hosts=tuple(hosts(3)), parity=1), Group(hosts=(HostName("x"), HostName("y")), parity=1)]
-    older = [Group(hosts=(HostName("x"), HostName("y"), HostName("z")), parity=0)]
+    groups = [ParityGroup(hosts=tuple(hosts(3)), parity=1), ParityGroup(hosts=(HostName("x"), HostName("y")), parity=1)]
+    older = [ParityGroup(hosts=(HostName("x"), HostName("y"), HostName("z")), parity=0)]
     held = {
         HostName("h0"): [status(snapshot(12, 3), groups)],
         HostName("x"): [status(snapshot(12, 3), groups), status(snapshot(8, 2), older)],

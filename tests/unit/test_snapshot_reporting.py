@@ -5,7 +5,7 @@ import socket
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.messages import SERVER_WORD_DECODER, Happened, Holding
+from resilient_jax.snapshot.messages import SERVER_WORD_DECODER, EventOccurred, Holding
 from resilient_jax.snapshot.notifier import Reporter
 
 
@@ -22,10 +22,10 @@ def test_what_is_held_is_told_when_there_is_memory_again():
 
     reporter.statuses = statuses
     reporter.holding_changed()
-    reporter.happened(EventKind.SNAPSHOT_KERNEL)
+    reporter.happened(EventKind.SNAPSHOT_ERASURE_KERNEL)
     told = []
     while len(told) < 2:
         told += [SERVER_WORD_DECODER.decode(message) for message in agent.receive()]
     assert isinstance(told[0], Holding)
-    assert isinstance(told[1], Happened)
+    assert isinstance(told[1], EventOccurred)
     agent.close()

@@ -25,7 +25,7 @@ from snapshot_parts import (
 )
 
 from resilient_jax.errors import MessageError, StateError
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import Manifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state import gather, restore
@@ -201,7 +201,7 @@ def test_texts_come_back_with_the_arrays_and_the_step():
     assert step == 12
     assert [restored["name"], restored["nested"][0]] == ["byte_lm", "a"]
     assert_same([restored["w"], restored["nested"][1]], [state["w"], state["nested"][1]])
-    assert places == [(Place.DURING_RESTORE, 12)]
+    assert places == [(FailPoint.DURING_RESTORE, 12)]
 
 
 def test_a_state_without_leaves_comes_back():

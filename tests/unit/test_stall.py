@@ -3,7 +3,7 @@
 import pytest
 
 from resilient_jax.events import Event, EventKind
-from resilient_jax.telemetry.stall import read_stall
+from resilient_jax.telemetry.stall import measure_stall
 
 
 def event(kind: EventKind, at_s: float, generation: int | None = None, **detail: str | int) -> Event:
@@ -29,17 +29,17 @@ STORY = [
 
 
 def test_phases_add_up_to_the_stall() -> None:
-    stall = read_stall(STORY, 10.0)
+    stall = measure_stall(STORY, 10.0)
     assert stall is not None
-    assert stall.noticed_by is EventKind.WORKER_EXITED
-    phases = (stall.notice_s, stall.quiesce_s, stall.rebuild_s, stall.step_s)
+    assert stall.detected_by is EventKind.WORKER_EXITED
+    phases = (stall.detection_s, stall.quiesce_s, stall.rebuild_s, stall.step_s)
     assert phases == pytest.approx((0.1, 0.1, 0.3, 0.5))
     assert stall.total_s == pytest.approx(1.0)
-    assert (stall.change, stall.generation, stall.hosts, stall.step) == ("shrink", 2, 2, 7)
+    assert (stall.change, stall.generation, stall.num_hosts, stall.step) == ("shrink", 2, 2, 7)
 
 
 def test_a_stall_lasts_until_every_member_has_done_a_step() -> None:
-    assert read_stall(STORY[:-1], 10.0) is None
+    assert measure_stall(STORY[:-1], 10.0) is None
 
 
 def test_a_generation_that_failed_again_is_part_of_the_stall() -> None:
@@ -51,7 +51,7 @@ def test_a_generation_that_failed_again_is_part_of_the_stall() -> None:
         event(EventKind.STEP_COMMITTED, 12.5, 3),
         event(EventKind.STEP_COMMITTED, 12.6, 3),
     ]
-    stall = read_stall(again, 10.0)
+    stall = measure_stall(again, 10.0)
     assert stall is not None
     assert stall.generation == 3
     assert stall.total_s == pytest.approx(2.6)

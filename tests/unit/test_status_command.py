@@ -11,15 +11,15 @@ from resilient_jax.cli.options import installed_versions
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
-from resilient_jax.protocol.records import HostStatus, ServiceStatus, WorkerStatus
-from resilient_jax.protocol.snapshots import Group, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.records import HostStatus, CoordinationServiceStatus, WorkerStatus
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 HOST = HostName("ip-10-0-0-17.compute.internal")
 HOSTS = (HOST, HostName("host-1"))
 SNAPSHOT = SnapshotStatus(
     id=SnapshotId(generation=GenerationNumber(1), step=12),
     phase=SnapshotPhase.COMMITTED,
-    groups=(Group(hosts=HOSTS, parity=1),),
+    groups=(ParityGroup(hosts=HOSTS, parity=1),),
     nbytes=2**20,
     wall_s=0.0,
 )
@@ -35,10 +35,10 @@ REPORT = JobReport(
             address="",
             versions=installed_versions(),
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
-            services=(ServiceStatus(world=WorldId(11), nodes=2, address="", pid=2),),
+            services=(CoordinationServiceStatus(world=WorldId(11), num_processes=2, address="", pid=2),),
             snapshots=(SNAPSHOT,),
             step=123456,
-            draining=True,
+            is_draining=True,
         ),
     ),
 )

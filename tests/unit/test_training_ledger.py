@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.chaos.ledger_invariants import add_sums
-from resilient_jax.protocol.ledger import Begun, Committed, read_ledger
+from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, read_ledger
 from resilient_jax.state.flat_state import hold
 from resilient_jax.worker import ledger
 from resilient_jax.worker.ledger import Ledger, add_up, digest
@@ -76,7 +76,7 @@ def test_a_ledger_reads_back_and_a_torn_line_is_left_out(tmp_path) -> None:
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(path.read_bytes() + b'{"type":"begun","ho')
     begun, committed = read_ledger([path])
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, MicrobatchEntry)
     assert begun.index == 3
-    assert isinstance(committed, Committed)
-    assert (committed.step, committed.sha256, committed.owners) == (0, digest(state), {"train": ("host-0",)})
+    assert isinstance(committed, StepEntry)
+    assert (committed.step, committed.state_sha256, committed.owners) == (0, digest(state), {"train": ("host-0",)})

@@ -4,7 +4,7 @@ import doctest
 
 import pytest
 
-from resilient_jax.errors import InternalError, PeerUnreachable, TokenRefused
+from resilient_jax.errors import InternalError, PeerUnreachable, Unauthenticated
 from resilient_jax.store import interface
 from resilient_jax.transport import authentication, error_codec, method
 from resilient_jax.transport.error_codec import ERROR_CLASSES, error_of, failure_of
@@ -21,7 +21,7 @@ def test_examples_in_docstrings_run(module):
 
 def test_only_our_own_errors_cross_by_name():
     assert "ExitCode" not in ERROR_CLASSES
-    assert ERROR_CLASSES["TokenRefused"] is TokenRefused
+    assert ERROR_CLASSES["TokenRefused"] is Unauthenticated
     assert all(issubclass(value, Exception) for value in ERROR_CLASSES.values())
 
 
@@ -58,6 +58,6 @@ def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
 def test_only_a_machine_that_answers_refuses(details, refused):
     error = error_of(StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
     assert isinstance(error, PeerUnreachable)
-    assert error.refused is refused
+    assert error.is_refused is refused
     assert str(error).startswith("h:1 ")
     assert "/s/m" in str(error)

@@ -25,7 +25,7 @@ def world(*, lost=None, holder=None):
     )
 
 
-LOST = StateLoss(step=9, at_least=False, reason="two hosts", checkpoint=5)
+LOST = StateLoss(step=9, is_lower_bound=False, reason="two hosts", checkpoint_step=5)
 
 
 def test_steps_are_counted_from_where_the_checkpoint_was():
@@ -42,7 +42,7 @@ def test_a_loop_that_was_to_go_on_from_a_checkpoint_and_does_not_is_refused():
 
 
 def test_a_loop_may_begin_anew_where_that_was_asked_for():
-    told_to = StateLoss(step=9, at_least=False, reason="two hosts")
+    told_to = StateLoss(step=9, is_lower_bound=False, reason="two hosts")
     assert list(world(lost=told_to).steps(2)) == [0, 1]
 
 

@@ -84,11 +84,11 @@ def _break(
     config = directory / "job.toml"
     config.write_text(f"snapshot_parity = {PARITY}\n")
     options = ["--devices-per-host", str(DEVICES), "--config", str(config)]
-    with LocalJob(command, hosts=HOSTS, run_directory=directory, options=options) as job:
+    with LocalJob(command, num_hosts=HOSTS, run_directory=directory, options=options) as job:
         story = Story(job, console, steps)
         play(story)
         story.watch_to_the_end()
-        found = read_ending(job.output())
+        found = read_ending(job.read_output())
     incidents += story.incidents
     return found
 

@@ -64,16 +64,16 @@ def tabulate(incidents: Sequence[Incident], devices: int) -> Table:
     table.add_column("live devices", justify="right")
     for incident in incidents:
         stall = incident.stall
-        phases = (stall.notice_s, stall.quiesce_s, stall.rebuild_s, stall.step_s, stall.total_s)
+        phases = (stall.detection_s, stall.quiesce_s, stall.rebuild_s, stall.step_s, stall.total_s)
         has_restored = incident.from_memory + incident.decoded > 0
         table.add_row(
             incident.what,
-            str(stall.noticed_by),
+            str(stall.detected_by),
             *(f"{1000 * seconds:.0f}" for seconds in phases),
             stall.change,
             f"{incident.from_memory / 2**20:.1f}, {incident.decoded / 2**20:.1f}" if has_restored else "-",
             f"{1000 * incident.restore_s:.0f}" if has_restored else "-",
             str(incident.steps_lost),
-            f"{stall.hosts * devices} of {HOSTS * devices}",
+            f"{stall.num_hosts * devices} of {HOSTS * devices}",
         )
     return table

@@ -7,15 +7,15 @@ from typing import Final
 
 from rich.console import Console
 
-from resilient_jax.cluster.job_report import JobReport, Part
+from resilient_jax.cluster.job_report import JobReport, JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
-from resilient_jax.protocol.records import Generation, HostStatus, Member, Phase
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.protocol.records import Generation, HostStatus, Member, GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.telemetry.stall import Stall, read_stall
+from resilient_jax.telemetry.stall import Stall, measure_stall
 
 HOSTS: Final = 4
 TRAINED_STEPS: Final = 3
@@ -57,9 +57,9 @@ class Story:
         self._wait_all_train(f"{HOSTS} hosts import JAX, compile and begin to train")
         self._break("one worker, SIGKILL inside a collective", self._kill_worker_in_collective)
         self._wait_all_train("the worker comes back and asks to join")
-        self._break("the leader's agent with everything on its host", lambda: self._kill(Part.HOST, "leader"))
+        self._break("the leader's agent with everything on its host", lambda: self._kill(JobComponent.HOST, "leader"))
         self._wait_all_train("the host comes back")
-        self._break("the coordination service", lambda: self._kill(Part.SERVICE, "leader"))
+        self._break("the coordination service", lambda: self._kill(JobComponent.COORDINATION_SERVICE, "leader"))
 
     def play_sharded_state(self) -> None:
         """No host has the whole state: two hosts die at once, and a worker while it is being copied."""
@@ -82,10 +82,10 @@ class Story:
         """Shows progress until the job has ended."""
         self._console.print("nothing more is broken; training to the end")
         while self._job.process.poll() is None:
-            self._show_progress(self._job.report())
+            self._show_progress(self._job.read_report())
             time.sleep(0.1)
         if self._job.process.returncode:
-            raise InternalError(f"the demo's job failed:\n{self._job.tail()}")
+            raise InternalError(f"the demo's job failed:\n{self._job.read_tail()}")
 
     def _wait_prepared(self) -> None:
         """Until every host has compiled what it would need if one of them died."""
@@ -93,13 +93,13 @@ class Story:
         for host in [member.host for member in _members(self._report())]:
             self._job.wait_event(
                 "programs compiled ahead",
-                lambda event, host=host: event.kind is EventKind.PROGRAM_AHEAD and event.host == host,
+                lambda event, host=host: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == host,
                 PATIENCE_S,
             )
 
     def _say_plan(self) -> None:
         """The plan of the newest generation, why, and what its first step waited for programs."""
-        events = self._job.events()
+        events = self._job.read_events()
         plan = max(
             (e for e in events if e.kind is EventKind.PLAN_CHOSEN), key=lambda e: e.monotonic_s, default=None
         )
@@ -120,29 +120,29 @@ class Story:
         report = self._report()
         victim, late = _others(report)[:2]
         # One host is late to the all-reduce, so that all others wait inside it when the victim dies.
-        self._job.hold(Place.BEFORE_SUM, [late], _newest_step(report) + 2)
+        self._job.hold(FailPoint.BEFORE_REDUCE, [late], _newest_step(report) + 2)
         self._job.wait_held([late])
         time.sleep(0.3)
-        killed_s = self._job.kill(Part.WORKER, victim)
+        killed_s = self._job.kill(JobComponent.WORKER, victim)
         self._job.release()
         return killed_s
 
     def _kill_two_hosts(self) -> float:
         one, other = _others(self._report())[:2]
-        killed_s = self._kill(Part.HOST, one)
-        self._kill(Part.HOST, other)
+        killed_s = self._kill(JobComponent.HOST, one)
+        self._kill(JobComponent.HOST, other)
         return killed_s
 
     def _kill_worker_in_copy(self) -> float:
         report = self._report()
         victim = _others(report)[0]
-        self._job.hold(Place.DURING_COPY, [victim], _newest_step(report) + 2)
+        self._job.hold(FailPoint.DURING_COPY, [victim], _newest_step(report) + 2)
         self._job.wait_held([victim])
-        killed_s = self._kill(Part.WORKER, victim)
+        killed_s = self._kill(JobComponent.WORKER, victim)
         self._job.release()
         return killed_s
 
-    def _kill(self, part: Part, host: str) -> float:
+    def _kill(self, part: JobComponent, host: str) -> float:
         return self._job.kill(part, host)
 
     def _break(self, what: str, act: Callable[[], float]) -> None:
@@ -150,11 +150,11 @@ class Story:
         before = self._report()
         fault_s = act()
         stall = self._wait_stall(what, fault_s)
-        incident = _describe(what, stall, before, self._job.events())
+        incident = _describe(what, stall, before, self._job.read_events())
         self.incidents.append(incident)
         decoded = f", {incident.decoded / 2**20:.1f} MiB decoded from parity" if incident.decoded else ""
         self._console.print(
-            f"  noticed by {stall.noticed_by} after {1000 * stall.notice_s:.0f} ms; {stall.hosts} hosts train on "
+            f"  noticed by {stall.detected_by} after {1000 * stall.detection_s:.0f} ms; {stall.num_hosts} hosts train on "
             f"({stall.change}) from step {stall.step} after {stall.total_s:.2f} s{decoded}"
         )
 
@@ -163,12 +163,12 @@ class Story:
     def _wait_stall(self, what: str, fault_s: float) -> Stall:
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s and self._job.process.poll() is None:
-            stall = read_stall(self._job.events(), fault_s)
+            stall = measure_stall(self._job.read_events(), fault_s)
             if stall is not None:
                 return stall
-            self._show_progress(self._job.report())
+            self._show_progress(self._job.read_report())
             time.sleep(0.05)
-        raise InternalError(f"training did not go on after: {what}\n{self._job.tail()}")
+        raise InternalError(f"training did not go on after: {what}\n{self._job.read_tail()}")
 
     def _wait_all_train(self, why: str) -> None:
         self._console.print(f"[dim]{why}[/]")
@@ -185,11 +185,11 @@ class Story:
         """All hosts, and if they take snapshots with a committed one."""
         self._show_progress(report)
         generation = report.generation
-        if generation is None or generation.phase is not Phase.ACTIVE or len(generation.members) < HOSTS:
+        if generation is None or generation.phase is not GenerationPhase.ACTIVE or len(generation.members) < HOSTS:
             return False
         return all(
             host.worker is not None
-            and host.worker.report.steady
+            and host.worker.report.has_finished_step
             and (host.snapshot_server is None or _is_protected(host, generation))
             for host in report.hosts
         )

@@ -23,8 +23,8 @@ from snapshot_servers import CREDENTIALS, Host, make_id, make_layout, running
 from benchmarks.snapshot.figures import Memory
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import Layout, SnapshotPlan, SnapshotSource
-from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotPlan, SnapshotSource
+from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
@@ -143,7 +143,7 @@ class Job:
 
     hosts: list[Host]
     state_cut: StateCut
-    layout: Layout
+    layout: SnapshotLayout
     leaves: Sequence[Leaf]
     lines: list[LocalServer]
     captures: dict[int, list[Capture]]
@@ -211,7 +211,7 @@ class Job:
             yield Survivors(children)
 
     def _plan(self, lost: Sequence[Host]) -> SnapshotPlan:
-        sources = [SnapshotSource(host=h.name, server=h.endpoint) for h in self.hosts if h not in lost]
+        sources = [SnapshotSource(host=h.name, endpoint=h.endpoint) for h in self.hosts if h not in lost]
         return SnapshotPlan(id=make_id(self.step), groups=self.layout.groups, sources=tuple(sources))
 
     def memory(self, parity: int) -> Memory:
@@ -234,7 +234,7 @@ def start_survivor(host: Host, share: Share) -> subprocess.Popen[str]:
             env={
                 **os.environ,
                 "XLA_FLAGS": "",  # one device
-                SNAPSHOT_LINK_VARIABLE: str(theirs.fileno()),
+                SNAPSHOT_CONNECTION_VARIABLE: str(theirs.fileno()),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ import numpy as np
 from snapshot_hosts import DTYPE, Share, random_leaf
 from snapshot_servers import CREDENTIALS
 
-from resilient_jax.protocol.worker_messages import SNAPSHOT_LINK_VARIABLE
+from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServer
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.gather import Gatherer, Target
@@ -26,7 +26,7 @@ from resilient_jax.state.restore import Slabs
 
 def main() -> None:
     share = msgspec.json.decode(sys.argv[1], type=Share)
-    server = LocalServer(int(os.environ[SNAPSHOT_LINK_VARIABLE]))
+    server = LocalServer(int(os.environ[SNAPSHOT_CONNECTION_VARIABLE]))
     rows, columns = share.shape
     box = Box((rows * share.number // share.of, 0), (rows * (share.number + 1) // share.of, columns))
     expected = random_leaf(share.shape)[(*box.within(Box((0, 0), share.shape)),)]

@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
-from resilient_jax.telemetry.stall import Stall, read_stall
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.telemetry.stall import Stall, measure_stall
 
 HOSTS = 4
 DEVICES = 2
@@ -73,7 +73,7 @@ def measure_stall(work: Path, console: Console, *, is_cached: bool) -> PlanStall
     console.print(f"a planned job, programs {'compiled ahead' if is_cached else 'compiled when needed'}")
     with LocalJob(
         script,
-        hosts=HOSTS,
+        num_hosts=HOSTS,
         run_directory=work / "run",
         options=["--devices-per-host", str(DEVICES)],
         environment=environment,
@@ -93,16 +93,16 @@ def _wait_ready(job: LocalJob, is_cached: bool) -> None:
     for name in (f"host-{index}" for index in range(HOSTS) if is_cached):
         job.wait_event(
             f"{name} has compiled ahead",
-            lambda event, name=name: event.kind is EventKind.PROGRAM_AHEAD and event.host == name,
+            lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
             PATIENCE_S,
         )
 
 
 def _kill_in_reduction(job: LocalJob) -> float:
     """While all but one host wait inside the all-reduce, where a failure costs most."""
-    job.hold(Place.BEFORE_SUM, [LATE])
+    job.hold(FailPoint.BEFORE_REDUCE, [LATE])
     job.wait_held([LATE], PATIENCE_S)
-    fault_s = job.kill(Part.WORKER, VICTIM)
+    fault_s = job.kill(JobComponent.WORKER, VICTIM)
     job.release()
     return fault_s
 
@@ -110,12 +110,12 @@ def _kill_in_reduction(job: LocalJob) -> float:
 def _read(job: LocalJob, fault_s: float) -> PlanStall:
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s and job.process.poll() is None:
-        stall, events = read_stall(job.events(), fault_s), job.events()
+        stall, events = measure_stall(job.read_events(), fault_s), job.read_events()
         later = [event for event in events if event.monotonic_s > fault_s]
         ready = [event for event in later if event.kind is EventKind.PROGRAMS_READY]
         plans = [event for event in later if event.kind is EventKind.PLAN_CHOSEN]
-        if stall is not None and plans and len(ready) >= stall.hosts:
-            most = max(ready[: stall.hosts], key=lambda event: float(event.detail["seconds"]))
+        if stall is not None and plans and len(ready) >= stall.num_hosts:
+            most = max(ready[: stall.num_hosts], key=lambda event: float(event.detail["seconds"]))
             return PlanStall(
                 programs_s=float(most.detail["seconds"]),
                 compiled=int(most.detail["compiled"]),
@@ -124,4 +124,4 @@ def _read(job: LocalJob, fault_s: float) -> PlanStall:
                 after=str(plans[0].detail["plan"]),
             )
         time.sleep(POLL_S)
-    raise InternalError(f"no step after the kill of {VICTIM}:\n{job.tail()}")
+    raise InternalError(f"no step after the kill of {VICTIM}:\n{job.read_tail()}")

@@ -15,8 +15,8 @@ import msgspec
 from benchmarks.resilience.schedule import WARM_STEPS, Fault
 from benchmarks.resilience.timeline import Row, Struck, Timeline, read_timeline
 from benchmarks.runs import ERROR_CHARACTERS, script_environment
-from resilient_jax.cluster.child_process import bound_to_this_process
-from resilient_jax.cluster.launcher import host_names
+from resilient_jax.cluster.child_process import bind_to_this_process
+from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
@@ -92,7 +92,7 @@ class Ran:
 
 def hosts_of(count: int) -> tuple[HostName, ...]:
     """Their names, in both kinds of run."""
-    return tuple(host_names(count))
+    return tuple(make_host_names(count))
 
 
 def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
@@ -108,19 +108,19 @@ def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
     end_s = time.monotonic() + file.limit_s
     with LocalJob(
         [str(script), str(work)],
-        hosts=len(file.hosts),
+        num_hosts=len(file.hosts),
         run_directory=work / "run",
         options=["--devices-per-host", "1", "--config", str(config)],
         environment=_environment(cache),
     ) as job:
         while job.process.poll() is None:
             if time.monotonic() > end_s:
-                raise InternalError(f"{work}: the job did not end within {file.limit_s:g} s:\n{job.tail()}")
-            memory.look(job.processes)
+                raise InternalError(f"{work}: the job did not end within {file.limit_s:g} s:\n{job.read_tail()}")
+            memory.look(job.find_processes)
             time.sleep(POLL_S)
         if job.process.returncode:
             raise InternalError(
-                f"{work}: found exit code {job.process.returncode}, expected 0:\n{job.tail()}"
+                f"{work}: found exit code {job.process.returncode}, expected 0:\n{job.read_tail()}"
             )
     return _read_run(work, file, {}, memory)
 
@@ -181,7 +181,7 @@ def _start_all(
             with (work / f"output-{host}").open("ab") as output:
                 processes.append(
                     subprocess.Popen(
-                        bound_to_this_process([sys.executable, str(script), str(work)]),
+                        bind_to_this_process([sys.executable, str(script), str(work)]),
                         env={**_environment(cache), **bare},
                         stdin=subprocess.DEVNULL,
                         stdout=output,

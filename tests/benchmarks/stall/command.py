@@ -26,12 +26,12 @@ from benchmarks.runs import (
     wait_healthy,
 )
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import Place
-from resilient_jax.telemetry.stall import Stall, read_stall
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.telemetry.stall import Stall, measure_stall
 
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,41 +120,41 @@ class _Campaign:
 
     def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
         """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form."""
-        report = job.report()
+        report = job.read_report()
         if report is None or report.generation is None:
-            raise InternalError(f"the job is gone:\n{job.tail()}")
+            raise InternalError(f"the job is gone:\n{job.read_tail()}")
         hosts = [m.host for m in report.generation.members]
         victim, late = hosts[number % HOSTS], hosts[(number + 1) % HOSTS]
         before = max(h.step for h in report.hosts)
-        job.hold(Place.BEFORE_SUM, [late], before + 2)
+        job.hold(FailPoint.BEFORE_REDUCE, [late], before + 2)
         job.wait_held([late])
         time.sleep(0.2)  # the others come to the all-reduce
-        fault_s = job.kill(Part.WORKER, victim)
+        fault_s = job.kill(JobComponent.WORKER, victim)
         if with_service:
             with contextlib.suppress(InternalError):
-                job.kill(Part.SERVICE, "leader")
+                job.kill(JobComponent.COORDINATION_SERVICE, "leader")
         job.release()
         end_s = time.monotonic() + PATIENCE_S
-        while (found := read_stall(job.events(), fault_s)) is None:
+        while (found := measure_stall(job.read_events(), fault_s)) is None:
             if time.monotonic() > end_s or job.process.poll() is not None:
-                raise InternalError(f"no step after the kill of {victim}:\n{job.tail()}")
+                raise InternalError(f"no step after the kill of {victim}:\n{job.read_tail()}")
             time.sleep(0.05)
         self.stalls.append(found)
         self.steps_lost += max(0, before + 2 - found.step)
         self._console.print(f"  {len(self.stalls)}: {victim}, {found.change}, {found.total_s:.2f} s")
 
     def _look_at_agents(self, job: LocalJob) -> None:
-        report = job.report()
+        report = job.read_report()
         if report is None:
-            raise InternalError(f"the job is gone:\n{job.tail()}")
+            raise InternalError(f"the job is gone:\n{job.read_tail()}")
         for host in report.hosts:
             process = psutil.Process(host.agent_pid)
             self.agent_rss_mib.append(process.memory_info().rss / 2**20)
         born = {h.host: psutil.Process(h.agent_pid).create_time() for h in report.hosts}
-        for event in job.events():
+        for event in job.read_events():
             if event.kind == "agent.started" and HostName(event.host) in born:
                 self.agent_start_s.append(event.wall_s - born[HostName(event.host)])
-        starts = [e for e in job.events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"]
+        starts = [e for e in job.read_events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"]
         for form in starts[1:]:
             if "asked to join" in str(form.detail.get("reason")):
                 after = read_stall_from_boundary(job, form.generation or 0)
@@ -186,7 +186,7 @@ class _Campaign:
 
 def read_stall_from_boundary(job: LocalJob, generation: int) -> float | None:
     """Seconds of a planned change: from the last member's stop to the last member's next step."""
-    events = [e for e in job.events() if e.generation == generation]
+    events = [e for e in job.read_events() if e.generation == generation]
     stopped = [e.monotonic_s for e in events if e.kind == "worker.unwound"]
     committed = [e.monotonic_s for e in events if e.kind == "step.committed"]
     return max(committed) - min(stopped) if stopped and len(committed) == HOSTS else None
@@ -201,11 +201,11 @@ def _stall_table(campaign: _Campaign, healthy_s: float) -> Table:
     for name in ("notice", "quiesce", "rebuild", "next step", "all", "minus a step"):
         table.add_column(name, justify="right")
     for number, found in enumerate(campaign.stalls, start=1):
-        phases = (found.notice_s, found.quiesce_s, found.rebuild_s, found.step_s, found.total_s)
+        phases = (found.detection_s, found.quiesce_s, found.rebuild_s, found.step_s, found.total_s)
         table.add_row(
             str(number),
             found.change,
-            str(found.noticed_by),
+            str(found.detected_by),
             *(f"{seconds:.3f}" for seconds in phases),
             f"{found.total_s - healthy_s:.3f}",
         )

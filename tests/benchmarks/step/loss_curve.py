@@ -12,9 +12,9 @@ from benchmarks.runs import (
     wait_success,
 )
 from benchmarks.step.redone_work import read_digest
-from resilient_jax.cluster.job_report import Part
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 STEPS: Final = 160
 DEATH_STEP: Final = 30
@@ -49,15 +49,15 @@ def record_curve(script: Path, work: Path) -> Curve:
     """Trains a small model twice: half of the workers killed at one step, and undisturbed on one host."""
     disturbed, alone = work / "half", work / "whole"
     with run_job([str(script), "curve", str(STEPS), str(disturbed / "times")], disturbed) as job:
-        job.hold(Place.BEFORE_SUM, VICTIMS, DEATH_STEP)  # before anybody can be there
+        job.hold(FailPoint.BEFORE_REDUCE, VICTIMS, DEATH_STEP)  # before anybody can be there
         job.wait_held(VICTIMS, PATIENCE_S)
         for host in VICTIMS:
-            job.kill(Part.WORKER, host)
+            job.kill(JobComponent.WORKER, host)
         job.release()
         wait_success(job, "the job that lost half its hosts")
         members = {
             event.generation: int(event.detail["hosts"])
-            for event in job.events()
+            for event in job.read_events()
             if event.kind is EventKind.WORLD_FORMED and event.generation is not None
         }
     run_alone([str(script), "curve", str(STEPS), str(alone / "times")], alone)

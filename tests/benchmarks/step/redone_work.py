@@ -25,10 +25,10 @@ from benchmarks.step.figures import (
     count_work,
     find_missing,
 )
-from resilient_jax.cluster.job_report import JobReport, Part, pids_of
+from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
-from resilient_jax.protocol.failpoints import Place
+from resilient_jax.protocol.failpoints import FailPoint
 
 MICROBATCHES = 16
 AHEAD_STEPS = 3
@@ -111,10 +111,10 @@ def _kill_one(job: LocalJob, number: int, console: Console) -> Kill:
     assert report.generation is not None, "all train"
     host = report.generation.members[number % HOSTS].host
     step = max(status.step for status in report.hosts) + AHEAD_STEPS
-    job.hold(Place.BEFORE_SUM, [host], step)
+    job.hold(FailPoint.BEFORE_REDUCE, [host], step)
     job.wait_held([host])
-    (pid,) = pids_of(_look(job), Part.WORKER, host)
-    job.kill(Part.WORKER, host)
+    (pid,) = find_pids(_look(job), JobComponent.WORKER, host)
+    job.kill(JobComponent.WORKER, host)
     job.release()
     _wait_change(job, report.generation.number)
     console.print(f"  kill {number + 1}: {host}, before the sum of step {step}")
@@ -140,9 +140,9 @@ def _end(job: LocalJob, work: Path) -> int:
 
 
 def _look(job: LocalJob) -> JobReport:
-    report = job.report()
+    report = job.read_report()
     if report is None:
-        raise InternalError(f"the job is gone:\n{job.tail()}")
+        raise InternalError(f"the job is gone:\n{job.read_tail()}")
     return report
 
 
