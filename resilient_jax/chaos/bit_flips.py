@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from resilient_jax.errors import CallerError, ChecksumMismatch
-from resilient_jax.snapshot.slot_memory import MEMFD_NAME, PAGE_BYTES, Mark, Phase, parse_mark
+from resilient_jax.snapshot.slot_memory import MEMFD_NAME, PAGE_BYTES, SlotHeader, SlotPhase, parse_header
 
 MARK_BYTES = 64
 """Of the first page; the rest of it is not used."""
@@ -28,10 +28,10 @@ def flip_snapshot(server: int, where: str, count: int, chance: random.Random) ->
     Raises:
         CallerError: there is none, or it has no such region.
     """
-    newest: tuple[Mark, str] | None = None
+    newest: tuple[SlotHeader, str] | None = None
     for path in _slots_of(server):
         mark = _read_mark(path)
-        if mark is not None and mark.phase >= Phase.COMPLETE and (newest is None or mark.id > newest[0].id):
+        if mark is not None and mark.phase >= SlotPhase.COMPLETE and (newest is None or mark.id > newest[0].id):
             newest = mark, path
     if newest is None:
         raise CallerError(f"process {server} holds no complete snapshot now")
@@ -72,22 +72,22 @@ def _slots_of(server: int) -> Iterator[str]:
             yield path
 
 
-def _read_mark(path: str) -> Mark | None:
+def _read_mark(path: str) -> SlotHeader | None:
     try:
         with open(path, "rb", buffering=0) as file:
-            return parse_mark(file.read(PAGE_BYTES))
+            return parse_header(file.read(PAGE_BYTES))
     except (OSError, ChecksumMismatch):
         return None
 
 
-def _region(mark: Mark, where: str) -> tuple[int, int]:
+def _region(mark: SlotHeader, where: str) -> tuple[int, int]:
     """Where it begins in the slot, and its length."""
-    shape = mark.shape
+    shape = mark.layout
     match where:
         case "arena":
             return shape.part_offset, shape.part_bytes
         case "parity":
-            return shape.parity_offset, shape.rows * shape.chunk_bytes
+            return shape.parity_offset, shape.parity_rows * shape.chunk_bytes
         case "manifest":
             return shape.mapped_bytes, mark.manifest_bytes
         case "mark":

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from resilient_jax.checkpoint.stored_tree import Key, Piece, align, view
-from resilient_jax.state.host_shards import Share
-from resilient_jax.state.index_box import whole
+from resilient_jax.state.host_shards import HostShards
+from resilient_jax.state.index_box import whole_box
 
 BATCH_BYTES: Final = 64 * 2**20
 """Of boxes that are read together: many small arrays take few orders. An array of which this host needs more comes
@@ -40,9 +40,9 @@ class Arriving:
         """`sharding`: where it shall lie; None: whole, in host memory. An array without numbers `is_stored` nowhere."""
         self._path = path
         self._shape, self._dtype = wanted.shape, np.dtype(wanted.dtype)
-        self._share = Share(self._shape, sharding) if sharding is not None else None
+        self._share = HostShards(self._shape, sharding) if sharding is not None else None
         self._is_stored = is_stored
-        self._boxes = self._share.boxes if self._share is not None else [whole(self._shape)]
+        self._boxes = self._share.boxes if self._share is not None else [whole_box(self._shape)]
         self.pieces: list[Piece] = []
 
     @property
@@ -64,7 +64,7 @@ class Arriving:
         copies = {piece.box: np.array(view(piece, memory)) for piece in self.pieces}
         if not self._is_stored:
             copies = {box: np.zeros(box.shape, self._dtype) for box in self._boxes}
-        return copies[whole(self._shape)] if self._share is None else self._share.assemble(copies)
+        return copies[whole_box(self._shape)] if self._share is None else self._share.assemble(copies)
 
 
 def batches(arrays: Sequence[Arriving]) -> Iterator[list[Arriving]]:

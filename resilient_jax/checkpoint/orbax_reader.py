@@ -23,7 +23,7 @@ from resilient_jax.checkpoint.directory_listing import METADATA, find_tree
 from resilient_jax.checkpoint.file_digests import find_damage, has_digests
 from resilient_jax.checkpoint.stored_tree import Key, Leaf, Piece, flatten, lay_out, name_path, view
 from resilient_jax.errors import CheckpointUnreadable
-from resilient_jax.state.index_box import Box, whole
+from resilient_jax.state.index_box import IndexBox, whole_box
 
 REASON_CHARACTERS: Final = 300
 DECODED_BYTES: Final = 128 * 2**20
@@ -56,7 +56,7 @@ def read(folder: Path, pieces: Sequence[Piece], memory: mmap.mmap) -> None:
     Raises:
         CheckpointUnreadable: its numbers cannot be read.
     """
-    wanted: dict[tuple[Key, ...], list[tuple[Box, Take]]] = {}
+    wanted: dict[tuple[Key, ...], list[tuple[IndexBox, Take]]] = {}
     for piece in pieces:
         target = view(piece, memory)
         wanted.setdefault(piece.path, []).append(
@@ -74,14 +74,14 @@ def check_whole(folder: Path) -> None:
     leaves, verified = describe(folder)
     if not verified:
         found = [leaf for leaf in leaves if not leaf.empty]
-        _restore(folder, {leaf.path: [(whole(leaf.shape), lambda numbers: None)] for leaf in found})
+        _restore(folder, {leaf.path: [(whole_box(leaf.shape), lambda numbers: None)] for leaf in found})
 
 
 @dataclasses.dataclass
 class _BoxArgs(ocp.RestoreArgs):
     """Which boxes of an array are wanted, and who takes them."""
 
-    boxes: Sequence[tuple[Box, Take]] = ()
+    boxes: Sequence[tuple[IndexBox, Take]] = ()
 
 
 class _BoxHandler(ocp.type_handlers.NumpyHandler):
@@ -106,16 +106,16 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
 
 
 async def _read_array(
-    info: ocp.type_handlers.ParamInfo, boxes: Sequence[tuple[Box, Take]], budget: Budget
+    info: ocp.type_handlers.ParamInfo, boxes: Sequence[tuple[IndexBox, Take]], budget: Budget
 ) -> None:
     spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint))
     array = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
     for box, take in boxes:
         async with budget.spend(_decoded_bytes(array, box)):
-            take(await array[box.within(whole(array.shape))].read())
+            take(await array[box.index_within(whole_box(array.shape))].read())
 
 
-def _decoded_bytes(array: ts.TensorStore, box: Box) -> int:
+def _decoded_bytes(array: ts.TensorStore, box: IndexBox) -> int:
     """Of the chunks that a box touches, and of its own numbers."""
     chunk = array.chunk_layout.read_chunk.shape or array.shape
     touched = 1
@@ -158,7 +158,7 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
         ) from error
 
 
-def _restore(folder: Path, wanted: Mapping[tuple[Key, ...], Sequence[tuple[Box, Take]]]) -> None:
+def _restore(folder: Path, wanted: Mapping[tuple[Key, ...], Sequence[tuple[IndexBox, Take]]]) -> None:
     with _open(folder, _BoxHandler()) as (restore, tree):
         restore(
             jax.tree_util.tree_map_with_path(

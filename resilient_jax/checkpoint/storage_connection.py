@@ -20,7 +20,7 @@ import msgspec
 
 from resilient_jax.checkpoint.messages import Answer, Order
 from resilient_jax.errors import CheckpointFailed
-from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.fd_connection import FdConnection
 
 MODULE: Final = "resilient_jax.checkpoint.storage_process"
 FOREIGN_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "RESILIENT_JAX_")
@@ -45,7 +45,7 @@ class StorageLine:
                 start_new_session=True,  # Ctrl-C is the worker's to answer
             )
         self._descriptor = mine.fileno()
-        self._link = Link(mine.detach())
+        self._link = FdConnection(mine.detach())
         self._answers = msgspec.msgpack.Decoder(Answer)
 
     @property

@@ -32,7 +32,7 @@ from resilient_jax.checkpoint.orbax_reader import describe, read
 from resilient_jax.checkpoint.orbax_writer import clear_away, write
 from resilient_jax.checkpoint.stored_tree import nest, value
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.fd_connection import FdConnection
 
 PR_SET_PDEATHSIG: Final = 1
 NICENESS: Final = 5
@@ -46,7 +46,7 @@ def main(descriptor: int, parent: int) -> None:
         return  # it died before the kernel knew to tell us
     with contextlib.suppress(OSError):  # training goes first
         os.nice(NICENESS)
-    link = Link(descriptor)
+    link = FdConnection(descriptor)
     orders = msgspec.msgpack.Decoder(Order)
     while messages := link.receive():
         for data in messages:
@@ -54,7 +54,7 @@ def main(descriptor: int, parent: int) -> None:
             gc.collect()  # Orbax has cycles, and they hold the state
 
 
-def _answer(link: Link, order: Order) -> None:
+def _answer(link: FdConnection, order: Order) -> None:
     memory = link.take_descriptor() if isinstance(order, Save | Read) else None
     try:
         answer = _carry_out(order, memory)

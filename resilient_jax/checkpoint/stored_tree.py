@@ -13,7 +13,7 @@ import jax
 import msgspec
 import numpy as np
 
-from resilient_jax.state.index_box import Box
+from resilient_jax.state.index_box import IndexBox
 
 Tree = Any
 """A pytree of arrays."""
@@ -59,7 +59,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
     path: tuple[Key, ...]
     dtype: str
-    box: Box
+    box: IndexBox
     offset: int
 
     @property

@@ -20,7 +20,7 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPhase, SnapshotPlan
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
-from resilient_jax.snapshot.snapshot_choice import Statuses, choose_snapshot, explain_loss
+from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +247,7 @@ def explain_snapshots(state: MembershipState) -> str:
     return explain_loss(_snapshots_of(state))
 
 
-def _snapshots_of(state: MembershipState) -> Statuses:
+def _snapshots_of(state: MembershipState) -> ReportedStatuses:
     began, unreadable = state.generation.initial_generation, state.generation.unreadable_snapshots
     return {
         host: (

@@ -21,13 +21,13 @@ from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.records import SnapshotServerStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.snapshot.messages import (
-    SERVER_WORD_DECODER,
-    SETTINGS_VARIABLE,
+    SERVER_TO_AGENT_DECODER,
+    SETTINGS_ENV_VARIABLE,
     EventOccurred,
-    Holding,
+    CompleteSnapshots,
     NewWorker,
     ServerSettings,
-    Serving,
+    ServerReady,
 )
 from resilient_jax.telemetry.event_log import EventLog
 
@@ -89,7 +89,7 @@ class SnapshotServerProcess:
             )
             self._child = ChildProcess(
                 [sys.executable, "-m", SERVER_MODULE],
-                env={**os.environ, SETTINGS_VARIABLE: msgspec.json.encode(message).decode()},
+                env={**os.environ, SETTINGS_ENV_VARIABLE: msgspec.json.encode(message).decode()},
                 stdout=subprocess.DEVNULL,
                 stderr=None,
                 pass_fds=(theirs.fileno(),),
@@ -133,14 +133,14 @@ class SnapshotServerProcess:
             asyncio.get_running_loop().remove_reader(link)
             return
         for message in deframer.feed(data):
-            word = SERVER_WORD_DECODER.decode(message)
+            word = SERVER_TO_AGENT_DECODER.decode(message)
             if isinstance(word, EventOccurred):
                 self._log.append(word.event)
                 continue
-            if isinstance(word, Serving):
+            if isinstance(word, ServerReady):
                 self.server = SnapshotServerStatus(endpoint=word.endpoint, pid=child.pid)
                 self._hand_over()
-            elif isinstance(word, Holding):
+            elif isinstance(word, CompleteSnapshots):
                 self.snapshots = word.snapshots
             self._on_change()
 

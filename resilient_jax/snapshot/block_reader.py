@@ -10,38 +10,38 @@ from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLo
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup
-from resilient_jax.snapshot.manifest import Manifest, find_bad_block
+from resilient_jax.snapshot.manifest import PartManifest, find_corrupt_block
 from resilient_jax.snapshot.own_part import OwnPart
-from resilient_jax.snapshot.stripe_decoder import GroupReader
+from resilient_jax.snapshot.stripe_decoder import StripeDecoder
 from resilient_jax.snapshot.survivors import Survivors
 
-LEFT_OUT_TRIES = 64
+MAX_EXCLUDED_SETS = 64
 """Sets of survivors that are left out, one after the other, when shards that all passed make a wrong block."""
-LEAVES_SAID = 8
+MAX_LEAVES_LISTED = 8
 
 
-class Origin(enum.StrEnum):
+class BlockOrigin(enum.StrEnum):
     """Where a block came from."""
 
     LOCAL = "local"
     PEER = "peer"
-    DECODED = "decoded"
+    PARITY = "decoded"
 
 
-Way = tuple[Origin, Callable[[int, memoryview], None]]
+BlockSource = tuple[BlockOrigin, Callable[[int, memoryview], None]]
 """Fills a run of blocks from an offset of the part, verified, or raises."""
 
 
-class PartReader:
+class BlockReader:
     """Gives blocks of a part; safe to share between threads."""
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: PartManifest,
         group: ParityGroup,
         survivors: Survivors,
         own: OwnPart | None,
-        get_group_reader: Callable[[], GroupReader],
+        get_group_reader: Callable[[], StripeDecoder],
     ) -> None:
         """Reads nothing yet.
 
@@ -59,7 +59,7 @@ class PartReader:
         self._get_group_reader = get_group_reader
         self._checksum = choose_checksum(manifest.checksum)
 
-    def fill(self, offset: int, out: memoryview) -> Counter[Origin]:
+    def read_into(self, offset: int, out: memoryview) -> Counter[BlockOrigin]:
         """Fills whole blocks; says how many bytes came from where.
 
         Args:
@@ -75,13 +75,13 @@ class PartReader:
         origin = self._try_run(offset, out)
         if origin is not None:
             return Counter({origin: len(out)})
-        given: Counter[Origin] = Counter()
+        given: Counter[BlockOrigin] = Counter()
         for start in range(0, len(out), size):
             block = out[start : start + size]
             given[self._fill_block(offset + start, block)] += len(block)
         return given
 
-    def _try_run(self, offset: int, out: memoryview) -> Origin | None:
+    def _try_run(self, offset: int, out: memoryview) -> BlockOrigin | None:
         """Fills several blocks in one way. None: a block is damaged or lost, so take them one by one."""
         for origin, try_fill in self._ways(self._rebuild):
             try:
@@ -93,7 +93,7 @@ class PartReader:
             return origin
         return None
 
-    def _fill_block(self, offset: int, out: memoryview) -> Origin:
+    def _fill_block(self, offset: int, out: memoryview) -> BlockOrigin:
         reasons: list[str] = []
         for origin, try_fill in self._ways(self._rebuild_block):
             try:
@@ -104,26 +104,26 @@ class PartReader:
                 return origin
         raise SnapshotLost(self._describe_loss(offset, offset + len(out), reasons))
 
-    def _ways(self, rebuild: Callable[[int, memoryview], None]) -> Iterator[Way]:
+    def _ways(self, rebuild: Callable[[int, memoryview], None]) -> Iterator[BlockSource]:
         host, survivors = self.manifest.host, self._survivors
         reason = ""
         if self._own is not None:
-            yield Origin.LOCAL, self._copy
+            yield BlockOrigin.LOCAL, self._copy
             reason = "its memory on this host is damaged"
         elif host in survivors:
             if not survivors.is_suspect(host):
-                yield Origin.PEER, self._read
-            reason = survivors.why_not(host) if survivors.is_suspect(host) else "its memory is damaged"
+                yield BlockOrigin.PEER, self._read
+            reason = survivors.failure_reason(host) if survivors.is_suspect(host) else "its memory is damaged"
         else:
-            reason = survivors.why_not(host)
+            reason = survivors.failure_reason(host)
         if self._group.parity:
-            survivors.note(EventKind.SNAPSHOT_FALLBACK, part=host, to=Origin.DECODED, reason=reason)
-            yield Origin.DECODED, rebuild
+            survivors.record_event(EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PARITY, reason=reason)
+            yield BlockOrigin.PARITY, rebuild
         if self._own is None and survivors.is_suspect(host):
-            survivors.note(
-                EventKind.SNAPSHOT_FALLBACK, part=host, to=Origin.PEER, reason="no other way is left"
+            survivors.record_event(
+                EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PEER, reason="no other way is left"
             )
-            yield Origin.PEER, self._read
+            yield BlockOrigin.PEER, self._read
 
     def _copy(self, offset: int, out: memoryview) -> None:
         assert self._own is not None
@@ -143,12 +143,12 @@ class PartReader:
 
     def _rebuild(self, offset: int, out: memoryview) -> None:
         """Verifies what comes out, not what goes in: seven bytes or more went in for each."""
-        self._get_group_reader().rebuild_into(self.manifest.host, offset, out)
+        self._get_group_reader().decode_into(self.manifest.host, offset, out)
         self._verify(offset, out)
 
     def _rebuild_block(self, offset: int, out: memoryview) -> None:
         """Computes one block, and finds out whom not to believe if shards without a known fault make it wrong."""
-        rebuild, host = self._get_group_reader().rebuild_into, self.manifest.host
+        rebuild, host = self._get_group_reader().decode_into, self.manifest.host
         rebuild(host, offset, out, verify=True)
         try:
             self._verify(offset, out)
@@ -163,10 +163,10 @@ class PartReader:
         """Computes the block without some survivors, until it is right; says without whom."""
         others = [host for host in self._group.hosts if host != self.manifest.host]
         sets = chain.from_iterable(combinations(others, count + 1) for count in range(self._group.parity))
-        for without in islice(sets, LEFT_OUT_TRIES):
+        for without in islice(sets, MAX_EXCLUDED_SETS):
             try:
-                self._get_group_reader().rebuild_into(
-                    self.manifest.host, offset, out, without=frozenset(without), verify=True
+                self._get_group_reader().decode_into(
+                    self.manifest.host, offset, out, excluded=frozenset(without), verify=True
                 )
                 self._verify(offset, out)
             except (SnapshotLost, ChecksumMismatch):
@@ -175,26 +175,26 @@ class PartReader:
         return None
 
     def _note_bad(self, source: str, asked: str, reason: str) -> None:
-        self._survivors.note(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=source, asked=asked, reason=reason)
+        self._survivors.record_event(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=source, asked=asked, reason=reason)
 
     def _verify(self, offset: int, out: memoryview) -> None:
-        bad = find_bad_block(self.manifest, self._checksum, offset, out)
+        bad = find_corrupt_block(self.manifest, self._checksum, offset, out)
         if bad is not None:
             raise ChecksumMismatch(f"block {bad} of {self.manifest.host}'s part is not what it was")
 
     def _describe_loss(self, start: int, stop: int, reasons: list[str]) -> str:
         """What is lost, with the leaves that have bytes there, and why."""
         manifest = self.manifest
-        pieces = sorted(manifest.contents.pieces, key=lambda piece: piece.offset)
+        pieces = sorted(manifest.contents.slices, key=lambda piece: piece.offset)
         ends = [piece.offset for piece in pieces[1:]] + [manifest.part_bytes]
         paths = [
             manifest.contents.leaves[piece.leaf].path
             for piece, end in zip(pieces, ends, strict=False)
             if piece.offset < stop and end > start
         ]
-        more = f" and {len(paths) - LEAVES_SAID} more" if len(paths) > LEAVES_SAID else ""
-        leaves = f", with bytes of {', '.join(paths[:LEAVES_SAID])}{more}," if paths else ""
-        why = "; ".join(dict.fromkeys(reasons)) or self._survivors.why_not(manifest.host)
+        more = f" and {len(paths) - MAX_LEAVES_LISTED} more" if len(paths) > MAX_LEAVES_LISTED else ""
+        leaves = f", with bytes of {', '.join(paths[:MAX_LEAVES_LISTED])}{more}," if paths else ""
+        why = "; ".join(dict.fromkeys(reasons)) or self._survivors.failure_reason(manifest.host)
         return (
             f"bytes {start} to {stop} of {manifest.part_bytes} that host {manifest.host} kept{leaves} are lost "
             f"(its group of {len(self._group.hosts)} has parity {self._group.parity}): {why}"

@@ -18,22 +18,22 @@ import msgspec
 from resilient_jax.errors import MessageError
 from resilient_jax.protocol.framing import Deframer, frame
 
-RECEIVED_BYTES: Final = 65_536
+RECEIVE_BUFFER_BYTES: Final = 65_536
 MAX_DESCRIPTORS: Final = 4
 """With one frame."""
-SEND_DEADLINE_S: Final = 60
+SEND_TIMEOUT_S: Final = 60
 """The other side reads nothing for so long, and its buffer of a hundred messages is full: it is as good as dead."""
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class Link:
+class FdConnection:
     """One end; owns its descriptor. One thread receives, any may send."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(True)
-        deadline = struct.pack("ll", SEND_DEADLINE_S, 0)
+        deadline = struct.pack("ll", SEND_TIMEOUT_S, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
         self._sending = threading.Lock()  # guards whole frames on the socket
         self._deframer = Deframer()
@@ -56,7 +56,7 @@ class Link:
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(
-                    self._socket, RECEIVED_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                    self._socket, RECEIVE_BUFFER_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
             except OSError:  # reset, or closed by us
                 return []

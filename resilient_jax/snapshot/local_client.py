@@ -11,38 +11,38 @@ from typing import Final, TypeVar
 
 from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, SnapshotMissing
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
-from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.manifest import Manifest, PartContents, decode_manifest
+from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.snapshot.manifest import PartManifest, PartContents, decode_manifest
 from resilient_jax.snapshot.messages import (
     SERVER_MESSAGE_DECODER,
-    Abandon,
-    Begin,
-    Done,
-    Failed,
-    Finish,
-    Open,
-    OpenHeld,
-    PartOf,
-    Retired,
-    ServerAnswer,
-    Settled,
-    Slots,
-    SlotSize,
+    AbandonSnapshot,
+    BeginSnapshot,
+    RequestDone,
+    RequestFailed,
+    FinishSnapshot,
+    OpenLayout,
+    OpenOwnPart,
+    PartLocation,
+    SlotRetired,
+    ServerReply,
+    SnapshotSettled,
+    SlotsReady,
+    SlotInfo,
     WorkerRequest,
 )
 from resilient_jax.transport.error_codec import ERROR_CLASSES
 
-ANSWER_DEADLINE_S: Final = 60.0
-OPEN_DEADLINE_S: Final = 600.0
+ANSWER_TIMEOUT_S: Final = 60.0
+OPEN_TIMEOUT_S: Final = 600.0
 """Memory is touched for the first time: a second for a GB."""
 CHECK_INTERVAL_S: Final = 0.1
-REMEMBERED: Final = 64
+MAX_SETTLED_KEPT: Final = 64
 """Snapshots whose end is kept for those who ask after it."""
 
-AnswerT = TypeVar("AnswerT", bound=ServerAnswer)
+AnswerT = TypeVar("AnswerT", bound=ServerReply)
 
 
-class LocalServer:
+class LocalServerClient:
     """What the worker asks of its server; any thread may.
 
     The view that `begin` gives is the worker's until `finish` or `abandon`, which release it: write nothing after that.
@@ -51,17 +51,17 @@ class LocalServer:
 
     def __init__(self, descriptor: int) -> None:
         """Takes the worker's end of the socket pair."""
-        self._link = Link(descriptor)
+        self._link = FdConnection(descriptor)
         self._changed = threading.Condition()  # guards what follows
         self._calls = itertools.count()
-        self._answers: dict[int, tuple[ServerAnswer, list[int]] | None] = {}
+        self._answers: dict[int, tuple[ServerReply, list[int]] | None] = {}
         self._mapped: dict[int, mmap.mmap] = {}
         self._writing: dict[SnapshotId, memoryview] = {}
         self._settled: dict[SnapshotId, bool] = {}
         self._is_closed = False
         threading.Thread(target=self._listen, name="rj-snapshot-line", daemon=True).start()
 
-    def open(
+    def open_layout(
         self,
         layout: SnapshotLayout,
         *,
@@ -82,8 +82,8 @@ class LocalServer:
             PeerUnreachable: the server is gone, or does not answer.
         """
         call = next(self._calls)
-        request = Open(call=call, layout=layout, restored=restored)
-        answer, descriptors = self._ask(request, Slots, OPEN_DEADLINE_S, check)
+        request = OpenLayout(request_id=call, layout=layout, restored=restored)
+        answer, descriptors = self._ask(request, SlotsReady, OPEN_TIMEOUT_S, check)
         for slot, descriptor in zip(answer.slots, descriptors, strict=True):
             self._map(slot, descriptor)
 
@@ -96,11 +96,11 @@ class LocalServer:
             PeerUnreachable: the server is gone, or does not answer.
         """
         try:
-            answer, (descriptor,) = self._ask(Begin(call=next(self._calls), id=id), PartOf)
+            answer, (descriptor,) = self._ask(BeginSnapshot(request_id=next(self._calls), id=id), PartLocation)
             mapped = self._map(answer.slot, descriptor)
         except (PeerUnreachable, OSError):
             with contextlib.suppress(OSError):  # a slot that it gave, or may give later, must not wait for us
-                self._link.send(Abandon(call=next(self._calls), id=id))
+                self._link.send(AbandonSnapshot(request_id=next(self._calls), id=id))
             raise
         view = memoryview(mapped)[answer.offset :][: answer.part_bytes]
         with self._changed:
@@ -115,12 +115,12 @@ class LocalServer:
             PeerUnreachable: the server is gone, or does not answer.
         """
         self._end_writing(id)
-        self._ask(Finish(call=next(self._calls), id=id, contents=contents), Done)
+        self._ask(FinishSnapshot(request_id=next(self._calls), id=id, contents=contents), RequestDone)
 
     def abandon(self, id: SnapshotId) -> None:
         """The part will not be finished; on other hosts the snapshot is dropped, too."""
         self._end_writing(id)
-        self._ask(Abandon(call=next(self._calls), id=id), Done)
+        self._ask(AbandonSnapshot(request_id=next(self._calls), id=id), RequestDone)
 
     def wait_committed(self, id: SnapshotId, timeout_s: float) -> bool:
         """Whether all hosts have it complete before the time is over. False at once if it was dropped.
@@ -144,7 +144,7 @@ class LocalServer:
                 raise PeerUnreachable("the snapshot server of this host is gone", is_refused=True)
             return id in self._settled
 
-    def open_held(self, id: SnapshotId) -> tuple[Manifest, memoryview] | None:
+    def open_own_part(self, id: SnapshotId) -> tuple[PartManifest, memoryview] | None:
         """This host's own part, to read; None if it is not complete here.
 
         The view shows the slot, which a later snapshot overwrites once it has begun: copy before that.
@@ -153,7 +153,7 @@ class LocalServer:
             PeerUnreachable: the server is gone, or does not answer.
         """
         try:
-            answer, (descriptor,) = self._ask(OpenHeld(call=next(self._calls), id=id), PartOf)
+            answer, (descriptor,) = self._ask(OpenOwnPart(request_id=next(self._calls), id=id), PartLocation)
         except SnapshotMissing:
             return None
         try:
@@ -177,26 +177,26 @@ class LocalServer:
         self,
         request: WorkerRequest,
         expected: type[AnswerT],
-        timeout_s: float = ANSWER_DEADLINE_S,
+        timeout_s: float = ANSWER_TIMEOUT_S,
         check: Callable[[], None] = lambda: None,
     ) -> tuple[AnswerT, list[int]]:
         end_s = time.monotonic() + timeout_s
         with self._changed:
-            self._answers[request.call] = None
+            self._answers[request.request_id] = None
         try:
             with contextlib.suppress(OSError):  # gone: which the listener notices, too
                 self._link.send(request)
-            while not self._wait_answer(request.call) and time.monotonic() < end_s:
+            while not self._wait_answer(request.request_id) and time.monotonic() < end_s:
                 check()
         finally:
             with self._changed:
-                answered = self._answers.pop(request.call)
+                answered = self._answers.pop(request.request_id)
         name = type(request).__name__
         if answered is None:
             why = "is gone" if self._is_closed else f"did not answer {name} within {timeout_s} s"
             raise PeerUnreachable(f"the snapshot server of this host {why}", is_refused=self._is_closed)
         answer, descriptors = answered
-        if isinstance(answer, Failed):
+        if isinstance(answer, RequestFailed):
             raise ERROR_CLASSES.get(answer.error, InternalError)(answer.message)
         if not isinstance(answer, expected):
             raise InternalError(f"the snapshot server answered {name} with {answer}, expected {expected}")
@@ -209,7 +209,7 @@ class LocalServer:
                 lambda: self._answers[call] is not None or self._is_closed, CHECK_INTERVAL_S
             )
 
-    def _map(self, slot: SlotSize, descriptor: int) -> mmap.mmap:
+    def _map(self, slot: SlotInfo, descriptor: int) -> mmap.mmap:
         """The slot's memory, mapped once and whole, so that copying into it never waits for the kernel."""
         try:
             with self._changed:
@@ -242,13 +242,13 @@ class LocalServer:
                 self._changed.notify_all()
             self._link.close()
 
-    def _hear(self, message: ServerAnswer | Settled | Retired) -> None:
+    def _hear(self, message: ServerReply | SnapshotSettled | SlotRetired) -> None:
         with self._changed:
-            if isinstance(message, Settled):
+            if isinstance(message, SnapshotSettled):
                 self._settled[message.id] = message.committed
-                while len(self._settled) > REMEMBERED:
+                while len(self._settled) > MAX_SETTLED_KEPT:
                     del self._settled[next(iter(self._settled))]
-            elif isinstance(message, Retired):
+            elif isinstance(message, SlotRetired):
                 self._mapped.pop(message.number, None)
             else:
                 descriptors: list[int] = []
@@ -256,14 +256,14 @@ class LocalServer:
                     descriptors = self._take_descriptors(message)
                 except MessageError as error:  # the kernel drops those that this process has no room for
                     text = f"{error}: this process can open no more (ulimit -n). Raise its limit"
-                    message = Failed(call=message.call, error=PeerUnreachable.__name__, message=text)
-                if message.call in self._answers:
-                    self._answers[message.call] = (message, descriptors)
+                    message = RequestFailed(request_id=message.request_id, error=PeerUnreachable.__name__, message=text)
+                if message.request_id in self._answers:
+                    self._answers[message.request_id] = (message, descriptors)
                 else:  # whoever asked has given up
                     for descriptor in descriptors:
                         os.close(descriptor)
             self._changed.notify_all()
 
-    def _take_descriptors(self, answer: ServerAnswer) -> list[int]:
-        count = len(answer.slots) if isinstance(answer, Slots) else int(isinstance(answer, PartOf))
+    def _take_descriptors(self, answer: ServerReply) -> list[int]:
+        count = len(answer.slots) if isinstance(answer, SlotsReady) else int(isinstance(answer, PartLocation))
         return self._link.take_descriptors(count)

@@ -9,9 +9,9 @@ from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
-MAPPED_FROM_BYTES: Final = 32 * 2**20
+MMAP_THRESHOLD_BYTES: Final = 32 * 2**20
 """The most that glibc takes. States and their buffers are larger, so they go back to the kernel as before."""
-KEPT_BYTES: Final = 64 * 2**20
+TRIM_THRESHOLD_BYTES: Final = 64 * 2**20
 """That each arena keeps at its end: some messages of every thread."""
 
 
@@ -20,4 +20,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

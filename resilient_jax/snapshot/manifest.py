@@ -17,7 +17,7 @@ from resilient_jax.errors import ChecksumMismatch, MessageError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotId
 
-PIECE_ALIGNMENT: Final = 64
+SLICE_ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype asks for."""
 MAGIC: Final = b"RJMF"
 VERSION: Final = 2
@@ -43,7 +43,7 @@ class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
     key_impl: str | None = None
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class LeafSlice(msgspec.Struct, frozen=True, array_like=True):
     """A box of a leaf and where it lies in the part, in C order.
 
     Attributes:
@@ -69,11 +69,11 @@ class PartContents(msgspec.Struct, frozen=True):
     """
 
     leaves: tuple[LeafInfo, ...] = ()
-    pieces: tuple[Piece, ...] = ()
-    texts: dict[str, str] = {}
+    slices: tuple[LeafSlice, ...] = ()
+    strings: dict[str, str] = {}
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class PartManifest(msgspec.Struct, frozen=True):
     """One host's part of a snapshot.
 
     Attributes:
@@ -92,10 +92,10 @@ class Manifest(msgspec.Struct, frozen=True):
     part_bytes: int
     checksum: ChecksumName
     block_bytes: int
-    blocks: tuple[int, ...]
+    block_checksums: tuple[int, ...]
 
 
-def block_count(part_bytes: int, block_bytes: int) -> int:
+def count_blocks(part_bytes: int, block_bytes: int) -> int:
     """How many blocks a part has."""
     return -(-part_bytes // block_bytes)
 
@@ -105,7 +105,7 @@ def checksum_blocks(
     checksum: Checksum,
     block_bytes: int,
     *,
-    go_on: Callable[[], None] = lambda: None,
+    check_cancelled: Callable[[], None] = lambda: None,
 ) -> tuple[int, ...]:
     """The checksum of each block of bytes that begin at a block; the last may be shorter.
 
@@ -113,12 +113,12 @@ def checksum_blocks(
     """
     view, digests = memoryview(part), []
     for start in range(0, len(view), block_bytes):
-        go_on()
+        check_cancelled()
         digests.append(checksum.compute(view[start : start + block_bytes]))
     return tuple(digests)
 
 
-def find_bad_block(manifest: Manifest, checksum: Checksum, offset: int, data: Buffer) -> int | None:
+def find_corrupt_block(manifest: PartManifest, checksum: Checksum, offset: int, data: Buffer) -> int | None:
     """The first block of a run of whole blocks that is not what it was when the snapshot was taken, if there is one.
 
     Args:
@@ -133,19 +133,19 @@ def find_bad_block(manifest: Manifest, checksum: Checksum, offset: int, data: Bu
     assert checksum.name is manifest.checksum, f"{checksum.name} cannot verify {manifest.checksum}"
     for start in range(0, len(view), size):
         index = (offset + start) // size
-        if checksum.compute(view[start : start + size]) != manifest.blocks[index]:
+        if checksum.compute(view[start : start + size]) != manifest.block_checksums[index]:
             return index
     return None
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: PartManifest) -> bytes:
     """The manifest behind its header."""
     body = msgspec.msgpack.encode(manifest)
     header = _HEADER.pack(MAGIC, VERSION, len(body), 0)[:_CHECKED_BYTES]
     return header + struct.pack("<I", zlib.crc32(body, zlib.crc32(header))) + body
 
 
-def decode_manifest(data: Buffer) -> Manifest:
+def decode_manifest(data: Buffer) -> PartManifest:
     """The manifest in `data`, which holds nothing else.
 
     Raises:
@@ -171,15 +171,15 @@ def decode_manifest(data: Buffer) -> Manifest:
     return _checked(body)
 
 
-def _checked(body: memoryview) -> Manifest:
+def _checked(body: memoryview) -> PartManifest:
     try:
-        manifest = msgspec.msgpack.decode(body, type=Manifest)
+        manifest = msgspec.msgpack.decode(body, type=PartManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MessageError(f"manifest does not decode: {error}; run the same version everywhere") from error
-    expected = block_count(manifest.part_bytes, manifest.block_bytes) if manifest.block_bytes > 0 else 0
-    if manifest.block_bytes <= 0 or manifest.part_bytes < 0 or len(manifest.blocks) != expected:
+    expected = count_blocks(manifest.part_bytes, manifest.block_bytes) if manifest.block_bytes > 0 else 0
+    if manifest.block_bytes <= 0 or manifest.part_bytes < 0 or len(manifest.block_checksums) != expected:
         raise MessageError(
-            f"manifest of {manifest.host}: found {len(manifest.blocks)} block checksums, expected {expected} for "
+            f"manifest of {manifest.host}: found {len(manifest.block_checksums)} block checksums, expected {expected} for "
             f"{manifest.part_bytes} bytes in blocks of {manifest.block_bytes}"
         )
     return manifest

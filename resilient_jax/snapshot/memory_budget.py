@@ -13,16 +13,16 @@ from typing import Final
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout
-from resilient_jax.snapshot.manifest import block_count
+from resilient_jax.snapshot.manifest import count_blocks
 from resilient_jax.snapshot.stripes import cut_grid
 
-SLOTS: Final = 2
+NUM_SLOTS: Final = 2
 """The newest committed snapshot stays while the next one is taken."""
 HEADER_BYTES: Final = 4096
 """One page, written at once."""
 MANIFEST_BYTES: Final = 2**20
 """Room for what a manifest says of leaves and pieces: some 10000 of them. Block checksums come on top."""
-DIGEST_BYTES: Final = 8
+CHECKSUM_RECORD_BYTES: Final = 8
 """A block's checksum, in a manifest at most 5 bytes, beside parity 4; some room is left."""
 UNLIMITED: Final = 2**60
 """A limit of version 1 from here on says that there is none: the kernel gives the largest number of pages."""
@@ -31,7 +31,7 @@ _CGROUPS: Final = PurePosixPath("sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryNeeded:
+class RequiredMemory:
     """What one host's snapshots take, in bytes.
 
     Attributes:
@@ -40,18 +40,18 @@ class MemoryNeeded:
         records: of one slot: header, the manifests of the host's group, checksums.
     """
 
-    part: int
-    parity: int
-    records: int
+    part_bytes: int
+    parity_bytes: int
+    metadata_bytes: int
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Of all slots."""
-        return SLOTS * (self.part + self.parity + self.records)
+        return NUM_SLOTS * (self.part_bytes + self.parity_bytes + self.metadata_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFree:
+class FreeMemory:
     """What this process may still take, in bytes, and who says so.
 
     Attributes:
@@ -60,31 +60,31 @@ class MemoryFree:
         used: in that group, without page cache that is given back when needed.
     """
 
-    available: int
-    limit: int | None = None
-    used: int = 0
+    available_bytes: int
+    limit_bytes: int | None = None
+    used_bytes: int = 0
 
     @property
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """The smaller of what the machine and what the control group has left."""
-        return self.available if self.limit is None else min(self.available, max(0, self.limit - self.used))
+        return self.available_bytes if self.limit_bytes is None else min(self.available_bytes, max(0, self.limit_bytes - self.used_bytes))
 
 
-def memory_needed(layout: SnapshotLayout, host: HostName) -> MemoryNeeded:
+def compute_required_memory(layout: SnapshotLayout, host: HostName) -> RequiredMemory:
     """What the snapshots of a layout take on a host."""
     group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
     block, chunk = cut_grid(parts, len(group.hosts) - group.parity)
-    blocks = [block_count(part, block) for part in parts]
-    kept_blocks = group.parity * block_count(chunk, block)
-    return MemoryNeeded(
-        part=layout.part_bytes[host],
-        parity=group.parity * chunk,
-        records=HEADER_BYTES + len(parts) * MANIFEST_BYTES + DIGEST_BYTES * (sum(blocks) + kept_blocks),
+    blocks = [count_blocks(part, block) for part in parts]
+    kept_blocks = group.parity * count_blocks(chunk, block)
+    return RequiredMemory(
+        part_bytes=layout.part_bytes[host],
+        parity_bytes=group.parity * chunk,
+        metadata_bytes=HEADER_BYTES + len(parts) * MANIFEST_BYTES + CHECKSUM_RECORD_BYTES * (sum(blocks) + kept_blocks),
     )
 
 
-def check_memory(needed: MemoryNeeded, free: MemoryFree, host: HostName, *, held: int = 0) -> None:
+def check_memory(required: RequiredMemory, free: FreeMemory, host: HostName, *, reclaimed_bytes: int = 0) -> None:
     """Refuses snapshots that do not fit.
 
     Args:
@@ -96,21 +96,21 @@ def check_memory(needed: MemoryNeeded, free: MemoryFree, host: HostName, *, held
     Raises:
         SnapshotRefused: more is needed than is free; with the numbers and what to do.
     """
-    if needed.total <= free.free + held:
+    if required.total_bytes <= free.free_bytes + reclaimed_bytes:
         return
     group = "no control group limits it"
-    if free.limit is not None:
-        group = f"its control group allows {_size(free.limit)} and uses {_size(free.used)}"
+    if free.limit_bytes is not None:
+        group = f"its control group allows {_size(free.limit_bytes)} and uses {_size(free.used_bytes)}"
     raise SnapshotRefused(
-        f"host {host}: snapshots need {_size(needed.total)} of memory ({SLOTS} slots with {_size(needed.part)} of "
-        f"state, {_size(needed.parity)} of parity and {_size(needed.records)} of records each), expected at most "
-        f"{_size(free.free + held)}: the machine has {_size(free.available)} available, {group}, and {_size(held)} are "
+        f"host {host}: snapshots need {_size(required.total_bytes)} of memory ({NUM_SLOTS} slots with {_size(required.part_bytes)} of "
+        f"state, {_size(required.parity_bytes)} of parity and {_size(required.metadata_bytes)} of records each), expected at most "
+        f"{_size(free.free_bytes + reclaimed_bytes)}: the machine has {_size(free.available_bytes)} available, {group}, and {_size(reclaimed_bytes)} are "
         "held by earlier snapshots. Give the host or its container more memory, use more hosts (each then keeps less), "
         "lower the parity or make groups larger, or switch snapshots off"
     )
 
 
-def read_free_memory(root: Path = Path("/")) -> MemoryFree:
+def read_free_memory(root: Path = Path("/")) -> FreeMemory:
     """What is free now.
 
     Args:
@@ -127,7 +127,7 @@ def read_free_memory(root: Path = Path("/")) -> MemoryFree:
             "proc mounted"
         ) from error
     left = min(_find_limits(root), key=lambda found: found[0] - found[1], default=(None, 0))
-    return MemoryFree(available=available, limit=left[0], used=left[1])
+    return FreeMemory(available_bytes=available, limit_bytes=left[0], used_bytes=left[1])
 
 
 def _find_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ SERVICE = "snapshot"
 
 # Between the agent and the server of its host.
 
-SETTINGS_VARIABLE = "RESILIENT_JAX_SNAPSHOT_SERVER"
+SETTINGS_ENV_VARIABLE = "RESILIENT_JAX_SNAPSHOT_SERVER"
 """Environment variable with `ServerSettings` as JSON."""
 
 
@@ -42,13 +42,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     link_fd: int
 
 
-class Serving(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The server listens there. Said once, first."""
 
     endpoint: str
 
 
-class Holding(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CompleteSnapshots(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What the host's server holds complete, whenever that changes."""
 
     snapshots: tuple[SnapshotStatus, ...]
@@ -58,58 +58,58 @@ class NewWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The host has a new worker; one descriptor comes with it: the server's end of a socket pair with that worker."""
 
 
-ServerWord = Serving | Holding | EventOccurred
+ServerToAgent = ServerReady | CompleteSnapshots | EventOccurred
 """Server to agent. The other way there is only `NewWorker`."""
 
-SERVER_WORD_DECODER: msgspec.msgpack.Decoder[ServerWord] = msgspec.msgpack.Decoder(ServerWord)
+SERVER_TO_AGENT_DECODER: msgspec.msgpack.Decoder[ServerToAgent] = msgspec.msgpack.Decoder(ServerToAgent)
 NEW_WORKER_DECODER: msgspec.msgpack.Decoder[NewWorker] = msgspec.msgpack.Decoder(NewWorker)
 
 
 # Between the host's worker and the server. `call` numbers a worker's requests; the answer has its number.
 
 
-class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class OpenLayout(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """From now on snapshots have this layout. Answer: `Slots`, with a descriptor of each.
 
     Attributes:
         restored: the snapshot that the generation goes on from, the same on every host.
     """
 
-    call: int
+    request_id: int
     layout: SnapshotLayout
     restored: SnapshotId | None = None
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class BeginSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Gives the worker a slot to write its part to. Answer: `PartOf`, with the slot's descriptor."""
 
-    call: int
+    request_id: int
     id: SnapshotId
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class FinishSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The part is there and will not change any more. Answer: `Done`."""
 
-    call: int
+    request_id: int
     id: SnapshotId
     contents: PartContents
 
 
-class Abandon(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AbandonSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The part will not be finished, and the worker writes to it no more. Answer: `Done`."""
 
-    call: int
+    request_id: int
     id: SnapshotId
 
 
-class OpenHeld(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class OpenOwnPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks for this host's own part. Answer: `PartOf`, with the slot's descriptor; it fails where there is none."""
 
-    call: int
+    request_id: int
     id: SnapshotId
 
 
-class SlotSize(msgspec.Struct, frozen=True, kw_only=True):
+class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A slot that exists.
 
     Attributes:
@@ -121,42 +121,42 @@ class SlotSize(msgspec.Struct, frozen=True, kw_only=True):
     mapped_bytes: int
 
 
-class Slots(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SlotsReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The slots that are ready; one descriptor each, in order."""
 
-    call: int
-    slots: tuple[SlotSize, ...]
+    request_id: int
+    slots: tuple[SlotInfo, ...]
 
 
-class PartOf(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PartLocation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Where a part lies: so many bytes from an offset of a slot.
 
     Attributes:
         manifest: encoded; empty for a part that is yet to be written.
     """
 
-    call: int
-    slot: SlotSize
+    request_id: int
+    slot: SlotInfo
     offset: int
     part_bytes: int
     manifest: bytes = b""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RequestDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """There is nothing more to say."""
 
-    call: int
+    request_id: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RequestFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The request failed with this error of ours, by the name of its class."""
 
-    call: int
+    request_id: int
     error: str
     message: str
 
 
-class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SnapshotSettled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Unasked: a snapshot is committed, or it was dropped."""
 
     id: SnapshotId
@@ -164,19 +164,19 @@ class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: str = ""
 
 
-class Retired(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SlotRetired(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Unasked: the slot is used no more; its memory is freed when the worker, too, lets go of it."""
 
     number: int
 
 
-WorkerRequest = Open | Begin | Finish | Abandon | OpenHeld
-ServerAnswer = Slots | PartOf | Done | Failed
-ServerNotice = Settled | Retired
+WorkerRequest = OpenLayout | BeginSnapshot | FinishSnapshot | AbandonSnapshot | OpenOwnPart
+ServerReply = SlotsReady | PartLocation | RequestDone | RequestFailed
+ServerNotification = SnapshotSettled | SlotRetired
 
 WORKER_REQUEST_DECODER: msgspec.msgpack.Decoder[WorkerRequest] = msgspec.msgpack.Decoder(WorkerRequest)
-SERVER_MESSAGE_DECODER: msgspec.msgpack.Decoder[ServerAnswer | ServerNotice] = msgspec.msgpack.Decoder(
-    ServerAnswer | ServerNotice
+SERVER_MESSAGE_DECODER: msgspec.msgpack.Decoder[ServerReply | ServerNotification] = msgspec.msgpack.Decoder(
+    ServerReply | ServerNotification
 )
 
 
@@ -203,11 +203,11 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class BulkRequest(msgspec.Struct, frozen=True):
+class BulkAddressRequest(msgspec.Struct, frozen=True):
     """Asks where to read."""
 
 
-class BulkReply(msgspec.Struct, frozen=True, kw_only=True):
+class BulkAddressReply(msgspec.Struct, frozen=True, kw_only=True):
     """Where the server's `BulkServer` is: a port of the same host, and what admits there."""
 
     port: int
@@ -249,14 +249,14 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     data: bytes
     checksum: ChecksumName
-    digests: tuple[int, ...]
+    checksums: tuple[int, ...]
 
 
-class Ok(msgspec.Struct, frozen=True):
+class Ack(msgspec.Struct, frozen=True):
     """Done, or it had been done before."""
 
 
-class Outcome(enum.StrEnum):
+class CommitOutcome(enum.StrEnum):
     """What the root knows of a snapshot."""
 
     WAITING = "waiting"
@@ -276,11 +276,11 @@ class CompleteRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CompleteReply(msgspec.Struct, frozen=True, kw_only=True):
     """What has become of the snapshot."""
 
-    outcome: Outcome
+    outcome: CommitOutcome
     reason: str = ""
 
 
-class DroppedRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DropNotice(msgspec.Struct, frozen=True, kw_only=True):
     """To the root: this host will never be complete, so nobody can be."""
 
     id: SnapshotId
@@ -289,10 +289,10 @@ class DroppedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MANIFEST = Method("manifest", ManifestRequest, ManifestReply)
-BULK = Method("bulk", BulkRequest, BulkReply)
-PARITY = Method("parity", ParityPiece, Ok)
+BULK_ADDRESS = Method("bulk", BulkAddressRequest, BulkAddressReply)
+PARITY = Method("parity", ParityPiece, Ack)
 COMPLETE = Method("complete", CompleteRequest, CompleteReply)
-DROPPED = Method("dropped", DroppedRequest, Ok)
+DROPPED = Method("dropped", DropNotice, Ack)
 
-PIECE_BYTES = 4 * MAX_BLOCK_BYTES
+PARITY_PIECE_BYTES = 4 * MAX_BLOCK_BYTES
 """Of parity in one message: whole blocks, however large they are. So many are in flight that more gains nothing."""

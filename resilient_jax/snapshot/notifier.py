@@ -10,14 +10,14 @@ from typing import Final
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotStatus
-from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.messages import EventOccurred, Holding, ServerNotice
+from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.snapshot.messages import EventOccurred, CompleteSnapshots, ServerNotification
 
-SHORTAGE_S: Final = 0.1
+RETRY_INTERVAL_S: Final = 0.1
 """Between two tries to tell something."""
 
 
-class Reporter:
+class Notifier:
     """An arena's listener.
 
     Attributes:
@@ -25,16 +25,16 @@ class Reporter:
         on_dropped: has the root told of a drop; must return at once. Set before the first one.
     """
 
-    def __init__(self, host: HostName, agent: Link) -> None:
-        self.statuses: Callable[[], tuple[SnapshotStatus, ...]] = tuple
+    def __init__(self, host: HostName, agent: FdConnection) -> None:
+        self.list_statuses: Callable[[], tuple[SnapshotStatus, ...]] = tuple
         self.on_dropped: Callable[[SnapshotId, SnapshotLayout, str], None] = lambda id, layout, reason: None
         self._host = host
         self._agent = agent
-        self._worker: Link | None = None
+        self._worker: FdConnection | None = None
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._tell, name="rj-snapshot-reports", daemon=True).start()
 
-    def happened(self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool) -> None:
+    def record_event(self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool) -> None:
         event = Event(
             kind=kind,
             host=self._host,
@@ -46,21 +46,21 @@ class Reporter:
         )
         self._waiting.put(lambda: self._agent.send(EventOccurred(event=event)))
 
-    def holding_changed(self) -> None:
+    def notify_agent(self) -> None:
         # Asked for when it is sent: so the last one sent is the newest.
-        self._waiting.put(lambda: self._agent.send(Holding(snapshots=self.statuses())))
+        self._waiting.put(lambda: self._agent.send(CompleteSnapshots(snapshots=self.list_statuses())))
 
-    def notify_worker(self, notice: ServerNotice) -> None:
+    def notify_worker(self, notice: ServerNotification) -> None:
         self._waiting.put(lambda: self._send_worker(notice))
 
-    def dropped_here(self, held: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
-        self.on_dropped(held, layout, reason)
+    def notify_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
+        self.on_dropped(id, layout, reason)
 
-    def serve_worker(self, worker: Link) -> None:
+    def serve_worker(self, worker: FdConnection) -> None:
         """Notices go there from now on."""
         self._waiting.put(lambda: setattr(self, "_worker", worker))
 
-    def _send_worker(self, notice: ServerNotice) -> None:
+    def _send_worker(self, notice: ServerNotification) -> None:
         if self._worker is not None:
             with contextlib.suppress(OSError):  # it is dead, which its line tells
                 self._worker.send(notice)
@@ -80,4 +80,4 @@ class Reporter:
             try:
                 return send()
             except MemoryError:
-                time.sleep(SHORTAGE_S)
+                time.sleep(RETRY_INTERVAL_S)

@@ -5,7 +5,7 @@ import ctypes
 from resilient_jax.erasure import Checksum, choose_checksum
 from resilient_jax.erasure.buffers import check_operands
 from resilient_jax.errors import ChecksumMismatch
-from resilient_jax.snapshot.manifest import Manifest, find_bad_block
+from resilient_jax.snapshot.manifest import PartManifest, find_corrupt_block
 
 _UNKNOWN, _GOOD, _BAD = range(3)
 
@@ -13,7 +13,7 @@ _UNKNOWN, _GOOD, _BAD = range(3)
 class OwnPart:
     """A part whose memory nobody changes while it is read; safe to share between threads."""
 
-    def __init__(self, manifest: Manifest, view: memoryview) -> None:
+    def __init__(self, manifest: PartManifest, view: memoryview) -> None:
         """Takes the part over.
 
         Raises:
@@ -27,7 +27,7 @@ class OwnPart:
         self.manifest = manifest
         self._view = view
         self._checksum: Checksum = choose_checksum(manifest.checksum)
-        self._verdicts = bytearray(len(manifest.blocks))  # threads may find the same one twice
+        self._verdicts = bytearray(len(manifest.block_checksums))  # threads may find the same one twice
 
     def copy_into(self, offset: int, out: memoryview) -> None:
         """Copies bytes of the part; afterwards nothing of `out` is shared memory.
@@ -47,7 +47,7 @@ class OwnPart:
         for block in range(start // size, -(-stop // size)):
             if self._verdicts[block] == _UNKNOWN:
                 data = self._view[block * size : (block + 1) * size]
-                bad = find_bad_block(self.manifest, self._checksum, block * size, data)
+                bad = find_corrupt_block(self.manifest, self._checksum, block * size, data)
                 self._verdicts[block] = _GOOD if bad is None else _BAD
             if self._verdicts[block] == _BAD:
                 raise ChecksumMismatch(

@@ -32,82 +32,82 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoints, FailPoint
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
-from resilient_jax.snapshot.commit_votes import CommitBoard
-from resilient_jax.snapshot.manifest import PartContents, encode_manifest, find_bad_block
+from resilient_jax.snapshot.commit_votes import CommitVotes
+from resilient_jax.snapshot.manifest import PartContents, encode_manifest, find_corrupt_block
 from resilient_jax.snapshot.messages import (
     COMPLETE,
     DROPPED,
     MANIFEST,
     PARITY,
-    PIECE_BYTES,
+    PARITY_PIECE_BYTES,
     CompleteReply,
     CompleteRequest,
-    DroppedRequest,
+    DropNotice,
     ManifestRequest,
-    Outcome,
+    CommitOutcome,
     ParityPiece,
 )
-from resilient_jax.snapshot.peer_pool import Peers
-from resilient_jax.snapshot.slot_choice import name_of
-from resilient_jax.snapshot.slot_contents import HeldSnapshot, checksum_named, cut_blocks
-from resilient_jax.snapshot.slot_memory import Phase
-from resilient_jax.snapshot.snapshot_slots import Arena, Listener
+from resilient_jax.snapshot.peer_pool import PeerPool
+from resilient_jax.snapshot.slot_choice import format_snapshot_id
+from resilient_jax.snapshot.slot_contents import SlotContents, get_checksum, cut_blocks
+from resilient_jax.snapshot.slot_memory import SlotPhase
+from resilient_jax.snapshot.snapshot_slots import SnapshotSlots, SlotListener
 from resilient_jax.snapshot.stripes import data_members, parity_members
 
 logger = logging.getLogger(__name__)
 
-PIECES_AT_ONCE: Final = 2
+CONCURRENT_PIECES: Final = 2
 """While one is multiplied the other travels. Each holds n pieces in memory."""
-FIRST_RETRY_S: Final = 0.01
-LAST_RETRY_S: Final = 0.5
-TRIES: Final = 5
+MIN_RETRY_INTERVAL_S: Final = 0.01
+MAX_RETRY_INTERVAL_S: Final = 0.5
+MAX_ATTEMPTS: Final = 5
 """Of what fails in a way that time does not heal, but a second look may."""
-QUESTION_S: Final = 0.005
+ROOT_POLL_INTERVAL_S: Final = 0.005
 """Between two questions that the root is asked, by all hosts together: what it answers in a small part of a core."""
 
-_ZEROS: Final = memoryview(bytes(PIECE_BYTES))
+_ZEROS: Final = memoryview(bytes(PARITY_PIECE_BYTES))
 
 AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
+class ExchangeContext:
     """What every exchange works with."""
 
     host: HostName
-    arena: Arena
-    board: CommitBoard
+    slots: SnapshotSlots
+    votes: CommitVotes
     """Of the root; guarded by the arena's lock."""
-    peers: Peers
+    peers: PeerPool
     kernel: Kernel
     checksum: Checksum
-    listener: Listener
-    faults: FailPoints | None
+    listener: SlotListener
+    failpoints: FailPoints | None
     encoders: concurrent.futures.Executor
     """`PIECES_AT_ONCE` threads for each exchange."""
 
-    def reach(self, place: FailPoint, id: SnapshotId, index: int = ANY_INDEX) -> None:
+    def failpoint(self, place: FailPoint, id: SnapshotId, index: int = ANY_INDEX) -> None:
         """A test may hold this server here."""
-        if self.faults is not None:
-            self.faults.hit(place, id.step, index)
+        if self.failpoints is not None:
+            self.failpoints.hit(place, id.step, index)
 
-    def put_on_the_wire(self, data: memoryview) -> memoryview:
+    def maybe_corrupt(self, data: memoryview) -> memoryview:
         """What another process will get: these bytes, unless a chaos campaign has one bit turned over on the way."""
-        if self.faults is None or not data or not self.faults.hit(FailPoint.BEFORE_SEND):
+        if self.failpoints is None or not data or not self.failpoints.hit(FailPoint.BEFORE_SEND):
             return data
         damaged = bytearray(data)
         damaged[len(damaged) // 2] ^= 1
         return memoryview(damaged)
 
 
-class Exchange:
+class ParityExchange:
     """One snapshot's way, from the part that is there to its end."""
 
-    def __init__(self, held: HeldSnapshot, contents: PartContents, tools: Tools) -> None:
+    def __init__(self, held: SlotContents, contents: PartContents, context: ExchangeContext) -> None:
         self._held = held
         self._contents = contents
-        self._tools = tools
-        self._arena = tools.arena
+        self._tools = context
+        self._arena = context.slots
         self._failed: set[HostName] = set()
         self._is_stripe_lost = False
 
@@ -116,24 +116,24 @@ class Exchange:
         held, tools = self._held, self._tools
         try:
             self._seal_part()
-            tools.reach(FailPoint.BEFORE_PARITY, held.id)
+            tools.failpoint(FailPoint.BEFORE_PARITY, held.id)
             self._collect_manifests()
             if held.group.parity:
                 self._encode_stripe()
             self._wait_for_parity()
-            tools.reach(FailPoint.BEFORE_COMPLETE, held.id)
-            self._arena.advance(held, Phase.COMPLETE)
+            tools.failpoint(FailPoint.BEFORE_COMPLETE, held.id)
+            self._arena.advance(held, SlotPhase.COMPLETE)
             self._settle()
         except ResilientJaxError as error:
             self._arena.drop(held.id, str(error))
         except Exception as error:  # the thread's end: it becomes an event
-            logger.exception("the exchange of %s failed", name_of(held.id))
+            logger.exception("the exchange of %s failed", format_snapshot_id(held.id))
             self._arena.drop(held.id, f"{type(error).__name__}: {error}")
 
     def _seal_part(self) -> None:
         held = self._held
         try:
-            manifest = held.describe_part(self._contents, self._tools.checksum, self._check)
+            manifest = held.build_manifest(self._contents, self._tools.checksum, self._check)
         except ValueError:  # the slot's memory was given back just now
             self._check()
             raise
@@ -141,7 +141,7 @@ class Exchange:
 
     def _collect_manifests(self) -> None:
         held = self._held
-        for host in held.missing_manifests():
+        for host in held.list_missing_manifests():
             request = ManifestRequest(id=held.id, host=host)
 
             def fetch(host: HostName = host, request: ManifestRequest = request) -> bytes:
@@ -153,8 +153,8 @@ class Exchange:
                 held.store_manifest(host, data)
 
     def _encode_stripe(self) -> None:
-        offsets = range(0, self._held.shape.chunk_bytes, PIECE_BYTES)
-        lanes = [offsets[lane::PIECES_AT_ONCE] for lane in range(PIECES_AT_ONCE)]
+        offsets = range(0, self._held.slot_layout.chunk_bytes, PARITY_PIECE_BYTES)
+        lanes = [offsets[lane::CONCURRENT_PIECES] for lane in range(CONCURRENT_PIECES)]
         encoding = [self._tools.encoders.submit(self._encode_lane, lane) for lane in lanes]
         concurrent.futures.wait(encoding)
         for lane in encoding:
@@ -173,10 +173,10 @@ class Exchange:
     def _encode_piece(self, offset: int) -> None:
         held, tools = self._held, self._tools
         self._check()
-        stripe, n, m = held.member, len(held.group.hosts), held.group.parity
-        length = min(PIECE_BYTES, held.shape.chunk_bytes - offset)
+        stripe, n, m = held.member_index, len(held.group.hosts), held.group.parity
+        length = min(PARITY_PIECE_BYTES, held.slot_layout.chunk_bytes - offset)
         sources = [
-            self._pull(held.group.hosts[member], shard * held.shape.chunk_bytes + offset, length)
+            self._pull(held.group.hosts[member], shard * held.slot_layout.chunk_bytes + offset, length)
             for shard, member in enumerate(data_members(stripe, n, m))
         ]
         rows = [bytearray(length) for _ in range(m)]
@@ -190,10 +190,10 @@ class Exchange:
                 offset=offset,
                 data=data,
                 checksum=tools.checksum.name,
-                digests=tuple(map(tools.checksum.compute, cut_blocks(data, held.shape.block_bytes))),
+                checksums=tuple(map(tools.checksum.compute, cut_blocks(data, held.slot_layout.block_bytes))),
             )
             self._give(held.group.hosts[member], piece)
-        tools.reach(FailPoint.DURING_PARITY, held.id, offset // PIECE_BYTES)
+        tools.failpoint(FailPoint.DURING_PARITY, held.id, offset // PARITY_PIECE_BYTES)
 
     def _pull(self, host: HostName, offset: int, length: int) -> bytearray | memoryview:
         """Behind the end of a shorter part all is zero."""
@@ -203,11 +203,11 @@ class Exchange:
             return _ZEROS[:length]
         data = bytearray(length)
         out, address = memoryview(data)[:inside], held.layout.server_endpoints[host]
-        manifest = held.manifest_by(host)
+        manifest = held.get_manifest(host)
 
         def read() -> None:
             self._tools.peers.read_part(address, held.id, offset, out)
-            bad = find_bad_block(manifest, checksum_named(manifest.checksum), offset, out)
+            bad = find_corrupt_block(manifest, get_checksum(manifest.checksum), offset, out)
             if bad is not None:
                 raise ChecksumMismatch(f"block {bad} of {host}'s part came damaged")
 
@@ -216,7 +216,7 @@ class Exchange:
 
     def _give(self, host: HostName, piece: ParityPiece) -> None:
         if host == self._tools.host:
-            self._arena.store_piece(piece)
+            self._arena.store_parity(piece)
         else:
             address = self._held.layout.server_endpoints[host]
             self._until_done(host, lambda: self._tools.peers.call(address, PARITY, piece))
@@ -230,13 +230,13 @@ class Exchange:
         while True:
             with self._arena.changed:
                 has_parity = self._arena.changed.wait_for(
-                    lambda: self._held.has_parity() or not self._arena.is_held(self._held), LAST_RETRY_S
+                    lambda: self._held.has_parity() or not self._arena.is_held(self._held), MAX_RETRY_INTERVAL_S
                 )
                 self._check()
             if has_parity:
                 return
             reply = self._ask_outcome()
-            if reply.outcome is Outcome.DROPPED:
+            if reply.outcome is CommitOutcome.DROPPED:
                 raise SnapshotDropped(reply.reason)
 
     def _ask_outcome(self) -> CompleteReply:
@@ -244,7 +244,7 @@ class Exchange:
         held = self._held
         if held.layout.root == self._tools.host:
             with self._arena.changed:
-                return self._tools.board.outcome(held.id)
+                return self._tools.votes.outcome(held.id)
         request = CompleteRequest(id=held.id, host=self._tools.host, is_complete=False)
         try:
             return self._tools.peers.call(held.layout.server_endpoints[held.layout.root], COMPLETE, request)
@@ -252,38 +252,38 @@ class Exchange:
             pass  # the root's worker has not opened the layout yet, or a newer one
         except ResilientJaxError as error:
             self._note(held.layout.root, error)
-        return CompleteReply(outcome=Outcome.WAITING)
+        return CompleteReply(outcome=CommitOutcome.WAITING)
 
     def _settle(self) -> None:
         held, tools = self._held, self._tools
         is_root = held.layout.root == tools.host
         reply = self._decide() if is_root else self._ask_root()
-        if reply.outcome is Outcome.DROPPED:
+        if reply.outcome is CommitOutcome.DROPPED:
             self._arena.withdraw(held, reply.reason)
-        elif reply.outcome is Outcome.COMMITTED:
+        elif reply.outcome is CommitOutcome.COMMITTED:
             if not is_root:
-                tools.reach(FailPoint.BEFORE_COMMITTED, held.id)
-            self._arena.advance(held, Phase.COMMITTED)
+                tools.failpoint(FailPoint.BEFORE_COMMITTED, held.id)
+            self._arena.advance(held, SlotPhase.COMMITTED)
             try:
-                self._arena.prepare()
+                self._arena.allocate_slots()
             except SnapshotRefused as error:  # the next begin tries again, and says so too
-                tools.listener.happened(EventKind.SNAPSHOT_REFUSED, held.id, error=str(error))
+                tools.listener.record_event(EventKind.SNAPSHOT_REFUSED, held.id, error=str(error))
 
     def _decide(self) -> CompleteReply:
         """The root's side."""
-        held, board = self._held, self._tools.board
+        held, board = self._held, self._tools.votes
         with self._arena.changed:
-            board.hear_complete(held.id, self._tools.host)
+            board.record_complete(held.id, self._tools.host)
             self._arena.changed.wait_for(
                 lambda: (
                     board.is_complete(held.id, held.layout.part_bytes)
-                    or board.outcome(held.id).outcome is not Outcome.WAITING
+                    or board.outcome(held.id).outcome is not CommitOutcome.WAITING
                     or self._is_over()
                 )
             )
             if not board.is_complete(held.id, held.layout.part_bytes):
                 return board.outcome(held.id)
-        self._tools.reach(FailPoint.BEFORE_COMMITTED, held.id)
+        self._tools.failpoint(FailPoint.BEFORE_COMMITTED, held.id)
         with self._arena.changed:
             return board.commit(held.id)
 
@@ -292,25 +292,25 @@ class Exchange:
         held = self._held
         address = held.layout.server_endpoints[held.layout.root]
         request = CompleteRequest(id=held.id, host=self._tools.host)
-        limit_s = QUESTION_S * len(held.layout.part_bytes)
-        delay_s = min(FIRST_RETRY_S, limit_s)
+        limit_s = ROOT_POLL_INTERVAL_S * len(held.layout.part_bytes)
+        delay_s = min(MIN_RETRY_INTERVAL_S, limit_s)
         while True:
             was_over = self._is_over()
             try:
                 reply = self._tools.peers.call(address, COMPLETE, request)
-                if reply.outcome is not Outcome.WAITING:
+                if reply.outcome is not CommitOutcome.WAITING:
                     return reply
             except SnapshotMissing:
                 pass  # the root's worker has not opened the layout yet
             except StaleGeneration:
-                return CompleteReply(outcome=Outcome.WAITING)
+                return CompleteReply(outcome=CommitOutcome.WAITING)
             except ResilientJaxError as error:
                 self._note(held.layout.root, error)
-                limit_s = LAST_RETRY_S
+                limit_s = MAX_RETRY_INTERVAL_S
             except MemoryError:  # the root may have committed it: asked again, not given up
-                limit_s = LAST_RETRY_S
+                limit_s = MAX_RETRY_INTERVAL_S
             if was_over:
-                return CompleteReply(outcome=Outcome.WAITING)
+                return CompleteReply(outcome=CommitOutcome.WAITING)
             delay_s = self._pause(delay_s, limit_s)
 
     def _is_over(self) -> bool:
@@ -318,7 +318,7 @@ class Exchange:
         held, layout = self._held, self._arena.layout
         return (
             not self._arena.is_held(held)
-            or held.phase is Phase.COMMITTED
+            or held.phase is SlotPhase.COMMITTED
             or (layout is not None and layout.generation > held.id.generation)
         )
 
@@ -329,7 +329,7 @@ class Exchange:
             SnapshotDropped: here or there.
             ResilientJaxError: what will not heal.
         """
-        delay_s, tries = FIRST_RETRY_S, 0
+        delay_s, tries = MIN_RETRY_INTERVAL_S, 0
         while True:
             self._check()
             try:
@@ -341,11 +341,11 @@ class Exchange:
             except (ChecksumMismatch, InternalError) as error:
                 self._note(host, error)
                 tries += 1
-                if tries == TRIES:
+                if tries == MAX_ATTEMPTS:
                     raise
             except ResilientJaxError as error:  # cannot be reached, or has gone on to another generation
                 self._note(host, error)
-            delay_s = self._pause(delay_s, LAST_RETRY_S)
+            delay_s = self._pause(delay_s, MAX_RETRY_INTERVAL_S)
 
     def _pause(self, delay_s: float, limit_s: float) -> float:
         """Waits before the next try; gives how long to wait before the one after."""
@@ -355,13 +355,13 @@ class Exchange:
 
     def _check(self) -> None:
         if not self._arena.is_held(self._held):
-            raise SnapshotDropped(self._held.dropped or "its slot was taken")
+            raise SnapshotDropped(self._held.drop_reason or "its slot was taken")
 
     def _note(self, host: HostName, error: ResilientJaxError) -> None:
         """Once for a host: it is asked again and again."""
         if host not in self._failed:
             self._failed.add(host)
-            self._tools.listener.happened(
+            self._tools.listener.record_event(
                 EventKind.SNAPSHOT_PEER_FAILED,
                 self._held.id,
                 peer=host,
@@ -369,23 +369,23 @@ class Exchange:
             )
 
 
-def tell_root_of_drop(id: SnapshotId, layout: SnapshotLayout, reason: str, tools: Tools) -> None:
+def report_drop_to_root(id: SnapshotId, layout: SnapshotLayout, reason: str, context: ExchangeContext) -> None:
     """Returns when the root knows, or nothing of this generation counts any more."""
-    arena, delay_s = tools.arena, FIRST_RETRY_S
-    request = DroppedRequest(id=id, host=tools.host, reason=f"{tools.host}: {reason}")
-    if layout.root == tools.host:
+    arena, delay_s = context.slots, MIN_RETRY_INTERVAL_S
+    request = DropNotice(id=id, host=context.host, reason=f"{context.host}: {reason}")
+    if layout.root == context.host:
         with arena.changed:
-            tools.board.hear_dropped(id, request.reason)
+            context.votes.record_dropped(id, request.reason)
             arena.changed.notify_all()
         return
     while arena.layout is layout:
         try:
-            tools.peers.call(layout.server_endpoints[layout.root], DROPPED, request)
+            context.peers.call(layout.server_endpoints[layout.root], DROPPED, request)
             return
         except StaleGeneration:
             return
         except ResilientJaxError as error:
-            logger.info("%s cannot be told that %s was dropped: %s", layout.root, name_of(id), error)
+            logger.info("%s cannot be told that %s was dropped: %s", layout.root, format_snapshot_id(id), error)
         with arena.changed:
             arena.changed.wait_for(lambda: arena.layout is not layout, delay_s)
-        delay_s = min(2 * delay_s, LAST_RETRY_S)
+        delay_s = min(2 * delay_s, MAX_RETRY_INTERVAL_S)

@@ -12,20 +12,20 @@ from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup
 
-GROUP_SIZE = 8
+DEFAULT_GROUP_SIZE = 8
 """With parity 2 a third more memory; a lost part is decoded from six hosts."""
-MAX_GROUP = 255
+MAX_GROUP_SIZE = 255
 """Shards of a Reed-Solomon code over GF(2^8), see `erasure/code.py`."""
 
 _MEMBERS_SAID = 6
 """How many hosts of a domain a message lists."""
 
 
-def form_groups(
+def form_parity_groups(
     hosts: Sequence[HostName],
     parity: int,
     *,
-    group_size: int = GROUP_SIZE,
+    group_size: int = DEFAULT_GROUP_SIZE,
     domain_of: Mapping[HostName, str] | None = None,
 ) -> tuple[ParityGroup, ...]:
     """Groups of about `group_size` hosts, every one with more hosts than parity.
@@ -55,7 +55,7 @@ def form_groups(
     return tuple(ParityGroup(hosts=tuple(group), parity=parity) for group in groups)
 
 
-def describe_compromises(
+def describe_weaknesses(
     groups: Sequence[ParityGroup], parity: int, domain_of: Mapping[HostName, str] | None = None
 ) -> tuple[str, ...]:
     """In words, how the groups protect less than was asked for; empty if they do not.
@@ -100,9 +100,9 @@ def _check(hosts: Sequence[HostName], parity: int, group_size: int) -> None:
         raise SnapshotRefused(f"hosts {', '.join(twice)} are named twice, expected every host once")
     if parity < 0:
         raise SnapshotRefused(f"parity: found {parity}, expected 0 (no protection) or more")
-    if not parity < group_size <= MAX_GROUP:
+    if not parity < group_size <= MAX_GROUP_SIZE:
         raise SnapshotRefused(
-            f"group size: found {group_size} with parity {parity}, expected from {parity + 1} to {MAX_GROUP} hosts, "
+            f"group size: found {group_size} with parity {parity}, expected from {parity + 1} to {MAX_GROUP_SIZE} hosts, "
             "data and parity together; change one of them"
         )
 
@@ -121,10 +121,10 @@ def _domains(hosts: Sequence[HostName], domain_of: Mapping[HostName, str]) -> li
 
 def _count_groups(hosts: int, parity: int, group_size: int, domains: Sequence[int]) -> int:
     most = hosts // (parity + 1)
-    fewest = -(-hosts // MAX_GROUP)
+    fewest = -(-hosts // MAX_GROUP_SIZE)
     if fewest > most:
         raise SnapshotRefused(
-            f"{hosts} hosts with parity {parity}: found no groups of more than {parity} and at most {MAX_GROUP} hosts; "
+            f"{hosts} hosts with parity {parity}: found no groups of more than {parity} and at most {MAX_GROUP_SIZE} hosts; "
             f"lower the parity to {hosts // fewest - 1}"
         )
     nearest = (2 * hosts + group_size) // (2 * group_size)

@@ -3,12 +3,12 @@
 import threading
 
 from resilient_jax.errors import PeerUnreachable
-from resilient_jax.snapshot.messages import BULK, SERVICE, BulkRequest, ReadRequest
+from resilient_jax.snapshot.messages import BULK_ADDRESS, SERVICE, BulkAddressRequest, ReadRequest
 from resilient_jax.transport import BulkChannel, Credentials, Method, SyncChannel
 from resilient_jax.transport.method import RequestT, ResponseT
 
 
-class Peer:
+class PeerClient:
     """Connects when first used; safe to share between threads."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
@@ -40,7 +40,7 @@ class Peer:
         with self._lock:
             if self._bulk is not None:
                 return self._bulk
-        place = self.call(BULK, BulkRequest(), timeout_s=timeout_s)
+        place = self.call(BULK_ADDRESS, BulkAddressRequest(), timeout_s=timeout_s)
         host = self._address.rpartition(":")[0]
         with self._lock:
             if self._closed:

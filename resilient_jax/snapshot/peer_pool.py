@@ -6,30 +6,30 @@ from typing import Final
 
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.messages import ReadRequest, Region
-from resilient_jax.snapshot.peer_client import Peer
+from resilient_jax.snapshot.peer_client import PeerClient
 from resilient_jax.transport import Credentials, Method
 from resilient_jax.transport.method import RequestT, ResponseT
 
-CALL_DEADLINE_S: Final = 15.0
+CALL_TIMEOUT_S: Final = 15.0
 """Of one call, of a MiB at most; whoever calls tries again."""
 
 
-class Peers:
+class PeerPool:
     """By address, made when first used; safe to share between threads."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._lock = threading.Lock()  # guards the table
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, PeerClient] = {}
 
     def call(self, address: str, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
         """The answer; raises as `Peer.call`."""
-        return self._peer(address).call(method, request, timeout_s=CALL_DEADLINE_S)
+        return self._peer(address).call(method, request, timeout_s=CALL_TIMEOUT_S)
 
     def read_part(self, address: str, id: SnapshotId, offset: int, out: memoryview) -> None:
         """Fills `out` with bytes of a part, for the caller to verify; raises as `Peer.read_into`."""
         request = ReadRequest(id=id, region=Region.PART, offset=offset, length=len(out), verify=False)
-        self._peer(address).read_into(request, out, timeout_s=CALL_DEADLINE_S)
+        self._peer(address).read_into(request, out, timeout_s=CALL_TIMEOUT_S)
 
     def keep_only(self, addresses: Iterable[str]) -> None:
         """Closes the channels to all others."""
@@ -39,8 +39,8 @@ class Peers:
         for peer in gone:
             peer.close()
 
-    def _peer(self, address: str) -> Peer:
+    def _peer(self, address: str) -> PeerClient:
         with self._lock:
             if address not in self._peers:
-                self._peers[address] = Peer(address, self._credentials)
+                self._peers[address] = PeerClient(address, self._credentials)
             return self._peers[address]

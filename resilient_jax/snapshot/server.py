@@ -18,34 +18,34 @@ from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoints
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
-from resilient_jax.snapshot.commit_votes import CommitBoard
-from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.commit_votes import CommitVotes
+from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.malloc_settings import keep_freed_memory
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import (
     NEW_WORKER_DECODER,
     SERVICE,
-    SETTINGS_VARIABLE,
+    SETTINGS_ENV_VARIABLE,
     ServerSettings,
-    Serving,
+    ServerReady,
 )
-from resilient_jax.snapshot.notifier import Reporter
-from resilient_jax.snapshot.parity_exchange import PIECES_AT_ONCE, Exchange, Tools, tell_root_of_drop
-from resilient_jax.snapshot.peer_pool import Peers
+from resilient_jax.snapshot.notifier import Notifier
+from resilient_jax.snapshot.parity_exchange import CONCURRENT_PIECES, ParityExchange, ExchangeContext, report_drop_to_root
+from resilient_jax.snapshot.peer_pool import PeerPool
 from resilient_jax.snapshot.service import SnapshotService
-from resilient_jax.snapshot.slot_contents import HeldSnapshot
-from resilient_jax.snapshot.snapshot_slots import Arena
-from resilient_jax.snapshot.worker_session import WorkerLine
+from resilient_jax.snapshot.slot_contents import SlotContents
+from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
+from resilient_jax.snapshot.worker_session import WorkerSession
 from resilient_jax.threads import start_thread_pool
 from resilient_jax.transport import Credentials, ThreadServer
 
-THREADS = 8
+GRPC_THREADS = 8
 """That answer other servers. No call waits for another, so more would only wait for the processor."""
-LINES = 4
+MAX_WORKER_SESSIONS = 4
 """To workers that live or end. There is one at a time, but its line may end later than its process."""
-EXCHANGES = 6
+MAX_EXCHANGES = 6
 """Of snapshots at once. Two have a slot; those that were given up may take a moment to notice."""
-DROPS = 4
+MAX_DROP_NOTICES = 4
 """That the root is told of at once. One that it does not hear is over with the generation, and so are the next."""
 NICENESS = 5
 """Encoding gives way to training where both want a processor, but is not starved: others wait for the parity."""
@@ -56,61 +56,61 @@ class SnapshotServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         credentials = Credentials.of(settings.token, settings.tls)
-        self._agent = Link(settings.link_fd)
-        self._reporter = Reporter(settings.host, self._agent)
+        self._agent = FdConnection(settings.link_fd)
+        self._reporter = Notifier(settings.host, self._agent)
         kernel, checksum = choose_kernel(), choose_checksum()
-        self._reporter.happened(
+        self._reporter.record_event(
             EventKind.SNAPSHOT_ERASURE_KERNEL,
             kernel=kernel.kernel.description,
             reason=kernel.reason,
             checksum=f"{checksum.name} of {checksum.origin}",
         )
-        self._arena = Arena(settings.host, self._reporter)
-        self._tools = Tools(
+        self._arena = SnapshotSlots(settings.host, self._reporter)
+        self._tools = ExchangeContext(
             host=settings.host,
-            arena=self._arena,
-            board=CommitBoard(),
-            peers=Peers(credentials),
+            slots=self._arena,
+            votes=CommitVotes(),
+            peers=PeerPool(credentials),
             kernel=kernel.kernel,
             checksum=checksum,
             listener=self._reporter,
-            faults=FailPoints.from_environment(settings.host),
-            encoders=start_thread_pool(EXCHANGES * PIECES_AT_ONCE, "rj-encode"),
+            failpoints=FailPoints.from_environment(settings.host),
+            encoders=start_thread_pool(MAX_EXCHANGES * CONCURRENT_PIECES, "rj-encode"),
         )
-        self._reporter.statuses = self._arena.statuses
+        self._reporter.list_statuses = self._arena.list_statuses
         self._reporter.on_dropped = self._tell_root
         self._grpc = ThreadServer(
             f"{settings.address}:0",
             credentials=credentials,
-            threads=THREADS,
-            on_event=lambda kind, detail: self._reporter.happened(kind, None, **detail),
+            threads=GRPC_THREADS,
+            on_event=lambda kind, detail: self._reporter.record_event(kind, None, **detail),
         )
         self._service = SnapshotService(self._tools, settings.address, credentials)
         self._grpc.add(SERVICE, self._service.handlers)
-        self._worker: WorkerLine | None = None
+        self._worker: WorkerSession | None = None
         # All threads run from the beginning: see `threads`.
-        self._lines = start_thread_pool(LINES, "rj-snapshot-worker")
-        self._exchanges = start_thread_pool(EXCHANGES, "rj-exchange")
-        self._drops = start_thread_pool(DROPS, "rj-drop")
+        self._lines = start_thread_pool(MAX_WORKER_SESSIONS, "rj-snapshot-worker")
+        self._exchanges = start_thread_pool(MAX_EXCHANGES, "rj-exchange")
+        self._drops = start_thread_pool(MAX_DROP_NOTICES, "rj-drop")
 
     def run(self) -> None:
         """Serves until the agent's end of the socket pair is closed."""
         self._service.bulk.start()
         self._grpc.start()
-        self._agent.send(Serving(endpoint=self._grpc.address))
+        self._agent.send(ServerReady(endpoint=self._grpc.address))
         while messages := self._agent.receive():
             for message in messages:
                 NEW_WORKER_DECODER.decode(message)
-                self._serve_worker(Link(self._agent.take_descriptor()))
+                self._serve_worker(FdConnection(self._agent.take_descriptor()))
 
-    def _serve_worker(self, link: Link) -> None:
+    def _serve_worker(self, link: FdConnection) -> None:
         if self._worker is not None:
             self._worker.end()
         self._reporter.serve_worker(link)
-        self._worker = WorkerLine(link, self._arena, self._reporter, self._exchange)
+        self._worker = WorkerSession(link, self._arena, self._reporter, self._exchange)
         _run_in(self._lines, self._serve_line, self._worker)
 
-    def _serve_line(self, line: WorkerLine) -> None:
+    def _serve_line(self, line: WorkerSession) -> None:
         """If it fails the worker would have no snapshots any more: this process ends, and the agent starts another."""
         try:
             line.serve()
@@ -118,12 +118,12 @@ class SnapshotServer:
             self._agent.shut_down()
             raise
 
-    def _exchange(self, held: HeldSnapshot, contents: PartContents) -> None:
+    def _exchange(self, held: SlotContents, contents: PartContents) -> None:
         self._tools.peers.keep_only(held.layout.server_endpoints.values())
-        _run_in(self._exchanges, Exchange(held, contents, self._tools).run)
+        _run_in(self._exchanges, ParityExchange(held, contents, self._tools).run)
 
     def _tell_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
-        _run_in(self._drops, tell_root_of_drop, id, layout, reason, self._tools)
+        _run_in(self._drops, report_drop_to_root, id, layout, reason, self._tools)
 
 
 def _run_in(pool: concurrent.futures.Executor, run: Callable[..., None], *arguments: object) -> None:
@@ -143,15 +143,15 @@ def read_settings() -> ServerSettings:
         ConfigError: they are missing, or not as they should be.
     """
     try:
-        return msgspec.json.decode(os.environ.get(SETTINGS_VARIABLE, ""), type=ServerSettings)
+        return msgspec.json.decode(os.environ.get(SETTINGS_ENV_VARIABLE, ""), type=ServerSettings)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{SETTINGS_VARIABLE} does not hold the settings of a snapshot server ({error}); an agent starts it, "
+            f"{SETTINGS_ENV_VARIABLE} does not hold the settings of a snapshot server ({error}); an agent starts it, "
             "nobody else"
         ) from error
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Training goes first. A sandbox may forbid it: then it competes."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -161,7 +161,7 @@ def give_way() -> None:
 
 def main() -> None:
     """The process."""
-    give_way()
+    lower_priority()
     keep_freed_memory()
     code = ExitCode.DONE
     try:

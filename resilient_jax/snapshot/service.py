@@ -9,27 +9,27 @@ from resilient_jax.errors import (
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.messages import (
-    BULK,
+    BULK_ADDRESS,
     COMPLETE,
     DROPPED,
     MANIFEST,
     PARITY,
-    BulkReply,
-    BulkRequest,
+    BulkAddressReply,
+    BulkAddressRequest,
     CompleteReply,
     CompleteRequest,
-    DroppedRequest,
+    DropNotice,
     ManifestReply,
     ManifestRequest,
-    Ok,
-    Outcome,
+    Ack,
+    CommitOutcome,
     ParityPiece,
     ReadRequest,
     Region,
 )
-from resilient_jax.snapshot.parity_exchange import Tools
-from resilient_jax.snapshot.slot_choice import name_of
-from resilient_jax.snapshot.slot_memory import Phase
+from resilient_jax.snapshot.parity_exchange import ExchangeContext
+from resilient_jax.snapshot.slot_choice import format_snapshot_id
+from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.transport import BulkServer, Credentials
 from resilient_jax.transport.bulk_server import Answer
 from resilient_jax.transport.method import AnyMethod
@@ -43,19 +43,19 @@ class SnapshotService:
         bulk: serves the reads; to be started by whoever starts the gRPC server.
     """
 
-    def __init__(self, tools: Tools, host: str, credentials: Credentials) -> None:
+    def __init__(self, context: ExchangeContext, host: str, credentials: Credentials) -> None:
         """Listens to nothing yet; `host` is an address of this machine."""
-        self._tools = tools
-        self._arena = tools.arena
+        self._tools = context
+        self._arena = context.slots
         self.bulk = BulkServer(
-            host, credentials, ReadRequest, self.read, tools.checksum, tools.put_on_the_wire
+            host, credentials, ReadRequest, self.read, context.checksum, context.maybe_corrupt
         )
 
     @property
     def handlers(self) -> dict[AnyMethod, UnaryHandler]:
         return {
             MANIFEST: self._manifest,
-            BULK: self._find_bulk,
+            BULK_ADDRESS: self._find_bulk,
             PARITY: self._parity,
             COMPLETE: self._complete,
             DROPPED: self._drop,
@@ -63,8 +63,8 @@ class SnapshotService:
 
     def _manifest(self, request: ManifestRequest) -> ManifestReply:
         with self._arena.changed:
-            held = self._arena.find(request.id, Phase.PART)
-            return ManifestReply(data=held.manifest_of(request.host))
+            held = self._arena.find(request.id, SlotPhase.PART)
+            return ManifestReply(data=held.read_manifest_bytes(request.host))
 
     def read(self, request: ReadRequest) -> Answer:
         """Bytes in their slot.
@@ -76,7 +76,7 @@ class SnapshotService:
             CallerError: there are no such bytes.
         """
         is_part = request.region is Region.PART
-        held = self._arena.find(request.id, Phase.PART if is_part else Phase.COMPLETE)
+        held = self._arena.find(request.id, SlotPhase.PART if is_part else SlotPhase.COMPLETE)
         try:
             if is_part:
                 data = held.view_part(request.offset, request.length, verify=request.verify)
@@ -88,34 +88,34 @@ class SnapshotService:
             raise
         except ChecksumMismatch as error:
             self._check_held(held)  # else it is no damage: the slot was taken meanwhile
-            self._tools.listener.happened(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
+            self._tools.listener.record_event(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
             raise
 
-    def _find_bulk(self, _: BulkRequest) -> BulkReply:
-        return BulkReply(port=self.bulk.port, ticket=self.bulk.ticket)
+    def _find_bulk(self, _: BulkAddressRequest) -> BulkAddressReply:
+        return BulkAddressReply(port=self.bulk.port, ticket=self.bulk.ticket)
 
-    def _parity(self, piece: ParityPiece) -> Ok:
+    def _parity(self, piece: ParityPiece) -> Ack:
         self._refuse_stale(piece.id)
-        self._arena.store_piece(piece)
-        return Ok()
+        self._arena.store_parity(piece)
+        return Ack()
 
     def _complete(self, request: CompleteRequest) -> CompleteReply:
-        board = self._tools.board
+        board = self._tools.votes
         with self._arena.changed:
-            if board.outcome(request.id).outcome is Outcome.WAITING:
+            if board.outcome(request.id).outcome is CommitOutcome.WAITING:
                 self._check_root(request.id)
                 if request.is_complete:
-                    board.hear_complete(request.id, request.host)
+                    board.record_complete(request.id, request.host)
                     self._arena.changed.notify_all()
             return board.outcome(request.id)
 
-    def _drop(self, request: DroppedRequest) -> Ok:
+    def _drop(self, request: DropNotice) -> Ack:
         with self._arena.changed:
             self._check_root(request.id)
-            self._tools.board.hear_dropped(request.id, request.reason)
+            self._tools.votes.record_dropped(request.id, request.reason)
             self._arena.drop(request.id, request.reason, known_to_root=True)
             self._arena.changed.notify_all()
-        return Ok()
+        return Ack()
 
     def _check_held(self, held: object) -> None:
         if not self._arena.is_held(held):
@@ -125,11 +125,11 @@ class SnapshotService:
         self._refuse_stale(id)
         layout = self._arena.layout
         if layout is None or layout.generation < id.generation:
-            raise SnapshotMissing(f"{self._tools.host} does not know the layout of {name_of(id)} yet")
+            raise SnapshotMissing(f"{self._tools.host} does not know the layout of {format_snapshot_id(id)} yet")
         if layout.root != self._tools.host:
-            raise CallerError(f"{self._tools.host} is not the root of {name_of(id)}, {layout.root} is")
+            raise CallerError(f"{self._tools.host} is not the root of {format_snapshot_id(id)}, {layout.root} is")
 
     def _refuse_stale(self, id: SnapshotId) -> None:
         layout = self._arena.layout
         if layout is not None and id.generation < layout.generation:
-            raise StaleGeneration(f"{name_of(id)}: {self._tools.host} is in generation {layout.generation}")
+            raise StaleGeneration(f"{format_snapshot_id(id)}: {self._tools.host} is in generation {layout.generation}")

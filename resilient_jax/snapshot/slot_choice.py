@@ -5,19 +5,19 @@ from typing import Protocol
 
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.slot_memory import Phase
+from resilient_jax.snapshot.slot_memory import SlotPhase
 
 
-class Contents(Protocol):
+class SnapshotProgress(Protocol):
     """What decides whether a snapshot's slot may be taken."""
 
     @property
     def id(self) -> SnapshotId: ...
     @property
-    def phase(self) -> Phase: ...
+    def phase(self) -> SlotPhase: ...
 
 
-def choose_slot(contents: Sequence[Contents | None], generation: GenerationNumber) -> tuple[int | None, str]:
+def choose_slot(contents: Sequence[SnapshotProgress | None], generation: GenerationNumber) -> tuple[int | None, str]:
     """The index of the slot that the next snapshot of a generation takes; None, and why, if it can take none.
 
     Never that of the newest committed snapshot, nor of one that may still become it.
@@ -35,36 +35,36 @@ def choose_slot(contents: Sequence[Contents | None], generation: GenerationNumbe
             return index, ""
     # Complete here when its generation ended, and nobody said since that it counts. It may go where something else
     # is left to fall back on.
-    orphans = [h for h in everything if h.phase is Phase.COMPLETE and h.id.generation < generation]
+    orphans = [h for h in everything if h.phase is SlotPhase.COMPLETE and h.id.generation < generation]
     if orphans and (
-        len(orphans) == len(everything) > 1 or any(h.phase is Phase.COMMITTED for h in everything)
+        len(orphans) == len(everything) > 1 or any(h.phase is SlotPhase.COMMITTED for h in everything)
     ):
-        return everything.index(min(orphans, key=lambda held: age_of(held.id))), ""
-    busy = ", ".join(f"{name_of(held.id)} is {held.phase.name.lower()}" for held in everything)
+        return everything.index(min(orphans, key=lambda held: recency_key(held.id))), ""
+    busy = ", ".join(f"{format_snapshot_id(held.id)} is {held.phase.name.lower()}" for held in everything)
     return None, (
         f"no slot is free ({busy}). If this happens often, snapshots are taken faster than their parity can be "
         "exchanged: take them less often"
     )
 
 
-def is_outdated(held: Contents, everything: Iterable[Contents]) -> bool:
+def is_outdated(held: SnapshotProgress, everything: Iterable[SnapshotProgress]) -> bool:
     """Whether something newer is committed, and the snapshot itself is settled or of a generation that has ended."""
     return any(
-        other.phase is Phase.COMMITTED
-        and age_of(other.id) > age_of(held.id)
+        other.phase is SlotPhase.COMMITTED
+        and recency_key(other.id) > recency_key(held.id)
         and (
-            held.phase is Phase.COMMITTED
-            or (held.phase is Phase.COMPLETE and held.id.generation < other.id.generation)
+            held.phase is SlotPhase.COMMITTED
+            or (held.phase is SlotPhase.COMPLETE and held.id.generation < other.id.generation)
         )
         for other in everything
     )
 
 
-def age_of(id: SnapshotId) -> tuple[int, int]:
+def recency_key(id: SnapshotId) -> tuple[int, int]:
     """Greater for the later one: a generation that goes back some steps takes later snapshots of fewer steps."""
     return (id.generation, id.step)
 
 
-def name_of(id: SnapshotId) -> str:
+def format_snapshot_id(id: SnapshotId) -> str:
     """For people."""
     return f"snapshot of step {id.step} (generation {id.generation})"

@@ -16,33 +16,33 @@ from resilient_jax.errors import CallerError, ChecksumMismatch, SnapshotMissing
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId
 from resilient_jax.snapshot.manifest import (
-    Manifest,
+    PartManifest,
     PartContents,
     checksum_blocks,
     decode_manifest,
 )
-from resilient_jax.snapshot.messages import PIECE_BYTES, ParityPiece
-from resilient_jax.snapshot.slot_memory import DIGEST_BYTES, Mark, Phase, Slot, SlotShape
+from resilient_jax.snapshot.messages import PARITY_PIECE_BYTES, ParityPiece
+from resilient_jax.snapshot.slot_memory import CHECKSUM_BYTES, SlotHeader, SlotPhase, SlotMemory, SlotLayout
 from resilient_jax.snapshot.stripes import cut_grid, stripe_of_row
 
 _DIGEST = struct.Struct("<I")
 
-checksum_named: Final = functools.cache(choose_checksum)
+get_checksum: Final = functools.cache(choose_checksum)
 """The algorithm of digests that came from elsewhere."""
 
 
-def shape_of(layout: SnapshotLayout, host: HostName) -> SlotShape:
+def compute_slot_layout(layout: SnapshotLayout, host: HostName) -> SlotLayout:
     """What a host's slots must hold."""
     group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
-    return SlotShape(
+    return SlotLayout(
         part_bytes=layout.part_bytes[host],
-        rows=group.parity,
+        parity_rows=group.parity,
         grid=cut_grid(parts, len(group.hosts) - group.parity),
     )
 
 
-class HeldSnapshot:
+class SlotContents:
     """What this host has of one snapshot.
 
     Attributes:
@@ -54,44 +54,44 @@ class HeldSnapshot:
         wall_s: when it became complete.
     """
 
-    def __init__(self, id: SnapshotId, layout: SnapshotLayout, host: HostName, slot: Slot, writer: object) -> None:
+    def __init__(self, id: SnapshotId, layout: SnapshotLayout, host: HostName, memory: SlotMemory, writer: object) -> None:
         """Makes the slot dirty: what it held before is gone."""
         self.id = id
         self.layout = layout
         self.host = host
         self.group: ParityGroup = layout.find_group(host)
-        self.member = self.group.hosts.index(host)
-        self.shape = shape_of(layout, host)
-        self.slot = slot
-        self.phase = Phase.WRITING
+        self.member_index = self.group.hosts.index(host)
+        self.slot_layout = compute_slot_layout(layout, host)
+        self.memory = memory
+        self.phase = SlotPhase.WRITING
         self.writer: object | None = writer
-        self.dropped = ""
+        self.drop_reason = ""
         self.wall_s = 0.0
-        self._decoded: dict[HostName, Manifest] = {}
+        self._decoded: dict[HostName, PartManifest] = {}
         self._manifests: dict[HostName, tuple[int, int]] = {}
-        self._manifests_end = slot.mapped_bytes
+        self._manifests_end = memory.mapped_bytes
         self._own_crc = 0
-        self._pieces: list[set[int]] = [set() for _ in range(self.shape.rows)]
-        self._algorithms: list[ChecksumName] = [ChecksumName.CRC32] * self.shape.rows
-        slot.write_mark(self._mark())
+        self._pieces: list[set[int]] = [set() for _ in range(self.slot_layout.parity_rows)]
+        self._algorithms: list[ChecksumName] = [ChecksumName.CRC32] * self.slot_layout.parity_rows
+        memory.write_header(self._mark())
 
     @property
     def nbytes(self) -> int:
         """Of memory, manifests included."""
-        return self.shape.mapped_bytes + self._manifests_end - self.slot.mapped_bytes
+        return self.slot_layout.mapped_bytes + self._manifests_end - self.memory.mapped_bytes
 
-    def advance(self, phase: Phase, wall_s: float = 0.0) -> None:
+    def advance(self, phase: SlotPhase, wall_s: float = 0.0) -> None:
         """Writes the mark: all that it vouches for must be there."""
         self.phase = phase
         self.wall_s = wall_s or self.wall_s
-        self.slot.write_mark(self._mark())
+        self.memory.write_header(self._mark())
 
-    def check_mark(self) -> None:
+    def check_header(self) -> None:
         """Raises ChecksumMismatch if the slot does not say what it should."""
-        found = self.slot.read_mark()
+        found = self.memory.read_header()
         if found != self._mark():
             raise ChecksumMismatch(
-                f"{self.host}: the mark of slot {self.slot.number} was overwritten: found {found}, expected "
+                f"{self.host}: the mark of slot {self.memory.number} was overwritten: found {found}, expected "
                 f"{self._mark()}"
             )
 
@@ -112,15 +112,15 @@ class HeldSnapshot:
         if host in self._manifests:
             return
         own = self._decoded.get(self.host)
-        if own is not None and (own.contents.leaves, own.contents.texts) != (
+        if own is not None and (own.contents.leaves, own.contents.strings) != (
             manifest.contents.leaves,
-            manifest.contents.texts,
+            manifest.contents.strings,
         ):
             raise CallerError(
                 f"{host} snapshots another state than {self.host}: leaves or texts differ; expected the same on every "
                 "host. What differs from host to host belongs outside of the state"
             )
-        written = os.pwrite(self.slot.descriptor, data, self._manifests_end)
+        written = os.pwrite(self.memory.descriptor, data, self._manifests_end)
         assert written == len(data), "memory takes all or raises"
         self._manifests[host] = (self._manifests_end, len(data))
         self._manifests_end += len(data)
@@ -128,7 +128,7 @@ class HeldSnapshot:
         if host == self.host:
             self._own_crc = zlib.crc32(data)
 
-    def manifest_of(self, host: HostName) -> bytes:
+    def read_manifest_bytes(self, host: HostName) -> bytes:
         """The encoded manifest of a member.
 
         Raises:
@@ -137,13 +137,13 @@ class HeldSnapshot:
         where = self._manifests.get(host)
         if where is None:
             raise SnapshotMissing(f"{self.host} does not have the manifest of {host} for {self.id} (yet)")
-        return os.pread(self.slot.descriptor, where[1], where[0])
+        return os.pread(self.memory.descriptor, where[1], where[0])
 
-    def manifest_by(self, host: HostName) -> Manifest:
+    def get_manifest(self, host: HostName) -> PartManifest:
         """The manifest of a member, which is here."""
         return self._decoded[host]
 
-    def missing_manifests(self) -> list[HostName]:
+    def list_missing_manifests(self) -> list[HostName]:
         """Of which members there is none yet."""
         return [host for host in self.group.hosts if host not in self._manifests]
 
@@ -151,11 +151,11 @@ class HeldSnapshot:
 
     @property
     def part(self) -> memoryview:
-        return self.slot.memory[self.shape.part_offset :][: self.shape.part_bytes]
+        return self.memory.view[self.slot_layout.part_offset :][: self.slot_layout.part_bytes]
 
-    def describe_part(
-        self, contents: PartContents, checksum: Checksum, go_on: Callable[[], None]
-    ) -> Manifest:
+    def build_manifest(
+        self, contents: PartContents, checksum: Checksum, check_cancelled: Callable[[], None]
+    ) -> PartManifest:
         """The manifest of the part as it lies there. Takes no lock.
 
         Args:
@@ -163,15 +163,15 @@ class HeldSnapshot:
             checksum: of the blocks.
             go_on: called between blocks; what it raises ends it.
         """
-        part, size = self.part, self.shape.block_bytes
-        return Manifest(
+        part, size = self.part, self.slot_layout.block_bytes
+        return PartManifest(
             id=self.id,
             host=self.host,
             contents=contents,
             part_bytes=len(part),
             checksum=checksum.name,
             block_bytes=size,
-            blocks=checksum_blocks(part, checksum, size, go_on=go_on),
+            block_checksums=checksum_blocks(part, checksum, size, check_cancelled=check_cancelled),
         )
 
     def view_part(self, offset: int, length: int, *, verify: bool = True) -> memoryview:
@@ -184,64 +184,64 @@ class HeldSnapshot:
         part, size = self.part, manifest.block_bytes
         end = offset + length
         _check_range(offset, length, len(part))
-        checksum = checksum_named(ChecksumName(manifest.checksum))
+        checksum = get_checksum(ChecksumName(manifest.checksum))
         for index in range(offset // size, -(-end // size)) if verify else ():
             self._verify(
                 checksum,
                 part[index * size : (index + 1) * size],
-                manifest.blocks[index],
+                manifest.block_checksums[index],
                 f"block {index} of the part",
             )
         return part[offset:end]
 
     # Parity.
 
-    def parity(self, row: int) -> memoryview:
+    def parity_chunk(self, row: int) -> memoryview:
         """The chunk of a row."""
-        return self.slot.memory[self.shape.parity_offset + row * self.shape.chunk_bytes :][
-            : self.shape.chunk_bytes
+        return self.memory.view[self.slot_layout.parity_offset + row * self.slot_layout.chunk_bytes :][
+            : self.slot_layout.chunk_bytes
         ]
 
-    def check_piece(self, piece: ParityPiece) -> None:
+    def check_parity(self, piece: ParityPiece) -> None:
         """Takes no lock.
 
         Raises:
             CallerError: the piece is not of a row that this host keeps, or not on the grid.
             ChecksumMismatch: it is damaged.
         """
-        expected = min(PIECE_BYTES, self.shape.chunk_bytes - piece.offset)
+        expected = min(PARITY_PIECE_BYTES, self.slot_layout.chunk_bytes - piece.offset)
         fits = (
-            0 <= piece.row < self.shape.rows
+            0 <= piece.row < self.slot_layout.parity_rows
             and piece.stripe
-            == stripe_of_row(self.member, piece.row, len(self.group.hosts), self.group.parity)
-            and piece.offset % PIECE_BYTES == 0
+            == stripe_of_row(self.member_index, piece.row, len(self.group.hosts), self.group.parity)
+            and piece.offset % PARITY_PIECE_BYTES == 0
             and 0 < expected == len(piece.data)
-            and len(piece.digests) == expected // self.shape.block_bytes
+            and len(piece.checksums) == expected // self.slot_layout.block_bytes
         )
         if not fits:
             raise CallerError(
                 f"parity for {self.host}: found stripe {piece.stripe}, row {piece.row}, {len(piece.data)} bytes at "
-                f"{piece.offset} with {len(piece.digests)} digests, which {self.shape} has no place for"
+                f"{piece.offset} with {len(piece.checksums)} digests, which {self.slot_layout} has no place for"
             )
-        checksum = checksum_named(piece.checksum)
-        for index, block in enumerate(cut_blocks(piece.data, self.shape.block_bytes)):
+        checksum = get_checksum(piece.checksum)
+        for index, block in enumerate(cut_blocks(piece.data, self.slot_layout.block_bytes)):
             self._verify(
-                checksum, block, piece.digests[index], f"block {index} of parity at {piece.offset} that came"
+                checksum, block, piece.checksums[index], f"block {index} of parity at {piece.offset} that came"
             )
 
-    def store_piece(self, piece: ParityPiece) -> None:
+    def store_parity(self, piece: ParityPiece) -> None:
         """Keeps a piece that was checked."""
-        self.parity(piece.row)[piece.offset : piece.offset + len(piece.data)] = piece.data
-        first = piece.row * self.shape.row_blocks + piece.offset // self.shape.block_bytes
-        at = self.shape.digests_offset + first * DIGEST_BYTES
-        digests = b"".join(map(_DIGEST.pack, piece.digests))
-        self.slot.memory[at : at + len(digests)] = digests
+        self.parity_chunk(piece.row)[piece.offset : piece.offset + len(piece.data)] = piece.data
+        first = piece.row * self.slot_layout.blocks_per_row + piece.offset // self.slot_layout.block_bytes
+        at = self.slot_layout.checksums_offset + first * CHECKSUM_BYTES
+        digests = b"".join(map(_DIGEST.pack, piece.checksums))
+        self.memory.view[at : at + len(digests)] = digests
         self._algorithms[piece.row] = piece.checksum
         self._pieces[piece.row].add(piece.offset)
 
     def has_parity(self) -> bool:
         """Whether every row is there whole."""
-        pieces = -(-self.shape.chunk_bytes // PIECE_BYTES)
+        pieces = -(-self.slot_layout.chunk_bytes // PARITY_PIECE_BYTES)
         return all(len(row) == pieces for row in self._pieces)
 
     def view_parity(self, row: int, offset: int, length: int, *, verify: bool = True) -> memoryview:
@@ -250,22 +250,22 @@ class HeldSnapshot:
         Raises:
             ChecksumMismatch: a block is not what was stored, if that is to be verified.
         """
-        _check_range(row, 1, self.shape.rows)
-        _check_range(offset, length, self.shape.chunk_bytes)
-        chunk, checksum = self.parity(row), checksum_named(self._algorithms[row])
-        size = self.shape.block_bytes
+        _check_range(row, 1, self.slot_layout.parity_rows)
+        _check_range(offset, length, self.slot_layout.chunk_bytes)
+        chunk, checksum = self.parity_chunk(row), get_checksum(self._algorithms[row])
+        size = self.slot_layout.block_bytes
         for index in range(offset // size, -(-(offset + length) // size)) if verify else ():
-            at = self.shape.digests_offset + (row * self.shape.row_blocks + index) * DIGEST_BYTES
-            (expected,) = _DIGEST.unpack_from(self.slot.memory, at)
+            at = self.slot_layout.checksums_offset + (row * self.slot_layout.blocks_per_row + index) * CHECKSUM_BYTES
+            (expected,) = _DIGEST.unpack_from(self.memory.view, at)
             block = chunk[index * size : (index + 1) * size]
             self._verify(checksum, block, expected, f"block {index} of parity row {row}")
         return chunk[offset : offset + length]
 
-    def _mark(self) -> Mark:
-        return Mark(
+    def _mark(self) -> SlotHeader:
+        return SlotHeader(
             id=self.id,
             phase=self.phase,
-            shape=self.shape,
+            layout=self.slot_layout,
             manifest_bytes=self._manifests.get(self.host, (0, 0))[1],
             manifest_crc=self._own_crc,
             wall_s=self.wall_s,

@@ -26,12 +26,12 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.stripes import Grid
 
 PAGE_BYTES: Final = 4096
-DIGEST_BYTES: Final = 4
+CHECKSUM_BYTES: Final = 4
 MEMFD_NAME: Final = "resilient_jax_snapshot"
 """As `/proc/PID/fd` shows it, for people and tests."""
 MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14; Python 3.11 has no name for it."""
-PREFAULT_BYTES: Final = 16 * 2**20
+PREFAULT_CHUNK_BYTES: Final = 16 * 2**20
 """At a time: `madvise` holds the GIL, and other hosts are to be answered meanwhile."""
 
 _MARK = struct.Struct("<8sHHIqqQIQQId")
@@ -40,7 +40,7 @@ _VERSION: Final = 2
 _CHECK = struct.Struct("<I")
 
 
-class Phase(enum.IntEnum):
+class SlotPhase(enum.IntEnum):
     """How far the snapshot in a slot is; the first two are not reported."""
 
     WRITING = 1
@@ -52,7 +52,7 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotShape:
+class SlotLayout:
     """Where the regions of a snapshot lie in its slot.
 
     Attributes:
@@ -62,7 +62,7 @@ class SlotShape:
     """
 
     part_bytes: int
-    rows: int
+    parity_rows: int
     grid: Grid
 
     @property
@@ -84,22 +84,22 @@ class SlotShape:
         return self.part_offset + _whole_pages(self.part_bytes)
 
     @property
-    def digests_offset(self) -> int:
-        return self.parity_offset + self.rows * self.chunk_bytes
+    def checksums_offset(self) -> int:
+        return self.parity_offset + self.parity_rows * self.chunk_bytes
 
     @property
     def mapped_bytes(self) -> int:
         """All of it but the manifests."""
-        return self.digests_offset + _whole_pages(self.rows * self.row_blocks * DIGEST_BYTES)
+        return self.checksums_offset + _whole_pages(self.parity_rows * self.blocks_per_row * CHECKSUM_BYTES)
 
     @property
-    def row_blocks(self) -> int:
+    def blocks_per_row(self) -> int:
         """Blocks of a parity chunk, each under a checksum."""
         return self.chunk_bytes // self.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class SlotHeader:
     """What is in a slot, as its first page says.
 
     Attributes:
@@ -109,14 +109,14 @@ class Mark:
     """
 
     id: SnapshotId
-    phase: Phase
-    shape: SlotShape
+    phase: SlotPhase
+    layout: SlotLayout
     manifest_bytes: int = 0
     manifest_crc: int = 0
     wall_s: float = 0.0
 
 
-class Slot:
+class SlotMemory:
     """The memory of one snapshot.
 
     Attributes:
@@ -147,46 +147,46 @@ class Slot:
                 f"the kernel refused {mapped_bytes} bytes of memory for a snapshot: {error}. Give the host or its "
                 "container more memory, use more hosts, or switch snapshots off"
             ) from error
-        self.memory = memoryview(self._mapped)
+        self.view = memoryview(self._mapped)
 
-    def write_mark(self, mark: Mark) -> None:
+    def write_header(self, header: SlotHeader) -> None:
         """From now on the slot holds that. Write first what the mark vouches for."""
-        shape = mark.shape
+        shape = header.layout
         page = _MARK.pack(
             _MAGIC,
             _VERSION,
-            mark.phase,
-            shape.rows,
-            mark.id.step,
-            mark.id.generation,
+            header.phase,
+            shape.parity_rows,
+            header.id.step,
+            header.id.generation,
             shape.part_bytes,
             *shape.grid,
-            mark.manifest_bytes,
-            mark.manifest_crc,
-            mark.wall_s,
+            header.manifest_bytes,
+            header.manifest_crc,
+            header.wall_s,
         )
-        self.memory[: _MARK.size + _CHECK.size] = page + _CHECK.pack(zlib.crc32(page))
+        self.view[: _MARK.size + _CHECK.size] = page + _CHECK.pack(zlib.crc32(page))
 
-    def read_mark(self) -> Mark:
+    def read_header(self) -> SlotHeader:
         """What the slot holds.
 
         Raises:
             ChecksumMismatch: the mark is not one of ours, or is damaged.
         """
-        return parse_mark(self.memory, f"slot {self.number}")
+        return parse_header(self.view, f"slot {self.number}")
 
     def close(self) -> None:
         """Lets go of the memory, whoever still knows this object; freed when the worker, too, lets go of it.
 
         A peer may just be reading: then with its view. Afterwards `memory` raises ValueError.
         """
-        self.memory.release()
+        self.view.release()
         with contextlib.suppress(BufferError):
             self._mapped.close()
         os.close(self.descriptor)
 
 
-def parse_mark(memory: bytes | memoryview, where: str = "a slot") -> Mark:
+def parse_header(memory: bytes | memoryview, where: str = "a slot") -> SlotHeader:
     """The mark at the beginning of a slot's memory.
 
     Raises:
@@ -201,10 +201,10 @@ def parse_mark(memory: bytes | memoryview, where: str = "a slot") -> Mark:
             f"mark of {where} is damaged: found magic {magic!r}, version {version} and CRC-32 "
             f"{found:08x}, expected {_MAGIC!r}, {_VERSION} and {expected:08x}"
         )
-    return Mark(
+    return SlotHeader(
         id=SnapshotId(step=step, generation=GenerationNumber(generation)),
-        phase=Phase(phase),
-        shape=SlotShape(part_bytes=part, rows=rows, grid=Grid(block, chunk)),
+        phase=SlotPhase(phase),
+        layout=SlotLayout(part_bytes=part, parity_rows=rows, grid=Grid(block, chunk)),
         manifest_bytes=manifest[0],
         manifest_crc=manifest[1],
         wall_s=wall_s,
@@ -212,8 +212,8 @@ def parse_mark(memory: bytes | memoryview, where: str = "a slot") -> Mark:
 
 
 def _prefault(mapped: mmap.mmap) -> None:
-    for start in range(0, len(mapped), PREFAULT_BYTES):
-        length = min(PREFAULT_BYTES, len(mapped) - start)
+    for start in range(0, len(mapped), PREFAULT_CHUNK_BYTES):
+        length = min(PREFAULT_CHUNK_BYTES, len(mapped) - start)
         try:
             mapped.madvise(MADV_POPULATE_WRITE, start, length)
         except OSError as error:

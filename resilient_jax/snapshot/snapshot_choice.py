@@ -17,10 +17,10 @@ from resilient_jax.protocol.snapshots import (
     SnapshotStatus,
 )
 
-Statuses = Mapping[HostName, tuple[str, tuple[SnapshotStatus, ...]]]
+ReportedStatuses = Mapping[HostName, tuple[str, tuple[SnapshotStatus, ...]]]
 """Of every host that answers: where its snapshot server listens, and what is complete there."""
 
-EXPLAINED = 2
+MAX_EXPLAINED = 2
 """As many as a host has slots: the newest snapshots that there can be."""
 
 
@@ -49,7 +49,7 @@ class _Reported:
         ]
 
 
-def choose_snapshot(statuses: Statuses) -> SnapshotPlan | None:
+def choose_snapshot(statuses: ReportedStatuses) -> SnapshotPlan | None:
     """The newest snapshot that can be rebuilt, with everyone who has it complete; None if there is none.
 
     One that was never complete on all its hosts may stand fewer further losses than the one before, which is the better
@@ -74,15 +74,15 @@ def choose_snapshot(statuses: Statuses) -> SnapshotPlan | None:
     return SnapshotPlan(id=chosen.id, groups=chosen.groups, sources=tuple(sources))
 
 
-def explain_loss(statuses: Statuses) -> str:
+def explain_loss(statuses: ReportedStatuses) -> str:
     """Why `choose_snapshot` finds nothing: what is lost and what survives, of the newest snapshots, for the user."""
     found = [reported for reported in _newest_first(statuses) if reported.short()]
     if not found:
         hosts = f"none of the {len(statuses)} hosts that answer has one" if statuses else "no host answers"
         return f"there is no complete snapshot in host memory: {hosts}; training can go on from a checkpoint only"
-    sentences = [_explain(reported) for reported in found[:EXPLAINED]]
-    if len(found) > EXPLAINED:
-        older = len(found) - EXPLAINED
+    sentences = [_explain(reported) for reported in found[:MAX_EXPLAINED]]
+    if len(found) > MAX_EXPLAINED:
+        older = len(found) - MAX_EXPLAINED
         sentences.append(f"{older} older one{'s are' if older > 1 else ' is'} incomplete as well")
     return "no snapshot in host memory can be rebuilt. " + ". ".join(sentences)
 
@@ -117,7 +117,7 @@ def _count(hosts: int) -> str:
     return "none" if hosts == 0 else str(hosts)
 
 
-def _newest_first(statuses: Statuses) -> list[_Reported]:
+def _newest_first(statuses: ReportedStatuses) -> list[_Reported]:
     # One layout has one id; should hosts report an id with different groups, none counts for the other's.
     found: dict[tuple[SnapshotId, tuple[ParityGroup, ...]], _Reported] = {}
     for host, status in _each(statuses):
@@ -129,5 +129,5 @@ def _newest_first(statuses: Statuses) -> list[_Reported]:
     return sorted(found.values(), key=lambda reported: reported.id, reverse=True)
 
 
-def _each(statuses: Statuses) -> Iterable[tuple[HostName, SnapshotStatus]]:
+def _each(statuses: ReportedStatuses) -> Iterable[tuple[HostName, SnapshotStatus]]:
     return ((host, status) for host, (_, held) in statuses.items() for status in held)

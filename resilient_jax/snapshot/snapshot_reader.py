@@ -17,27 +17,27 @@ from resilient_jax.errors import ChecksumMismatch, ResilientJaxError, SnapshotLo
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan
-from resilient_jax.snapshot.block_reader import Origin, PartReader
-from resilient_jax.snapshot.manifest import Manifest
+from resilient_jax.snapshot.block_reader import BlockOrigin, BlockReader
+from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.own_part import OwnPart
 from resilient_jax.snapshot.snapshot_choice import name_snapshot
-from resilient_jax.snapshot.stripe_decoder import GroupReader
-from resilient_jax.snapshot.survivors import Note, Survivors
+from resilient_jax.snapshot.stripe_decoder import StripeDecoder
+from resilient_jax.snapshot.survivors import RecordEvent, Survivors
 from resilient_jax.transport import Credentials
 
 UNIT_BYTES = 4 * 2**20
 """Read in one go: large enough that requests cost nothing, small enough that several units are little memory."""
-UNITS_AT_ONCE = 4
-FETCHES_AT_ONCE = 16
+CONCURRENT_UNITS = 4
+CONCURRENT_FETCHES = 16
 """Of the shards of all units: they mostly wait for somebody else's machine."""
-EDGES_KEPT = 32
+MAX_EDGE_BLOCKS = 32
 """Blocks of which only some bytes were wanted: the next leaf often lies in the same one."""
-CHECK_EVERY_S = 0.1
+CHECK_INTERVAL_S = 0.1
 
 ResultT = TypeVar("ResultT")
 
 
-class Read(NamedTuple):
+class PartRead(NamedTuple):
     """What to read.
 
     Attributes:
@@ -51,10 +51,10 @@ class Read(NamedTuple):
     target: memoryview
 
 
-class Arena(Protocol):
+class OwnPartOpener(Protocol):
     """Whoever gives this host's own part: `LocalServer`."""
 
-    def open_held(self, id: SnapshotId, /) -> tuple[Manifest, memoryview] | None:
+    def open_own_part(self, id: SnapshotId, /) -> tuple[PartManifest, memoryview] | None:
         """Manifest and read-only memory of this host's own complete part, if it is there."""
         ...
 
@@ -66,11 +66,11 @@ class SnapshotReader:
         self,
         plan: SnapshotPlan,
         host: HostName,
-        local: Arena | None,
+        local: OwnPartOpener | None,
         credentials: Credentials,
         *,
         check: Callable[[], None],
-        note: Note,
+        record_event: RecordEvent,
     ) -> None:
         """Opens this host's own part, if it has one.
 
@@ -84,16 +84,16 @@ class SnapshotReader:
         """
         self._plan = plan
         self._check = check
-        self._survivors = Survivors(plan, credentials, note)
-        self._units = ThreadPoolExecutor(UNITS_AT_ONCE, "rj-snapshot-unit")
-        self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "rj-snapshot-fetch")
+        self._survivors = Survivors(plan, credentials, record_event)
+        self._units = ThreadPoolExecutor(CONCURRENT_UNITS, "rj-snapshot-unit")
+        self._fetching = ThreadPoolExecutor(CONCURRENT_FETCHES, "rj-snapshot-fetch")
         self._lock = threading.Lock()
         """Guards what follows; never held while something is read."""
-        self._manifests: dict[HostName, Manifest] = {}
-        self._parts: dict[HostName, PartReader] = {}
-        self._group_readers: dict[ParityGroup, GroupReader] = {}
-        self._edges: OrderedDict[tuple[HostName, int], tuple[memoryview, Origin]] = OrderedDict()
-        self._given: Counter[Origin] = Counter()
+        self._manifests: dict[HostName, PartManifest] = {}
+        self._parts: dict[HostName, BlockReader] = {}
+        self._group_readers: dict[ParityGroup, StripeDecoder] = {}
+        self._edges: OrderedDict[tuple[HostName, int], tuple[memoryview, BlockOrigin]] = OrderedDict()
+        self._given: Counter[BlockOrigin] = Counter()
         self._own = self._open_own(host, local)
 
     @property
@@ -104,19 +104,19 @@ class SnapshotReader:
     @property
     def bytes_local(self) -> int:
         """Given so far from this host's own memory."""
-        return self._given[Origin.LOCAL]
+        return self._given[BlockOrigin.LOCAL]
 
     @property
     def bytes_peer(self) -> int:
         """Given so far as another host had them."""
-        return self._given[Origin.PEER]
+        return self._given[BlockOrigin.PEER]
 
     @property
     def bytes_decoded(self) -> int:
         """Given so far as computed from the shards of others."""
-        return self._given[Origin.DECODED]
+        return self._given[BlockOrigin.PARITY]
 
-    def manifests(self) -> dict[HostName, Manifest]:
+    def read_manifests(self) -> dict[HostName, PartManifest]:
         """Every host's, each from the first member of its group that gives it whole.
 
         Raises:
@@ -126,7 +126,7 @@ class SnapshotReader:
         found = self._run([lambda host=host: self._manifest(host) for host in hosts])
         return dict(zip(hosts, found, strict=True))
 
-    def read_all(self, reads: Iterable[Read]) -> None:
+    def read_all(self, reads: Iterable[PartRead]) -> None:
         """Copies bytes of parts, several reads at a time.
 
         Raises:
@@ -143,7 +143,7 @@ class SnapshotReader:
         if self._own is not None:
             self._own.close()
 
-    def _units_of(self, read: Read) -> Iterator[Callable[[], None]]:
+    def _units_of(self, read: PartRead) -> Iterator[Callable[[], None]]:
         """A read in pieces of bounded size."""
         offset, out = read.offset, memoryview(read.target).cast("B")
         if not len(out):
@@ -161,23 +161,23 @@ class SnapshotReader:
         for first, last in pairwise(cuts):
             yield functools.partial(self._read_unit, part, first, out[first - offset : last - offset])
 
-    def _open_own(self, host: HostName, local: Arena | None) -> OwnPart | None:
+    def _open_own(self, host: HostName, local: OwnPartOpener | None) -> OwnPart | None:
         try:
-            held = local.open_held(self._plan.id) if local is not None else None
+            held = local.open_own_part(self._plan.id) if local is not None else None
             own = OwnPart(*held) if held is not None else None
         except ResilientJaxError as error:
-            self._survivors.note(EventKind.SNAPSHOT_FALLBACK, part=host, to="its server", reason=str(error))
+            self._survivors.record_event(EventKind.SNAPSHOT_FALLBACK, part=host, to="its server", reason=str(error))
             return None
         if own is not None:
             self._manifests[host] = own.manifest
         return own
 
-    def _part(self, host: HostName) -> PartReader:
+    def _part(self, host: HostName) -> BlockReader:
         if host not in self._parts:
             (manifest,) = self._run([lambda: self._manifest(host)])
             group = self._group_of(host)
             own = self._own if self._own is not None and self._own.manifest is manifest else None
-            self._parts[host] = PartReader(
+            self._parts[host] = BlockReader(
                 manifest, group, self._survivors, own, lambda: self._group_reader(group)
             )
         return self._parts[host]
@@ -185,14 +185,14 @@ class SnapshotReader:
     def _group_of(self, host: HostName) -> ParityGroup:
         return next(group for group in self._plan.groups if host in group.hosts)
 
-    def _group_reader(self, group: ParityGroup) -> GroupReader:
+    def _group_reader(self, group: ParityGroup) -> StripeDecoder:
         manifests = {host: self._manifest(host) for host in group.hosts}
         own = self._own if self._own is not None and self._own.manifest.host in group.hosts else None
-        reader = GroupReader(group, manifests, self._survivors, own, self._fetching)
+        reader = StripeDecoder(group, manifests, self._survivors, own, self._fetching)
         with self._lock:
             return self._group_readers.setdefault(group, reader)
 
-    def _manifest(self, host: HostName) -> Manifest:
+    def _manifest(self, host: HostName) -> PartManifest:
         with self._lock:
             if host in self._manifests:
                 return self._manifests[host]
@@ -209,12 +209,12 @@ class SnapshotReader:
                 continue  # an event said so
             with self._lock:
                 return self._manifests.setdefault(host, manifest)
-        reasons = "; ".join(f"{member}: {self._survivors.why_not(member)}" for member in members)
+        reasons = "; ".join(f"{member}: {self._survivors.failure_reason(member)}" for member in members)
         raise SnapshotLost(
             f"what host {host} kept is unknown, since nobody of its group gives its manifest ({reasons})"
         )
 
-    def _read_unit(self, part: PartReader, offset: int, out: memoryview) -> None:
+    def _read_unit(self, part: BlockReader, offset: int, out: memoryview) -> None:
         """Fills one unit: whole blocks in place, and blocks that are only partly wanted by way of a copy."""
         if self._own is not None and part.manifest is self._own.manifest:
             try:
@@ -222,19 +222,19 @@ class SnapshotReader:
             except ChecksumMismatch:
                 pass  # by blocks, then: only the damaged one has to come from elsewhere
             else:
-                self._count(Counter({Origin.LOCAL: len(out)}))
+                self._count(Counter({BlockOrigin.LOCAL: len(out)}))
                 return
         size = part.manifest.block_bytes
         for first, last in _cut_at_edges(offset, offset + len(out), size, part.manifest.part_bytes):
             piece = out[first - offset : last - offset]
             if first % size == 0 and (last % size == 0 or last == part.manifest.part_bytes):
-                self._count(part.fill(first, piece))
+                self._count(part.read_into(first, piece))
             else:
                 block, origin = self._edge(part, first // size)
                 piece[:] = block[first % size : first % size + len(piece)]
                 self._count(Counter({origin: len(piece)}))
 
-    def _edge(self, part: PartReader, block: int) -> tuple[memoryview, Origin]:
+    def _edge(self, part: BlockReader, block: int) -> tuple[memoryview, BlockOrigin]:
         """A block of which not all is wanted now, verified, and where it came from."""
         key = (part.manifest.host, block)
         with self._lock:
@@ -243,14 +243,14 @@ class SnapshotReader:
                 return self._edges[key]
         offset = block * part.manifest.block_bytes
         data = memoryview(bytearray(min(part.manifest.block_bytes, part.manifest.part_bytes - offset)))
-        ((origin, _),) = part.fill(offset, data).items()
+        ((origin, _),) = part.read_into(offset, data).items()
         with self._lock:
             self._edges[key] = (data, origin)
-            if len(self._edges) > EDGES_KEPT:
+            if len(self._edges) > MAX_EDGE_BLOCKS:
                 self._edges.popitem(last=False)
         return data, origin
 
-    def _count(self, given: Counter[Origin]) -> None:
+    def _count(self, given: Counter[BlockOrigin]) -> None:
         with self._lock:
             self._given.update(given)
 
@@ -261,7 +261,7 @@ class SnapshotReader:
         try:
             while pending:
                 self._check()
-                done, pending = wait(pending, CHECK_EVERY_S, FIRST_EXCEPTION)
+                done, pending = wait(pending, CHECK_INTERVAL_S, FIRST_EXCEPTION)
                 for future in done:
                     future.result()
         except BaseException as error:

@@ -12,7 +12,7 @@ from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ResilientJaxError, SnapshotLost
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup
-from resilient_jax.snapshot.manifest import Manifest
+from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.own_part import OwnPart
 from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members, stripe_of_chunk
@@ -24,7 +24,7 @@ SPAN_BYTES = 2 * 2**20
 """Of one shard in one request; larger ones leave the cache before they are multiplied."""
 
 
-class Shard(NamedTuple):
+class StripeShard(NamedTuple):
     """A shard of a stripe, and where its host has it.
 
     Attributes:
@@ -50,13 +50,13 @@ class _Range(NamedTuple):
     verify: bool
 
 
-class GroupReader:
+class StripeDecoder:
     """Computes bytes of the parts of one group; safe to share between threads."""
 
     def __init__(
         self,
         group: ParityGroup,
-        manifests: Mapping[HostName, Manifest],
+        manifests: Mapping[HostName, PartManifest],
         survivors: Survivors,
         own: OwnPart | None,
         fetching: Executor,
@@ -85,13 +85,13 @@ class GroupReader:
         self._choosing = threading.Lock()  # guards _kernel
         self._kernel: Kernel | None = None
 
-    def rebuild_into(
+    def decode_into(
         self,
         host: HostName,
         offset: int,
         out: memoryview,
         *,
-        without: frozenset[HostName] = frozenset(),
+        excluded: frozenset[HostName] = frozenset(),
         verify: bool = False,
     ) -> None:
         """Computes bytes of a host's part. They are right if all shards are: verify them.
@@ -112,7 +112,7 @@ class GroupReader:
         for cut, following in pairwise(self._cuts(offset, stop)):
             chunk, within = divmod(cut, self._chunk)
             stripe = stripe_of_chunk(member, chunk, self._code.n, self._code.m)
-            present = self._gather(stripe, chunk, _Range(within, following - cut, verify=verify), without)
+            present = self._gather(stripe, chunk, _Range(within, following - cut, verify=verify), excluded)
             decode(self._code, self._get_kernel(), present, {chunk: out[cut - offset : following - offset]})
             self._spare.extend(cast(bytearray, view.obj) for view in present.values())
 
@@ -130,7 +130,7 @@ class GroupReader:
         """A range of k other shards of a stripe, fetched at the same time; who fails is replaced if somebody can."""
         present: dict[int, memoryview] = {}
         reasons: dict[HostName, str] = {}
-        waiting: list[Shard] = []
+        waiting: list[StripeShard] = []
         for shard in self._shards(stripe):
             if shard.number == wanted:
                 continue
@@ -143,7 +143,7 @@ class GroupReader:
             elif shard.host in without:
                 reasons[shard.host] = "it is left out"
             elif shard.host not in self._survivors and not self._is_own(shard):
-                reasons[shard.host] = self._survivors.why_not(shard.host)
+                reasons[shard.host] = self._survivors.failure_reason(shard.host)
             else:
                 waiting.append(shard)
         for surplus in list(present)[self._code.k :]:
@@ -162,8 +162,8 @@ class GroupReader:
         return present
 
     def _ask(
-        self, candidates: Iterator[Shard], count: int, part: _Range
-    ) -> list[tuple[Shard, Future[memoryview]]]:
+        self, candidates: Iterator[StripeShard], count: int, part: _Range
+    ) -> list[tuple[StripeShard, Future[memoryview]]]:
         asked = zip(range(count), candidates, strict=False)
         return [(shard, self._fetching.submit(self._fetch, shard, part)) for _, shard in asked]
 
@@ -177,7 +177,7 @@ class GroupReader:
             buffer[filled:length] = bytes(length - filled)
         return memoryview(buffer)[:length]
 
-    def _fetch(self, shard: Shard, part: _Range) -> memoryview:
+    def _fetch(self, shard: StripeShard, part: _Range) -> memoryview:
         offset, inside = shard.offset + part.start, part.length
         if shard.region is Region.PART:  # behind its end all is zero
             inside = min(inside, self._manifests[shard.host].part_bytes - offset)
@@ -190,17 +190,17 @@ class GroupReader:
             )
         return data
 
-    def _shards(self, stripe: int) -> Iterator[Shard]:
+    def _shards(self, stripe: int) -> Iterator[StripeShard]:
         n, m = self._code.n, self._code.m
         for chunk, member in enumerate(data_members(stripe, n, m)):
-            yield Shard(chunk, self._group.hosts[member], Region.PART, 0, chunk * self._chunk)
+            yield StripeShard(chunk, self._group.hosts[member], Region.PART, 0, chunk * self._chunk)
         for row, member in enumerate(parity_members(stripe, n, m)):
-            yield Shard(self._code.k + row, self._group.hosts[member], Region.PARITY, row, 0)
+            yield StripeShard(self._code.k + row, self._group.hosts[member], Region.PARITY, row, 0)
 
-    def _is_own(self, shard: Shard) -> bool:
+    def _is_own(self, shard: StripeShard) -> bool:
         return self._own is not None and shard.region is Region.PART and shard.host == self._own.manifest.host
 
-    def _cost(self, shard: Shard, turn: int) -> tuple[bool, bool, int]:
+    def _cost(self, shard: StripeShard, turn: int) -> tuple[bool, bool, int]:
         """Own memory first, suspects last. A member has another number in every stripe, so each is spared in turn."""
         return (
             self._survivors.is_suspect(shard.host),

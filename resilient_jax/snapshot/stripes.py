@@ -13,7 +13,7 @@ MIN_BLOCK_BYTES: Final = 4096
 """Pages, so that chunks of shared memory can be mapped and copied whole."""
 MAX_BLOCK_BYTES: Final = 256 * 2**10
 """Smaller ones only add numbers to a large part."""
-LEAST_BLOCKS: Final = 8
+MIN_BLOCKS_PER_CHUNK: Final = 8
 """In a chunk, unless blocks are as small as can be: an eighth at most is lost to rounding."""
 
 
@@ -40,7 +40,7 @@ def cut_grid(group_part_bytes: Sequence[int], k: int) -> Grid:
     assert k > 0, f"a group has data on k = {k} members"
     each = -(-max(group_part_bytes, default=0) // k)
     block = MIN_BLOCK_BYTES
-    while block < MAX_BLOCK_BYTES and block * 2 * LEAST_BLOCKS <= each:
+    while block < MAX_BLOCK_BYTES and block * 2 * MIN_BLOCKS_PER_CHUNK <= each:
         block *= 2
     return Grid(block, -(-each // block) * block)
 

@@ -7,16 +7,16 @@ from resilient_jax.errors import ChecksumMismatch, MessageError, ResilientJaxErr
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.snapshot.manifest import Manifest, decode_manifest
+from resilient_jax.snapshot.manifest import PartManifest, decode_manifest
 from resilient_jax.snapshot.messages import MANIFEST, ManifestRequest, ReadRequest, Region
-from resilient_jax.snapshot.peer_client import Peer
+from resilient_jax.snapshot.peer_client import PeerClient
 from resilient_jax.transport import Credentials
 
-MANIFEST_DEADLINE_S = 30.0
-READ_DEADLINE_S = 60.0
+MANIFEST_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
 """For a few MiB from a server that others read from at the same time."""
 
-Note = Callable[..., object]
+RecordEvent = Callable[..., object]
 """`note(kind, **detail)` makes an event."""
 
 
@@ -26,14 +26,14 @@ class Survivors:
     A host that did not answer, or not as agreed, is a suspect: it is asked again only where nobody else can help.
     """
 
-    def __init__(self, plan: SnapshotPlan, credentials: Credentials, note: Note) -> None:
+    def __init__(self, plan: SnapshotPlan, credentials: Credentials, note: RecordEvent) -> None:
         self._id = plan.id
         self._servers = {source.host: source.endpoint for source in plan.sources}
         self._credentials = credentials
         self._note = note
         self._lock = threading.Lock()
         """Guards what follows, and the order of events."""
-        self._peers: dict[HostName, Peer] = {}
+        self._peers: dict[HostName, PeerClient] = {}
         self._failures: dict[HostName, str] = {}
         self._noted: set[tuple[str, ...]] = set()
         self._closed = False
@@ -45,11 +45,11 @@ class Survivors:
         """Whether it failed before."""
         return host in self._failures
 
-    def why_not(self, host: HostName) -> str:
+    def failure_reason(self, host: HostName) -> str:
         """Why a host gives nothing, as far as is known."""
         return self._failures.get(host, "it is not among those that have the snapshot complete")
 
-    def fetch_manifest(self, survivor: HostName, host: HostName) -> Manifest:
+    def fetch_manifest(self, survivor: HostName, host: HostName) -> PartManifest:
         """A host's manifest, as a member of its group keeps it.
 
         Raises:
@@ -57,7 +57,7 @@ class Survivors:
         """
         request = ManifestRequest(id=self._id, host=host)
         try:
-            reply = self._peer(survivor).call(MANIFEST, request, timeout_s=MANIFEST_DEADLINE_S)
+            reply = self._peer(survivor).call(MANIFEST, request, timeout_s=MANIFEST_TIMEOUT_S)
             manifest = decode_manifest(reply.data)
             if (manifest.id, manifest.host) != (self._id, host):
                 raise MessageError(
@@ -89,12 +89,12 @@ class Survivors:
             id=self._id, region=region, row=row, offset=offset, length=length, verify=verify
         )
         try:
-            self._peer(survivor).read_into(request, out, timeout_s=READ_DEADLINE_S)
+            self._peer(survivor).read_into(request, out, timeout_s=READ_TIMEOUT_S)
         except ResilientJaxError as error:
             self._failed(survivor, error, f"{region} {row} from {offset}")
             raise
 
-    def note(self, kind: EventKind, **detail: str) -> None:
+    def record_event(self, kind: EventKind, **detail: str) -> None:
         """Makes an event, once for the same words."""
         with self._lock:
             key = (kind, *detail.values())
@@ -110,20 +110,20 @@ class Survivors:
         for peer in peers:
             peer.close()
 
-    def _peer(self, survivor: HostName) -> Peer:
+    def _peer(self, survivor: HostName) -> PeerClient:
         with self._lock:
             if survivor not in self._peers:
-                self._peers[survivor] = Peer(self._servers[survivor], self._credentials)
+                self._peers[survivor] = PeerClient(self._servers[survivor], self._credentials)
                 if self._closed:
                     self._peers[survivor].close()
             return self._peers[survivor]
 
     def _failed(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
         if isinstance(error, ChecksumMismatch):
-            self.note(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error))
+            self.record_event(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error))
             return
         with self._lock:
             is_known = self._closed or survivor in self._failures
             self._failures.setdefault(survivor, str(error))
         if not is_known:
-            self.note(EventKind.SNAPSHOT_SOURCE_FAILED, source=survivor, reason=str(error))
+            self.record_event(EventKind.SNAPSHOT_SOURCE_FAILED, source=survivor, reason=str(error))

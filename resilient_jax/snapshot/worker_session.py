@@ -13,41 +13,41 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.snapshot.fd_connection import Link
+from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.manifest import PartContents, decode_manifest
 from resilient_jax.snapshot.messages import (
     WORKER_REQUEST_DECODER,
-    Abandon,
-    Begin,
-    Done,
-    Failed,
-    Finish,
-    Open,
-    OpenHeld,
-    PartOf,
-    ServerAnswer,
-    Settled,
-    Slots,
-    SlotSize,
+    AbandonSnapshot,
+    BeginSnapshot,
+    RequestDone,
+    RequestFailed,
+    FinishSnapshot,
+    OpenLayout,
+    OpenOwnPart,
+    PartLocation,
+    ServerReply,
+    SnapshotSettled,
+    SlotsReady,
+    SlotInfo,
     WorkerRequest,
 )
-from resilient_jax.snapshot.slot_contents import HeldSnapshot
-from resilient_jax.snapshot.slot_memory import Phase
-from resilient_jax.snapshot.snapshot_slots import Arena, Listener
+from resilient_jax.snapshot.slot_contents import SlotContents
+from resilient_jax.snapshot.slot_memory import SlotPhase
+from resilient_jax.snapshot.snapshot_slots import SnapshotSlots, SlotListener
 
-Answer = tuple[ServerAnswer, list[int]]
+ReplyWithDescriptors = tuple[ServerReply, list[int]]
 """With the descriptors that go with it, which are ours to close."""
 
 
-class WorkerLine:
+class WorkerSession:
     """Serves one worker, until its process ends or `end` is called."""
 
     def __init__(
         self,
-        link: Link,
-        arena: Arena,
-        listener: Listener,
-        on_finished: Callable[[HeldSnapshot, PartContents], None],
+        link: FdConnection,
+        arena: SnapshotSlots,
+        listener: SlotListener,
+        on_finished: Callable[[SlotContents, PartContents], None],
     ) -> None:
         """`on_finished` starts the exchange of a snapshot whose part is there; it must return at once."""
         self._link = link
@@ -64,9 +64,9 @@ class WorkerLine:
         """Returns when the worker is gone."""
         try:
             with contextlib.suppress(OSError):  # the worker died
-                for status in self._arena.statuses():
+                for status in self._arena.list_statuses():
                     if status.phase is SnapshotPhase.COMMITTED:
-                        self._link.send(Settled(id=status.id, committed=True))
+                        self._link.send(SnapshotSettled(id=status.id, committed=True))
                 while messages := self._link.receive():
                     for message in messages:
                         self._answer(WORKER_REQUEST_DECODER.decode(message))
@@ -78,10 +78,10 @@ class WorkerLine:
         try:
             answer, descriptors = self._carry_out(request)
         except ResilientJaxError as error:
-            answer, descriptors = Failed(call=request.call, error=_class_of(error), message=str(error)), []
+            answer, descriptors = RequestFailed(request_id=request.request_id, error=_class_of(error), message=str(error)), []
         except Exception as error:  # the process boundary
             text = f"{type(error).__name__}: {error}"
-            answer = Failed(call=request.call, error=InternalError.__name__, message=text)
+            answer = RequestFailed(request_id=request.request_id, error=InternalError.__name__, message=text)
             descriptors = []
         try:
             self._link.send(answer, descriptors)
@@ -89,47 +89,47 @@ class WorkerLine:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _carry_out(self, request: WorkerRequest) -> Answer:
+    def _carry_out(self, request: WorkerRequest) -> ReplyWithDescriptors:
         arena = self._arena
         match request:
-            case Open():
-                arena.open(request.layout, request.restored)
+            case OpenLayout():
+                arena.open_layout(request.layout, request.restored)
                 sizes, descriptors = arena.share_slots()
-                return Slots(call=request.call, slots=sizes), descriptors
-            case Begin():
+                return SlotsReady(request_id=request.request_id, slots=sizes), descriptors
+            case BeginSnapshot():
                 held = arena.begin(request.id, self)
-                return self._part_of(request.call, held)
-            case Finish():
+                return self._part_of(request.request_id, held)
+            case FinishSnapshot():
                 held = arena.finish(request.id, self)
                 try:
                     self._on_finished(held, request.contents)
                 except Exception as error:  # it would wait for ever for what nobody does
                     arena.drop(held.id, f"{type(error).__name__}: {error}")
                     raise
-            case Abandon():
+            case AbandonSnapshot():
                 arena.abandon(request.id, self, "its worker gave it up")
-            case OpenHeld():
+            case OpenOwnPart():
                 return self._open_held(request)
-        return Done(call=request.call), []
+        return RequestDone(request_id=request.request_id), []
 
-    def _open_held(self, request: OpenHeld) -> Answer:
+    def _open_held(self, request: OpenOwnPart) -> ReplyWithDescriptors:
         with self._arena.changed:
             try:
-                held = self._arena.find(request.id, Phase.COMPLETE)
-                manifest = held.manifest_of(self._arena.host)
+                held = self._arena.find(request.id, SlotPhase.COMPLETE)
+                manifest = held.read_manifest_bytes(self._arena.host)
                 decode_manifest(manifest)
             except (SnapshotDropped, ChecksumMismatch) as error:
-                self._listener.happened(EventKind.SNAPSHOT_REFUSED, request.id, error=str(error))
+                self._listener.record_event(EventKind.SNAPSHOT_REFUSED, request.id, error=str(error))
                 raise SnapshotMissing(str(error)) from error
-            return self._part_of(request.call, held, manifest)
+            return self._part_of(request.request_id, held, manifest)
 
-    def _part_of(self, call: int, held: HeldSnapshot, manifest: bytes = b"") -> Answer:
-        slot = held.slot
-        answer = PartOf(
-            call=call,
-            slot=SlotSize(number=slot.number, mapped_bytes=slot.mapped_bytes),
-            offset=held.shape.part_offset,
-            part_bytes=held.shape.part_bytes,
+    def _part_of(self, call: int, held: SlotContents, manifest: bytes = b"") -> ReplyWithDescriptors:
+        slot = held.memory
+        answer = PartLocation(
+            request_id=call,
+            slot=SlotInfo(number=slot.number, mapped_bytes=slot.mapped_bytes),
+            offset=held.slot_layout.part_offset,
+            part_bytes=held.slot_layout.part_bytes,
             manifest=manifest,
         )
         with self._arena.changed:

@@ -22,16 +22,16 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import PartContents
-from resilient_jax.state.copy_sources import Task, is_on_accelerator, plan_tasks, send_to_host
+from resilient_jax.state.copy_sources import CopyTask, is_on_accelerator, plan_copies, start_host_transfer
 from resilient_jax.state.flat_state import Leaf
-from resilient_jax.state.interfaces import Note, PartServer, Reach, reach_nothing
-from resilient_jax.state.part_copy import fill
-from resilient_jax.state.state_partition import StateCut, check_fits
+from resilient_jax.state.interfaces import EventRecorder, PartServer, FailPointHook, ignore_failpoint
+from resilient_jax.state.part_copy import copy_into_part
+from resilient_jax.state.state_partition import StatePartition, check_same_structure
 
-SLOT_DEADLINE_S: Final = 2.0
+SLOT_TIMEOUT_S: Final = 2.0
 """How long a snapshot waits for the one before: longer, and parity does not keep up with training."""
 CHECK_INTERVAL_S: Final = 0.02
-NO_TEXTS: Final[Mapping[str, str]] = types.MappingProxyType({})
+NO_STRINGS: Final[Mapping[str, str]] = types.MappingProxyType({})
 
 
 class _Phase(enum.Enum):
@@ -45,10 +45,10 @@ class _Order:
     """One snapshot to be taken."""
 
     id: SnapshotId
-    state_cut: StateCut
+    state_cut: StatePartition
     leaves: Sequence[Leaf]
     texts: Mapping[str, str]
-    tasks: list[Task] | None
+    tasks: list[CopyTask] | None
     """None: still to be found out, from the leaves."""
     started_s: float = field(default_factory=time.monotonic)
     phase: _Phase = _Phase.COPYING
@@ -69,7 +69,7 @@ class _Cancelled(Exception):
     """Ends a copy that was cancelled."""
 
 
-class Capture:
+class SnapshotCapture:
     """Takes this host's part of snapshots, one after the other, on a thread of its own. Nothing here stops training.
 
     The arrays are read until `wait` says that they are not: they may be donated then. Donated earlier they make the
@@ -84,10 +84,10 @@ class Capture:
         self,
         server: PartServer,
         host: HostName,
-        note: Note,
-        reach: Reach = reach_nothing,
+        record_event: EventRecorder,
+        failpoint: FailPointHook = ignore_failpoint,
         *,
-        threads: int = 1,
+        num_threads: int = 1,
     ) -> None:
         """Starts its thread, which has nothing to do yet.
 
@@ -98,13 +98,13 @@ class Capture:
             reach: where a test may hold it.
             threads: that copy.
         """
-        self.finished: SnapshotId | None = None
-        self.seconds = 0.0
+        self.newest_finished: SnapshotId | None = None
+        self.duration_s = 0.0
         self._server = server
         self._host = host
-        self._note = note
-        self._reach = reach
-        self._threads = threads
+        self._note = record_event
+        self._reach = failpoint
+        self._threads = num_threads
         self._changed = threading.Condition()  # guards what follows, and phases of the orders
         self._orders: list[_Order] = []
         """The first one is being taken; then those that wait for what is left of it."""
@@ -119,9 +119,9 @@ class Capture:
     def start(
         self,
         id: SnapshotId,
-        state_cut: StateCut,
+        partition: StatePartition,
         leaves: Sequence[Leaf],
-        texts: Mapping[str, str] = NO_TEXTS,
+        strings: Mapping[str, str] = NO_STRINGS,
     ) -> None:
         """Begins to take a snapshot, unless one before it still reads its arrays. Returns at once.
 
@@ -134,8 +134,8 @@ class Capture:
         Raises:
             StateError: the state is not the one that was cut.
         """
-        check_fits(state_cut, leaves)
-        order = _Order(id, state_cut, leaves, texts, None)
+        check_same_structure(partition, leaves)
+        order = _Order(id, partition, leaves, strings, None)
         with self._changed:
             reading = next((order for order in self._orders if order.is_reading), None)
         if reading is not None:
@@ -148,7 +148,7 @@ class Capture:
             return
         if is_on_accelerator(leaves):
             try:  # before the next step's programs, or the slices would wait for those
-                order.tasks = send_to_host(plan_tasks(leaves, state_cut.pieces[self._host]))
+                order.tasks = start_host_transfer(plan_copies(leaves, partition.slices[self._host]))
             except (StateError, jax.errors.JaxRuntimeError) as error:
                 self._skip(id, _say(error))
                 return
@@ -156,7 +156,7 @@ class Capture:
             self._orders.append(order)
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_until_copied(self, timeout_s: float) -> bool:
         """Whether the newest start's arrays are read by now, at most this much later; they may be donated then."""
         with self._changed:
             return self._changed.wait_for(
@@ -233,17 +233,17 @@ class Capture:
             self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
             self._abandon(order.id)
             return
-        self.finished, self.seconds = order.id, time.monotonic() - order.started_s
+        self.newest_finished, self.duration_s = order.id, time.monotonic() - order.started_s
         self._note(
             EventKind.SNAPSHOT_COPIED,
             step=order.id.step,
             bytes=order.state_cut.part_bytes[self._host],
-            seconds=self.seconds,
+            seconds=self.duration_s,
         )
 
     def _wait_for_slot(self, order: _Order) -> None:
         """The snapshot before may still exchange its parity: the slot that this one takes is free after that."""
-        before, end_s = self.finished, time.monotonic() + SLOT_DEADLINE_S
+        before, end_s = self.newest_finished, time.monotonic() + SLOT_TIMEOUT_S
         while (
             before is not None
             and before.generation == order.id.generation
@@ -263,7 +263,7 @@ class Capture:
             _check(order)
             tasks = order.tasks
             if tasks is None:
-                tasks = plan_tasks(order.leaves, order.state_cut.pieces[self._host])
+                tasks = plan_copies(order.leaves, order.state_cut.slices[self._host])
             steps = itertools.count()
 
             def go_on() -> None:
@@ -271,7 +271,7 @@ class Capture:
                     self._reach(FailPoint.DURING_COPY, order.id.step)
                 _check(order)
 
-            fill(part.cast("B"), tasks, go_on, self._threads)
+            copy_into_part(part.cast("B"), tasks, go_on, self._threads)
             go_on()  # the place in between is reached in a copy of one step, too
         finally:
             order.let_go()
@@ -284,7 +284,7 @@ class Capture:
         with self._changed:
             _check(order)
             order.phase = _Phase.FINISHING  # from here on `cancel` comes too late
-        contents = PartContents(order.state_cut.leaves, order.state_cut.pieces[self._host], dict(order.texts))
+        contents = PartContents(order.state_cut.leaves, order.state_cut.slices[self._host], dict(order.texts))
         self._server.finish(order.id, contents)
 
     def _abandon(self, id: SnapshotId) -> None:

@@ -10,12 +10,12 @@ from jax.sharding import Sharding
 
 from resilient_jax.errors import StateError
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.snapshot.manifest import Piece
+from resilient_jax.snapshot.manifest import LeafSlice
 from resilient_jax.state.flat_state import Leaf
-from resilient_jax.state.index_box import Box, from_index, intersect, whole
+from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_boxes, whole_box
 
 
-class Source(NamedTuple):
+class CopySource(NamedTuple):
     """An array on one device, or in host memory, that holds a box of a leaf.
 
     Attributes:
@@ -24,12 +24,12 @@ class Source(NamedTuple):
         data: the array.
     """
 
-    box: Box
-    wanted: Box
+    box: IndexBox
+    wanted: IndexBox
     data: jax.Array | np.ndarray
 
 
-class Task(NamedTuple):
+class CopyTask(NamedTuple):
     """A piece to be copied into the part.
 
     Attributes:
@@ -41,10 +41,10 @@ class Task(NamedTuple):
     """
 
     path: str
-    box: Box
+    box: IndexBox
     itemsize: int
     offset: int
-    sources: tuple[Source, ...]
+    sources: tuple[CopySource, ...]
 
     @property
     def stop(self) -> int:
@@ -52,22 +52,22 @@ class Task(NamedTuple):
         return self.offset + self.box.size * self.itemsize
 
 
-def plan_tasks(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> list[Task]:
+def plan_copies(leaves: Sequence[Leaf], slices: Sequence[LeafSlice]) -> list[CopyTask]:
     """What there is to copy on this host.
 
     Raises:
         StateError: this host does not hold all of a piece, or an array was donated.
     """
-    known: Known = {}
-    return [_plan(leaves[piece.leaf], piece, turn, known) for turn, piece in enumerate(pieces)]
+    known: SourceCache = {}
+    return [_plan(leaves[piece.leaf], piece, turn, known) for turn, piece in enumerate(slices)]
 
 
-Known = dict[tuple[Sharding, tuple[int, ...], Box], list[tuple[Box, Box, tuple[int, ...]]]]
+SourceCache = dict[tuple[Sharding, tuple[int, ...], IndexBox], list[tuple[IndexBox, IndexBox, tuple[int, ...]]]]
 """Of a sharding, a shape and a piece: what is held, what of that is wanted, which shards have it. Layers are alike."""
 
 
-def _plan(leaf: Leaf, piece: Piece, turn: int, known: Known) -> Task:
-    box = Box(piece.start, piece.stop)
+def _plan(leaf: Leaf, piece: LeafSlice, turn: int, known: SourceCache) -> CopyTask:
+    box = IndexBox(piece.start, piece.stop)
     sources = tuple(_find_sources(leaf, box, turn, known))
     covered = sum(source.wanted.size for source in sources)
     if covered != box.size:
@@ -76,14 +76,14 @@ def _plan(leaf: Leaf, piece: Piece, turn: int, known: Known) -> Task:
             f"to {list(box.stop)} that it should copy; it lies elsewhere than when snapshots were laid out. Keep "
             "each leaf's sharding from step to step"
         )
-    return Task(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)
+    return CopyTask(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)
 
 
-def _find_sources(leaf: Leaf, box: Box, turn: int, known: Known) -> list[Source]:
+def _find_sources(leaf: Leaf, box: IndexBox, turn: int, known: SourceCache) -> list[CopySource]:
     """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
     value = leaf.value
     if isinstance(value, np.ndarray):
-        return [Source(whole(value.shape), box, value)]
+        return [CopySource(whole_box(value.shape), box, value)]
     if value.is_deleted():
         raise StateError(
             f"the state's leaf {leaf.path} was donated before its snapshot was copied: wait for the copy first"
@@ -91,15 +91,15 @@ def _find_sources(leaf: Leaf, box: Box, turn: int, known: Known) -> list[Source]
     shards = value.addressable_shards
     key = (value.sharding, value.shape, box)
     if key not in known:
-        holders: dict[tuple[Box, Box], tuple[int, ...]] = {}
+        holders: dict[tuple[IndexBox, IndexBox], tuple[int, ...]] = {}
         for number, shard in enumerate(shards):
-            held = from_index(shard.index, value.shape)
-            wanted = intersect(held, box)
+            held = box_from_index(shard.index, value.shape)
+            wanted = intersect_boxes(held, box)
             if wanted is not None:
                 holders[held, wanted] = (*holders.get((held, wanted), ()), number)
         known[key] = [(*boxes, numbers) for boxes, numbers in holders.items()]
     return [
-        Source(held, wanted, shards[numbers[turn % len(numbers)]].data)
+        CopySource(held, wanted, shards[numbers[turn % len(numbers)]].data)
         for held, wanted, numbers in known[key]
     ]
 
@@ -112,13 +112,13 @@ def is_on_accelerator(leaves: Sequence[Leaf]) -> bool:
     )
 
 
-def send_to_host(tasks: Sequence[Task]) -> list[Task]:
+def start_host_transfer(tasks: Sequence[CopyTask]) -> list[CopyTask]:
     """The same tasks, with their bytes on the way to host memory: only those of the pieces, cut out on the devices.
 
     Returns at once. The slices are programs on the devices' own queues: what is dispatched later comes after them.
     """
-    sent: list[list[Source]] = [[] for _ in tasks]
-    to_cut: dict[Device, list[tuple[int, Source]]] = {}
+    sent: list[list[CopySource]] = [[] for _ in tasks]
+    to_cut: dict[Device, list[tuple[int, CopySource]]] = {}
     for number, task in enumerate(tasks):
         for source in task.sources:
             if isinstance(source.data, np.ndarray) or source.wanted == source.box:
@@ -129,7 +129,7 @@ def send_to_host(tasks: Sequence[Task]) -> list[Task]:
         arrays = [source.data for _, source in cuts]
         indices = tuple(_bounds(source.wanted, source.box) for _, source in cuts)
         for (number, source), data in zip(cuts, _cut_out(arrays, indices), strict=True):
-            sent[number].append(Source(source.wanted, source.wanted, data))
+            sent[number].append(CopySource(source.wanted, source.wanted, data))
     for sources in sent:
         for source in sources:
             if isinstance(source.data, jax.Array):
@@ -137,8 +137,8 @@ def send_to_host(tasks: Sequence[Task]) -> list[Task]:
     return [task._replace(sources=tuple(sources)) for task, sources in zip(tasks, sent, strict=True)]
 
 
-def _bounds(box: Box, outer: Box) -> tuple[tuple[int, int], ...]:
-    return tuple((piece.start, piece.stop) for piece in box.within(outer))
+def _bounds(box: IndexBox, outer: IndexBox) -> tuple[tuple[int, int], ...]:
+    return tuple((piece.start, piece.stop) for piece in box.index_within(outer))
 
 
 @functools.partial(jax.jit, static_argnums=1)

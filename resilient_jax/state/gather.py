@@ -11,27 +11,27 @@ import numpy as np
 
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.manifest import Manifest, Piece
-from resilient_jax.snapshot.snapshot_reader import Read
+from resilient_jax.snapshot.manifest import PartManifest, LeafSlice
+from resilient_jax.snapshot.snapshot_reader import PartRead
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.state.index_box import Box, intersect
+from resilient_jax.state.index_box import IndexBox, intersect_boxes
 from resilient_jax.state.interfaces import PartReader
 
-READ_BYTES: Final = 32 * 2**20
+MAX_READ_BYTES: Final = 32 * 2**20
 """At most, for one read."""
-SCRATCH_BYTES: Final = 2 * READ_BYTES
+SCRATCH_BYTES: Final = 2 * MAX_READ_BYTES
 """Of memory beside the state, used again and again: enough for a reader to have several reads under way."""
-LONG_BYTES: Final = 16 * MAX_BLOCK_BYTES
+EXACT_READ_BYTES: Final = 16 * MAX_BLOCK_BYTES
 """From here on what is read beside what is wanted does not count."""
-GAP_BYTES: Final = MAX_BLOCK_BYTES
+MAX_GAP_BYTES: Final = MAX_BLOCK_BYTES
 """A longer stretch that nobody wants is left out."""
 
 
-class Target(NamedTuple):
+class GatherTarget(NamedTuple):
     """An array to be filled with a box of a leaf."""
 
     leaf: int
-    box: Box
+    box: IndexBox
     data: np.ndarray
 
 
@@ -40,25 +40,25 @@ class _Want(NamedTuple):
 
     start: int
     stop: int
-    box: Box
+    box: IndexBox
     strides: tuple[int, ...]
-    target: Target
+    target: GatherTarget
 
 
-class Gatherer:
+class BoxGatherer:
     """Reads boxes from the parts of a snapshot."""
 
-    def __init__(self, reader: PartReader, manifests: Mapping[HostName, Manifest]) -> None:
+    def __init__(self, reader: PartReader, manifests: Mapping[HostName, PartManifest]) -> None:
         self._reader = reader
         self._manifests = manifests
         self._scratch = np.empty(0, np.uint8)
         self._leaves = next(iter(manifests.values())).contents.leaves
-        self._pieces: list[list[tuple[HostName, Piece]]] = [[] for _ in self._leaves]
+        self._pieces: list[list[tuple[HostName, LeafSlice]]] = [[] for _ in self._leaves]
         for host, manifest in sorted(manifests.items()):
-            for piece in manifest.contents.pieces:
+            for piece in manifest.contents.slices:
                 self._pieces[piece.leaf].append((host, piece))
 
-    def gather(self, targets: Sequence[Target]) -> None:
+    def gather(self, targets: Sequence[GatherTarget]) -> None:
         """Fills all targets.
 
         Raises:
@@ -68,7 +68,7 @@ class Gatherer:
         for target in targets:
             found = 0
             for host, piece in self._pieces[target.leaf]:
-                box = intersect(Box(piece.start, piece.stop), target.box)
+                box = intersect_boxes(IndexBox(piece.start, piece.stop), target.box)
                 if box is not None and target.data.size:
                     found += box.size
                     wants.setdefault(host, []).extend(_split(box, piece, target))
@@ -106,7 +106,7 @@ class Gatherer:
                 memory = self._scratch[used : used + stretch.nbytes]
                 used += stretch.nbytes
                 scattered.append((stretch, memory))
-            reads.append(Read(stretch.host, stretch.start, memory.data))
+            reads.append(PartRead(stretch.host, stretch.start, memory.data))
         self._reader.read_all(reads)
         for stretch, memory in scattered:
             stretch.hand_out(memory)
@@ -127,7 +127,7 @@ class _Stretch:
 
         A block must be fetched and verified whole, and would be another request at either end.
         """
-        if self.nbytes < LONG_BYTES:
+        if self.nbytes < EXACT_READ_BYTES:
             stop = min(-(-(self.start + self.nbytes) // block_bytes) * block_bytes, part_bytes)
             self._is_exact = self.start % block_bytes == 0 and stop == self.start + self.nbytes
             self.start -= self.start % block_bytes
@@ -169,7 +169,7 @@ def _extent(want: _Want) -> tuple[int, int]:
 
 
 def _place_of(want: _Want) -> np.ndarray:
-    return want.target.data[(*want.box.within(want.target.box), ...)]
+    return want.target.data[(*want.box.index_within(want.target.box), ...)]
 
 
 def _merge(wants: Iterable[_Want]) -> Iterator[list[_Want]]:
@@ -177,7 +177,7 @@ def _merge(wants: Iterable[_Want]) -> Iterator[list[_Want]]:
     some: list[_Want] = []
     stop = 0
     for want in wants:
-        if some and (want.start - stop > GAP_BYTES or want.stop - some[0].start > READ_BYTES):
+        if some and (want.start - stop > MAX_GAP_BYTES or want.stop - some[0].start > MAX_READ_BYTES):
             yield some
             some, stop = [], 0
         some.append(want)
@@ -186,9 +186,9 @@ def _merge(wants: Iterable[_Want]) -> Iterator[list[_Want]]:
         yield some
 
 
-def _split(box: Box, piece: Piece, target: Target) -> Iterator[_Want]:
+def _split(box: IndexBox, piece: LeafSlice, target: GatherTarget) -> Iterator[_Want]:
     itemsize = target.data.dtype.itemsize
-    outer = Box(piece.start, piece.stop)
+    outer = IndexBox(piece.start, piece.stop)
     strides = _strides(outer.shape, itemsize)
     for part in _split_box(box, strides, itemsize):
         first = sum(
@@ -199,7 +199,7 @@ def _split(box: Box, piece: Piece, target: Target) -> Iterator[_Want]:
         yield _Want(start, start + _span(part.shape, strides, itemsize), part, strides, target)
 
 
-def _split_box(box: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
+def _split_box(box: IndexBox, strides: Sequence[int], itemsize: int) -> Iterator[IndexBox]:
     """Boxes that lie in a short stretch of the piece each, without long gaps."""
     shape = box.shape
     dim = next((dim for dim, length in enumerate(shape) if length > 1), None)
@@ -208,11 +208,11 @@ def _split_box(box: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]
         return
     # Of all gaps between wanted numbers, those between rows of the first dim are the longest.
     row = _span((*shape[:dim], 1, *shape[dim + 1 :]), strides, itemsize)
-    has_gaps = strides[dim] - row > GAP_BYTES
-    rows = 1 if has_gaps else max(1, READ_BYTES // strides[dim])
+    has_gaps = strides[dim] - row > MAX_GAP_BYTES
+    rows = 1 if has_gaps else max(1, MAX_READ_BYTES // strides[dim])
     for start in range(box.start[dim], box.stop[dim], rows):
-        part = box.part(dim, start, min(start + rows, box.stop[dim]))
-        if has_gaps or row > READ_BYTES:
+        part = box.narrow(dim, start, min(start + rows, box.stop[dim]))
+        if has_gaps or row > MAX_READ_BYTES:
             yield from _split_box(part, strides, itemsize)
         else:
             yield part

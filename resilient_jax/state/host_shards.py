@@ -7,10 +7,10 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.state.index_box import Box, from_index, whole
+from resilient_jax.state.index_box import IndexBox, box_from_index, whole_box
 
 
-class Share:
+class HostShards:
     """Of one array, under one sharding.
 
     Attributes:
@@ -21,18 +21,18 @@ class Share:
         """The sharding may span hosts; only this host's devices count."""
         self._shape = shape
         self._sharding = sharding
-        self._box_of: dict[Device, Box] = {
-            device: whole(shape) if index is None else from_index(index, shape)
+        self._box_of: dict[Device, IndexBox] = {
+            device: whole_box(shape) if index is None else box_from_index(index, shape)
             for device, index in sharding.addressable_devices_indices_map(shape).items()
         }
         self.boxes = sorted(set(self._box_of.values()))
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         """How many numbers."""
         return sum(box.size for box in self.boxes)
 
-    def assemble(self, buffers: Mapping[Box, np.ndarray]) -> jax.Array:
+    def assemble(self, buffers: Mapping[IndexBox, np.ndarray]) -> jax.Array:
         """The array, whose shards may share the buffers: they must be nobody else's from now on.
 
         XLA never writes to memory that it does not own, so devices may share one.

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-EASY_ROW_BYTES: Final = 256 * 2**10
+MAX_ROW_BYTES: Final = 256 * 2**10
 """A box may be cut between rows of up to this size; larger ones would make the parts of hosts too unequal."""
 
 
-class Box(NamedTuple):
+class IndexBox(NamedTuple):
     """All indices from `start` up to `stop`, exclusive, in each dim. Without dims: the one element of a scalar."""
 
     start: tuple[int, ...]
@@ -24,62 +24,62 @@ class Box(NamedTuple):
         """How many elements are in it."""
         return math.prod(self.shape)
 
-    def within(self, outer: "Box") -> tuple[slice, ...]:
+    def index_within(self, outer: "IndexBox") -> tuple[slice, ...]:
         """The index of this box in an array that holds `outer`."""
         return tuple(
             slice(start - origin, stop - origin)
             for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
         )
 
-    def part(self, dim: int, start: int, stop: int) -> "Box":
+    def narrow(self, dim: int, start: int, stop: int) -> "IndexBox":
         """The rows `start` to `stop` of it along a dim, both as indices of the leaf."""
-        return Box(_put(self.start, dim, start), _put(self.stop, dim, stop))
+        return IndexBox(_put(self.start, dim, start), _put(self.stop, dim, stop))
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> IndexBox:
     """The box of a whole array."""
-    return Box((0,) * len(shape), tuple(shape))
+    return IndexBox((0,) * len(shape), tuple(shape))
 
 
-def from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
+def box_from_index(index: Sequence[slice], shape: Sequence[int]) -> IndexBox:
     """The box that JAX writes as a tuple of slices."""
     bounds = [piece.indices(length)[:2] for piece, length in zip(index, shape, strict=True)]
-    return Box(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
+    return IndexBox(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
 
 
-def intersect(one: Box, other: Box) -> Box | None:
+def intersect_boxes(one: IndexBox, other: IndexBox) -> IndexBox | None:
     """What both have; None where that is nothing."""
     start = tuple(map(max, one.start, other.start))
     stop = tuple(map(min, one.stop, other.stop))
     if any(end <= begin for begin, end in zip(start, stop, strict=True)):
         return None
-    return Box(start, stop)
+    return IndexBox(start, stop)
 
 
-def cut(box: Box, ways: int, itemsize: int) -> list[Box]:
+def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
     """The box in up to `ways` boxes whose sizes differ by at most one row; the larger ones come first.
 
     It is cut along the first dim that has a row for each and whose rows are small, so that copies run over long
     stretches of memory; where there is none, along its longest.
     """
     shape = box.shape
-    if ways == 1 or not shape:
+    if num_parts == 1 or not shape:
         return [box]
     dim = next(
         (
             dim
             for dim, length in enumerate(shape)
-            if length >= ways and box.size // length * itemsize <= EASY_ROW_BYTES
+            if length >= num_parts and box.size // length * itemsize <= MAX_ROW_BYTES
         ),
         max(range(len(shape)), key=lambda dim: shape[dim]),
     )
-    ways = min(ways, shape[dim])
-    each, more = divmod(shape[dim], ways)
-    edges = [box.start[dim] + way * each + min(way, more) for way in range(ways + 1)]
-    return [box.part(dim, start, stop) for start, stop in pairwise(edges)]
+    num_parts = min(num_parts, shape[dim])
+    each, more = divmod(shape[dim], num_parts)
+    edges = [box.start[dim] + way * each + min(way, more) for way in range(num_parts + 1)]
+    return [box.narrow(dim, start, stop) for start, stop in pairwise(edges)]
 
 
-def runs(box: Box, itemsize: int, limit_bytes: int) -> Iterator[Box]:
+def contiguous_runs(box: IndexBox, itemsize: int, limit_bytes: int) -> Iterator[IndexBox]:
     """The box in boxes of at most `limit_bytes` (or one element), in C order: each is one stretch of its memory."""
     if box.size <= max(1, limit_bytes // itemsize):
         if box.size:
@@ -89,9 +89,9 @@ def runs(box: Box, itemsize: int, limit_bytes: int) -> Iterator[Box]:
     row_bytes = box.size // box.shape[dim] * itemsize
     rows = max(1, limit_bytes // row_bytes)
     for start in range(box.start[dim], box.stop[dim], rows):
-        part = box.part(dim, start, min(start + rows, box.stop[dim]))
+        part = box.narrow(dim, start, min(start + rows, box.stop[dim]))
         if row_bytes > limit_bytes:
-            yield from runs(part, itemsize, limit_bytes)
+            yield from contiguous_runs(part, itemsize, limit_bytes)
         else:
             yield part
 

@@ -7,8 +7,8 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import Manifest, PartContents
-from resilient_jax.snapshot.snapshot_reader import Read
+from resilient_jax.snapshot.manifest import PartManifest, PartContents
+from resilient_jax.snapshot.snapshot_reader import PartRead
 
 
 class PartServer(Protocol):
@@ -34,7 +34,7 @@ class PartServer(Protocol):
 class PartReader(Protocol):
     """Where the parts of all hosts are read: `snapshot.snapshot_reader.SnapshotReader`."""
 
-    def manifests(self) -> Mapping[HostName, Manifest]:
+    def read_manifests(self) -> Mapping[HostName, PartManifest]:
         """What is in each host's part."""
         ...
 
@@ -43,22 +43,22 @@ class PartReader(Protocol):
         """Whose part is in memory here."""
         ...
 
-    def read_all(self, reads: Iterable[Read]) -> None:
+    def read_all(self, reads: Iterable[PartRead]) -> None:
         """Fills all targets with verified bytes."""
         ...
 
 
-class Note(Protocol):
+class EventRecorder(Protocol):
     """Writes an event. Called from any thread."""
 
     def __call__(self, kind: EventKind, **detail: str | float | bool) -> object: ...
 
 
-class Reach(Protocol):
+class FailPointHook(Protocol):
     """Says that a snapshot of this step is at a place where a test may hold it: `FaultPoints.reach`."""
 
     def __call__(self, place: FailPoint, step: int) -> None: ...
 
 
-def reach_nothing(place: FailPoint, step: int) -> None:
+def ignore_failpoint(place: FailPoint, step: int) -> None:
     """Nobody holds us."""

@@ -10,16 +10,16 @@ from typing import Final
 
 import numpy as np
 
-from resilient_jax.state.copy_sources import Task
-from resilient_jax.state.index_box import runs
+from resilient_jax.state.copy_sources import CopyTask
+from resilient_jax.state.index_box import contiguous_runs
 
-COPY_BYTES: Final = 2 * 2**20
+COPY_STEP_BYTES: Final = 2 * 2**20
 """Of one step: a core's share of the cache. With 256 KiB the steps themselves are an eighth of the time."""
-RAW: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UNSIGNED_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """By item size. numpy copies its own types without Python's lock; bfloat16 and its kin, which are not, with it."""
 
 
-def fill(part: memoryview, tasks: list[Task], go_on: Callable[[], None], threads: int = 1) -> None:
+def copy_into_part(part: memoryview, tasks: list[CopyTask], check_cancelled: Callable[[], None], num_threads: int = 1) -> None:
     """Copies all pieces. Bytes between two of them stay as they are.
 
     Args:
@@ -28,36 +28,36 @@ def fill(part: memoryview, tasks: list[Task], go_on: Callable[[], None], threads
         go_on: called between two steps by every thread; what it raises ends the copy.
         threads: that share the work.
     """
-    stretches = _deal(tasks, threads, len(part))
+    stretches = _deal(tasks, num_threads, len(part))
     tasks.clear()
-    _run_all([functools.partial(_copy_all, part, stretch, go_on) for stretch in stretches])
+    _run_all([functools.partial(_copy_all, part, stretch, check_cancelled) for stretch in stretches])
 
 
-def _deal(tasks: Sequence[Task], threads: int, part_bytes: int) -> list[list[Task]]:
+def _deal(tasks: Sequence[CopyTask], threads: int, part_bytes: int) -> list[list[CopyTask]]:
     """Consecutive tasks for each thread, about equally many bytes."""
-    dealt: list[list[Task]] = [[] for _ in range(threads)]
+    dealt: list[list[CopyTask]] = [[] for _ in range(threads)]
     for task in tasks:
         dealt[min(task.offset * threads // max(part_bytes, 1), threads - 1)].append(task)
     return [some for some in dealt if some]
 
 
-def _copy_all(part: memoryview, tasks: list[Task], go_on: Callable[[], None]) -> None:
+def _copy_all(part: memoryview, tasks: list[CopyTask], go_on: Callable[[], None]) -> None:
     """What one thread does."""
     tasks.reverse()
     while tasks:
         _copy(part, tasks.pop(), go_on)
 
 
-def _copy(part: memoryview, task: Task, go_on: Callable[[], None]) -> None:
-    dtype = RAW.get(task.itemsize)
+def _copy(part: memoryview, task: CopyTask, go_on: Callable[[], None]) -> None:
+    dtype = UNSIGNED_DTYPES.get(task.itemsize)
     for box, wanted, data in task.sources:
         source = np.asarray(data)
         source = source.view(dtype) if dtype is not None else source
         target = np.ndarray(task.box.shape, source.dtype, part, task.offset)
-        for run in runs(wanted, task.itemsize, COPY_BYTES):
+        for run in contiguous_runs(wanted, task.itemsize, COPY_STEP_BYTES):
             go_on()
             # The ellipsis makes a view of a scalar, too.
-            np.copyto(target[(*run.within(task.box), ...)], source[(*run.within(box), ...)])
+            np.copyto(target[(*run.index_within(task.box), ...)], source[(*run.index_within(box), ...)])
 
 
 def _run_all(jobs: Sequence[Callable[[], None]]) -> None:

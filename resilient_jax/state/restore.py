@@ -15,15 +15,15 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.snapshot.manifest import LeafInfo, Manifest
+from resilient_jax.snapshot.manifest import LeafInfo, PartManifest
 from resilient_jax.state.flat_state import LeafType, ShardingRule, match
-from resilient_jax.state.gather import Gatherer, Target
-from resilient_jax.state.host_shards import Share
-from resilient_jax.state.index_box import Box, whole
-from resilient_jax.state.interfaces import PartReader, Reach, reach_nothing
+from resilient_jax.state.gather import BoxGatherer, GatherTarget
+from resilient_jax.state.host_shards import HostShards
+from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.state.interfaces import PartReader, FailPointHook, ignore_failpoint
 
 Tree = TypeVar("Tree")
-BATCH_BYTES: Final = 256 * 2**20
+RESTORE_BATCH_BYTES: Final = 256 * 2**20
 """Of leaves that are read together, so that many small ones take few reads."""
 MEMORY_ALIGNMENT: Final = 64
 """Bytes: JAX's CPU client takes memory that lies so as it is, and copies other."""
@@ -33,7 +33,7 @@ of a slab lives as long as one array in it; after a step of training none does."
 
 
 def restore_snapshot(
-    abstract: Tree, reader: PartReader, sharding: ShardingRule | None, *, reach: Reach = reach_nothing
+    abstract: Tree, reader: PartReader, sharding: ShardingRule | None, *, failpoint: FailPointHook = ignore_failpoint
 ) -> tuple[int, Tree]:
     """The snapshot's state in the tree of `abstract`, placed for the present mesh.
 
@@ -51,12 +51,12 @@ def restore_snapshot(
         MessageError: the parts of the hosts do not belong together.
         SnapshotLost: more is gone than parity covers.
     """
-    manifests = reader.manifests()
+    manifests = reader.read_manifests()
     first = _check_agree(manifests)
     matched = match(
         abstract,
         {info.path: _type_of(info) for info in first.contents.leaves},
-        first.contents.texts,
+        first.contents.strings,
         sharding,
     )
     numbers = {info.path: number for number, info in enumerate(first.contents.leaves)}
@@ -64,18 +64,18 @@ def restore_snapshot(
         _Wanted(numbers[path], first.contents.leaves[numbers[path]], target)
         for path, target in matched.leaves
     ]
-    gatherer = Gatherer(reader, manifests)
-    slabs = Slabs()
+    gatherer = BoxGatherer(reader, manifests)
+    slabs = SlabAllocator()
     arrays: list[jax.Array] = []
     for batch in _batches(wanted):
         gatherer.gather([target for leaf in batch for target in leaf.allocate(slabs)])
         arrays.extend(leaf.place() for leaf in batch)
-        reach(FailPoint.DURING_RESTORE, first.id.step)
+        failpoint(FailPoint.DURING_RESTORE, first.id.step)
         jax.block_until_ready(arrays)  # a batch in host memory at a time
     return first.id.step, matched.build(arrays)
 
 
-def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
+def _check_agree(manifests: Mapping[HostName, PartManifest]) -> PartManifest:
     """The first host's manifest, by name: the same one on whichever host this is called."""
     names = sorted(manifests)
     if not names:
@@ -83,10 +83,10 @@ def _check_agree(manifests: Mapping[HostName, Manifest]) -> Manifest:
     first = manifests[names[0]]
     for name in names[1:]:
         other = manifests[name]
-        if (other.id, other.contents.leaves, other.contents.texts) != (
+        if (other.id, other.contents.leaves, other.contents.strings) != (
             first.id,
             first.contents.leaves,
-            first.contents.texts,
+            first.contents.strings,
         ):
             raise MessageError(
                 f"{name} has a part of snapshot {other.id} with {len(other.contents.leaves)} leaves, {names[0]} of "
@@ -112,18 +112,18 @@ class _Wanted:
     def __init__(self, number: int, info: LeafInfo, sharding: Sharding | None) -> None:
         self._number = number
         self._dtype = np.dtype(info.dtype)
-        self._share = Share(info.shape, sharding or SingleDeviceSharding(jax.local_devices()[0]))
-        self._buffers: dict[Box, np.ndarray] = {}
+        self._share = HostShards(info.shape, sharding or SingleDeviceSharding(jax.local_devices()[0]))
+        self._buffers: dict[IndexBox, np.ndarray] = {}
 
     @property
     def nbytes(self) -> int:
         """In this host's memory."""
-        return self._share.size * self._dtype.itemsize
+        return self._share.num_elements * self._dtype.itemsize
 
-    def allocate(self, slabs: "Slabs") -> list[Target]:
+    def allocate(self, slabs: "SlabAllocator") -> list[GatherTarget]:
         """Memory for it, to be filled."""
-        self._buffers = {box: slabs.take(box.shape, self._dtype) for box in self._share.boxes}
-        return [Target(self._number, box, buffer) for box, buffer in self._buffers.items()]
+        self._buffers = {box: slabs.allocate(box.shape, self._dtype) for box in self._share.boxes}
+        return [GatherTarget(self._number, box, buffer) for box, buffer in self._buffers.items()]
 
     def place(self) -> jax.Array:
         """The array, in that memory."""
@@ -132,16 +132,16 @@ class _Wanted:
         return array
 
 
-class Slabs:
+class SlabAllocator:
     """Memory that JAX takes as it is, where it can; small arrays share a slab."""
 
     def __init__(self) -> None:
         self._slab = np.empty(0, np.uint8)
         self._used = 0
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """An array, not initialised."""
-        size = whole(shape).size * dtype.itemsize
+        size = whole_box(shape).size * dtype.itemsize
         if size >= SLAB_BYTES:
             return _aligned(size).view(dtype).reshape(shape)
         if self._used + size > len(self._slab):
@@ -163,7 +163,7 @@ def _batches(leaves: Sequence[_Wanted]) -> list[list[_Wanted]]:
     for leaf in leaves:
         if not batches or leaf.nbytes > room:
             batches.append([])
-            room = BATCH_BYTES
+            room = RESTORE_BATCH_BYTES
         batches[-1].append(leaf)
         room -= leaf.nbytes
     return batches

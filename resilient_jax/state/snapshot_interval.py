@@ -10,7 +10,7 @@ import math
 from resilient_jax.errors import CallerError
 
 
-def optimal_interval_s(cost_s: float, failure_interval_s: float) -> float:
+def compute_optimal_interval_s(cost_s: float, failure_interval_s: float) -> float:
     """sqrt(2 C M), at most M: the formula assumes that C is far below M, and a job should have a snapshot a failure.
 
     Args:
@@ -32,7 +32,7 @@ def optimal_interval_s(cost_s: float, failure_interval_s: float) -> float:
     return min(math.sqrt(2 * cost_s * failure_interval_s), failure_interval_s)
 
 
-def steps_between(cost_s: float, failure_interval_s: float, step_s: float, *, copy_s: float = 0.0) -> int:
+def compute_interval_steps(cost_s: float, failure_interval_s: float, step_s: float, *, copy_s: float = 0.0) -> int:
     """Every how many steps a snapshot is taken, at least one.
 
     Args:
@@ -53,5 +53,5 @@ def steps_between(cost_s: float, failure_interval_s: float, step_s: float, *, co
             f"snapshot interval: found steps of {step_s} s and a copy of {copy_s} s, expected steps above 0 and a "
             "copy of 0 or more, both finite"
         )
-    best = round(optimal_interval_s(cost_s, failure_interval_s) / step_s)
+    best = round(compute_optimal_interval_s(cost_s, failure_interval_s) / step_s)
     return max(1, best, math.ceil(copy_s / step_s))

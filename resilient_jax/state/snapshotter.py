@@ -20,40 +20,40 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import LIMIT_BYTES
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
-from resilient_jax.snapshot.local_client import LocalServer
+from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
-from resilient_jax.snapshot.parity_groups import describe_compromises, form_groups
+from resilient_jax.snapshot.parity_groups import describe_weaknesses, form_parity_groups
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
-from resilient_jax.state.capture import Capture
+from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import HeldState
-from resilient_jax.state.interfaces import Reach
-from resilient_jax.state.snapshot_interval import steps_between
-from resilient_jax.state.state_partition import StateCut, cut_state
+from resilient_jax.state.interfaces import FailPointHook
+from resilient_jax.state.snapshot_interval import compute_interval_steps
+from resilient_jax.state.state_partition import StatePartition, partition_state
 from resilient_jax.transport.credentials import Credentials
 
-COPY_DEADLINE_S: Final = 5.0
+COPY_TIMEOUT_S: Final = 5.0
 """How long training waits for a copy before it needs the memory: longer, and the snapshot is given up."""
-COMMIT_DEADLINE_S: Final = 15.0
+COMMIT_TIMEOUT_S: Final = 15.0
 """How long a planned change waits for the last snapshot: without it the others would go back a step. Shorter than what
 schedulers give a host that is to leave."""
-POLL_S: Final = 0.05
-MEASURED_STEPS: Final = 8
+POLL_INTERVAL_S: Final = 0.05
+NUM_MEASURED_STEPS: Final = 8
 """Of a generation, with a snapshot each, before `every = "auto"` says how many there are between two."""
-MOST_DESCRIBED_BYTES: Final = LIMIT_BYTES - (2 << 20)
+MAX_DESCRIPTION_BYTES: Final = LIMIT_BYTES - (2 << 20)
 """Names of leaves, what lies where, and texts go in one message, with the checksums of a part."""
 ADDRESS_BYTES: Final = 192
 """For a server's address and a failure domain's name."""
 
 
-class Line(Protocol):
+class SnapshotAgentConnection(Protocol):
     """What is needed of the line to the agent."""
 
     def check(self) -> None: ...
     def wait_snapshot_server(self) -> str: ...
-    def happened(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
 
 
-class Members(Protocol):
+class SnapshotWorld(Protocol):
     """What is needed of the world."""
 
     generation: GenerationNumber
@@ -62,7 +62,7 @@ class Members(Protocol):
     @property
     def host_index(self) -> int: ...
     def host_of(self, device: Device) -> HostName: ...
-    def agree(self, tree: Any) -> Any: ...  # noqa: ANN401 - a tree of small numpy arrays
+    def all_reduce(self, tree: Any) -> Any: ...  # noqa: ANN401 - a tree of small numpy arrays
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,7 +70,7 @@ class _Opened:
     """The layout of one generation, and when its snapshots are due."""
 
     layout: SnapshotLayout
-    cut: StateCut
+    cut: StatePartition
     first_step: int
     every: int | None
     """None: to be measured."""
@@ -88,7 +88,7 @@ class _Peer:
     domain: str
 
 
-class SnapshotKeeper:
+class Snapshotter:
     """Lives as long as the worker."""
 
     def __init__(
@@ -98,8 +98,8 @@ class SnapshotKeeper:
         settings: SnapshotSettings,
         failure_domain: str,
         credentials: Credentials,
-        line: Line,
-        reach: Reach,
+        agent: SnapshotAgentConnection,
+        failpoint: FailPointHook,
     ) -> None:
         """Asks for nothing yet.
 
@@ -116,17 +116,17 @@ class SnapshotKeeper:
         self._settings = settings
         self._domain = failure_domain or host
         self._credentials = credentials
-        self._line = line
-        self._reach = reach
-        self._server = LocalServer(descriptor)
-        self._capture = Capture(self._server, host, line.happened, reach=reach)
+        self._line = agent
+        self._reach = failpoint
+        self._server = LocalServerClient(descriptor)
+        self._capture = SnapshotCapture(self._server, host, agent.record_event, failpoint=failpoint)
         self._opened: _Opened | None = None
         self._restored: SnapshotId | None = None
         """What the present generation goes on from, if it is a snapshot."""
         self._blocked_s = 0.0
         """By the snapshots of this generation."""
 
-    def take(self, world: Members, held: HeldState) -> None:
+    def take(self, world: SnapshotWorld, state: HeldState) -> None:
         """Begins a snapshot of the committed state, if one is due; every host must call it after the same steps.
 
         Raises:
@@ -134,62 +134,62 @@ class SnapshotKeeper:
         """
         opened = self._opened
         if opened is None or opened.layout.generation != world.generation:
-            self.finish_copy()
-            opened = self._opened = self._open(world, held)
-        if opened.every is None and held.step >= opened.first_step + MEASURED_STEPS:
+            self.wait_until_copied()
+            opened = self._opened = self._open(world, state)
+        if opened.every is None and state.step >= opened.first_step + NUM_MEASURED_STEPS:
             opened.every = self._agree_on_interval(world, opened)
-        if opened.newest is None or held.step >= opened.newest.step + (opened.every or 1):
-            self._take(opened, held)
+        if opened.newest is None or state.step >= opened.newest.step + (opened.every or 1):
+            self._take(opened, state)
 
     def _take(self, opened: _Opened, held: HeldState) -> None:
-        check_described(opened.described_bytes, held)
-        self.finish_copy()
+        check_description_size(opened.described_bytes, held)
+        self.wait_until_copied()
         started_s = time.monotonic()
         opened.newest = SnapshotId(held.step, opened.layout.generation)
         self._capture.start(opened.newest, opened.cut, held.leaves, held.texts)
         self._blocked_s += time.monotonic() - started_s
 
-    def finish_copy(self) -> None:
+    def wait_until_copied(self) -> None:
         """Returns when no copy is under way: the arrays of the last snapshot may be donated.
 
         A copy that takes too long is given up, which is an event.
         """
         started_s = time.monotonic()
-        while not self._capture.wait(POLL_S):
+        while not self._capture.wait_until_copied(POLL_INTERVAL_S):
             self._line.check()
-            if time.monotonic() - started_s > COPY_DEADLINE_S:
-                self._capture.cancel(f"training waited {COPY_DEADLINE_S:g} s for its copy")
-                self._capture.wait(COPY_DEADLINE_S)
+            if time.monotonic() - started_s > COPY_TIMEOUT_S:
+                self._capture.cancel(f"training waited {COPY_TIMEOUT_S:g} s for its copy")
+                self._capture.wait_until_copied(COPY_TIMEOUT_S)
                 break
         self._blocked_s += time.monotonic() - started_s
 
-    def flush(self, generation: GenerationNumber, held: HeldState | None) -> SnapshotId | None:
+    def flush(self, generation: GenerationNumber, state: HeldState | None) -> SnapshotId | None:
         """Makes sure that the committed state is in a snapshot, before a planned change; gives its id.
 
         None if this generation takes none, or if it could not be done in time: then the others go back to the one
         before.
         """
         opened = self._opened
-        if opened is None or held is None or opened.layout.generation != generation:
+        if opened is None or state is None or opened.layout.generation != generation:
             return None
-        wanted = SnapshotId(held.step, generation)
+        wanted = SnapshotId(state.step, generation)
         if opened.newest != wanted:
-            self._take(opened, held)  # it was not due
-        end_s = time.monotonic() + COMMIT_DEADLINE_S
+            self._take(opened, state)  # it was not due
+        end_s = time.monotonic() + COMMIT_TIMEOUT_S
         while time.monotonic() < end_s:
             self._line.check()
-            if self._server.wait_settled(wanted, POLL_S):
+            if self._server.wait_settled(wanted, POLL_INTERVAL_S):
                 return wanted if self._server.wait_committed(wanted, 0) else None
         reason = (
-            f"not committed on all hosts within {COMMIT_DEADLINE_S:g} s: the others go back to the one before"
+            f"not committed on all hosts within {COMMIT_TIMEOUT_S:g} s: the others go back to the one before"
         )
-        self._line.happened(EventKind.SNAPSHOT_DROPPED, step=held.step, reason=reason)
+        self._line.record_event(EventKind.SNAPSHOT_DROPPED, step=state.step, reason=reason)
         return None
 
-    def leave(self) -> None:
+    def end_generation(self) -> None:
         """Lets go of all arrays: the generation is over."""
         self._capture.cancel("its generation has ended")
-        self._capture.wait(COPY_DEADLINE_S)
+        self._capture.wait_until_copied(COPY_TIMEOUT_S)
         self._opened = self._restored = None
 
     def open_reader(self, plan: SnapshotPlan) -> SnapshotReader:
@@ -202,22 +202,22 @@ class SnapshotKeeper:
             self._server if here else None,
             self._credentials,
             check=self._line.check,
-            note=self._line.happened,
+            record_event=self._line.record_event,
         )
 
     # A generation's layout.
 
-    def _open(self, world: Members, held: HeldState) -> _Opened:
+    def _open(self, world: SnapshotWorld, held: HeldState) -> _Opened:
         settings = self._settings
         peers = self._exchange(world, self._line.wait_snapshot_server())
-        cut = cut_state(held.leaves, world.host_of, world.hosts)
+        cut = partition_state(held.leaves, world.host_of, world.hosts)
         # Then a host that is lost takes nothing along, and parity would protect against nothing.
-        has_copies = len(cut.complete_on) > settings.num_parity
+        has_copies = len(cut.replicated_on) > settings.num_parity
         parity = 0 if has_copies else settings.num_parity
         domains = {host: peer.domain for host, peer in peers.items()}
-        groups = form_groups(world.hosts, parity, group_size=settings.group_size, domain_of=domains)
-        for weakness in describe_compromises(groups, parity, domains):
-            self._line.happened(EventKind.SNAPSHOT_DEGRADED, why=weakness)
+        groups = form_parity_groups(world.hosts, parity, group_size=settings.group_size, domain_of=domains)
+        for weakness in describe_weaknesses(groups, parity, domains):
+            self._line.record_event(EventKind.SNAPSHOT_DEGRADED, why=weakness)
         layout = SnapshotLayout(
             generation=world.generation,
             groups=groups,
@@ -225,8 +225,8 @@ class SnapshotKeeper:
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
-        self._server.open(layout, restored=self._restored, check=self._line.check)
-        self._line.happened(
+        self._server.open_layout(layout, restored=self._restored, check=self._line.check)
+        self._line.record_event(
             EventKind.SNAPSHOT_LAYOUT,
             bytes=cut.part_bytes[self._host],
             groups=len(groups),
@@ -235,22 +235,22 @@ class SnapshotKeeper:
         )
         self._blocked_s = 0.0
         every = settings.interval_steps if isinstance(settings.interval_steps, int) else None
-        described = len(msgspec.msgpack.encode(PartContents(cut.leaves, cut.pieces[self._host])))
+        described = len(msgspec.msgpack.encode(PartContents(cut.leaves, cut.slices[self._host])))
         return _Opened(layout, cut, held.step, every, time.monotonic(), described)
 
-    def _agree_on_interval(self, world: Members, opened: _Opened) -> int:
+    def _agree_on_interval(self, world: SnapshotWorld, opened: _Opened) -> int:
         """Young and Daly's, from what snapshots cost the slowest host in the first steps of this generation."""
         measured = np.zeros((len(world.hosts), 3), np.float32)
-        step_s = (time.monotonic() - opened.began_s) / MEASURED_STEPS
-        measured[world.host_index] = self._blocked_s / MEASURED_STEPS, self._capture.seconds, step_s
-        blocked_s, copy_s, step_s = map(float, world.agree(measured).max(axis=0))
-        every = steps_between(blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s)
-        self._line.happened(
+        step_s = (time.monotonic() - opened.began_s) / NUM_MEASURED_STEPS
+        measured[world.host_index] = self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s
+        blocked_s, copy_s, step_s = map(float, world.all_reduce(measured).max(axis=0))
+        every = compute_interval_steps(blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s)
+        self._line.record_event(
             EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
         )
         return every
 
-    def _exchange(self, world: Members, server: str) -> Mapping[HostName, _Peer]:
+    def _exchange(self, world: SnapshotWorld, server: str) -> Mapping[HostName, _Peer]:
         text = f"{server} {self._domain}".encode()
         if len(text) > ADDRESS_BYTES:
             raise CallerError(
@@ -259,11 +259,11 @@ class SnapshotKeeper:
             )
         rows = np.zeros((len(world.hosts), ADDRESS_BYTES), np.int32)
         rows[world.host_index, : len(text)] = np.frombuffer(text, np.uint8)
-        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.agree(rows)]
+        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in world.all_reduce(rows)]
         return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}
 
 
-def check_described(described_bytes: int, held: HeldState) -> None:
+def check_description_size(description_bytes: int, state: HeldState) -> None:
     """Refuses a state that a snapshot's messages cannot describe; each would be dropped, and nothing protected.
 
     Args:
@@ -273,13 +273,13 @@ def check_described(described_bytes: int, held: HeldState) -> None:
     Raises:
         CallerError: says what takes how much.
     """
-    sizes = {path: len(path.encode()) + len(text.encode()) for path, text in held.texts.items()}
-    if described_bytes + sum(sizes.values()) <= MOST_DESCRIBED_BYTES:
+    sizes = {path: len(path.encode()) + len(text.encode()) for path, text in state.texts.items()}
+    if description_bytes + sum(sizes.values()) <= MAX_DESCRIPTION_BYTES:
         return
     longest = max(sizes, key=sizes.__getitem__, default="")
     texts = f", the longest text {longest} {sizes[longest]} bytes" if sizes else ""
     raise CallerError(
-        f"the state cannot be described in a snapshot: found {described_bytes + sum(sizes.values())} bytes of names, "
-        f"shapes, places and texts ({len(held.leaves)} arrays{texts}), expected {MOST_DESCRIBED_BYTES} at most. Keep "
+        f"the state cannot be described in a snapshot: found {description_bytes + sum(sizes.values())} bytes of names, "
+        f"shapes, places and texts ({len(state.leaves)} arrays{texts}), expected {MAX_DESCRIPTION_BYTES} at most. Keep "
         "long texts outside of the state, or stack many small arrays"
     )

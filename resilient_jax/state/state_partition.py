@@ -15,17 +15,17 @@ from jax.sharding import Sharding
 from resilient_jax.errors import StateError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.snapshot.manifest import PIECE_ALIGNMENT, LeafInfo, Piece
+from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafInfo, LeafSlice
 from resilient_jax.state.flat_state import Leaf
-from resilient_jax.state.index_box import Box, cut, from_index, whole
+from resilient_jax.state.index_box import IndexBox, split_box, box_from_index, whole_box
 
 HostOf = Callable[[Device], HostName]
-Holdings = Mapping[Box, tuple[HostName, ...]]
+BoxHolders = Mapping[IndexBox, tuple[HostName, ...]]
 """The boxes of a leaf, which are disjoint and cover it, and who holds each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateCut:
+class StatePartition:
     """A state of this structure in parts.
 
     Attributes:
@@ -36,12 +36,12 @@ class StateCut:
     """
 
     leaves: tuple[LeafInfo, ...]
-    pieces: Mapping[HostName, tuple[Piece, ...]]
+    slices: Mapping[HostName, tuple[LeafSlice, ...]]
     part_bytes: Mapping[HostName, int]
-    complete_on: tuple[HostName, ...]
+    replicated_on: tuple[HostName, ...]
 
 
-def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]) -> StateCut:
+def partition_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]) -> StatePartition:
     """The parts of all hosts, of equal size (to within one row of a leaf) where all hold the same.
 
     A leaf in host memory, or on the devices of one host only, is taken to be the same on every host, as a state is that
@@ -55,9 +55,9 @@ def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]
     Raises:
         StateError: a leaf lies on a device of a host that is not among `hosts`.
     """
-    known: dict[tuple[Sharding, tuple[int, ...]], Holdings] = {}  # many leaves share a sharding and a shape
+    known: dict[tuple[Sharding, tuple[int, ...]], BoxHolders] = {}  # many leaves share a sharding and a shape
     loads = dict.fromkeys(hosts, 0)
-    pieces: dict[HostName, list[Piece]] = {host: [] for host in hosts}
+    pieces: dict[HostName, list[LeafSlice]] = {host: [] for host in hosts}
     complete_on = set(hosts)
     for number, leaf in enumerate(leaves):
         holdings = _find_holdings(leaf, host_of, hosts, known)
@@ -65,26 +65,26 @@ def cut_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]
         for box, holders in holdings.items():
             # Who has least so far takes the larger boxes. That keeps the loads of equal holders within one row.
             by_load = sorted(holders, key=loads.__getitem__)
-            boxes = cut(box, len(holders), itemsize) if box.size else []
+            boxes = split_box(box, len(holders), itemsize) if box.size else []
             for host, (start, stop) in zip(by_load, boxes, strict=False):
-                pieces[host].append(Piece(number, start, stop, loads[host]))
-                loads[host] += _aligned(Box(start, stop).size * itemsize)
+                pieces[host].append(LeafSlice(number, start, stop, loads[host]))
+                loads[host] += _aligned(IndexBox(start, stop).size * itemsize)
         complete_on.intersection_update(*map(set, holdings.values()))
-    return StateCut(
+    return StatePartition(
         leaves=tuple(map(_describe, leaves)),
-        pieces={host: tuple(pieces[host]) for host in hosts},
+        slices={host: tuple(pieces[host]) for host in hosts},
         part_bytes=loads,
-        complete_on=tuple(host for host in hosts if host in complete_on),
+        replicated_on=tuple(host for host in hosts if host in complete_on),
     )
 
 
-def check_fits(state_cut: StateCut, leaves: Sequence[Leaf]) -> None:
+def check_same_structure(partition: StatePartition, leaves: Sequence[Leaf]) -> None:
     """Refuses a state of another structure than the one that was cut.
 
     Raises:
         StateError: names the first leaf that differs.
     """
-    for leaf, expected in itertools.zip_longest(leaves, state_cut.leaves):
+    for leaf, expected in itertools.zip_longest(leaves, partition.leaves):
         if leaf is None or expected is None or not _is_like(leaf, expected):
             found = None if leaf is None else _describe(leaf)
             raise StateError(
@@ -107,21 +107,21 @@ def _find_holdings(
     leaf: Leaf,
     host_of: HostOf,
     hosts: Sequence[HostName],
-    known: dict[tuple[Sharding, tuple[int, ...]], Holdings],
-) -> Holdings:
+    known: dict[tuple[Sharding, tuple[int, ...]], BoxHolders],
+) -> BoxHolders:
     shape = leaf.value.shape
     if isinstance(leaf.value, np.ndarray):
-        return {whole(shape): tuple(hosts)}
+        return {whole_box(shape): tuple(hosts)}
     key = (leaf.value.sharding, shape)
     if key not in known:
         known[key] = _holdings_of(leaf.path, leaf.value, host_of, hosts)
     return known[key]
 
 
-def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[HostName]) -> Holdings:
-    holders: dict[Box, set[HostName]] = {}
+def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[HostName]) -> BoxHolders:
+    holders: dict[IndexBox, set[HostName]] = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():
-        box = whole(value.shape) if index is None else from_index(index, value.shape)
+        box = whole_box(value.shape) if index is None else box_from_index(index, value.shape)
         holders.setdefault(box, set()).add(host_of(device))
     found = set[HostName]().union(*holders.values())
     if not found <= set(hosts):
@@ -130,7 +130,7 @@ def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[H
             f"{list(hosts)}. Place the state on world.mesh(...) of this generation"
         )
     if len(found) == 1:
-        return {whole(value.shape): tuple(hosts)}
+        return {whole_box(value.shape): tuple(hosts)}
     return {box: tuple(host for host in hosts if host in holders[box]) for box in sorted(holders)}
 
 
@@ -143,4 +143,4 @@ def _say(info: LeafInfo | None) -> str:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    return -(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT

@@ -43,7 +43,7 @@ from resilient_jax.protocol.worker_messages import (
     WorkerSettings,
 )
 from resilient_jax.state.flat_state import HeldState, to_host
-from resilient_jax.state.snapshotter import SnapshotKeeper
+from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.state.transfer import StateServer, Transfer, fetch_state
 from resilient_jax.step import reduction
 from resilient_jax.transport.credentials import Credentials
@@ -153,7 +153,7 @@ class _Worker:
         self._lookout = Lookout(newest_checkpoint, self._link.sees_checkpoint, self._link.happened)
         if newest_checkpoint is not None:
             self._link.will_look()
-        self._snapshots = SnapshotKeeper(
+        self._snapshots = Snapshotter(
             int(os.environ.pop(SNAPSHOT_CONNECTION_VARIABLE)),
             settings.host,
             settings.snapshots,
@@ -186,7 +186,7 @@ class _Worker:
             done, failure = self._live_through(order, train)
             self._note(EventKind.WORKER_IDLE, done=done)
             snapshot = self._finish_snapshots(order) if failure is None and not done else None
-            self._snapshots.leave()
+            self._snapshots.end_generation()
             if self._local_clique_broken or is_detached() or (self._replicas_span_hosts and not done):
                 # A clique that the next generation needs is broken, the local one or that of a whole replica: no
                 # shrink in place.

@@ -29,7 +29,7 @@ from resilient_jax.state.flat_state import (
     restore,
 )
 from resilient_jax.state.restore import restore_snapshot
-from resilient_jax.state.snapshotter import SnapshotKeeper
+from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step.assignment import Job, ReplicaShape
 from resilient_jax.step.contributions import Contributions
 from resilient_jax.step.quotas import unit_count
@@ -124,7 +124,7 @@ class World:
         events: Sequence[Event] = (),
         fault_points: FailPoints | None = None,
         ledger: Ledger | None = None,
-        snapshots: SnapshotKeeper | None = None,
+        snapshots: Snapshotter | None = None,
         on_commit: Callable[[], None] = lambda: None,
         ahead: AheadCompiler | None = None,
     ) -> None:
@@ -239,7 +239,7 @@ class World:
         assert self._snapshots is not None, "only an agent's worker is told of a snapshot"
         started_s = time.monotonic()
         with contextlib.closing(self._snapshots.open_reader(plan)) as reader:
-            _, state = restore_snapshot(abstract, reader, sharding, reach=self._reach_at)
+            _, state = restore_snapshot(abstract, reader, sharding, failpoint=self._reach_at)
             self._link.happened(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,
@@ -279,7 +279,7 @@ class World:
     def finish_snapshot(self) -> None:
         """Returns when the last snapshot is copied: from then on its arrays may be donated."""
         if self._snapshots is not None:
-            self._snapshots.finish_copy()
+            self._snapshots.wait_until_copied()
 
     def host_of(self, device: Device) -> HostName:
         """The host that a device of this world belongs to."""

@@ -16,17 +16,17 @@ from snapshot_servers import make_part
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
-from resilient_jax.snapshot.local_client import LocalServer
+from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
 
 
 def main() -> None:
     layout = msgspec.json.decode(sys.argv[1], type=SnapshotLayout)
     action, id, host = sys.argv[2], msgspec.json.decode(sys.argv[3], type=SnapshotId), HostName(sys.argv[4])
-    server = LocalServer(int(os.environ[SNAPSHOT_CONNECTION_VARIABLE]))
-    server.open(layout)
+    server = LocalServerClient(int(os.environ[SNAPSHOT_CONNECTION_VARIABLE]))
+    server.open_layout(layout)
     if action == "held":
-        held = server.open_held(id)
+        held = server.open_own_part(id)
         print("nothing" if held is None else f"{len(held[1])} {zlib.crc32(held[1])}", flush=True)
         return
     view = server.begin(id)

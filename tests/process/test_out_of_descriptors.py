@@ -20,9 +20,9 @@ from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import WorkerSettings
-from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.local_client import LocalServer
-from resilient_jax.snapshot.messages import WORKER_REQUEST_DECODER, Abandon, Begin, PartOf, SlotSize
+from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.snapshot.local_client import LocalServerClient
+from resilient_jax.snapshot.messages import WORKER_REQUEST_DECODER, AbandonSnapshot, BeginSnapshot, PartLocation, SlotInfo
 
 ID = SnapshotId(step=1, generation=GenerationNumber(1))
 
@@ -47,14 +47,14 @@ def free_descriptors(count: int) -> Iterator[None]:
 
 def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> None:
     ours, theirs = socket.socketpair()
-    local, server = LocalServer(ours.detach()), Link(theirs.detach())
+    local, server = LocalServerClient(ours.detach()), FdConnection(theirs.detach())
     memory = os.memfd_create("part")
     os.ftruncate(memory, 4096)
 
     def answer_begin() -> None:
-        (asked,) = [request for request in requests() if isinstance(request, Begin)]
-        slot = SlotSize(number=0, mapped_bytes=4096)
-        server.send(PartOf(call=asked.call, slot=slot, offset=0, part_bytes=8), [memory])
+        (asked,) = [request for request in requests() if isinstance(request, BeginSnapshot)]
+        slot = SlotInfo(number=0, mapped_bytes=4096)
+        server.send(PartLocation(request_id=asked.request_id, slot=slot, offset=0, part_bytes=8), [memory])
 
     def requests() -> list[object]:
         from_worker = server.receive()
@@ -67,7 +67,7 @@ def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> 
             answer_begin()
             with pytest.raises(PeerUnreachable, match="can open no more"):
                 begun.result(10.0)
-        assert any(isinstance(request, Abandon) for request in requests()), "the slot waits for a worker"
+        assert any(isinstance(request, AbandonSnapshot) for request in requests()), "the slot waits for a worker"
         begun = pool.submit(local.begin, ID)
         answer_begin()
         assert len(begun.result(10.0)) == 8

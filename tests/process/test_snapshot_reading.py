@@ -15,7 +15,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.snapshot import snapshot_reader, stripe_decoder
 from resilient_jax.snapshot.messages import Region
-from resilient_jax.snapshot.snapshot_reader import Read, SnapshotReader
+from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
 from resilient_jax.transport.bulk_server import Answer
 
 A, B, C, D, E, F = (HostName(name) for name in "abcdef")
@@ -47,7 +47,7 @@ class Notes(list):
 def reader_of(kept: Kept, plan, host=A, *, local=False, check=lambda: None, notes=None):
     arena = Arena(kept, host) if local else None
     reader = SnapshotReader(
-        plan, host, arena, CREDENTIALS, check=check, note=notes if notes is not None else Notes()
+        plan, host, arena, CREDENTIALS, check=check, record_event=notes if notes is not None else Notes()
     )
     try:
         yield reader
@@ -57,7 +57,7 @@ def reader_of(kept: Kept, plan, host=A, *, local=False, check=lambda: None, note
 
 def read(reader, host, offset, length):
     target = bytearray(b"\xaa" * length)
-    reader.read_all([Read(host, offset, memoryview(target))])
+    reader.read_all([PartRead(host, offset, memoryview(target))])
     return bytes(target)
 
 
@@ -91,7 +91,7 @@ def test_whatever_up_to_m_hosts_are_lost_every_range_reads_back_equal(n, m, monk
                 me = next(host for host in hosts if host not in lost)
                 plan = kept.plan(*lost, unaware_of=unaware_of)
                 with reader_of(kept, plan, me, local=True) as reader:
-                    assert {h: found.host for h, found in reader.manifests().items()} == {h: h for h in hosts}
+                    assert {h: found.host for h, found in reader.read_manifests().items()} == {h: h for h in hosts}
                     ranges = [(host, 0, len(kept.parts[host])) for host in hosts]
                     for _ in range(12):
                         host = rng.choice(hosts)
@@ -123,7 +123,7 @@ def test_the_checksum_that_the_manifest_names_is_used():
 
 def test_groups_are_apart():
     with keeping([[5000, 6000, 7000], [8000, 9000]], 1) as kept, reader_of(kept, kept.plan(B, E)) as reader:
-        assert set(reader.manifests()) == {A, B, C, D, E}
+        assert set(reader.read_manifests()) == {A, B, C, D, E}
         for host, part in kept.parts.items():
             assert read(reader, host, 0, len(part)) == part
 
@@ -150,7 +150,7 @@ def test_what_every_host_has_of_its_own_is_read_from_memory_without_a_request():
 def test_what_was_read_is_no_view_of_the_memory_it_came_from():
     with keeping([[9 * BLOCK] * 3], 1) as kept, reader_of(kept, kept.plan(), local=True) as reader:
         target = bytearray(9 * BLOCK)
-        reader.read_all([Read(A, 0, memoryview(target))])
+        reader.read_all([PartRead(A, 0, memoryview(target))])
         kept.keepers[A].part[:] = bytes(9 * BLOCK)
         assert target == kept.parts[A]
 
@@ -232,7 +232,7 @@ def test_more_damage_than_parity_loses_those_blocks_only_and_says_which():
             assert read(reader, D, BLOCK, 3 * BLOCK) == kept.parts[D][BLOCK : 4 * BLOCK]
             target = bytearray(12 * BLOCK)
             with pytest.raises(SnapshotLost) as lost:
-                reader.read_all([Read(D, 0, memoryview(target))])
+                reader.read_all([PartRead(D, 0, memoryview(target))])
     assert isinstance(lost.value, StateLost)
     assert isinstance(lost.value, OperatorError)
     text = str(lost.value)
@@ -261,7 +261,7 @@ def test_losses_beyond_parity_are_refused_whoever_they_are():
 def test_without_parity_a_lost_host_is_lost_and_others_are_read():
     with keeping([[5000] * 3], 0) as kept, reader_of(kept, kept.plan(B)) as reader:
         assert read(reader, C, 0, 5000) == kept.parts[C]
-        assert set(reader.manifests()) == {A, B, C}
+        assert set(reader.read_manifests()) == {A, B, C}
         with pytest.raises(
             SnapshotLost, match=r"host b kept.* \(its group of 3 has parity 0\): it is not among"
         ):
@@ -328,7 +328,7 @@ def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():
 
 def test_who_failed_once_is_asked_again_where_nobody_else_can_help():
     with keeping([[3 * BLOCK] * 2], 0) as kept, reader_of(kept, kept.plan(), A) as reader:
-        reader.manifests()
+        reader.read_manifests()
         keeper = kept.keepers[B]
         give, failed = keeper.give, []
 
@@ -350,7 +350,7 @@ def test_a_damaged_manifest_is_taken_from_another_member():
         kept.keepers[A].manifests[C] = bytes(damaged)
         kept.keepers[B].manifests[B] = kept.keepers[B].manifests[A]
         with reader_of(kept, kept.plan(C), B, notes=notes) as reader:
-            found = reader.manifests()
+            found = reader.read_manifests()
         assert found == {host: kept.keepers[host].manifest for host in kept.parts}
     assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)} == {"a"}
     assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_SOURCE_FAILED)} == {"b"}
@@ -367,7 +367,7 @@ def test_a_manifest_that_nobody_gives_is_a_loss():
                 match="what host c kept is unknown, since nobody of its group gives its manifest",
             ),
         ):
-            reader.manifests()
+            reader.read_manifests()
 
 
 def test_own_memory_that_cannot_be_opened_is_read_by_the_server_with_an_event():
@@ -377,7 +377,7 @@ def test_own_memory_that_cannot_be_opened_is_read_by_the_server_with_an_event():
 
     notes = Notes()
     with keeping([[5000] * 3], 1) as kept:
-        reader = SnapshotReader(kept.plan(), A, Broken(), CREDENTIALS, check=lambda: None, note=notes)
+        reader = SnapshotReader(kept.plan(), A, Broken(), CREDENTIALS, check=lambda: None, record_event=notes)
         assert read(reader, A, 0, 5000) == kept.parts[A]
         reader.close()
     assert notes.of(EventKind.SNAPSHOT_FALLBACK)[0]["reason"] == "manifest is damaged"
@@ -410,7 +410,7 @@ def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
 
 def test_what_is_lost_is_said_at_once_while_another_server_hangs():
     with keeping([[5000] * 3], 0) as kept, reader_of(kept, kept.plan(C)) as reader:
-        reader.manifests()
+        reader.read_manifests()
         hanging, release = threading.Event(), threading.Event()
 
         def hang(request):
@@ -422,7 +422,7 @@ def test_what_is_lost_is_said_at_once_while_another_server_hangs():
         began_s = time.monotonic()
         try:
             with pytest.raises(SnapshotLost, match="host c kept"):
-                reader.read_all([Read(host, 0, memoryview(bytearray(5000))) for host in (B, C)])
+                reader.read_all([PartRead(host, 0, memoryview(bytearray(5000))) for host in (B, C)])
             assert time.monotonic() - began_s < WAIT_S / 2
         finally:
             release.set()

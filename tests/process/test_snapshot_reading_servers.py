@@ -16,12 +16,12 @@ from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPlan, SnapshotSource
-from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.local_client import LocalServer
+from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
-from resilient_jax.snapshot.messages import SETTINGS_VARIABLE, NewWorker, ServerSettings, ServerWord, Serving
-from resilient_jax.snapshot.parity_groups import form_groups
-from resilient_jax.snapshot.snapshot_reader import Read, SnapshotReader
+from resilient_jax.snapshot.messages import SETTINGS_ENV_VARIABLE, NewWorker, ServerSettings, ServerToAgent, ServerReady
+from resilient_jax.snapshot.parity_groups import form_parity_groups
+from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
 from resilient_jax.transport import Credentials
 
 TOKEN = "test-token"
@@ -39,22 +39,22 @@ class RunningHost:
         settings = ServerSettings(host=host, address="127.0.0.1", token=TOKEN, link_fd=theirs.fileno())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "resilient_jax.snapshot.server"],
-            env=os.environ | {SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()},
+            env=os.environ | {SETTINGS_ENV_VARIABLE: msgspec.json.encode(settings).decode()},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self.link = Link(ours.detach())
+        self.link = FdConnection(ours.detach())
         self.endpoint = self._wait_serving()
         mine, servers = socket.socketpair()
         self.link.send(NewWorker(), [servers.fileno()])
         servers.close()
-        self.local = LocalServer(mine.detach())
+        self.local = LocalServerClient(mine.detach())
 
     def _wait_serving(self) -> str:
         while messages := self.link.receive():
             for message in messages:
-                word = msgspec.msgpack.decode(message, type=ServerWord)
-                if isinstance(word, Serving):
+                word = msgspec.msgpack.decode(message, type=ServerToAgent)
+                if isinstance(word, ServerReady):
                     return word.endpoint
         raise AssertionError("the server ended before it served")
 
@@ -84,13 +84,13 @@ def take(hosts: dict[HostName, RunningHost], parity: int) -> tuple[SnapshotPlan,
     parts = {host: rng.randbytes(length) for host, length in zip(HOSTS, LENGTHS, strict=True)}
     layout = SnapshotLayout(
         generation=ID.generation,
-        groups=form_groups(HOSTS, parity),
+        groups=form_parity_groups(HOSTS, parity),
         part_bytes={host: len(part) for host, part in parts.items()},
         server_endpoints={host: running.endpoint for host, running in hosts.items()},
         root=HOSTS[0],
     )
     for running in hosts.values():
-        running.local.open(layout)
+        running.local.open_layout(layout)
     for host, running in hosts.items():
         with running.local.begin(ID) as view:
             view[:] = parts[host]
@@ -108,7 +108,7 @@ def reader_for(plan: SnapshotPlan, host: HostName, running: RunningHost, notes: 
         running.local,
         Credentials(TOKEN),
         check=lambda: None,
-        note=lambda kind, **detail: notes.append((kind, detail)),
+        record_event=lambda kind, **detail: notes.append((kind, detail)),
     )
 
 
@@ -122,7 +122,7 @@ def test_whatever_two_hosts_are_left_out_their_parts_are_decoded_from_the_parity
         with contextlib.closing(reader):
             for host, part in parts.items():
                 target = bytearray(len(part))
-                reader.read_all([Read(host, 0, memoryview(target))])
+                reader.read_all([PartRead(host, 0, memoryview(target))])
                 assert target == part
             assert reader.bytes_local == len(parts[HOSTS[0]])
             assert reader.bytes_decoded == sum(len(parts[host]) for host in lost)
@@ -133,12 +133,12 @@ def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many
     notes: list = []
     reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], notes)
     with contextlib.closing(reader):
-        assert set(reader.manifests()) == set(HOSTS)
+        assert set(reader.read_manifests()) == set(HOSTS)
         for victim in ("b", "d"):
             hosts[HostName(victim)].kill()
         for host, part in parts.items():
             target = bytearray(max(0, len(part) - 200))
-            reader.read_all([Read(host, 100 if target else 0, memoryview(target))])
+            reader.read_all([PartRead(host, 100 if target else 0, memoryview(target))])
             assert target == part[100 : 100 + len(target)]
         assert reader.bytes_decoded == len(parts[HostName("b")]) + len(parts[HostName("d")]) - 400
     failed = {detail["source"] for kind, detail in notes if kind is EventKind.SNAPSHOT_SOURCE_FAILED}
@@ -146,4 +146,4 @@ def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many
     hosts[HostName("e")].kill()
     reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], [])
     with contextlib.closing(reader), pytest.raises(SnapshotLost, match=r"step 7 .*nobody listens there"):
-        reader.read_all([Read(HostName("d"), 0, memoryview(bytearray(10)))])
+        reader.read_all([PartRead(HostName("d"), 0, memoryview(bytearray(10)))])

@@ -191,7 +191,7 @@ def test_a_worker_killed_during_the_copy_leaves_the_former_snapshot_and_the_new_
         assert_rebuilds(layout, hosts, hosts, make_id(1), 1, {0})
         # No slot is left blocked: the next two go through.
         workers[2] = hosts[2].worker()
-        workers[2].open(layout)
+        workers[2].open_layout(layout)
         for step in (3, 4):
             commit_all(layout, hosts, workers, make_id(step))
 
@@ -212,13 +212,13 @@ def test_a_restarted_worker_reads_its_part_and_learns_what_is_committed():
             assert said(child) == f"{len(part)} {zlib.crc32(part)}"
         restarted = hosts[0].worker()
         assert restarted.wait_committed(id, WAIT_S)
-        held = restarted.open_held(id)
+        held = restarted.open_own_part(id)
         assert held is not None
         manifest, view = held
         assert manifest == make_manifest(layout, id, hosts[0].name, part)
         assert view == part
         assert view.readonly
-        assert restarted.open_held(make_id(2)) is None
+        assert restarted.open_own_part(make_id(2)) is None
 
 
 def test_a_worker_that_abandons_its_part_gives_the_slot_back():
@@ -240,7 +240,7 @@ def test_a_worker_that_has_no_memory_for_its_slot_gives_it_back(monkeypatch):
         commit_all(layout, hosts, workers, make_id(1))
         layout = make_layout(hosts, 1, [4 * size for size in SIZES[:2]], 2)
         for worker in workers:
-            worker.open(layout, restored=make_id(1))
+            worker.open_layout(layout, restored=make_id(1))
         commit_all(layout, hosts, workers, make_id(2, 2))
         # The slot of the first snapshot is given again when it is needed, larger.
         take(workers[1], make_id(3, 2), hosts[1].name, part_of(layout, hosts[1], make_id(3, 2)))
@@ -265,7 +265,7 @@ def test_a_snapshot_that_one_host_gives_up_is_given_up_in_other_groups_too(who):
         layout = msgspec.structs.replace(layout, groups=pairs)
         workers = [host.worker() for host in hosts]
         for worker in workers:
-            worker.open(layout)
+            worker.open_layout(layout)
         commit_all(layout, hosts, workers, make_id(1))
         others = [(h, w) for i, (h, w) in enumerate(zip(hosts, workers, strict=True)) if i != who]
         for host, worker in others:
@@ -289,7 +289,7 @@ def test_a_worker_in_place_of_another_ends_that_ones_line():
         assert "replaced" in str(host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(1)).detail["reason"])
         with pytest.raises(PeerUnreachable, match="gone"):
             first.wait_committed(make_id(9), WAIT_S)
-        second.open(make_layout([host], 0, SIZES[:1]))
+        second.open_layout(make_layout([host], 0, SIZES[:1]))
         take(second, make_id(2), host.name, make_part(make_id(2), host.name, SIZES[0]))
         assert second.wait_committed(make_id(2), WAIT_S)
 
@@ -380,7 +380,7 @@ def test_damaged_memory_is_never_sent():
         flip(path, 20)
         with pytest.raises(ChecksumMismatch, match="mark"):
             host.read(id, Region.PART, 10, offset=len(part) - 10)
-        assert workers[0].open_held(id) is None
+        assert workers[0].open_own_part(id) is None
         assert host.wait_event(EventKind.SNAPSHOT_CORRUPT, id)
 
 
@@ -407,9 +407,9 @@ def test_a_layout_that_needs_more_memory_than_there_is_is_refused_with_numbers()
     with running(1) as (host,):
         worker = host.worker()
         with pytest.raises(SnapshotRefused, match=r"need [\d.]+ GiB of memory .* available"):
-            worker.open(make_layout([host], 0, [2**50]))
+            worker.open_layout(make_layout([host], 0, [2**50]))
         layout = make_layout([host], 0, SIZES[:1])
-        worker.open(layout)
+        worker.open_layout(layout)
         commit_all(layout, [host], [worker], make_id(1))
 
 
@@ -418,9 +418,9 @@ def test_an_older_generation_is_refused_but_its_snapshots_are_still_read():
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
         for worker in workers:
-            worker.open(make_layout(hosts, 1, SIZES[:3], generation=2), restored=make_id(1))
+            worker.open_layout(make_layout(hosts, 1, SIZES[:3], generation=2), restored=make_id(1))
         with pytest.raises(StaleGeneration):
-            workers[0].open(layout)
+            workers[0].open_layout(layout)
         with pytest.raises(StaleGeneration):
             workers[0].begin(make_id(2))
         with SyncChannel(hosts[0].endpoint, CREDENTIALS) as channel:
@@ -428,7 +428,7 @@ def test_an_older_generation_is_refused_but_its_snapshots_are_still_read():
             with pytest.raises(StaleGeneration):
                 channel.call(SERVICE, COMPLETE, complete, timeout_s=WAIT_S)
             piece = ParityPiece(
-                id=make_id(2), stripe=0, row=0, offset=0, data=b"", checksum=CHECKSUM.name, digests=()
+                id=make_id(2), stripe=0, row=0, offset=0, data=b"", checksum=CHECKSUM.name, checksums=()
             )
             with pytest.raises(StaleGeneration):
                 channel.call(SERVICE, PARITY, piece, timeout_s=WAIT_S)
@@ -464,7 +464,7 @@ def test_the_memory_grows_with_the_state_and_the_worker_follows():
             commit_all(layout, hosts, workers, make_id(step))
         larger = make_layout(hosts, 1, [2_000_000, 3_000_001], generation=2)
         for worker in workers:
-            worker.open(larger, restored=make_id(2))
+            worker.open_layout(larger, restored=make_id(2))
         assert_rebuilds(layout, hosts, hosts, make_id(2), 1, {0})
         for step in (3, 4, 5):
             commit_all(larger, hosts, workers, make_id(step, 2))

@@ -16,10 +16,10 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
-from resilient_jax.state.capture import Capture
+from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import hold
 from resilient_jax.state.restore import restore_snapshot
-from resilient_jax.state.state_partition import cut_state
+from resilient_jax.state.state_partition import partition_state
 
 HOSTS = 4
 PARITY = 2
@@ -42,14 +42,14 @@ class Job:
     def __init__(self, hosts, reach=None):
         self.hosts = hosts
         self.names = [host.name for host in hosts]
-        self.cut = cut_state(hold(0, make_state(0)).leaves, self.host_of, self.names)
+        self.cut = partition_state(hold(0, make_state(0)).leaves, self.host_of, self.names)
         self.layout = make_layout(hosts, PARITY, [self.cut.part_bytes[name] for name in self.names])
         self.locals = [host.worker() for host in hosts]
         self.notes = [Notes() for _ in hosts]
         for local in self.locals:
             local.open(self.layout)
         self.captures = [
-            Capture(local, name, notes, *([reach] if reach is not None and name == self.names[-1] else []))
+            SnapshotCapture(local, name, notes, *([reach] if reach is not None and name == self.names[-1] else []))
             for local, name, notes in zip(self.locals, self.names, self.notes, strict=True)
         ]
 
@@ -69,7 +69,7 @@ class Job:
         sources = [SnapshotSource(host=h.name, endpoint=h.endpoint) for h in self.hosts if h.name not in lost]
         plan = SnapshotPlan(id=make_id(step), groups=self.layout.groups, sources=tuple(sources))
         reader = SnapshotReader(
-            plan, self.names[0], self.locals[0], CREDENTIALS, check=lambda: None, note=lambda *_, **__: None
+            plan, self.names[0], self.locals[0], CREDENTIALS, check=lambda: None, record_event=lambda *_, **__: None
         )
         with contextlib.closing(reader):
             return *restore_snapshot(abstract_of(make_state(step)), reader, sharding), reader.bytes_decoded

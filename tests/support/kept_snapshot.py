@@ -11,18 +11,18 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
-    Manifest,
+    PartManifest,
     PartContents,
-    Piece,
+    LeafSlice,
     checksum_blocks,
     encode_manifest,
-    find_bad_block,
+    find_corrupt_block,
 )
 from resilient_jax.snapshot.messages import (
-    BULK,
+    BULK_ADDRESS,
     MANIFEST,
     SERVICE,
-    BulkReply,
+    BulkAddressReply,
     ManifestReply,
     ManifestRequest,
     ReadRequest,
@@ -50,7 +50,7 @@ class Keeper:
 
     host: HostName
     part: bytearray
-    manifest: Manifest
+    manifest: PartManifest
     manifests: dict[HostName, bytes] = field(default_factory=dict)
     parity: dict[int, bytearray] = field(default_factory=dict)
     parity_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Keeper:
             SERVICE,
             {
                 MANIFEST: self.give_manifest,
-                BULK: lambda _: BulkReply(port=self.bulk.port, ticket=self.bulk.ticket),
+                BULK_ADDRESS: lambda _: BulkAddressReply(port=self.bulk.port, ticket=self.bulk.ticket),
             },
         )
         self.server.start()
@@ -119,7 +119,7 @@ class Keeper:
         size = self.manifest.block_bytes
         first = request.offset // size * size
         data = self.part[first : min(-(-stop // size) * size, len(self.part))]
-        bad = find_bad_block(self.manifest, checksum, first, data)
+        bad = find_corrupt_block(self.manifest, checksum, first, data)
         if bad is not None:
             raise ChecksumMismatch(f"{self.host}: block {bad} of its part is damaged")
 
@@ -196,20 +196,20 @@ def keep(
     return kept
 
 
-def _manifest(host: HostName, part: bytes, group: ParityGroup, checksum: Checksum, block_bytes: int) -> Manifest:
+def _manifest(host: HostName, part: bytes, group: ParityGroup, checksum: Checksum, block_bytes: int) -> PartManifest:
     leaves = [LeafInfo(f"{m}/{name}", "uint8", (1,)) for m in group.hosts for name in ("first", "second")]
     number = 2 * group.hosts.index(host)
     half = len(part) // 2 // 64 * 64
-    return Manifest(
+    return PartManifest(
         id=ID,
         host=host,
         contents=PartContents(
-            tuple(leaves), (Piece(number, (0,), (1,), 0), Piece(number + 1, (0,), (1,), half))
+            tuple(leaves), (LeafSlice(number, (0,), (1,), 0), LeafSlice(number + 1, (0,), (1,), half))
         ),
         part_bytes=len(part),
         checksum=checksum.name,
         block_bytes=block_bytes,
-        blocks=checksum_blocks(part, checksum, block_bytes),
+        block_checksums=checksum_blocks(part, checksum, block_bytes),
     )
 
 

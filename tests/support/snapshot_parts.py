@@ -14,11 +14,11 @@ from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import SnapshotDropped
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import Manifest, checksum_blocks
+from resilient_jax.snapshot.manifest import PartManifest, checksum_blocks
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
-from resilient_jax.state.capture import Capture
+from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import hold
-from resilient_jax.state.state_partition import cut_state
+from resilient_jax.state.state_partition import partition_state
 
 CHECKSUM = choose_checksum()
 DEADLINE_S = 60.0
@@ -81,14 +81,14 @@ class HostArena:
     def finish(self, id, contents):
         self.writing.pop(id).release()  # BufferError if an array is still on it: it could not be unmapped
         part = self.arena.parts[self.host]
-        self.arena.done[self.host] = Manifest(
+        self.arena.done[self.host] = PartManifest(
             id=id,
             host=self.host,
             contents=contents,
             part_bytes=len(part),
             checksum=CHECKSUM.name,
             block_bytes=MAX_BLOCK_BYTES,
-            blocks=checksum_blocks(part, CHECKSUM, MAX_BLOCK_BYTES),
+            block_checksums=checksum_blocks(part, CHECKSUM, MAX_BLOCK_BYTES),
         )
 
     def abandon(self, id):
@@ -136,9 +136,9 @@ def take(state, hosts, host_of, *, threads=1, step=3):
     """A complete snapshot of a state, by captures of all hosts."""
     held = hold(step, state)
     leaves = held.leaves
-    state_cut = cut_state(leaves, host_of, hosts)
+    state_cut = partition_state(leaves, host_of, hosts)
     arena, notes = Arena(state_cut.part_bytes), Notes()
-    captures = [Capture(arena.of(host), host, notes, threads=threads) for host in hosts]
+    captures = [SnapshotCapture(arena.of(host), host, notes, num_threads=threads) for host in hosts]
     for capture in captures:
         capture.start(snapshot_id(step), state_cut, leaves, held.texts)
     with notes.changed:  # a part is complete a moment after its arrays are read

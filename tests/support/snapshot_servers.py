@@ -16,21 +16,21 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.snapshot.local_client import LocalServer
-from resilient_jax.snapshot.manifest import Manifest, PartContents, checksum_blocks
+from resilient_jax.snapshot.local_client import LocalServerClient
+from resilient_jax.snapshot.manifest import PartManifest, PartContents, checksum_blocks
 from resilient_jax.snapshot.messages import (
-    SERVER_WORD_DECODER,
-    SETTINGS_VARIABLE,
+    SERVER_TO_AGENT_DECODER,
+    SETTINGS_ENV_VARIABLE,
     EventOccurred,
-    Holding,
+    CompleteSnapshots,
     NewWorker,
     ReadRequest,
     Region,
     ServerSettings,
-    Serving,
+    ServerReady,
 )
-from resilient_jax.snapshot.peer_client import Peer
-from resilient_jax.snapshot.slot_contents import shape_of
+from resilient_jax.snapshot.peer_client import PeerClient
+from resilient_jax.snapshot.slot_contents import compute_slot_layout
 from resilient_jax.transport import Credentials
 
 CREDENTIALS = Credentials("test-token")
@@ -63,12 +63,12 @@ class Host:
                 env={
                     **os.environ,
                     **(environment or {}),
-                    SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
+                    SETTINGS_ENV_VARIABLE: msgspec.json.encode(settings).decode(),
                 },
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
-        self._workers: list[LocalServer] = []
+        self._workers: list[LocalServerClient] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -80,9 +80,9 @@ class Host:
             socket.send_fds(self._link, [frame(msgspec.msgpack.encode(NewWorker()))], [ours.fileno()])
         return theirs
 
-    def worker(self) -> LocalServer:
+    def worker(self) -> LocalServerClient:
         """A new worker, which the test plays."""
-        local = LocalServer(self.connect().detach())
+        local = LocalServerClient(self.connect().detach())
         self._workers.append(local)
         return local
 
@@ -109,7 +109,7 @@ class Host:
         """Bytes as another host gets them."""
         request = ReadRequest(id=id, region=region, row=row, offset=offset, length=length)
         out = bytearray(length)
-        with contextlib.closing(Peer(self.endpoint, CREDENTIALS)) as peer:
+        with contextlib.closing(PeerClient(self.endpoint, CREDENTIALS)) as peer:
             peer.read_into(request, memoryview(out), timeout_s=WAIT_S)
         return bytes(out)
 
@@ -136,14 +136,14 @@ class Host:
         with contextlib.suppress(OSError):
             while data := self._link.recv(65536):
                 for message in deframer.feed(data):
-                    self._hear(SERVER_WORD_DECODER.decode(message))
+                    self._hear(SERVER_TO_AGENT_DECODER.decode(message))
 
-    def _hear(self, word: Serving | Holding | EventOccurred) -> None:
+    def _hear(self, word: ServerReady | CompleteSnapshots | EventOccurred) -> None:
         with self.changed:
             match word:
-                case Serving():
+                case ServerReady():
                     self.endpoint = word.endpoint
-                case Holding():
+                case CompleteSnapshots():
                     self.holding = word.snapshots
                 case EventOccurred():
                     self.events.append(word.event)
@@ -184,20 +184,20 @@ def make_part(id: SnapshotId, host: HostName, length: int) -> bytes:
     return random.Random(f"{id} {host}").randbytes(length)
 
 
-def make_manifest(layout: SnapshotLayout, id: SnapshotId, host: HostName, part: bytes | memoryview) -> Manifest:
-    block_bytes = shape_of(layout, host).block_bytes
-    return Manifest(
+def make_manifest(layout: SnapshotLayout, id: SnapshotId, host: HostName, part: bytes | memoryview) -> PartManifest:
+    block_bytes = compute_slot_layout(layout, host).block_bytes
+    return PartManifest(
         id=id,
         host=host,
         contents=PartContents(),
         part_bytes=len(part),
         checksum=CHECKSUM.name,
         block_bytes=block_bytes,
-        blocks=checksum_blocks(part, CHECKSUM, block_bytes),
+        block_checksums=checksum_blocks(part, CHECKSUM, block_bytes),
     )
 
 
-def take(worker: LocalServer, id: SnapshotId, host: HostName, part: bytes) -> None:
+def take(worker: LocalServerClient, id: SnapshotId, host: HostName, part: bytes) -> None:
     """What a worker does for one snapshot."""
     worker.begin(id)[:] = part
     worker.finish(id, PartContents())

@@ -9,7 +9,7 @@ from resilient_jax.cli import main
 from resilient_jax.cli.options import domain_in
 from resilient_jax.errors import CallerError, ConfigError, ExitCode
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.parity_groups import form_groups
+from resilient_jax.snapshot.parity_groups import form_parity_groups
 from resilient_jax.topology import load_topology
 
 
@@ -26,7 +26,7 @@ def test_no_rack_of_a_topology_has_more_shards_of_a_stripe_than_parity(file, par
         host: "/".join(domain.name for domain in reversed(topology.failure_domains(host)[1:]))
         for host in hosts
     }
-    for group in form_groups(hosts, parity, domain_of=paths):
+    for group in form_parity_groups(hosts, parity, domain_of=paths):
         racks = [paths[host] for host in group.hosts]
         assert max(map(racks.count, racks)) <= parity
 
@@ -35,7 +35,7 @@ def test_wider_domains_are_spread_as_thin_as_can_be():
     # Four pods of two racks of two hosts: a group of four has a host of each pod, not only of each rack.
     hosts = [HostName(f"h{number:02}") for number in range(16)]
     paths = {host: f"pod-{number // 4}/rack-{number // 2}" for number, host in enumerate(hosts)}
-    for group in form_groups(hosts, 1, group_size=4, domain_of=paths):
+    for group in form_parity_groups(hosts, 1, group_size=4, domain_of=paths):
         pods = [paths[host].partition("/")[0] for host in group.hosts]
         assert max(map(pods.count, pods)) == 1
 

@@ -25,32 +25,32 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId, SnapshotPhase
 from resilient_jax.snapshot import memory_budget
-from resilient_jax.snapshot.commit_votes import CommitBoard
+from resilient_jax.snapshot.commit_votes import CommitVotes
 from resilient_jax.snapshot.manifest import (
-    Manifest,
+    PartManifest,
     PartContents,
     checksum_blocks,
     decode_manifest,
     encode_manifest,
 )
 from resilient_jax.snapshot.messages import (
-    PIECE_BYTES,
-    Outcome,
+    PARITY_PIECE_BYTES,
+    CommitOutcome,
     ParityPiece,
-    Retired,
-    ServerNotice,
-    Settled,
+    SlotRetired,
+    ServerNotification,
+    SnapshotSettled,
 )
 from resilient_jax.snapshot.slot_choice import choose_slot
 from resilient_jax.snapshot.slot_contents import cut_blocks
-from resilient_jax.snapshot.slot_memory import MEMFD_NAME, Mark, Phase, Slot, SlotShape
-from resilient_jax.snapshot.snapshot_slots import Arena
+from resilient_jax.snapshot.slot_memory import MEMFD_NAME, SlotHeader, SlotPhase, SlotMemory, SlotLayout
+from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 from resilient_jax.snapshot.stripes import MIN_BLOCK_BYTES, Grid, cut_grid
 
 HOST, PEER = HostName("a"), HostName("b")
 CHECKSUM = choose_checksum()
 BLOCK = MIN_BLOCK_BYTES
-SHAPE = SlotShape(part_bytes=10_000, rows=2, grid=Grid(4096, 8192))
+SHAPE = SlotLayout(part_bytes=10_000, parity_rows=2, grid=Grid(4096, 8192))
 
 
 def make_id(step, generation=1):
@@ -71,20 +71,20 @@ def make_manifest(id, part=b"", host=HOST):
     """As the layout of `make_layout` cuts parts of that length."""
     block_bytes = cut_grid([len(part), 10], 1).block_bytes
     return encode_manifest(
-        Manifest(
+        PartManifest(
             id=id,
             host=host,
             contents=PartContents(),
             part_bytes=len(part),
             checksum=CHECKSUM.name,
             block_bytes=block_bytes,
-            blocks=checksum_blocks(part, CHECKSUM, block_bytes),
+            block_checksums=checksum_blocks(part, CHECKSUM, block_bytes),
         )
     )
 
 
 def make_piece(id, chunk, offset=0, *, stripe=0, row=0):
-    data = chunk[offset : offset + PIECE_BYTES]
+    data = chunk[offset : offset + PARITY_PIECE_BYTES]
     blocks = cut_blocks(data, cut_grid([len(chunk)], 1).block_bytes)
     return ParityPiece(
         id=id,
@@ -93,7 +93,7 @@ def make_piece(id, chunk, offset=0, *, stripe=0, row=0):
         offset=offset,
         data=data,
         checksum=CHECKSUM.name,
-        digests=tuple(map(CHECKSUM.compute, blocks)),
+        checksums=tuple(map(CHECKSUM.compute, blocks)),
     )
 
 
@@ -102,7 +102,7 @@ class Heard:
     """A listener that keeps what it hears."""
 
     events: list[EventKind] = field(default_factory=list)
-    notices: list[ServerNotice] = field(default_factory=list)
+    notices: list[ServerNotification] = field(default_factory=list)
     dropped: list[SnapshotId] = field(default_factory=list)
     holding_changes: int = 0
 
@@ -126,7 +126,7 @@ def heard():
 
 @pytest.fixture
 def arena(heard):
-    made = Arena(HOST, heard)
+    made = SnapshotSlots(HOST, heard)
     yield made
     made.close()
 
@@ -134,14 +134,14 @@ def arena(heard):
 WRITER = object()
 
 
-def take(arena, id, phase=Phase.COMMITTED, part_bytes=300_000):
+def take(arena, id, phase=SlotPhase.COMMITTED, part_bytes=300_000):
     """A snapshot of `id`, as far as `phase`."""
     held = arena.begin(id, WRITER)
     part = bytes([id.step]) * part_bytes
     held.part[:] = part
-    if phase >= Phase.PART:
+    if phase >= SlotPhase.PART:
         arena.seal(arena.finish(id, WRITER), make_manifest(id, part))
-    for reached in (Phase.COMPLETE, Phase.COMMITTED):
+    for reached in (SlotPhase.COMPLETE, SlotPhase.COMMITTED):
         if phase >= reached:
             arena.advance(held, reached)
     return held
@@ -151,7 +151,7 @@ def take(arena, id, phase=Phase.COMMITTED, part_bytes=300_000):
 
 
 def test_a_slot_is_private_sealed_against_shrinking_and_wholly_in_memory():
-    slot = Slot(0, SHAPE.mapped_bytes)
+    slot = SlotMemory(0, SHAPE.mapped_bytes)
     try:
         assert stat.S_IMODE(os.fstat(slot.descriptor).st_mode) == 0o600
         assert fcntl.fcntl(slot.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -165,45 +165,45 @@ def test_a_slot_is_private_sealed_against_shrinking_and_wholly_in_memory():
 
 def test_the_regions_of_a_slot_lie_apart_on_whole_pages():
     for part, rows, chunk in itertools.product((0, 1, 4096, 300_001), (0, 1, 3), (0, 4096, 12 * 2**20)):
-        shape = SlotShape(part_bytes=part, rows=rows, grid=Grid(4096, chunk))
+        shape = SlotLayout(part_bytes=part, parity_rows=rows, grid=Grid(4096, chunk))
         ends = [shape.part_offset, shape.part_offset + part, shape.parity_offset]
-        ends += [shape.parity_offset + rows * chunk, shape.digests_offset]
-        ends += [shape.digests_offset + rows * chunk // 4096 * 4, shape.mapped_bytes]
+        ends += [shape.parity_offset + rows * chunk, shape.checksums_offset]
+        ends += [shape.checksums_offset + rows * chunk // 4096 * 4, shape.mapped_bytes]
         assert ends == sorted(ends)
         assert all(offset % mmap.PAGESIZE == 0 for offset in (shape.parity_offset, shape.mapped_bytes))
 
 
 def test_a_mark_comes_back_and_every_flipped_bit_of_it_is_found():
-    slot = Slot(0, SHAPE.mapped_bytes)
+    slot = SlotMemory(0, SHAPE.mapped_bytes)
     try:
-        mark = Mark(
-            id=make_id(7, 3), phase=Phase.COMPLETE, shape=SHAPE, manifest_bytes=5, manifest_crc=9, wall_s=1.5
+        mark = SlotHeader(
+            id=make_id(7, 3), phase=SlotPhase.COMPLETE, layout=SHAPE, manifest_bytes=5, manifest_crc=9, wall_s=1.5
         )
-        slot.write_mark(mark)
-        assert slot.read_mark() == mark
-        length = len(bytes(slot.memory[:4096]).rstrip(b"\0"))
+        slot.write_header(mark)
+        assert slot.read_header() == mark
+        length = len(bytes(slot.view[:4096]).rstrip(b"\0"))
         for at, bit in itertools.product(range(length), range(8)):
-            slot.memory[at] ^= 1 << bit
+            slot.view[at] ^= 1 << bit
             with pytest.raises(ChecksumMismatch):
-                slot.read_mark()
-            slot.memory[at] ^= 1 << bit
-        assert slot.read_mark() == mark
+                slot.read_header()
+            slot.view[at] ^= 1 << bit
+        assert slot.read_header() == mark
     finally:
         slot.close()
 
 
 def test_an_empty_slot_has_no_mark():
-    slot = Slot(0, SHAPE.mapped_bytes)
+    slot = SlotMemory(0, SHAPE.mapped_bytes)
     try:
         with pytest.raises(ChecksumMismatch):
-            slot.read_mark()
+            slot.read_header()
     finally:
         slot.close()
 
 
 def test_more_memory_than_the_machine_has_is_refused():
     with pytest.raises(SnapshotRefused, match="memory"):
-        Slot(0, 2**62)
+        SlotMemory(0, 2**62)
 
 
 # Which slot.
@@ -212,7 +212,7 @@ def test_more_memory_than_the_machine_has_is_refused():
 @dataclass
 class Content:
     id: SnapshotId
-    phase: Phase
+    phase: SlotPhase
 
 
 def content(text):
@@ -220,7 +220,7 @@ def content(text):
     if text == "-":
         return None
     step, generation = map(int, text[1:].split("."))
-    phases = {"w": Phase.WRITING, "p": Phase.PART, "k": Phase.COMPLETE, "c": Phase.COMMITTED}
+    phases = {"w": SlotPhase.WRITING, "p": SlotPhase.PART, "k": SlotPhase.COMPLETE, "c": SlotPhase.COMMITTED}
     return Content(make_id(step, generation), phases[text[0]])
 
 
@@ -260,8 +260,8 @@ def test_the_newest_committed_snapshot_keeps_its_slot_while_others_come_and_go(a
         assert kept == before[-1:]
         held.part[:] = bytes([step]) * len(held.part)
         arena.finish(held.id, WRITER)
-        arena.advance(held, Phase.COMPLETE)
-        arena.advance(held, Phase.COMMITTED)
+        arena.advance(held, SlotPhase.COMPLETE)
+        arena.advance(held, SlotPhase.COMMITTED)
     assert [(s.id.step, s.phase) for s in arena.statuses()] == [
         (3, SnapshotPhase.COMMITTED),
         (4, SnapshotPhase.COMMITTED),
@@ -270,14 +270,14 @@ def test_the_newest_committed_snapshot_keeps_its_slot_while_others_come_and_go(a
 
 def test_a_third_snapshot_is_dropped_while_two_are_under_way_and_the_root_hears_it(arena, heard):
     arena.open(make_layout())
-    take(arena, make_id(1), Phase.PART)
-    take(arena, make_id(2), Phase.PART)
+    take(arena, make_id(1), SlotPhase.PART)
+    take(arena, make_id(2), SlotPhase.PART)
     with pytest.raises(SnapshotDropped, match=r"no slot is free.*step 1.*is part.*step 2"):
         arena.begin(make_id(3), WRITER)
     assert heard.dropped == [make_id(3)]
     assert heard.events.count(EventKind.SNAPSHOT_DROPPED) == 1
     with pytest.raises(SnapshotDropped, match="no slot is free"):  # later, too: on other hosts it is gone
-        arena.find(make_id(3), Phase.PART)
+        arena.find(make_id(3), SlotPhase.PART)
 
 
 # What the mark vouches for.
@@ -287,8 +287,8 @@ def test_nothing_of_a_part_is_given_before_it_is_finished(arena):
     arena.open(make_layout())
     held = arena.begin(make_id(1), WRITER)
     with pytest.raises(SnapshotMissing, match="writing"):
-        arena.find(make_id(1), Phase.PART)
-    assert held.slot.read_mark().phase is Phase.WRITING
+        arena.find(make_id(1), SlotPhase.PART)
+    assert held.slot.read_mark().phase is SlotPhase.WRITING
     assert arena.statuses() == ()
 
 
@@ -297,7 +297,7 @@ def test_a_snapshot_whose_mark_is_damaged_is_not_given_and_not_reported(arena, h
     held = take(arena, make_id(1))
     held.slot.memory[17] ^= 4
     with pytest.raises(ChecksumMismatch, match="mark of slot"):
-        arena.find(make_id(1), Phase.PART)
+        arena.find(make_id(1), SlotPhase.PART)
     assert arena.statuses() == ()
     assert EventKind.SNAPSHOT_CORRUPT in heard.events
 
@@ -305,9 +305,9 @@ def test_a_snapshot_whose_mark_is_damaged_is_not_given_and_not_reported(arena, h
 def test_a_mark_that_is_whole_but_of_something_else_vouches_for_nothing(arena):
     arena.open(make_layout())
     held = take(arena, make_id(1))
-    held.slot.write_mark(Mark(id=make_id(2), phase=Phase.COMMITTED, shape=held.shape))
+    held.slot.write_mark(SlotHeader(id=make_id(2), phase=SlotPhase.COMMITTED, layout=held.shape))
     with pytest.raises(ChecksumMismatch, match="overwritten"):
-        arena.find(make_id(1), Phase.PART)
+        arena.find(make_id(1), SlotPhase.PART)
     assert arena.statuses() == ()
 
 
@@ -331,11 +331,11 @@ def test_nothing_is_read_behind_a_parts_end(arena):
 
 
 def test_parity_comes_back_and_a_damaged_block_or_digest_is_found(arena):
-    arena.open(make_layout(part_bytes=2 * PIECE_BYTES + 4096))
+    arena.open(make_layout(part_bytes=2 * PARITY_PIECE_BYTES + 4096))
     id = make_id(1)
-    held = take(arena, id, Phase.PART, part_bytes=2 * PIECE_BYTES + 4096)
+    held = take(arena, id, SlotPhase.PART, part_bytes=2 * PARITY_PIECE_BYTES + 4096)
     chunk = os.urandom(held.shape.chunk_bytes)
-    for offset in (PIECE_BYTES, 2 * PIECE_BYTES, PIECE_BYTES):  # in any order, and twice
+    for offset in (PARITY_PIECE_BYTES, 2 * PARITY_PIECE_BYTES, PARITY_PIECE_BYTES):  # in any order, and twice
         assert not held.has_parity()
         arena.store_piece(make_piece(id, chunk, offset))
     arena.store_piece(make_piece(id, chunk))
@@ -357,7 +357,7 @@ def test_parity_comes_back_and_a_damaged_block_or_digest_is_found(arena):
         {"row": 1},
         {"row": -1},
         {"offset": 4096},
-        {"offset": PIECE_BYTES},
+        {"offset": PARITY_PIECE_BYTES},
         {"data": b"short"},
         {"digests": ()},
     ],
@@ -365,8 +365,8 @@ def test_parity_comes_back_and_a_damaged_block_or_digest_is_found(arena):
 )
 def test_parity_that_does_not_belong_here_is_refused(arena, change):
     arena.open(make_layout())
-    take(arena, make_id(1), Phase.PART)
-    piece = make_piece(make_id(1), bytes(arena.find(make_id(1), Phase.PART).shape.chunk_bytes))
+    take(arena, make_id(1), SlotPhase.PART)
+    piece = make_piece(make_id(1), bytes(arena.find(make_id(1), SlotPhase.PART).shape.chunk_bytes))
     fields = {name: getattr(piece, name) for name in piece.__struct_fields__}
     with pytest.raises(CallerError, match="parity for a"):
         arena.store_piece(ParityPiece(**{**fields, **change}))
@@ -374,7 +374,7 @@ def test_parity_that_does_not_belong_here_is_refused(arena, change):
 
 def test_parity_that_was_damaged_on_the_way_is_refused_and_nothing_is_kept(arena):
     arena.open(make_layout())
-    held = take(arena, make_id(1), Phase.PART)
+    held = take(arena, make_id(1), SlotPhase.PART)
     piece = make_piece(make_id(1), os.urandom(held.shape.chunk_bytes))
     damaged = bytearray(piece.data)
     damaged[5] ^= 2
@@ -387,7 +387,7 @@ def test_parity_that_was_damaged_on_the_way_is_refused_and_nothing_is_kept(arena
 def test_a_manifest_of_another_part_or_a_damaged_one_is_not_kept(arena):
     arena.open(make_layout())
     id, part = make_id(1), bytes(10)
-    held = take(arena, id, Phase.PART)
+    held = take(arena, id, SlotPhase.PART)
     for manifest in (
         make_manifest(make_id(2), part, PEER),
         make_manifest(id, part),
@@ -403,9 +403,9 @@ def test_a_manifest_of_another_part_or_a_damaged_one_is_not_kept(arena):
 def test_a_member_that_snapshots_another_state_is_refused(arena):
     arena.open(make_layout())
     id = make_id(1)
-    held = take(arena, id, Phase.PART)
+    held = take(arena, id, SlotPhase.PART)
     theirs = msgspec.structs.replace(
-        decode_manifest(make_manifest(id, bytes(10), PEER)), contents=PartContents(texts={"['host']": "b"})
+        decode_manifest(make_manifest(id, bytes(10), PEER)), contents=PartContents(strings={"['host']": "b"})
     )
     with pytest.raises(CallerError, match="b snapshots another state than a"):
         held.store_manifest(PEER, encode_manifest(theirs))
@@ -414,18 +414,18 @@ def test_a_member_that_snapshots_another_state_is_refused(arena):
 
 def test_a_part_is_nobodys_until_it_is_checksummed(arena):
     arena.open(make_layout())
-    held = take(arena, make_id(1), Phase.WRITING)
+    held = take(arena, make_id(1), SlotPhase.WRITING)
     arena.finish(held.id, WRITER)
-    assert held.slot.read_mark().phase is Phase.WRITING
+    assert held.slot.read_mark().phase is SlotPhase.WRITING
     with pytest.raises(SnapshotMissing, match="expected part"):
-        arena.find(held.id, Phase.PART)
+        arena.find(held.id, SlotPhase.PART)
     arena.seal(held, make_manifest(held.id, bytes(held.part)))
-    assert arena.find(held.id, Phase.PART) is held
+    assert arena.find(held.id, SlotPhase.PART) is held
 
 
 def test_a_part_that_was_dropped_while_it_was_checksummed_is_not_sealed(arena):
     arena.open(make_layout())
-    held = take(arena, make_id(1), Phase.WRITING)
+    held = take(arena, make_id(1), SlotPhase.WRITING)
     arena.finish(held.id, WRITER)
     arena.drop(held.id, "another host gave it up")
     with pytest.raises(SnapshotDropped, match="another host"):
@@ -434,7 +434,7 @@ def test_a_part_that_was_dropped_while_it_was_checksummed_is_not_sealed(arena):
 
 def test_manifests_of_members_come_back_whole(arena):
     arena.open(make_layout())
-    held = take(arena, make_id(1), Phase.PART)
+    held = take(arena, make_id(1), SlotPhase.PART)
     assert held.missing_manifests() == [PEER]
     with pytest.raises(SnapshotMissing, match="manifest of b"):
         held.manifest_of(PEER)
@@ -450,12 +450,12 @@ def test_manifests_of_members_come_back_whole(arena):
 
 def test_what_a_dead_worker_began_is_dropped_and_what_it_finished_stays(arena, heard):
     arena.open(make_layout())
-    take(arena, make_id(1), Phase.PART)
-    take(arena, make_id(2), Phase.WRITING)
+    take(arena, make_id(1), SlotPhase.PART)
+    take(arena, make_id(2), SlotPhase.WRITING)
     arena.abandon_all(WRITER, "it is dead")
-    assert arena.find(make_id(1), Phase.PART).id == make_id(1)
+    assert arena.find(make_id(1), SlotPhase.PART).id == make_id(1)
     with pytest.raises(SnapshotDropped, match="it is dead"):
-        arena.find(make_id(2), Phase.PART)
+        arena.find(make_id(2), SlotPhase.PART)
     assert heard.dropped == [make_id(2)]
     arena.begin(make_id(3), WRITER)
 
@@ -463,7 +463,7 @@ def test_what_a_dead_worker_began_is_dropped_and_what_it_finished_stays(arena, h
 def test_a_slot_is_not_given_to_the_next_snapshot_while_a_worker_may_write_to_it(arena):
     arena.open(make_layout())
     take(arena, make_id(1))
-    held = take(arena, make_id(2), Phase.WRITING)
+    held = take(arena, make_id(2), SlotPhase.WRITING)
     arena.drop(make_id(2), "another host gave it up")
     with pytest.raises(SnapshotDropped, match="no slot is free"):
         arena.begin(make_id(3), WRITER)
@@ -474,7 +474,7 @@ def test_a_slot_is_not_given_to_the_next_snapshot_while_a_worker_may_write_to_it
 
 def test_only_who_began_a_snapshot_can_finish_it(arena):
     arena.open(make_layout())
-    take(arena, make_id(1), Phase.WRITING)
+    take(arena, make_id(1), SlotPhase.WRITING)
     with pytest.raises(SnapshotMissing, match="not begun by this worker"):
         arena.finish(make_id(1), object())
     arena.abandon_all(object(), "somebody else is dead")
@@ -485,7 +485,7 @@ def test_only_who_began_a_snapshot_can_finish_it(arena):
 
 def test_a_snapshot_that_is_complete_here_is_not_dropped(arena):
     arena.open(make_layout())
-    take(arena, make_id(1), Phase.COMPLETE)
+    take(arena, make_id(1), SlotPhase.COMPLETE)
     arena.drop(make_id(1), "whatever")
     assert [status.phase for status in arena.statuses()] == [SnapshotPhase.COMPLETE]
 
@@ -518,9 +518,9 @@ def test_slots_grow_with_a_layout_without_losing_what_is_committed(arena, heard)
     with pytest.raises(ValueError, match="released"):  # freed, although somebody still knows the snapshot
         old.view_part(0, 1000)
     assert len(memfds()) == 2
-    assert [notice for notice in heard.notices if isinstance(notice, Retired)] == [
-        Retired(number=0),
-        Retired(number=1),
+    assert [notice for notice in heard.notices if isinstance(notice, SlotRetired)] == [
+        SlotRetired(number=0),
+        SlotRetired(number=1),
     ]
     take(arena, make_id(4, 2), part_bytes=500_000)
 
@@ -532,17 +532,17 @@ def test_larger_slots_than_needed_are_used_as_they_are(arena, heard):
     for step in (2, 3, 4):
         held = take(arena, make_id(step, 2), part_bytes=1000)
         assert held.view_part(0, 1000) == bytes([step]) * 1000
-    assert not any(isinstance(notice, Retired) for notice in heard.notices)
+    assert not any(isinstance(notice, SlotRetired) for notice in heard.notices)
 
 
 def test_what_is_not_complete_when_a_layout_is_opened_is_dropped(arena, heard):
     arena.open(make_layout())
     take(arena, make_id(1))
-    take(arena, make_id(2), Phase.PART)
+    take(arena, make_id(2), SlotPhase.PART)
     arena.open(make_layout(generation=2))
     assert [status.id.step for status in arena.statuses()] == [1]
     assert (
-        Settled(id=make_id(2), committed=False, reason="generation 2 began before it was complete")
+        SnapshotSettled(id=make_id(2), committed=False, reason="generation 2 began before it was complete")
         in heard.notices
     )
     assert heard.dropped == []  # its generation's root has other cares
@@ -551,7 +551,7 @@ def test_what_is_not_complete_when_a_layout_is_opened_is_dropped(arena, heard):
 def test_what_a_generation_goes_on_from_counts_as_committed(arena):
     arena.open(make_layout())
     take(arena, make_id(1))
-    take(arena, make_id(2), Phase.COMPLETE)
+    take(arena, make_id(2), SlotPhase.COMPLETE)
     arena.open(make_layout(generation=2), restored=make_id(2))
     assert [(s.id.step, s.phase) for s in arena.statuses()] == [
         (1, SnapshotPhase.COMMITTED),
@@ -561,7 +561,7 @@ def test_what_a_generation_goes_on_from_counts_as_committed(arena):
     assert [status.id.step for status in arena.statuses()] == [2]
 
 
-@pytest.mark.parametrize("phase", [Phase.COMPLETE, Phase.COMMITTED])
+@pytest.mark.parametrize("phase", [SlotPhase.COMPLETE, SlotPhase.COMMITTED])
 def test_what_is_newer_than_what_a_generation_goes_on_from_is_dropped(arena, phase):
     arena.open(make_layout())
     take(arena, make_id(1))
@@ -575,7 +575,7 @@ def test_what_is_newer_than_what_a_generation_goes_on_from_is_dropped(arena, pha
 def test_a_generation_that_goes_on_from_nothing_known_is_not_blocked_by_the_old_ones(arena):
     arena.open(make_layout(part_bytes=1000))
     take(arena, make_id(1), part_bytes=1000)
-    take(arena, make_id(2), Phase.COMPLETE, part_bytes=1000)
+    take(arena, make_id(2), SlotPhase.COMPLETE, part_bytes=1000)
     arena.open(make_layout(part_bytes=300_000, generation=2))
     assert [status.id.step for status in arena.statuses()] == [1, 2]
     take(arena, make_id(3, 2))
@@ -614,7 +614,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_numbers_and_changes_nothing(
 
 def test_memory_of_the_slots_that_there_are_counts_for_the_next_layout(arena, monkeypatch):
     arena.open(make_layout(part_bytes=30 * 2**20))
-    nothing_left = memory_budget.MemoryFree(available=16 * 2**20)
+    nothing_left = memory_budget.FreeMemory(available_bytes=16 * 2**20)
     monkeypatch.setattr("resilient_jax.snapshot.snapshot_slots.read_free_memory", lambda: nothing_left)
     arena.open(make_layout(part_bytes=30 * 2**20, generation=2))
     with pytest.raises(SnapshotRefused):
@@ -625,21 +625,21 @@ def test_memory_of_the_slots_that_there_are_counts_for_the_next_layout(arena, mo
 
 
 def test_a_snapshot_is_committed_when_the_last_host_is_complete():
-    board = CommitBoard()
-    board.hear_complete(make_id(1), HOST)
-    board.hear_complete(make_id(1), HOST)
+    board = CommitVotes()
+    board.record_complete(make_id(1), HOST)
+    board.record_complete(make_id(1), HOST)
     assert not board.is_complete(make_id(1), {HOST, PEER})
-    board.hear_complete(make_id(1), PEER)
+    board.record_complete(make_id(1), PEER)
     assert board.is_complete(make_id(1), {HOST, PEER})
-    assert board.outcome(make_id(1)).outcome is Outcome.WAITING
-    assert board.commit(make_id(1)).outcome is Outcome.COMMITTED
+    assert board.outcome(make_id(1)).outcome is CommitOutcome.WAITING
+    assert board.commit(make_id(1)).outcome is CommitOutcome.COMMITTED
 
 
 def test_the_first_outcome_stands():
-    board = CommitBoard()
-    board.hear_dropped(make_id(1), "b is gone")
-    assert board.commit(make_id(1)).outcome is Outcome.DROPPED
+    board = CommitVotes()
+    board.record_dropped(make_id(1), "b is gone")
+    assert board.commit(make_id(1)).outcome is CommitOutcome.DROPPED
     board.commit(make_id(2))
-    board.hear_dropped(make_id(2), "too late")
-    assert board.outcome(make_id(2)).outcome is Outcome.COMMITTED
+    board.record_dropped(make_id(2), "too late")
+    assert board.outcome(make_id(2)).outcome is CommitOutcome.COMMITTED
     assert board.outcome(make_id(1)).reason == "b is gone"

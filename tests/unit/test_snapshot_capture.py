@@ -34,12 +34,12 @@ from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state import part_copy
-from resilient_jax.state.capture import Capture
-from resilient_jax.state.copy_sources import Source, Task, plan_tasks, send_to_host
+from resilient_jax.state.capture import SnapshotCapture
+from resilient_jax.state.copy_sources import CopySource, CopyTask, plan_copies, start_host_transfer
 from resilient_jax.state.flat_state import Leaf, hold
-from resilient_jax.state.index_box import Box, whole
-from resilient_jax.state.part_copy import COPY_BYTES, fill
-from resilient_jax.state.state_partition import cut_state
+from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.state.part_copy import COPY_STEP_BYTES, copy_into_part
+from resilient_jax.state.state_partition import partition_state
 
 (HOST,) = host_names(1)
 
@@ -63,11 +63,11 @@ class Taking:
 
     def __init__(self, state, *, reach=None, **options):
         self.leaves = hold(1, state).leaves
-        self.cut = cut_state(self.leaves, lambda device: HOST, [HOST])
+        self.cut = partition_state(self.leaves, lambda device: HOST, [HOST])
         self.arena = Arena(self.cut.part_bytes)
         self.notes = Notes()
         reach = {} if reach is None else {"reach": reach}
-        self.capture = Capture(self.arena.of(HOST), HOST, self.notes, **reach, **options)
+        self.capture = SnapshotCapture(self.arena.of(HOST), HOST, self.notes, **reach, **options)
 
     def start(self, step=1):
         self.capture.start(snapshot_id(step), self.cut, self.leaves)
@@ -85,8 +85,8 @@ def check_parts(state, arena, cut, hosts):
         contents = arena.done[host].contents
         for piece in contents.pieces:
             value = leaves[piece.leaf].value
-            box = Box(piece.start, piece.stop)
-            expected = np.asarray(value)[(*box.within(whole(value.shape)), ...)].tobytes()
+            box = IndexBox(piece.start, piece.stop)
+            expected = np.asarray(value)[(*box.index_within(whole_box(value.shape)), ...)].tobytes()
             assert arena.parts[host][piece.offset : piece.offset + len(expected)] == expected
         assert (contents.leaves, contents.pieces) == (cut.leaves, cut.pieces[host])
 
@@ -96,7 +96,7 @@ def check_parts(state, arena, cut, hosts):
     states(),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([1, 2, 3]),
-    st.sampled_from([COPY_BYTES, 40]),
+    st.sampled_from([COPY_STEP_BYTES, 40]),
 )
 def test_the_parts_hold_the_numbers_of_their_pieces(state, count, threads, copy_bytes):
     hosts, host_of = hosts_of_eight(count)
@@ -118,7 +118,7 @@ def test_parts_of_many_blocks_are_copied_in_order_whatever_their_pieces(threads)
         "small": put(values((3,), "bool", 5), NamedSharding(mesh, P())),
     }
     arena, cut = take(state, hosts, host_of, threads=threads)
-    assert all(len(part) > COPY_BYTES for part in arena.parts.values())
+    assert all(len(part) > COPY_STEP_BYTES for part in arena.parts.values())
     check_parts(state, arena, cut, hosts)
 
 
@@ -136,10 +136,10 @@ def test_a_start_returns_before_anything_is_copied():
     with Taking({"w": jnp.ones(1000)}, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
-        assert not taking.capture.wait(0)
+        assert not taking.capture.wait_until_copied(0)
         assert set(taking.arena.parts[HOST]) == {0xA5}
         held.go_on.set()
-        assert taking.capture.wait(DEADLINE_S)
+        assert taking.capture.wait_until_copied(DEADLINE_S)
         (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
         assert detail["step"] == 1
         assert detail["bytes"] == 4032  # 4000 in lines of 64
@@ -157,7 +157,7 @@ def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
     with Taking({"w": array}, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
-        assert taking.capture.wait(DEADLINE_S), "the arrays are read, even though the part is not complete"
+        assert taking.capture.wait_until_copied(DEADLINE_S), "the arrays are read, even though the part is not complete"
         taking.leaves = ()
         after = scale(array)
         assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == where
@@ -176,7 +176,7 @@ def test_a_cancelled_capture_is_never_complete(place):
         assert held.reached.wait(DEADLINE_S)
         taking.capture.cancel("the generation has ended")
         held.go_on.set()
-        assert taking.capture.wait(DEADLINE_S)
+        assert taking.capture.wait_until_copied(DEADLINE_S)
         (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert detail == {"step": 1, "reason": "cancelled: the generation has ended"}
     assert taking.arena.done == {}
@@ -188,7 +188,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing():
         taking.start()
         taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
         taking.capture.cancel("too late")
-        assert taking.capture.wait(0)
+        assert taking.capture.wait_until_copied(0)
     assert list(taking.arena.done) == [HOST]
     assert taking.notes.kinds() == [EventKind.SNAPSHOT_COPIED]
 
@@ -215,12 +215,12 @@ def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
         (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert detail["step"] == 2
         assert detail["reason"].startswith("that of step 1 is still being copied")
-        assert not taking.capture.wait(0), "the one that is under way still reads its arrays"
+        assert not taking.capture.wait_until_copied(0), "the one that is under way still reads its arrays"
         held.go_on.set()
         taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
     assert taking.arena.done[HOST].id == snapshot_id(1)
     assert taking.arena.abandoned == [(HOST, snapshot_id(2))], "other hosts must not wait for a part of it"
-    assert taking.capture.finished == snapshot_id(1)
+    assert taking.capture.newest_finished == snapshot_id(1)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -232,10 +232,10 @@ def test_a_start_while_one_is_past_its_copy_or_cancelled_waits_its_turn(cancelle
         if cancelled:
             taking.capture.cancel("it takes too long")
         taking.start(2)
-        assert not taking.capture.wait(0), "the second one is not read yet"
+        assert not taking.capture.wait_until_copied(0), "the second one is not read yet"
         held.go_on.set()
         taking.notes.wait_for(EventKind.SNAPSHOT_COPIED, 1 if cancelled else 2)
-    assert taking.capture.finished == snapshot_id(2)
+    assert taking.capture.newest_finished == snapshot_id(2)
     assert taking.arena.abandoned == ([(HOST, snapshot_id(1))] if cancelled else [])
 
 
@@ -293,14 +293,14 @@ def test_a_state_of_another_structure_is_refused_to_the_callers_face():
     with Taking({"w": jnp.ones(100)}) as taking:
         with pytest.raises(StateError, match="changed its structure between snapshots"):
             taking.capture.start(snapshot_id(1), taking.cut, hold(1, {"w": jnp.ones(101)}).leaves)
-        assert taking.capture.wait(0)
+        assert taking.capture.wait_until_copied(0)
 
 
 def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     hosts, host_of = hosts_of_eight(2)
     spread = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     here = put(values((8,), "int32", 0), spread)
-    cut = cut_state(hold(1, {"w": here}).leaves, host_of, hosts)
+    cut = partition_state(hold(1, {"w": here}).leaves, host_of, hosts)
     of_first_host = [shard for shard in here.addressable_shards if host_of(shard.device) == hosts[0]]
     elsewhere = SimpleNamespace(
         shape=(8,),
@@ -312,7 +312,7 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     with pytest.raises(
         StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"
     ):
-        plan_tasks([Leaf(path="['w']", value=cast(jax.Array, elsewhere))], cut.pieces[hosts[1]])
+        plan_copies([Leaf(path="['w']", value=cast(jax.Array, elsewhere))], cut.slices[hosts[1]])
 
 
 def test_closing_cancels_what_is_under_way():
@@ -332,25 +332,25 @@ def test_closing_cancels_what_is_under_way():
 def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
     hosts, host_of = hosts_of_eight(count)
     leaves = hold(1, state).leaves
-    cut = cut_state(leaves, host_of, hosts)
+    cut = partition_state(leaves, host_of, hosts)
     for host in hosts:
-        tasks = plan_tasks(leaves, cut.pieces[host])
-        for task, sent in zip(tasks, send_to_host(tasks), strict=True):
+        tasks = plan_copies(leaves, cut.slices[host])
+        for task, sent in zip(tasks, start_host_transfer(tasks), strict=True):
             assert (sent.box, sent.offset) == (task.box, task.offset)
             on_devices = [source for source in sent.sources if isinstance(source.data, jax.Array)]
             assert sum(source.data.size for source in on_devices) in (0, task.box.size)
             leaf = next(leaf for leaf in leaves if leaf.path == task.path)
             for box, _, data in sent.sources:
-                expected = np.asarray(leaf.value)[(*box.within(whole(leaf.value.shape)), ...)]
+                expected = np.asarray(leaf.value)[(*box.index_within(whole_box(leaf.value.shape)), ...)]
                 assert np.asarray(data).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
-    array = np.ones(2 * COPY_BYTES, np.uint8)
+    array = np.ones(2 * COPY_STEP_BYTES, np.uint8)
     seen = weakref.ref(array)
-    halves = [Box((0,), (COPY_BYTES,)), Box((COPY_BYTES,), (2 * COPY_BYTES,))]
-    tasks = [Task("w", half, 1, half.start[0], (Source(whole(array.shape), half, array),)) for half in halves]
+    halves = [IndexBox((0,), (COPY_STEP_BYTES,)), IndexBox((COPY_STEP_BYTES,), (2 * COPY_STEP_BYTES,))]
+    tasks = [CopyTask("w", half, 1, half.start[0], (CopySource(whole_box(array.shape), half, array),)) for half in halves]
     del array
 
     def stop():
@@ -359,7 +359,7 @@ def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
     gc.disable()  # else it might come by and hide a cycle
     try:
         with contextlib.suppress(OSError):
-            fill(memoryview(bytearray(2 * COPY_BYTES)), tasks, stop, threads)
+            copy_into_part(memoryview(bytearray(2 * COPY_STEP_BYTES)), tasks, stop, threads)
         assert seen() is None
     finally:
         gc.enable()

@@ -12,14 +12,14 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot import manifest as manifest_module
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
-    Manifest,
+    PartManifest,
     PartContents,
-    Piece,
-    block_count,
+    LeafSlice,
+    count_blocks,
     checksum_blocks,
     decode_manifest,
     encode_manifest,
-    find_bad_block,
+    find_corrupt_block,
 )
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
@@ -30,14 +30,14 @@ leaves = st.builds(
     sizes,
     st.none() | st.just("threefry2x32"),
 )
-pieces = st.builds(Piece, st.integers(0, 99), sizes, sizes, st.integers(0, 2**50))
+pieces = st.builds(LeafSlice, st.integers(0, 99), sizes, sizes, st.integers(0, 2**50))
 
 
 @st.composite
 def manifests(draw):
     part_bytes, block_bytes = draw(st.integers(0, 5000)), draw(st.sampled_from([512, 4096]))
-    count = block_count(part_bytes, block_bytes)
-    return Manifest(
+    count = count_blocks(part_bytes, block_bytes)
+    return PartManifest(
         id=SnapshotId(draw(st.integers(0, 2**62)), GenerationNumber(draw(st.integers(0, 2**31)))),
         host=HostName(draw(st.text(max_size=8))),
         contents=PartContents(
@@ -48,7 +48,7 @@ def manifests(draw):
         part_bytes=part_bytes,
         checksum=draw(st.sampled_from(list(ChecksumName))),
         block_bytes=block_bytes,
-        blocks=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count))),
+        block_checksums=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count))),
     )
 
 
@@ -89,7 +89,7 @@ def example_manifest(**changes):
         "block_bytes": 512,
         "blocks": (1, 2),
     }
-    return Manifest(**(values | changes))
+    return PartManifest(**(values | changes))
 
 
 def test_another_version_is_named(monkeypatch):
@@ -123,11 +123,11 @@ def test_the_block_of_a_flipped_bit_is_found(name, part, data):
     manifest = example_manifest(
         part_bytes=len(part), checksum=name, block_bytes=512, blocks=checksum_blocks(part, checksum, 512)
     )
-    assert block_count(len(part), 512) == len(manifest.blocks)
-    first = data.draw(st.integers(0, max(0, len(manifest.blocks) - 1))) * 512
-    assert find_bad_block(manifest, checksum, first, part[first:]) is None
+    assert count_blocks(len(part), 512) == len(manifest.block_checksums)
+    first = data.draw(st.integers(0, max(0, len(manifest.block_checksums) - 1))) * 512
+    assert find_corrupt_block(manifest, checksum, first, part[first:]) is None
     if len(part) > first:
         bit = data.draw(st.integers(8 * first, 8 * len(part) - 1))
         damaged = bytearray(part)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert find_bad_block(manifest, checksum, first, memoryview(damaged)[first:]) == bit // 8 // 512
+        assert find_corrupt_block(manifest, checksum, first, memoryview(damaged)[first:]) == bit // 8 // 512

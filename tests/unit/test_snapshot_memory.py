@@ -11,13 +11,13 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout
 from resilient_jax.snapshot.memory_budget import (
     MANIFEST_BYTES,
-    MemoryFree,
-    MemoryNeeded,
+    FreeMemory,
+    RequiredMemory,
     check_memory,
-    memory_needed,
+    compute_required_memory,
     read_free_memory,
 )
-from resilient_jax.snapshot.parity_groups import form_groups
+from resilient_jax.snapshot.parity_groups import form_parity_groups
 
 GIB = 2**30
 A = HostName("a")
@@ -27,7 +27,7 @@ def layout(part_bytes, parity, size=8):
     names = [HostName(f"h{index}") for index in range(len(part_bytes))]
     return SnapshotLayout(
         generation=GenerationNumber(1),
-        groups=form_groups(names, parity, group_size=size),
+        groups=form_parity_groups(names, parity, group_size=size),
         part_bytes=dict(zip(names, part_bytes, strict=True)),
         server_endpoints=dict.fromkeys(names, ""),
         root=names[0],
@@ -35,10 +35,10 @@ def layout(part_bytes, parity, size=8):
 
 
 def test_eight_hosts_with_parity_two_take_a_third_more_in_two_slots_and_little_else():
-    needed = memory_needed(layout([6 * GIB] * 8, 2), HostName("h3"))
-    assert (needed.part, needed.parity) == (6 * GIB, 2 * GIB)
-    assert needed.total == 2 * (8 * GIB + needed.records)
-    assert needed.records < 10 * MANIFEST_BYTES
+    needed = compute_required_memory(layout([6 * GIB] * 8, 2), HostName("h3"))
+    assert (needed.part_bytes, needed.parity_bytes) == (6 * GIB, 2 * GIB)
+    assert needed.total_bytes == 2 * (8 * GIB + needed.metadata_bytes)
+    assert needed.metadata_bytes < 10 * MANIFEST_BYTES
 
 
 @given(st.lists(st.integers(0, 2**36), min_size=1, max_size=12), st.integers(0, 4))
@@ -47,32 +47,32 @@ def test_every_host_keeps_its_part_and_parity_for_the_longest_of_its_group(parts
     for host, nbytes in plan.part_bytes.items():
         group = plan.find_group(host)
         k = len(group.hosts) - group.parity
-        needed = memory_needed(plan, host)
+        needed = compute_required_memory(plan, host)
         longest = max(plan.part_bytes[member] for member in group.hosts)
-        assert needed.part == nbytes
+        assert needed.part_bytes == nbytes
         rounded = max(longest * 9 / 8, longest + k * 4096)
-        assert group.parity * longest <= needed.parity * k <= group.parity * rounded
-        assert needed.total >= 2 * (needed.part + needed.parity)
+        assert group.parity * longest <= needed.parity_bytes * k <= group.parity * rounded
+        assert needed.total_bytes >= 2 * (needed.part_bytes + needed.parity_bytes)
 
 
 def needed_total(nbytes):
-    return MemoryNeeded(part=nbytes // 2, parity=0, records=0)
+    return RequiredMemory(part_bytes=nbytes // 2, parity_bytes=0, metadata_bytes=0)
 
 
 def test_what_fits_exactly_is_allowed_and_a_byte_less_is_refused():
-    check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB), A)
+    check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB), A)
     with pytest.raises(SnapshotRefused):
-        check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB - 1), A)
-    check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB, limit=9 * GIB, used=GIB), A)
+        check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB - 1), A)
+    check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB, limit_bytes=9 * GIB, used_bytes=GIB), A)
     with pytest.raises(SnapshotRefused):
-        check_memory(needed_total(8 * GIB), MemoryFree(available=8 * GIB, limit=9 * GIB, used=GIB + 1), A)
-    check_memory(needed_total(8 * GIB), MemoryFree(available=3 * GIB), A, held=5 * GIB)
+        check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB, limit_bytes=9 * GIB, used_bytes=GIB + 1), A)
+    check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=3 * GIB), A, reclaimed_bytes=5 * GIB)
 
 
 def test_the_refusal_has_the_numbers_and_says_what_to_do():
-    needed = MemoryNeeded(part=6 * GIB, parity=2 * GIB, records=2**20)
+    needed = RequiredMemory(part_bytes=6 * GIB, parity_bytes=2 * GIB, metadata_bytes=2**20)
     with pytest.raises(SnapshotRefused) as refused:
-        check_memory(needed, MemoryFree(available=64 * GIB, limit=16 * GIB, used=4 * GIB), A, held=2**30)
+        check_memory(needed, FreeMemory(available_bytes=64 * GIB, limit_bytes=16 * GIB, used_bytes=4 * GIB), A, reclaimed_bytes=2**30)
     assert str(refused.value) == (
         "host a: snapshots need 16.00 GiB of memory (2 slots with 6.00 GiB of state, 2.00 GiB of parity and 1.0 MiB of "
         "records each), expected at most 13.00 GiB: the machine has 64.00 GiB available, its control group allows "
@@ -80,7 +80,7 @@ def test_the_refusal_has_the_numbers_and_says_what_to_do():
         "memory, use more hosts (each then keeps less), lower the parity or make groups larger, or switch snapshots off"
     )
     with pytest.raises(SnapshotRefused, match="no control group limits it"):
-        check_memory(needed, MemoryFree(available=GIB), A)
+        check_memory(needed, FreeMemory(available_bytes=GIB), A)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -107,8 +107,8 @@ def test_the_group_of_version_two_with_least_left_counts_and_its_page_cache_does
         },
     )
     found = read_free_memory(root)
-    assert found == MemoryFree(available=8 * GIB, limit=4 * GIB, used=2 * GIB)
-    assert found.free == 2 * GIB
+    assert found == FreeMemory(available_bytes=8 * GIB, limit_bytes=4 * GIB, used_bytes=2 * GIB)
+    assert found.free_bytes == 2 * GIB
 
 
 def test_a_container_that_sees_only_its_own_group_of_version_two(tmp_path):
@@ -121,7 +121,7 @@ def test_a_container_that_sees_only_its_own_group_of_version_two(tmp_path):
             "sys/fs/cgroup/memory.current": f"{2 * GIB}",
         },
     )
-    assert read_free_memory(root).free == 0
+    assert read_free_memory(root).free_bytes == 0
 
 
 def test_version_one_whose_path_is_not_mounted_here(tmp_path):
@@ -135,7 +135,7 @@ def test_version_one_whose_path_is_not_mounted_here(tmp_path):
             "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {2 * GIB}\n",
         },
     )
-    assert read_free_memory(root) == MemoryFree(available=8 * GIB, limit=4 * GIB, used=GIB)
+    assert read_free_memory(root) == FreeMemory(available_bytes=8 * GIB, limit_bytes=4 * GIB, used_bytes=GIB)
 
 
 def test_version_one_without_a_limit(tmp_path):
@@ -148,7 +148,7 @@ def test_version_one_without_a_limit(tmp_path):
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "77\n",
         },
     )
-    assert read_free_memory(root) == MemoryFree(available=8 * GIB)
+    assert read_free_memory(root) == FreeMemory(available_bytes=8 * GIB)
 
 
 def test_a_machine_that_does_not_say_is_refused(tmp_path):
@@ -160,4 +160,4 @@ def test_a_machine_that_does_not_say_is_refused(tmp_path):
 
 
 def test_this_machine_says():
-    assert 0 < read_free_memory().free < 2**50
+    assert 0 < read_free_memory().free_bytes < 2**50

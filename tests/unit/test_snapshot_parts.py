@@ -12,21 +12,21 @@ from jax.sharding import PartitionSpec as P
 from snapshot_parts import host_names, hosts_of_eight, put, shapes, shardings, states, values
 
 from resilient_jax.errors import CallerError, StateError
-from resilient_jax.snapshot.manifest import PIECE_ALIGNMENT
+from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT
 from resilient_jax.state.flat_state import hold
-from resilient_jax.state.index_box import Box, runs, whole
-from resilient_jax.state.snapshot_interval import optimal_interval_s, steps_between
-from resilient_jax.state.state_partition import check_fits, cut_state
+from resilient_jax.state.index_box import IndexBox, contiguous_runs, whole_box
+from resilient_jax.state.snapshot_interval import compute_optimal_interval_s, compute_interval_steps
+from resilient_jax.state.state_partition import check_same_structure, partition_state
 
 host_counts = st.sampled_from([1, 2, 4, 8])
 
 
 def size_of(piece, leaves):
-    return Box(piece.start, piece.stop).size * leaves[piece.leaf].value.dtype.itemsize
+    return IndexBox(piece.start, piece.stop).size * leaves[piece.leaf].value.dtype.itemsize
 
 
 def padded(size):
-    return -(-size // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    return -(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
 
 
 @settings(max_examples=80)
@@ -34,14 +34,14 @@ def padded(size):
 def test_the_pieces_of_all_hosts_cover_every_leaf_exactly_once(data, count):
     leaves = hold(1, data.draw(states())).leaves
     hosts, host_of = hosts_of_eight(count)
-    state_cut = cut_state(leaves, host_of, hosts)
+    state_cut = partition_state(leaves, host_of, hosts)
     covered = [np.zeros(leaf.value.shape, int) for leaf in leaves]
     for host in hosts:
         stop = 0
-        for piece in state_cut.pieces[host]:
+        for piece in state_cut.slices[host]:
             assert piece.offset == padded(stop)
             stop = piece.offset + size_of(piece, leaves)
-            covered[piece.leaf][Box(piece.start, piece.stop).within(whole(covered[piece.leaf].shape))] += 1
+            covered[piece.leaf][IndexBox(piece.start, piece.stop).index_within(whole_box(covered[piece.leaf].shape))] += 1
         assert state_cut.part_bytes[host] == padded(stop)
     assert all((count == 1).all() for count in covered)
 
@@ -54,13 +54,13 @@ def test_a_host_keeps_only_what_lies_on_its_devices(data, count):
     hosts, host_of = hosts_of_eight(count)
     if len({host_of(device) for device in leaf.sharding.device_set}) == 1:
         return  # then it is taken to be on every host
-    state_cut = cut_state(hold(1, [leaf]).leaves, host_of, hosts)
+    state_cut = partition_state(hold(1, [leaf]).leaves, host_of, hosts)
     for host in hosts:
         held = np.zeros(shape, bool)
         for shard in leaf.addressable_shards:
             held[shard.index] |= host_of(shard.device) == host
-        for piece in state_cut.pieces[host]:
-            assert held[Box(piece.start, piece.stop).within(whole(shape))].all()
+        for piece in state_cut.slices[host]:
+            assert held[IndexBox(piece.start, piece.stop).index_within(whole_box(shape))].all()
 
 
 @settings(max_examples=80)
@@ -71,10 +71,10 @@ def test_hosts_that_hold_the_same_get_equal_parts_to_within_a_row(leaf_shapes, d
     state = [put(values(s, data.draw(dtype), 0), NamedSharding(mesh, P())) for s in leaf_shapes]
     leaves = hold(1, state).leaves
     hosts, host_of = hosts_of_eight(count)
-    state_cut = cut_state(leaves, host_of, hosts)
+    state_cut = partition_state(leaves, host_of, hosts)
     row = 0
     for number, leaf in enumerate(leaves):
-        boxes = [p for host in hosts for p in state_cut.pieces[host] if p.leaf == number]
+        boxes = [p for host in hosts for p in state_cut.slices[host] if p.leaf == number]
         sizes = [size_of(piece, leaves) for piece in boxes]
         if not sizes:
             continue
@@ -94,15 +94,15 @@ def test_many_uneven_leaves_do_not_pile_up_on_the_first_host():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = [put(np.zeros((5, 64), np.float32), sharding) for _ in range(40)]
-    parts = cut_state(hold(1, state).leaves, host_of, hosts).part_bytes
+    parts = partition_state(hold(1, state).leaves, host_of, hosts).part_bytes
     assert set(parts.values()) == {40 * 5 * 256 // 4}
 
 
 def test_a_long_replicated_leaf_is_cut_where_its_copies_are_long_and_even():
     hosts, host_of = hosts_of_eight(8)
     leaves = hold(1, {"layers": np.zeros((2, 800, 300), np.float32)}).leaves
-    state_cut = cut_state(leaves, host_of, hosts)
-    assert [state_cut.pieces[host][0].start for host in hosts] == [(0, 100 * i, 0) for i in range(8)]
+    state_cut = partition_state(leaves, host_of, hosts)
+    assert [state_cut.slices[host][0].start for host in hosts] == [(0, 100 * i, 0) for i in range(8)]
 
 
 def test_it_says_which_hosts_hold_every_leaf():
@@ -115,7 +115,7 @@ def test_it_says_which_hosts_hold_every_leaf():
     local = put(np.zeros(8, np.float32), NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x")))
 
     def complete_on(*state):
-        return cut_state(hold(1, list(state)).leaves, host_of, hosts).complete_on
+        return partition_state(hold(1, list(state)).leaves, host_of, hosts).replicated_on
 
     # Two devices a host, and four shards in each replica: a host has half of one.
     for somewhere_cut in (place("shard"), place(("replica", "shard"))):
@@ -132,7 +132,7 @@ def test_the_cut_follows_from_shardings_alone():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     cuts = [
-        cut_state(hold(1, {"w": put(values((16, 3), "float32", seed), sharding)}).leaves, host_of, hosts)
+        partition_state(hold(1, {"w": put(values((16, 3), "float32", seed), sharding)}).leaves, host_of, hosts)
         for seed in (1, 2)
     ]
     assert cuts[0] == cuts[1]
@@ -140,7 +140,7 @@ def test_the_cut_follows_from_shardings_alone():
 
 def test_random_keys_are_raw_data_with_the_name_of_their_implementation():
     hosts, host_of = hosts_of_eight(2)
-    state_cut = cut_state(hold(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts)
+    state_cut = partition_state(hold(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts)
     (info,) = state_cut.leaves
     assert (info.dtype, info.shape, info.key_impl) == ("uint32", (4,), "rbg")
 
@@ -150,7 +150,7 @@ def test_a_state_on_a_dead_hosts_devices_is_refused():
     leaves = hold(1, {"w": put(np.zeros(8, np.float32), sharding)}).leaves
     _, host_of = hosts_of_eight(4)
     with pytest.raises(StateError, match=r"leaf \['w'\] lies on devices of \['host-3'\], expected only live"):
-        cut_state(leaves, host_of, host_names(3))
+        partition_state(leaves, host_of, host_names(3))
 
 
 @pytest.mark.parametrize(
@@ -166,37 +166,37 @@ def test_a_state_on_a_dead_hosts_devices_is_refused():
     ],
 )
 def test_a_state_of_another_structure_is_refused_by_its_first_leaf(other, words):
-    state_cut = cut_state(
+    state_cut = partition_state(
         hold(1, {"a": jnp.zeros(2), "b": jnp.zeros(2)}).leaves, hosts_of_eight(1)[1], host_names(1)
     )
     with pytest.raises(StateError, match=words):
-        check_fits(state_cut, hold(2, other).leaves)
+        check_same_structure(state_cut, hold(2, other).leaves)
 
 
 @given(shapes, st.integers(1, 200))
 def test_runs_are_consecutive_stretches_of_a_box(shape, limit):
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
-    box = whole(shape)
-    found = [numbers[(*run.within(box), ...)].reshape(-1) for run in runs(box, 4, limit)]
+    box = whole_box(shape)
+    found = [numbers[(*run.index_within(box), ...)].reshape(-1) for run in contiguous_runs(box, 4, limit)]
     assert all(len(run) * 4 <= max(limit, 4) for run in found)
     assert np.array_equal(np.concatenate([*found, np.zeros(0, int)]), np.arange(numbers.size))
 
 
 def test_the_interval_is_youngs():
-    assert optimal_interval_s(0.5, 3600.0) == 60.0
-    assert steps_between(0.5, 3600.0, 2.0, copy_s=1) == 30
+    assert compute_optimal_interval_s(0.5, 3600.0) == 60.0
+    assert compute_interval_steps(0.5, 3600.0, 2.0, copy_s=1) == 30
 
 
 def test_free_snapshots_are_taken_at_every_step():
-    assert steps_between(0, 100, 0.5, copy_s=0.1) == 1
+    assert compute_interval_steps(0, 100, 0.5, copy_s=0.1) == 1
 
 
 def test_an_interval_is_long_enough_for_the_copy():
-    assert steps_between(0.001, 10, 1.0, copy_s=9.5) == 10
+    assert compute_interval_steps(0.001, 10, 1.0, copy_s=9.5) == 10
 
 
 def test_snapshots_that_cost_more_than_failures_are_taken_once_a_failure():
-    assert optimal_interval_s(1000, 10) == 10
+    assert compute_optimal_interval_s(1000, 10) == 10
 
 
 @given(st.floats(0.001, 10), st.floats(100, 1e6))
@@ -204,17 +204,17 @@ def test_no_other_interval_loses_less_time(cost_s, failure_s):
     def lost(interval_s):
         return cost_s / interval_s + interval_s / (2 * failure_s)
 
-    best_s = optimal_interval_s(cost_s, failure_s)
+    best_s = compute_optimal_interval_s(cost_s, failure_s)
     assert all(lost(best_s) <= lost(best_s * factor) * (1 + 1e-9) for factor in (0.5, 0.9, 1.1, 2))
 
 
 @pytest.mark.parametrize("numbers", [(-1, 1), (1, 0), (float("nan"), 1), (1, float("inf"))])
 def test_impossible_times_are_refused(numbers):
     with pytest.raises(CallerError, match="snapshot interval: found a cost of"):
-        optimal_interval_s(*numbers)
+        compute_optimal_interval_s(*numbers)
 
 
 @pytest.mark.parametrize(("step_s", "copy_s"), [(0, 1), (1, -1), (float("nan"), 1)])
 def test_impossible_steps_are_refused(step_s, copy_s):
     with pytest.raises(CallerError, match="snapshot interval: found steps of"):
-        steps_between(1, 1, step_s, copy_s=copy_s)
+        compute_interval_steps(1, 1, step_s, copy_s=copy_s)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from resilient_jax.errors import SnapshotRefused
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.parity_groups import MAX_GROUP, describe_compromises, form_groups
+from resilient_jax.snapshot.parity_groups import MAX_GROUP_SIZE, describe_weaknesses, form_parity_groups
 
 sizes = st.integers(5, 12)
 
@@ -21,7 +21,7 @@ def hosts(count):
 @pytest.mark.parametrize("count", range(1, 41))
 @given(size=sizes)
 def test_every_host_is_in_one_group_of_about_the_size_asked_for(count, parity, size):
-    groups = form_groups(hosts(count), parity, group_size=size)
+    groups = form_parity_groups(hosts(count), parity, group_size=size)
     assert sorted(host for group in groups for host in group.hosts) == sorted(hosts(count))
     lengths = [len(group.hosts) for group in groups]
     assert max(lengths) - min(lengths) <= 1
@@ -41,7 +41,7 @@ def test_no_failure_domain_has_more_hosts_in_a_group_than_parity_where_any_group
         for host in hosts(count)
         if data.draw(st.integers(0, 9))  # one in ten is not in the topology
     }
-    groups = form_groups(hosts(count), parity, group_size=size, domain_of=rack_of)
+    groups = form_parity_groups(hosts(count), parity, group_size=size, domain_of=rack_of)
     lengths = [len(group.hosts) for group in groups]
     assert sum(lengths) == count
     assert max(lengths) - min(lengths) <= 1
@@ -57,25 +57,25 @@ def test_no_failure_domain_has_more_hosts_in_a_group_than_parity_where_any_group
         if members > kept > 0
     }
     assert exposed.isdisjoint(possible)
-    said = " ".join(describe_compromises(groups, parity, rack_of))
+    said = " ".join(describe_weaknesses(groups, parity, rack_of))
     assert {rack for rack in largest if f"failure domain {rack} " in said} == exposed
     assert ("was asked for" in said) == (kept < parity)
 
 
 def test_two_racks_of_four_with_parity_two_make_groups_of_two_from_each():
     rack_of = {host: f"rack{index // 4}" for index, host in enumerate(hosts(8))}
-    groups = form_groups(hosts(8), 2, domain_of=rack_of)
+    groups = form_parity_groups(hosts(8), 2, domain_of=rack_of)
     assert [sorted(rack_of[host] for host in group.hosts) for group in groups] == [
         ["rack0", "rack0", "rack1", "rack1"]
     ] * 2
-    assert describe_compromises(groups, 2, rack_of) == ()
+    assert describe_weaknesses(groups, 2, rack_of) == ()
 
 
 def test_what_could_not_be_had_is_said():
-    groups = form_groups(hosts(3), 4)
+    groups = form_parity_groups(hosts(3), 4)
     assert [(group.hosts, group.parity) for group in groups] == [(("h0", "h1", "h2"), 2)]
     rack_of = dict.fromkeys(hosts(3), "r")
-    assert describe_compromises(groups, 4, rack_of) == (
+    assert describe_weaknesses(groups, 4, rack_of) == (
         "parity is 2, 4 was asked for: there are 3 hosts, and 4 parity needs 5",
         "losing failure domain r loses snapshots: it has 3 hosts of a group of 3 (h0, h1, h2), whose parity covers 2",
     )
@@ -84,23 +84,23 @@ def test_what_could_not_be_had_is_said():
 def test_groups_follow_from_the_arguments_alone():
     rack_of = {host: f"rack{index % 3}" for index, host in enumerate(hosts(11))}
     shuffled = dict(reversed(rack_of.items()))
-    assert form_groups(hosts(11), 2, domain_of=rack_of) == form_groups(hosts(11), 2, domain_of=shuffled)
+    assert form_parity_groups(hosts(11), 2, domain_of=rack_of) == form_parity_groups(hosts(11), 2, domain_of=shuffled)
 
 
 def test_a_group_keeps_the_order_of_the_hosts():
-    assert [group.hosts for group in form_groups(hosts(5), 1, group_size=2)] == [
+    assert [group.hosts for group in form_parity_groups(hosts(5), 1, group_size=2)] == [
         ("h0", "h2", "h4"),
         ("h1", "h3"),
     ]
 
 
 def test_no_hosts_make_no_groups_and_one_is_alone():
-    assert form_groups([], 2) == ()
-    assert [(group.hosts, group.parity) for group in form_groups(hosts(1), 2)] == [(("h0",), 0)]
+    assert form_parity_groups([], 2) == ()
+    assert [(group.hosts, group.parity) for group in form_parity_groups(hosts(1), 2)] == [(("h0",), 0)]
 
 
 def test_groups_stay_within_the_code():
-    groups = form_groups(hosts(300), 4, group_size=MAX_GROUP)
+    groups = form_parity_groups(hosts(300), 4, group_size=MAX_GROUP_SIZE)
     assert [len(group.hosts) for group in groups] == [150, 150]
 
 
@@ -116,13 +116,13 @@ def test_groups_stay_within_the_code():
 def test_numbers_that_fit_no_group_are_refused_with_those_that_do(arguments, words):
     count, parity, size = arguments
     with pytest.raises(SnapshotRefused, match=words):
-        form_groups(hosts(count), parity, group_size=size)
+        form_parity_groups(hosts(count), parity, group_size=size)
 
 
 def test_the_parity_that_a_refusal_names_fits():
-    assert [len(group.hosts) for group in form_groups(hosts(300), 149, group_size=255)] == [150, 150]
+    assert [len(group.hosts) for group in form_parity_groups(hosts(300), 149, group_size=255)] == [150, 150]
 
 
 def test_a_host_that_is_named_twice_is_refused():
     with pytest.raises(SnapshotRefused, match="hosts h1 are named twice"):
-        form_groups([*hosts(3), HostName("h1")], 1)
+        form_parity_groups([*hosts(3), HostName("h1")], 1)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.snapshot.parity_groups import form_groups
-from resilient_jax.snapshot.snapshot_choice import Statuses, choose_snapshot, explain_loss
+from resilient_jax.snapshot.parity_groups import form_parity_groups
+from resilient_jax.snapshot.snapshot_choice import ReportedStatuses, choose_snapshot, explain_loss
 
 
 def hosts(count):
@@ -50,7 +50,7 @@ def test_the_newest_committed_one_is_chosen_for_which_every_group_has_enough(
     count, parity, rng: random.Random
 ):
     ids = sorted({snapshot(rng.randrange(5), rng.randrange(3)) for _ in range(3)}, reverse=True)
-    groups = {each: form_groups(rng.sample(hosts(count), count), parity, group_size=5) for each in ids}
+    groups = {each: form_parity_groups(rng.sample(hosts(count), count), parity, group_size=5) for each in ids}
     holders = {each: set(rng.sample(hosts(count), rng.randint(0, count))) for each in ids}
     held = {
         host: [status(each, groups[each]) for each in ids if host in holders[each]] for host in hosts(count)
@@ -77,7 +77,7 @@ def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_lo
     """Else the next host that is lost, of two that may be, takes the last good copy along."""
     group = ParityGroup(hosts=tuple(hosts(4)), parity=2)
 
-    def left(phase: SnapshotPhase, holders: list[HostName]) -> Statuses:
+    def left(phase: SnapshotPhase, holders: list[HostName]) -> ReportedStatuses:
         newer = [status(snapshot(2), [group], phase)]
         return reports(
             {h: [status(snapshot(1), [group]), *(newer if h in holders else [])] for h in left_over}

@@ -4,28 +4,28 @@ import socket
 
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.fd_connection import Link
-from resilient_jax.snapshot.messages import SERVER_WORD_DECODER, EventOccurred, Holding
-from resilient_jax.snapshot.notifier import Reporter
+from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.snapshot.messages import SERVER_TO_AGENT_DECODER, EventOccurred, CompleteSnapshots
+from resilient_jax.snapshot.notifier import Notifier
 
 
 def test_what_is_held_is_told_when_there_is_memory_again():
     """An agent that is not told decides by what was true before."""
     ours, theirs = socket.socketpair()
-    agent, shortages = Link(ours.detach()), [MemoryError(), MemoryError()]
-    reporter = Reporter(HostName("a"), Link(theirs.detach()))
+    agent, shortages = FdConnection(ours.detach()), [MemoryError(), MemoryError()]
+    reporter = Notifier(HostName("a"), FdConnection(theirs.detach()))
 
     def statuses():
         if shortages:
             raise shortages.pop()
         return ()
 
-    reporter.statuses = statuses
-    reporter.holding_changed()
-    reporter.happened(EventKind.SNAPSHOT_ERASURE_KERNEL)
+    reporter.list_statuses = statuses
+    reporter.notify_agent()
+    reporter.record_event(EventKind.SNAPSHOT_ERASURE_KERNEL)
     told = []
     while len(told) < 2:
-        told += [SERVER_WORD_DECODER.decode(message) for message in agent.receive()]
-    assert isinstance(told[0], Holding)
+        told += [SERVER_TO_AGENT_DECODER.decode(message) for message in agent.receive()]
+    assert isinstance(told[0], CompleteSnapshots)
     assert isinstance(told[1], EventOccurred)
     agent.close()

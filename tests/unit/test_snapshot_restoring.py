@@ -26,13 +26,13 @@ from snapshot_parts import (
 
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.snapshot.manifest import Manifest
+from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state import gather, restore
 from resilient_jax.state.flat_state import describe, hold, to_host
 from resilient_jax.state.flat_state import restore as restore_held
-from resilient_jax.state.gather import Gatherer, Target
-from resilient_jax.state.index_box import whole
+from resilient_jax.state.gather import BoxGatherer, GatherTarget
+from resilient_jax.state.index_box import whole_box
 from resilient_jax.state.restore import restore_snapshot
 
 host_counts = st.sampled_from([1, 2, 4, 8])
@@ -144,9 +144,9 @@ def test_only_what_this_hosts_devices_need_is_read():
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     state = {"w": put(values((64, 2**16), "float32", 1), NamedSharding(mesh, P("x")))}
     arena = take_by(8, state)
-    box = whole((64, 2**16)).part(0, 16, 32)
+    box = whole_box((64, 2**16)).narrow(0, 16, 32)
     data = np.empty(box.shape, np.float32)
-    Gatherer(arena, arena.manifests()).gather([Target(0, box, data)])
+    BoxGatherer(arena, arena.manifests()).gather([GatherTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[16:32])
     assert (arena.bytes_read, arena.reads) == (data.nbytes, 1)
 
@@ -154,9 +154,9 @@ def test_only_what_this_hosts_devices_need_is_read():
 def test_columns_of_long_rows_are_read_without_what_lies_between():
     state = {"w": put(values((8, 2**18), "float32", 1), jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
     arena = take_by(1, state)
-    box = whole((8, 2**18)).part(1, 1000, 2000)
+    box = whole_box((8, 2**18)).narrow(1, 1000, 2000)
     data = np.empty(box.shape, np.float32)
-    Gatherer(arena, arena.manifests()).gather([Target(0, box, data)])
+    BoxGatherer(arena, arena.manifests()).gather([GatherTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[:, 1000:2000])
     assert (arena.bytes_read, arena.reads) == (8 * MAX_BLOCK_BYTES, 8)
 
@@ -196,7 +196,7 @@ def test_texts_come_back_with_the_arrays_and_the_step():
         return {"name": "", "w": jnp.zeros(4), "nested": ["", jnp.ones(2)]}
 
     step, restored = restore_snapshot(
-        describe(init), arena, None, reach=lambda place, step: places.append((place, step))
+        describe(init), arena, None, failpoint=lambda place, step: places.append((place, step))
     )
     assert step == 12
     assert [restored["name"], restored["nested"][0]] == ["byte_lm", "a"]
@@ -256,8 +256,8 @@ def test_parts_of_different_snapshots_are_not_mixed():
 def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
     arena = take_by(2, {"w": jnp.ones(4)})
     hosts, _ = hosts_of_eight(2)
-    manifest: Manifest = arena.done[hosts[1]]
-    contents = msgspec.structs.replace(manifest.contents, pieces=pieces(manifest.contents.pieces))
+    manifest: PartManifest = arena.done[hosts[1]]
+    contents = msgspec.structs.replace(manifest.contents, pieces=pieces(manifest.contents.slices))
     change(arena, hosts[1], contents=contents)
     with pytest.raises(
         MessageError, match=rf"hold {found} of the 4 numbers of leaf \['w'\] from \[0\] to \[4\]"

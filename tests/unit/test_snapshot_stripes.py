@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resilient_jax.snapshot.stripes import (
-    LEAST_BLOCKS,
+    MIN_BLOCKS_PER_CHUNK,
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     cut_grid,
@@ -81,4 +81,4 @@ def test_k_chunks_hold_the_longest_part_and_little_more(parts, k):
     assert chunk % block == 0
     assert chunk * k >= longest
     assert chunk == 0 or (chunk - block) * k < longest
-    assert block == MIN_BLOCK_BYTES or block * LEAST_BLOCKS <= chunk
+    assert block == MIN_BLOCK_BYTES or block * MIN_BLOCKS_PER_CHUNK <= chunk

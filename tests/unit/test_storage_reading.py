@@ -18,7 +18,7 @@ from resilient_jax.checkpoint.orbax_reader import check_whole, describe, read
 from resilient_jax.checkpoint.orbax_writer import write
 from resilient_jax.checkpoint.stored_tree import Key, Piece, align, allocate, view
 from resilient_jax.errors import CheckpointUnreadable
-from resilient_jax.state.index_box import Box, whole
+from resilient_jax.state.index_box import IndexBox, whole_box
 
 KIB = 2**10
 CHUNK_BYTES = 64 * KIB
@@ -83,7 +83,7 @@ def some_boxes(draw, shapes):
         draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)).filter(lambda b: b[0] < b[1]))
         for n in shapes[name]
     ]
-    return name, Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+    return name, IndexBox(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
 
 
 @settings(max_examples=20, deadline=None)
@@ -92,7 +92,7 @@ def test_any_boxes_are_those_of_the_whole_arrays(folder, tree, data):
     shapes = {name: value.shape for name, value in tree.items()}
     boxes = data.draw(st.lists(some_boxes(shapes), min_size=1, max_size=4))
     for (name, box), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
-        expected = tree[name][box.within(whole(tree[name].shape))]
+        expected = tree[name][box.within(whole_box(tree[name].shape))]
         assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
 
 
@@ -107,7 +107,7 @@ def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
         write(tmp_path, 1, tree)
-    quarter = Box((0, 0), (ROWS, COLUMNS)).part(dim, 0, (ROWS, COLUMNS)[dim] // 4)
+    quarter = IndexBox((0, 0), (ROWS, COLUMNS)).narrow(dim, 0, (ROWS, COLUMNS)[dim] // 4)
     before = bytes_from_files()
     (found,) = read_boxes(tmp_path / "1", tree, [("wide", quarter)])
     read_bytes = bytes_from_files() - before
@@ -141,7 +141,7 @@ def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
     folder, tree, limit_bytes, monkeypatch
 ):
     monkeypatch.setattr(orbax_reader, "DECODED_BYTES", limit_bytes)
-    boxes = [(name, whole(value.shape)) for name, value in tree.items()]
+    boxes = [(name, whole_box(value.shape)) for name, value in tree.items()]
     for (name, _), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
         assert found.tobytes() == tree[name].tobytes()
 

@@ -6,7 +6,7 @@ import pytest
 from topologies import MESHES
 
 import resilient_jax as rj
-from resilient_jax.snapshot.parity_groups import describe_compromises, form_groups
+from resilient_jax.snapshot.parity_groups import describe_weaknesses, form_parity_groups
 from resilient_jax.topology import NumberFormat, Topology, decode_topology
 from resilient_jax.topology.file_format import TABLES
 
@@ -152,6 +152,6 @@ def test_every_key_of_a_file_is_documented(table):
 def test_failure_domains_of_a_topology_keep_the_parity_of_snapshots_apart():
     topology = load("h100_32x8")
     racks = topology.domain_of("rack")
-    groups = form_groups([host.name for host in topology.hosts], 1, domain_of=racks)
+    groups = form_parity_groups([host.name for host in topology.hosts], 1, domain_of=racks)
     assert [len(group.hosts) for group in groups] == [8, 8, 8, 8]
-    assert describe_compromises(groups, 1, racks) == ()
+    assert describe_weaknesses(groups, 1, racks) == ()

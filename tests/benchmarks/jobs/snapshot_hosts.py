@@ -25,13 +25,13 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotPlan, SnapshotSource
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
-from resilient_jax.snapshot.local_client import LocalServer
+from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
-from resilient_jax.state.capture import Capture
+from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.flat_state import Leaf, hold
 from resilient_jax.state.restore import restore_snapshot
-from resilient_jax.state.state_partition import StateCut, cut_state
+from resilient_jax.state.state_partition import StatePartition, partition_state
 
 DEVICES = 8
 COLUMNS = 1024
@@ -142,11 +142,11 @@ class Job:
     """Hosts with servers, and the workers of all of them."""
 
     hosts: list[Host]
-    state_cut: StateCut
+    state_cut: StatePartition
     layout: SnapshotLayout
     leaves: Sequence[Leaf]
-    lines: list[LocalServer]
-    captures: dict[int, list[Capture]]
+    lines: list[LocalServerClient]
+    captures: dict[int, list[SnapshotCapture]]
     dropped: list[str]
     step: int = 0
 
@@ -159,7 +159,7 @@ class Job:
         for capture in captures:
             capture.start(id, self.state_cut, self.leaves)
         started_s = time.perf_counter()
-        assert all(capture.wait(WAIT_S) for capture in captures)
+        assert all(capture.wait_until_copied(WAIT_S) for capture in captures)
         copied_s = time.perf_counter()
         for host, line in zip(self.hosts, self.lines, strict=True):
             assert line.wait_committed(id, WAIT_S), (self.dropped, host.holding, host.events)
@@ -181,7 +181,7 @@ class Job:
             self.lines[0] if local else None,
             CREDENTIALS,
             check=lambda: None,
-            note=lambda *_, **__: None,
+            record_event=lambda *_, **__: None,
         )
         with contextlib.closing(reader):
             _, restored = restore_snapshot(abstract, reader, lambda *_: sharding)
@@ -259,11 +259,11 @@ def job_of(count: int, parity: int, leaves: Sequence[Leaf], threads: Sequence[in
     """Hosts in one group, with captures of so many threads each."""
     with running(count) as hosts, contextlib.ExitStack() as owned:
         names = [host.name for host in hosts]
-        state_cut = cut_state(leaves, lambda device: names[device.id * count // DEVICES], names)
+        state_cut = partition_state(leaves, lambda device: names[device.id * count // DEVICES], names)
         layout = make_layout(hosts, parity, [state_cut.part_bytes[name] for name in names])
         lines = [host.worker() for host in hosts]
         for line in lines:
-            line.open(layout)
+            line.open_layout(layout)
         dropped: list[str] = []
 
         def note(kind: EventKind, **detail: object) -> None:
@@ -271,7 +271,7 @@ def job_of(count: int, parity: int, leaves: Sequence[Leaf], threads: Sequence[in
                 dropped.append(str(detail))
 
         captures = {
-            each: [Capture(line, name, note, threads=each) for line, name in zip(lines, names, strict=True)]
+            each: [SnapshotCapture(line, name, note, num_threads=each) for line, name in zip(lines, names, strict=True)]
             for each in threads
         }
         for some in captures.values():

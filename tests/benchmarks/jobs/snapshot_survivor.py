@@ -17,19 +17,19 @@ from snapshot_hosts import DTYPE, Share, random_leaf
 from snapshot_servers import CREDENTIALS
 
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
-from resilient_jax.snapshot.local_client import LocalServer
+from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
-from resilient_jax.state.gather import Gatherer, Target
-from resilient_jax.state.index_box import Box
-from resilient_jax.state.restore import Slabs
+from resilient_jax.state.gather import BoxGatherer, GatherTarget
+from resilient_jax.state.index_box import IndexBox
+from resilient_jax.state.restore import SlabAllocator
 
 
 def main() -> None:
     share = msgspec.json.decode(sys.argv[1], type=Share)
-    server = LocalServer(int(os.environ[SNAPSHOT_CONNECTION_VARIABLE]))
+    server = LocalServerClient(int(os.environ[SNAPSHOT_CONNECTION_VARIABLE]))
     rows, columns = share.shape
-    box = Box((rows * share.number // share.of, 0), (rows * (share.number + 1) // share.of, columns))
-    expected = random_leaf(share.shape)[(*box.within(Box((0, 0), share.shape)),)]
+    box = IndexBox((rows * share.number // share.of, 0), (rows * (share.number + 1) // share.of, columns))
+    expected = random_leaf(share.shape)[(*box.index_within(IndexBox((0, 0), share.shape)),)]
     print("ready", flush=True)
     for _ in sys.stdin:
         restored = restore(share, server, box)
@@ -42,14 +42,14 @@ def main() -> None:
         print("right", flush=True)
 
 
-def restore(share: Share, server: LocalServer, box: Box) -> list[jax.Array]:
+def restore(share: Share, server: LocalServerClient, box: IndexBox) -> list[jax.Array]:
     reader = SnapshotReader(
-        share.plan, share.host, server, CREDENTIALS, check=lambda: None, note=lambda *_, **__: None
+        share.plan, share.host, server, CREDENTIALS, check=lambda: None, record_event=lambda *_, **__: None
     )
     with contextlib.closing(reader):
-        slabs = Slabs()
-        targets = [Target(number, box, slabs.take(box.shape, DTYPE)) for number in range(share.leaves)]
-        Gatherer(reader, reader.manifests()).gather(targets)
+        slabs = SlabAllocator()
+        targets = [GatherTarget(number, box, slabs.allocate(box.shape, DTYPE)) for number in range(share.leaves)]
+        BoxGatherer(reader, reader.read_manifests()).gather(targets)
         return jax.block_until_ready(jax.device_put([target.data for target in targets], jax.devices()[0]))
 
 

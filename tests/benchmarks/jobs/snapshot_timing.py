@@ -94,7 +94,7 @@ class Bench:
     def _try(self, name: str, states: float, measure: Callable[[], None]) -> None:
         """One case, unless memory or time do not suffice."""
         spent_s = time.monotonic() - self._began_s
-        needed, free = int(states * self._state.nbytes) + SPARE_BYTES, read_free_memory().free
+        needed, free = int(states * self._state.nbytes) + SPARE_BYTES, read_free_memory().free_bytes
         if spent_s > self._wanted.limit_s:
             self._skipped[name] = (
                 f"{spent_s:.0f} s were spent before, the limit is {self._wanted.limit_s:.0f} s"

@@ -36,7 +36,7 @@ from benchmarks.resilience.timeline import (
 )
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import InternalError
-from resilient_jax.state.snapshot_interval import steps_between
+from resilient_jax.state.snapshot_interval import compute_interval_steps
 
 BEST: Final = "Orbax, best n"
 DEFAULTS_FAULT: Final = 3
@@ -208,7 +208,7 @@ class Campaign:
         for system in OUR_SYSTEMS:
             self._run_system(system, size, seed, every=0)
         pace_s = self.paces[BARE].step_s
-        best = steps_between(self.checkpoint_cost_s, size.failure_every * pace_s, pace_s)
+        best = compute_interval_steps(self.checkpoint_cost_s, size.failure_every * pace_s, pace_s)
         self._run_system(BEST, size, seed, every=best)
         found = {f"Orbax, n = {every}": every for every in self.scale.fixed}
         for system, every in found.items():
