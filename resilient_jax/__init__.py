@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from resilient_jax.errors import ResilientJaxError as ResilientJaxError
     from resilient_jax.planning.model_file import load_model_shape as load_model_shape
     from resilient_jax.planning.plan import Plan as Plan
-    from resilient_jax.planning.program_cost import Profile as Profile
+    from resilient_jax.planning.program_cost import ProgramCost as ProgramCost
     from resilient_jax.planning.replanning import replan as replan
-    from resilient_jax.planning.search import search as search
+    from resilient_jax.planning.search import search_plan as search_plan
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
-    from resilient_jax.planning.transformer_cost import profile_transformer as profile_transformer
+    from resilient_jax.planning.transformer_cost import analyze_transformer as analyze_transformer
     from resilient_jax.program_cost.program_analysis import profile_of as profile_of
     from resilient_jax.sharding.logical_axes import Naming as Naming
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
@@ -86,7 +86,7 @@ __all__ = [
     "Plan",
     "Planning",
     "Prefetcher",
-    "Profile",
+    "ProgramCost",
     "Reading",
     "ReplicaShape",
     "ResilientJaxError",
@@ -101,10 +101,10 @@ __all__ = [
     "load_topology",
     "microbatch_data",
     "profile_of",
-    "profile_transformer",
+    "analyze_transformer",
     "replan",
     "run",
-    "search",
+    "search_plan",
 ]
 
 

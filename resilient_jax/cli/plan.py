@@ -23,12 +23,12 @@ from resilient_jax.cli.plan_options import (
 from resilient_jax.cli.plan_table import print_plans
 from resilient_jax.cli.topology_table import print_topology
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.branch_and_bound import Fixed
+from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import Replan, replan
-from resilient_jax.planning.search import search_best
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.replanning import ReplanDecision, replan
+from resilient_jax.planning.search import search_plans
+from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology, load_topology
 
 MAX_BATCH = 10**9
@@ -78,13 +78,13 @@ def plan(
     full = load_topology(topology)
     now = change_topology(full, lose or (), slow or ())
     shape = load_model_shape(model)
-    profile = profile_transformer(shape.transformer, name=shape.name)
+    profile = analyze_transformer(shape.transformer, name=shape.name)
     constants = constants_for(calibration, topology)
-    fixed = Fixed(parse_axes(fix or ()), min_replicas=min_replicas)
+    fixed = PlanConstraints(parse_axes(fix or ()), min_replicas=min_replicas)
 
     def find(where: Topology, number: int) -> tuple[Plan, ...]:
-        return search_best(
-            profile, where, global_batch=global_batch, calibration=constants, fixed=fixed, top=number
+        return search_plans(
+            profile, where, global_batch=global_batch, calibration=constants, constraints=fixed, top=number
         )
 
     started = time.monotonic()
@@ -98,6 +98,6 @@ def plan(
             print_plans(console, plans, change, search_s)
 
 
-def _react(before: Plan, now: Topology, fixed: Fixed) -> Replan | None:
+def _react(before: Plan, now: Topology, fixed: PlanConstraints) -> ReplanDecision | None:
     """What to do; nothing is said where axes are given: then there is no choice."""
     return None if fixed.axes else replan(before, now, min_replicas=fixed.min_replicas)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import Option, Replan
+from resilient_jax.planning.replanning import ReplanOption, ReplanDecision
 
 
-def print_plans_as_json(plans: Sequence[Plan], change: Replan | None, search_s: float) -> None:
+def print_plans_as_json(plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:
     """One object: the plans, the fastest first, and what to do after a change."""
     values = {
         "search_s": search_s,
@@ -23,19 +23,19 @@ def print_plans_as_json(plans: Sequence[Plan], change: Replan | None, search_s: 
 def describe_plan(plan: Plan) -> dict[str, object]:
     """All that a plan says, in types that JSON has."""
     return {
-        "model": plan.model,
-        "topology": plan.topology,
-        "axes": {str(axis): size for axis, size in plan.sizes.items()},
+        "model": plan.model_name,
+        "topology": plan.topology_name,
+        "axes": {str(axis): size for axis, size in plan.axis_sizes.items()},
         "microbatch_sequences": plan.microbatch_sequences,
-        "sequences_per_device": plan.batch.sequences,
-        "rematerialise": plan.batch.rematerialise,
-        "teams": [dataclasses.asdict(team) for team in plan.teams],
+        "sequences_per_device": plan.microbatch.sequences,
+        "rematerialise": plan.microbatch.remat,
+        "teams": [dataclasses.asdict(team) for team in plan.replica_classes],
         "hosts": [dataclasses.asdict(span) for span in plan.hosts],
         "spares": [dataclasses.asdict(span) for span in plan.spares],
         "devices_used": plan.devices_used,
         "devices_spare": plan.devices_spare,
         "step_time_s": plan.step_time_s,
-        "step_s": plan.step.by_term(),
+        "step_s": plan.step_breakdown.by_term(),
         "memory_bytes": plan.memory.total,
         "memory_by_term_bytes": dataclasses.asdict(plan.memory),
         "usable_bytes": plan.usable_bytes,
@@ -45,24 +45,24 @@ def describe_plan(plan: Plan) -> dict[str, object]:
     }
 
 
-def _describe_change(change: Replan) -> dict[str, object]:
+def _describe_change(change: ReplanDecision) -> dict[str, object]:
     return {
         "reason": change.reason,
         "next_failure_s": change.next_failure_s,
         "options": [_describe_option(option) for option in (change.chosen, *change.others)],
-        "moves": [dataclasses.asdict(move) for move in change.moves],
+        "moves": [dataclasses.asdict(move) for move in change.transfers],
     }
 
 
-def _describe_option(option: Option) -> dict[str, object]:
+def _describe_option(option: ReplanOption) -> dict[str, object]:
     return {
-        "choice": option.choice,
+        "choice": option.action,
         "shape": option.plan.shape,
         "step_time_s": option.step_time_s,
         "search_s": option.search_s,
         "compile_s": option.compile_s,
         "move_s": option.move_s,
-        "bytes_moved": option.moves.bytes_moved,
-        "bytes_lost": option.moves.bytes_lost,
+        "bytes_moved": option.migration.bytes_moved,
+        "bytes_lost": option.migration.bytes_lost,
         "score": option.score,
     }

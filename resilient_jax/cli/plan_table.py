@@ -9,25 +9,25 @@ from rich.table import Table
 
 from resilient_jax.cli.topology_table import scale
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import Option, Replan
+from resilient_jax.planning.replanning import ReplanOption, ReplanDecision
 
 BAR_CELLS = 50
 """Length of the chart's longest bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_plans(console: Console, plans: Sequence[Plan], change: Replan | None, search_s: float) -> None:
+def print_plans(console: Console, plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:
     """The best plans, where their time and memory goes, and what a change of the cluster means."""
     best = plans[0]
     console.print(
-        f"{escape(best.model)} on {escape(best.topology)}: {best.devices} devices, {best.global_batch} sequences in a "
+        f"{escape(best.model_name)} on {escape(best.topology_name)}: {best.device_count} devices, {best.global_batch} sequences in a "
         f"step; searched in {1e3 * search_s:.0f} ms"
     )
     console.print(tabulate_plans(plans))
     console.print(tabulate_times(plans))
     console.print(tabulate_memory(plans))
     console.print("where the time of the best goes:")
-    for line in draw_bars(best.step.by_term()):
+    for line in draw_bars(best.step_breakdown.by_term()):
         console.print(line, highlight=False)
     console.print(f"why: {escape(best.reason)}")
     if change is not None:
@@ -41,12 +41,12 @@ def tabulate_plans(plans: Sequence[Plan]) -> Table:
     for name in ("microbatch", "again", "quotas", "spare", "step", "tokens/s", "MFU", "memory"):
         table.add_column(name, justify="right")
     for place, plan in enumerate(plans, 1):
-        quotas = sorted({quota for team in plan.teams for _, quota in team.quotas})
+        quotas = sorted({quota for team in plan.replica_classes for _, quota in team.quotas})
         table.add_row(
             str(place),
             plan.shape,
-            f"{plan.microbatch_sequences} ({plan.batch.sequences} each)",
-            "yes" if plan.batch.rematerialise else "no",
+            f"{plan.microbatch_sequences} ({plan.microbatch.sequences} each)",
+            "yes" if plan.microbatch.remat else "no",
             f"{quotas[0]}" if len(quotas) == 1 else f"{quotas[0]} to {quotas[-1]}",
             str(plan.devices_spare),
             f"{plan.step_time_s:.4g} s",
@@ -59,7 +59,7 @@ def tabulate_plans(plans: Sequence[Plan]) -> Table:
 
 def tabulate_times(plans: Sequence[Plan]) -> Table:
     """Seconds of a step by term; terms that no plan has are left out."""
-    terms = [plan.step.by_term() for plan in plans]
+    terms = [plan.step_breakdown.by_term() for plan in plans]
     return _tabulate("seconds of a step by term", terms, lambda seconds: f"{seconds:.3g}")
 
 
@@ -100,7 +100,7 @@ def _bar(part: float) -> str:
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
 
 
-def _tabulate_options(change: Replan) -> Table:
+def _tabulate_options(change: ReplanDecision) -> Table:
     table = Table(
         "", "plan", title=f"after the change, {change.next_failure_s / 3600:.3g} h before the next failure"
     )
@@ -111,14 +111,14 @@ def _tabulate_options(change: Replan) -> Table:
     return table
 
 
-def _describe(option: Option) -> tuple[str, ...]:
+def _describe(option: ReplanOption) -> tuple[str, ...]:
     return (
-        str(option.choice),
+        str(option.action),
         option.plan.shape,
         f"{option.step_time_s:.4g} s",
         f"{option.search_s:.3g} s",
         f"{option.compile_s:.3g} s",
         f"{option.move_s:.3g} s",
-        scale(option.moves.bytes_moved, "B"),
+        scale(option.migration.bytes_moved, "B"),
         f"{option.score:.4g}",
     )

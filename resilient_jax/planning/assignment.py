@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 
-def assign_least(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+def solve_assignment(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Gives for each row its column; every column once, and the sum of costs is least.
 
     The Hungarian method with potentials (Kuhn 1955, https://doi.org/10.1002/nav.3800020109): rows are added one by one,

@@ -28,11 +28,11 @@ class Axis(enum.StrEnum):
     """Cuts the stack of layers into stages."""
 
 
-Sizes = Mapping[Axis, int] | Mapping[str, int]
+AxisSizes = Mapping[Axis, int] | Mapping[str, int]
 """Of axes, by what they are or by their names."""
 
 
-def read_sizes(given: Sizes) -> dict[Axis, int]:
+def parse_axis_sizes(given: AxisSizes) -> dict[Axis, int]:
     """Gives the sizes by axis.
 
     Raises:
@@ -50,7 +50,7 @@ def read_sizes(given: Sizes) -> dict[Axis, int]:
 LAYERS: Final = "layers"
 """The dim over which the parameters of equal layers are stacked; it is none of a tensor's own dims."""
 
-AXIS_OF: Final[Mapping[str, Axis | None]] = MappingProxyType(
+AXIS_BY_LOGICAL_NAME: Final[Mapping[str, Axis | None]] = MappingProxyType(
     {
         "embed": Axis.FSDP,
         "heads": Axis.TENSOR,

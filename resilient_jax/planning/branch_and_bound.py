@@ -14,38 +14,38 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, assert_never
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cost_model import Price, Pricing, Team
-from resilient_jax.planning.device_layout import Group, Layout, Microbatch, layouts_of
-from resilient_jax.planning.lower_bounds import Bounds, divides_batch
-from resilient_jax.planning.stage_balancing import even_out, with_fewer
-from resilient_jax.planning.tensor_partition import find_sizes
+from resilient_jax.planning.cost_model import PlanCost, CostModel, BlockClass
+from resilient_jax.planning.device_layout import ReplicaAxes, DeviceLayout, MicrobatchConfig, enumerate_layouts
+from resilient_jax.planning.lower_bounds import LowerBounds, find_divisors
+from resilient_jax.planning.stage_balancing import relax_layer_limits, tighten_layer_limits
+from resilient_jax.planning.tensor_partition import find_axis_sizes
 
-BLOCKS = tuple(sorted({factor << power for power in range(16) for factor in (1, 3)}))
+BLOCK_SIZES = tuple(sorted({factor << power for power in range(16) for factor in (1, 3)}))
 """Sizes of blocks of replicas: fixed, so that more hosts never take a choice away."""
 
 
-class Candidate(NamedTuple):
+class PlanCandidate(NamedTuple):
     """A plan in few words, with its price."""
 
     step_s: float
-    layout: Layout
-    batch: Microbatch
+    layout: DeviceLayout
+    microbatch: MicrobatchConfig
     blocks: int
 
 
-class Fixed(NamedTuple):
+class PlanConstraints(NamedTuple):
     """What is not searched for. Axes by name; a microbatch, or None; and how many replicas there are at least."""
 
     axes: Mapping[Axis, int]
-    batch: Microbatch | None = None
+    microbatch: MicrobatchConfig | None = None
     min_replicas: int = 1
 
 
-NO_AXES: Mapping[Axis, int] = {}
-FREE = Fixed(NO_AXES)
+NO_FIXED_AXES: Mapping[Axis, int] = {}
+NO_CONSTRAINTS = PlanConstraints(NO_FIXED_AXES)
 
 
-def useful_levels(pricing: Pricing, stages: int) -> tuple[int, ...]:
+def find_useful_levels(pricing: CostModel, stages: int) -> tuple[int, ...]:
     """Gives the levels in one domain of which it is worth to place a replica of so many stages; the last has all hosts.
 
     Left out is only what never changes the best step, so that a link that becomes as fast as another takes no plan
@@ -55,7 +55,7 @@ def useful_levels(pricing: Pricing, stages: int) -> tuple[int, ...]:
     messages may follow one another there.
     """
     last = len(pricing.links) - 1
-    kinds = pricing.question.pool.kinds
+    kinds = pricing.request.pool.kinds
     is_alike = len({kind.accelerator for kind in kinds} if stages == 1 else kinds) == 1
     return tuple(
         level
@@ -64,12 +64,12 @@ def useful_levels(pricing: Pricing, stages: int) -> tuple[int, ...]:
     )
 
 
-def groups_of(pricing: Pricing, fixed: Fixed) -> Iterator[Group]:
+def enumerate_axes(pricing: CostModel, fixed: PlanConstraints) -> Iterator[ReplicaAxes]:
     """Yields the sizes of the axes that cut a layer and of the pipeline, FSDP left at 1."""
-    profile, devices = pricing.question.profile, pricing.devices
+    profile, devices = pricing.request.program_cost, pricing.devices
 
     def sizes(axis: Axis) -> tuple[int, ...]:
-        allowed = find_sizes(profile, axis, devices)
+        allowed = find_axis_sizes(profile, axis, devices)
         return tuple(size for size in allowed if size == fixed.axes.get(axis, size))
 
     stages = sizes(Axis.PIPELINE)
@@ -79,11 +79,11 @@ def groups_of(pricing: Pricing, fixed: Fixed) -> Iterator[Group]:
         for stage_count in stages:
             if tensor * sequence * expert * stage_count > devices:
                 break
-            yield Group(tensor=tensor, sequence=sequence, expert=expert, pipeline=stage_count)
+            yield ReplicaAxes(tensor=tensor, sequence=sequence, expert=expert, pipeline=stage_count)
 
 
-def visit(
-    pricing: Pricing, fixed: Fixed, limit_s: Callable[[Group], float], keep: Callable[[Candidate], None]
+def visit_candidates(
+    pricing: CostModel, fixed: PlanConstraints, limit_s: Callable[[ReplicaAxes], float], keep: Callable[[PlanCandidate], None]
 ) -> None:
     """Gives `keep` every candidate that could be below its limit.
 
@@ -113,13 +113,13 @@ class _Known(enum.IntEnum):
 
 class _Node(NamedTuple):
     least_s: float
-    group: Group
+    group: ReplicaAxes
     known: _Known
     replicas: int = 0
-    batch: Microbatch | None = None
+    batch: MicrobatchConfig | None = None
 
 
-NO_GROUP = Group(0, 0, 0, 0, 0)
+NO_GROUP = ReplicaAxes(0, 0, 0, 0, 0)
 """Its limit is that of any that was not found yet."""
 
 
@@ -128,26 +128,26 @@ class _Visit:
 
     def __init__(
         self,
-        pricing: Pricing,
-        fixed: Fixed,
-        limit_s: Callable[[Group], float],
-        keep: Callable[[Candidate], None],
+        pricing: CostModel,
+        fixed: PlanConstraints,
+        limit_s: Callable[[ReplicaAxes], float],
+        keep: Callable[[PlanCandidate], None],
     ) -> None:
         self._pricing = pricing
         self._fixed = fixed
         self._limit_s = limit_s
         self._keep = keep
-        self._levels = tuple(useful_levels(pricing, stages) for stages in (1, 2))
-        self._bounds = Bounds(pricing, self._levels[0])
+        self._levels = tuple(find_useful_levels(pricing, stages) for stages in (1, 2))
+        self._bounds = LowerBounds(pricing, self._levels[0])
         wanted = fixed.axes.get(Axis.FSDP)
-        parts = divides_batch(pricing.question.global_batch)
+        parts = find_divisors(pricing.request.global_batch)
         self._fsdps = [size for size in parts if wanted in (None, size)]
-        self._layouts: dict[Group, tuple[tuple[Layout, int], ...]] = {}
+        self._layouts: dict[ReplicaAxes, tuple[tuple[DeviceLayout, int], ...]] = {}
 
     def run(self) -> None:
         """Until nothing is left that could be of use."""
-        groups = groups_of(self._pricing, self._fixed)
-        queue = [_Node(self._bounds.bare_step_s(group), group, _Known.BARE) for group in groups]
+        groups = enumerate_axes(self._pricing, self._fixed)
+        queue = [_Node(self._bounds.bound_step_compute_s(group), group, _Known.BARE) for group in groups]
         heapq.heapify(queue)
         while queue:
             node = heapq.heappop(queue)
@@ -160,11 +160,11 @@ class _Visit:
     def _expand(self, node: _Node) -> Iterator[_Node]:
         match node.known:
             case _Known.BARE:
-                yield _Node(self._bounds.narrow_step_s(node.group), node.group, _Known.NARROW)
+                yield _Node(self._bounds.bound_step_s(node.group), node.group, _Known.NARROW)
             case _Known.NARROW:
                 yield from self._with_fsdp(node.group)
             case _Known.FSDP:
-                sharp = self._bounds.sharp_step_s(node.group, node.replicas)
+                sharp = self._bounds.bound_feasible_step_s(node.group, node.replicas)
                 yield node._replace(least_s=sharp, known=_Known.SHARP)
             case _Known.SHARP:
                 yield from self._with_batch(node)
@@ -174,7 +174,7 @@ class _Visit:
             case _:
                 assert_never(node.known)
 
-    def _with_fsdp(self, narrow: Group) -> Iterator[_Node]:
+    def _with_fsdp(self, narrow: ReplicaAxes) -> Iterator[_Node]:
         tensor, sequence, expert, _, stages = narrow
         each, devices = narrow.devices, self._pricing.devices
         most = self._fixed.axes.get(Axis.REPLICA, devices)
@@ -183,84 +183,84 @@ class _Visit:
             replicas = min(devices // (each * fsdp), most)
             if replicas < least:
                 return
-            group = Group(tensor, sequence, expert, fsdp, stages)
-            yield _Node(self._bounds.quick_step_s(group, replicas), group, _Known.FSDP, replicas)
+            group = ReplicaAxes(tensor, sequence, expert, fsdp, stages)
+            yield _Node(self._bounds.bound_fsdp_step_s(group, replicas), group, _Known.FSDP, replicas)
 
     def _with_batch(self, node: _Node) -> Iterator[_Node]:
-        question, group = self._pricing.question, node.group
+        question, group = self._pricing.request, node.group
         share = question.global_batch // group.fsdp
-        for again in (False, True) if question.profile.can_rematerialise else (False,):
-            for size in divides_batch(share):
-                batch = Microbatch(size, again)
+        for again in (False, True) if question.program_cost.can_remat else (False,):
+            for size in find_divisors(share):
+                batch = MicrobatchConfig(size, again)
                 if share // size < self._fixed.min_replicas or not self._bounds.fitting.may_fit(group, batch):
                     break  # a larger microbatch needs more still, and there are fewer of them
-                if self._fixed.batch in (None, batch):
-                    bound = self._bounds.step_s(group, batch, node.replicas)
+                if self._fixed.microbatch in (None, batch):
+                    bound = self._bounds.bound_microbatch_step_s(group, batch, node.replicas)
                     yield _Node(bound, group, _Known.BATCH, node.replicas, batch)
 
-    def _layouts_of(self, group: Group) -> tuple[tuple[Layout, int], ...]:
+    def _layouts_of(self, group: ReplicaAxes) -> tuple[tuple[DeviceLayout, int], ...]:
         """With how many replicas the hosts can make of each."""
         if group not in self._layouts:
-            layouts = layouts_of(
+            layouts = enumerate_layouts(
                 group,
-                self._pricing.question.pool.devices_per_host,
+                self._pricing.request.pool.devices_per_host,
                 self._levels[group.pipeline > 1],
             )
             self._layouts[group] = tuple((one, self._pricing.count_replicas(one)) for one in layouts)
         return self._layouts[group]
 
-    def _visit_batch(self, group: Group, batch: Microbatch) -> None:
+    def _visit_batch(self, group: ReplicaAxes, batch: MicrobatchConfig) -> None:
         for layout, replicas in self._layouts_of(group):
-            if self._bounds.step_s(group, batch, replicas) < self._limit_s(group):
+            if self._bounds.bound_microbatch_step_s(group, batch, replicas) < self._limit_s(group):
                 self._visit_layout(layout, batch)
 
-    def _visit_layout(self, layout: Layout, batch: Microbatch) -> None:
+    def _visit_layout(self, layout: DeviceLayout, batch: MicrobatchConfig) -> None:
         """Replicas one by one, then in blocks, which shorten nothing but the sum over replicas."""
         pricing = self._pricing
-        teams = pricing.teams(layout, batch, self._limit_s(layout.group))
+        teams = pricing.find_block_classes(layout, batch, self._limit_s(layout.axes))
         if not teams:
             return
         self._keep_all(layout, batch, teams)
-        if layout.level == layout.outermost:
+        if layout.level == layout.outermost_level:
             return
         most = min(
             sum(team.blocks for team in teams),
-            pricing.microbatches(layout.group, batch) // layout.replicas_inside,
+            pricing.count_microbatches(layout.axes, batch) // layout.replicas_per_slot,
         )
         if most < 2:
             return
-        done_s = pricing.deal(layout, batch, teams, most).finish_s
-        done_s += pricing.question.calibration.step_overhead_s
-        for block in BLOCKS[1:]:
-            if block > most or done_s >= self._limit_s(layout.group):
+        done_s = pricing.assign_microbatches(layout, batch, teams, most).makespan_s
+        done_s += pricing.request.calibration.step_overhead_s
+        for block in BLOCK_SIZES[1:]:
+            if block > most or done_s >= self._limit_s(layout.axes):
                 return
             blocked = layout._replace(block=block)
-            self._keep_all(blocked, batch, pricing.teams(blocked, batch))
+            self._keep_all(blocked, batch, pricing.find_block_classes(blocked, batch))
 
-    def _keep_all(self, layout: Layout, batch: Microbatch, teams: tuple[Team, ...]) -> None:
+    def _keep_all(self, layout: DeviceLayout, batch: MicrobatchConfig, teams: tuple[BlockClass, ...]) -> None:
         """Layers split for the fastest microbatch; then, while that may be of use, with less on the fullest stage."""
-        pricing, group = self._pricing, layout.group
+        pricing, group = self._pricing, layout.axes
         waiting, seen = [(layout, teams)], {layout}
         while waiting:
             layout, teams = waiting.pop()
-            evened = even_out(pricing, layout, batch, teams)
+            evened = relax_layer_limits(pricing, layout, batch, teams)
             least_s = math.inf
-            for blocks, price in count_blocks(
+            for blocks, price in enumerate_block_counts(
                 pricing, self._fixed, layout, batch, teams, self._limit_s(group)
             ):
-                self._keep(Candidate(price.step_s, layout, batch, blocks))
-                least_s = min(least_s, price.dealt.finish_s + sum(pricing.close_s(layout, evened, blocks)))
+                self._keep(PlanCandidate(price.step_s, layout, batch, blocks))
+                least_s = min(least_s, price.assignment.makespan_s + sum(pricing.estimate_reduction_and_update_s(layout, evened, blocks)))
             if group.pipeline == 1 or least_s >= self._limit_s(group):
                 continue
-            for other in with_fewer(pricing, layout, teams):
+            for other in tighten_layer_limits(pricing, layout, teams):
                 if other not in seen:
                     seen.add(other)
-                    waiting.append((other, pricing.teams(other, batch)))
+                    waiting.append((other, pricing.find_block_classes(other, batch)))
 
 
-def count_blocks(
-    pricing: Pricing, fixed: Fixed, layout: Layout, batch: Microbatch, teams: tuple[Team, ...], limit_s: float
-) -> Iterator[tuple[int, Price]]:
+def enumerate_block_counts(
+    pricing: CostModel, fixed: PlanConstraints, layout: DeviceLayout, batch: MicrobatchConfig, teams: tuple[BlockClass, ...], limit_s: float
+) -> Iterator[tuple[int, PlanCost]]:
     """Yields the numbers of blocks that may be best, the largest first.
 
     Of all numbers for which the last replica is done at the same time the fewest are best: the sum over them is
@@ -268,23 +268,23 @@ def count_blocks(
     """
     each = layout.replicas_per_block
     fewest = -(-fixed.min_replicas // each)
-    most = min(sum(team.blocks for team in teams), pricing.microbatches(layout.group, batch) // each)
+    most = min(sum(team.blocks for team in teams), pricing.count_microbatches(layout.axes, batch) // each)
     if (wanted := fixed.axes.get(Axis.REPLICA)) is not None:
         if wanted % each == 0 and fewest <= wanted // each <= most:
-            yield wanted // each, pricing.price(layout, batch, teams, wanted // each)
+            yield wanted // each, pricing.estimate_plan(layout, batch, teams, wanted // each)
         return
     while most >= fewest:
-        finish = pricing.deal(layout, batch, teams, most).finish_s
+        finish = pricing.assign_microbatches(layout, batch, teams, most).makespan_s
         if finish >= limit_s:
             return
         low, high = fewest, most
         while low < high:
             middle = (low + high) // 2
-            if pricing.deal(layout, batch, teams, middle).finish_s <= finish:
+            if pricing.assign_microbatches(layout, batch, teams, middle).makespan_s <= finish:
                 high = middle
             else:
                 low = middle + 1
-        price = pricing.price(layout, batch, teams, low)
+        price = pricing.estimate_plan(layout, batch, teams, low)
         limit_s = min(limit_s, price.step_s)
         yield low, price
         most = low - 1

@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.cost_model import Pricing
+from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.plan import Plan
 
-FITTED = (
+FITTED_CONSTANTS = (
     "matrix_efficiency",
     "memory_efficiency",
     "link_efficiency",
@@ -18,7 +18,7 @@ FITTED = (
     "step_overhead_s",
 )
 """In the order in which they are tried. The overlaps and memory are not: step times hardly tell them apart."""
-_PARTS = frozenset(FITTED[:3])
+_PARTS = frozenset(FITTED_CONSTANTS[:3])
 FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
 WORTHWHILE = 0.99
 """An error that falls by less is not followed with steps as long as this one."""
@@ -27,7 +27,7 @@ LEAST = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+class StepMeasurement:
     """A plan, and how long its step took, in seconds: a median of many."""
 
     plan: Plan
@@ -35,7 +35,7 @@ class Measurement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class CalibrationFit:
     """The constants that fit best.
 
     Attributes:
@@ -49,15 +49,15 @@ class Fit:
     error_before: float
 
 
-def estimate_s(plan: Plan, calibration: Calibration) -> float:
+def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
     """Gives the step time of a plan with other constants."""
-    pricing = Pricing(dataclasses.replace(plan.question, calibration=calibration))
-    teams = {team.composition: team for team in pricing.teams(plan.layout, plan.batch)}
-    ordered = [teams[composition] for composition in plan.order]
-    return pricing.price(plan.layout, plan.batch, ordered, plan.blocks).step_s
+    pricing = CostModel(dataclasses.replace(plan.request, calibration=calibration))
+    teams = {team.composition: team for team in pricing.find_block_classes(plan.layout, plan.microbatch)}
+    ordered = [teams[composition] for composition in plan.compositions]
+    return pricing.estimate_plan(plan.layout, plan.microbatch, ordered, plan.blocks).step_s
 
 
-def calibrate(measurements: Sequence[Measurement], start: Calibration | None = None) -> Fit:
+def fit_calibration(measurements: Sequence[StepMeasurement], start: Calibration | None = None) -> CalibrationFit:
     """Gives the constants with which the estimates are nearest to measured steps.
 
     Least squares of ln(estimated / measured), so that a short step counts as much as a long one; by a pattern search
@@ -76,7 +76,7 @@ def calibrate(measurements: Sequence[Measurement], start: Calibration | None = N
         raise PlanError(
             f"measurements: found {[m.step_s for m in measurements]}, expected one or more steps that took a time > 0"
         )
-    base = measurements[0].plan.question.calibration if start is None else start
+    base = measurements[0].plan.request.calibration if start is None else start
     error_before = base_error = _error(measurements, base)
     factor = FIRST_FACTOR
     while factor > LAST_FACTOR:
@@ -89,14 +89,14 @@ def calibrate(measurements: Sequence[Measurement], start: Calibration | None = N
             ahead = _beyond(base, best)
             base, base_error = best, error
             best, error = _explore(measurements, ahead, _error(measurements, ahead), factor)
-    return Fit(calibration=base, error=base_error, error_before=error_before)
+    return CalibrationFit(calibration=base, error=base_error, error_before=error_before)
 
 
 def _explore(
-    measurements: Sequence[Measurement], calibration: Calibration, error: float, factor: float
+    measurements: Sequence[StepMeasurement], calibration: Calibration, error: float, factor: float
 ) -> tuple[Calibration, float]:
     """Gives the best that is found when each constant is changed by a factor, one after the other."""
-    for name in FITTED:
+    for name in FITTED_CONSTANTS:
         for times in (factor, 1 / factor):
             other = _with(calibration, {name: getattr(calibration, name) * times})
             if (found := _error(measurements, other)) < error:
@@ -107,7 +107,7 @@ def _explore(
 
 def _beyond(start: Calibration, end: Calibration) -> Calibration:
     """As far behind `end` as that is from `start`."""
-    ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED}
+    ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED_CONSTANTS}
     return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
 
 
@@ -119,6 +119,6 @@ def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
     return dataclasses.replace(calibration, **allowed)
 
 
-def _error(measurements: Sequence[Measurement], calibration: Calibration) -> float:
-    squares = [math.log(estimate_s(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
+def _error(measurements: Sequence[StepMeasurement], calibration: Calibration) -> float:
+    squares = [math.log(estimate_step_s(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
     return math.sqrt(sum(squares) / len(squares))

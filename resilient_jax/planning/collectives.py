@@ -13,23 +13,23 @@ import math
 from collections.abc import Sequence
 from typing import assert_never
 
-from resilient_jax.planning.program_cost import ExchangeKind
+from resilient_jax.planning.program_cost import CollectiveKind
 from resilient_jax.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class DeviceLink:
     """What one device gets of a level of links: bytes per second each way, and the latency of a message."""
 
     bytes_per_s: float
     latency_s: float
 
 
-Spread = tuple[int, ...]
+LevelFactors = tuple[int, ...]
 """How many parts of a group meet at each level, from inside a host outward; their product is the group's size."""
 
 
-def links_of(topology: Topology, efficiency: float, latency_factor: float = 1.0) -> tuple[Link, ...]:
+def find_device_links(topology: Topology, efficiency: float, latency_factor: float = 1.0) -> tuple[DeviceLink, ...]:
     """Gives the links of a topology as a device sees them while all devices of its host send.
 
     Args:
@@ -39,7 +39,7 @@ def links_of(topology: Topology, efficiency: float, latency_factor: float = 1.0)
     """
     senders = max(kind.devices for kind in topology.classes)
     return tuple(
-        Link(
+        DeviceLink(
             bytes_per_s=level.bandwidth_of_device(senders) * efficiency,
             latency_s=level.latency_s * latency_factor,
         )
@@ -47,8 +47,8 @@ def links_of(topology: Topology, efficiency: float, latency_factor: float = 1.0)
     )
 
 
-def time_of(
-    kind: ExchangeKind, message_bytes: float, spread: Spread, links: Sequence[Link], pieces: int = 1
+def estimate_collective_s(
+    kind: CollectiveKind, message_bytes: float, spread: LevelFactors, links: Sequence[DeviceLink], pieces: int = 1
 ) -> float:
     """Gives the seconds of one collective, or of several after one another that send an array in pieces.
 
@@ -72,17 +72,17 @@ def time_of(
     6.000006
     """
     match kind:
-        case ExchangeKind.ALL_GATHER | ExchangeKind.REDUCE_SCATTER:
+        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
             return pieces * _gather_s(message_bytes / pieces, spread, links)
-        case ExchangeKind.ALL_REDUCE:
+        case CollectiveKind.ALL_REDUCE:
             return 2 * pieces * _gather_s(message_bytes / pieces, spread, links)
-        case ExchangeKind.ALL_TO_ALL:
+        case CollectiveKind.ALL_TO_ALL:
             return pieces * _exchange_s(message_bytes / pieces, spread, links)
         case _:
             assert_never(kind)
 
 
-def _gather_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+def _gather_s(message_bytes: float, spread: LevelFactors, links: Sequence[DeviceLink]) -> float:
     inside = between = latency = 0.0
     for level, (parts, link) in enumerate(zip(spread, links, strict=False)):
         if parts > 1:
@@ -93,7 +93,7 @@ def _gather_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> fl
     return max(inside, between) + latency
 
 
-def _exchange_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+def _exchange_s(message_bytes: float, spread: LevelFactors, links: Sequence[DeviceLink]) -> float:
     devices = math.prod(spread)
     inside = between = latency = 0.0
     below = 1
@@ -106,7 +106,7 @@ def _exchange_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> 
     return max(inside, between) + latency
 
 
-def send_s(message_bytes: float, spread: Spread, links: Sequence[Link]) -> float:
+def estimate_send_s(message_bytes: float, spread: LevelFactors, links: Sequence[DeviceLink]) -> float:
     """Gives the seconds of a message between neighbours along an axis, over the widest link that the axis crosses."""
     crossed = [link for parts, link in zip(spread, links, strict=False) if parts > 1]
     return max((link.latency_s + message_bytes / link.bytes_per_s for link in crossed), default=0.0)

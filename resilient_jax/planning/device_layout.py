@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.collectives import Spread
-from resilient_jax.planning.makespan import ANY_NUMBER
+from resilient_jax.planning.collectives import LevelFactors
+from resilient_jax.planning.makespan import UNLIMITED
 
 
-class Group(NamedTuple):
+class ReplicaAxes(NamedTuple):
     """The axes of one replica: what each device holds follows from them."""
 
     tensor: int = 1
@@ -24,39 +24,39 @@ class Group(NamedTuple):
         return self.tensor * self.sequence * self.expert * self.fsdp * self.pipeline
 
     @property
-    def cut_sizes(self) -> dict[Axis, int]:
+    def state_axis_sizes(self) -> dict[Axis, int]:
         """The axes that cut tensors of the state, for `cut`."""
         return {Axis.TENSOR: self.tensor, Axis.EXPERT: self.expert, Axis.FSDP: self.fsdp}
 
 
-class Microbatch(NamedTuple):
+class MicrobatchConfig(NamedTuple):
     """What a replica computes at a time.
 
     `sequences` are those of one device, so `fsdp` times as many are in the microbatch of a replica.
     """
 
     sequences: int = 1
-    rematerialise: bool = False
+    remat: bool = False
 
 
-class Most(NamedTuple):
+class StageLayerLimits(NamedTuple):
     """How many layers a stage may have, by where it is in its pipeline; of one stage all hold."""
 
-    first: int = ANY_NUMBER
-    between: int = ANY_NUMBER
-    last: int = ANY_NUMBER
+    first: int = UNLIMITED
+    middle: int = UNLIMITED
+    last: int = UNLIMITED
 
-    def of_stages(self, stages: int) -> tuple[int, ...]:
+    def per_stage(self, stages: int) -> tuple[int, ...]:
         """Stage by stage."""
         if stages == 1:
             return (min(self),)
-        return (self.first, *[self.between] * (stages - 2), self.last)
+        return (self.first, *[self.middle] * (stages - 2), self.last)
 
 
-AS_MANY_AS_FIT = Most()
+NO_LAYER_LIMITS = StageLayerLimits()
 
 
-class Layout(NamedTuple):
+class DeviceLayout(NamedTuple):
     """How a plan's devices stand on the topology.
 
     Innermost to outermost: tensor, sequence, expert, fsdp, pipeline, replica. Of each axis as much as fits lies
@@ -74,49 +74,49 @@ class Layout(NamedTuple):
             stage that has most.
     """
 
-    group: Group
-    inside: Group
-    replicas_inside: int
+    axes: ReplicaAxes
+    axes_in_host: ReplicaAxes
+    replicas_per_slot: int
     level: int
-    block: int
-    outermost: int
-    most: Most = AS_MANY_AS_FIT
+    block_size: int
+    outermost_level: int
+    layer_limits: StageLayerLimits = NO_LAYER_LIMITS
 
     @property
-    def cell_devices(self) -> int:
+    def devices_per_slot(self) -> int:
         """Devices of a host that are used together: of one replica, or of several whole ones."""
-        return self.inside.devices * self.replicas_inside
+        return self.axes_in_host.devices * self.replicas_per_slot
 
     @property
-    def cells(self) -> int:
+    def host_slots(self) -> int:
         """Of one replica, or of as many as share a host: how many hosts it has a part of."""
-        return self.group.devices // self.inside.devices
+        return self.axes.devices // self.axes_in_host.devices
 
     @property
     def replicas_per_block(self) -> int:
         """Replicas that are placed together."""
-        return self.replicas_inside * self.block
+        return self.replicas_per_slot * self.block_size
 
     @property
-    def stages_inside(self) -> int:
+    def stages_per_host(self) -> int:
         """Stages of a pipeline in one host."""
-        return self.inside.pipeline
+        return self.axes_in_host.pipeline
 
-    def spread_of(self, axis: Axis) -> Spread:
+    def axis_level_factors(self, axis: Axis) -> LevelFactors:
         """How an axis of a replica crosses the levels."""
-        size, inside = getattr(self.group, axis), getattr(self.inside, axis)
-        return spread_over(size, inside, self.level, self.outermost)
+        size, inside = getattr(self.axes, axis), getattr(self.axes_in_host, axis)
+        return compute_level_factors(size, inside, self.level, self.outermost_level)
 
-    def replica_spread(self, blocks: int) -> Spread:
+    def replica_level_factors(self, blocks: int) -> LevelFactors:
         """How the replica axis crosses the levels, if there are so many blocks."""
-        parts = [1] * (self.outermost + 1)
-        parts[0] = self.replicas_inside
-        parts[self.level] *= self.block
-        parts[self.outermost] *= blocks
+        parts = [1] * (self.outermost_level + 1)
+        parts[0] = self.replicas_per_slot
+        parts[self.level] *= self.block_size
+        parts[self.outermost_level] *= blocks
         return tuple(parts)
 
 
-def spread_over(size: int, inside: int, level: int, outermost: int) -> Spread:
+def compute_level_factors(size: int, inside: int, level: int, outermost: int) -> LevelFactors:
     """Gives how an axis crosses the levels if so many of its devices are inside each host and the rest at one level."""
     parts = [1] * (outermost + 1)
     parts[0] = inside
@@ -139,7 +139,7 @@ def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
     return inside, room
 
 
-def lay_out(group: Group, room: int, level: int, block: int, outermost: int) -> Layout:
+def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost: int) -> DeviceLayout:
     """Gives the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
 
     >>> lay_out(Group(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).cells
@@ -148,18 +148,18 @@ def lay_out(group: Group, room: int, level: int, block: int, outermost: int) -> 
     4
     """
     inside, left = fill_host(group, room)
-    filled = Group(*inside)
-    return Layout(
-        group=group,
-        inside=filled,
-        replicas_inside=left if filled == group else 1,
+    filled = ReplicaAxes(*inside)
+    return DeviceLayout(
+        axes=group,
+        axes_in_host=filled,
+        replicas_per_slot=left if filled == group else 1,
         level=level,
-        block=block,
-        outermost=outermost,
+        block_size=block,
+        outermost_level=outermost,
     )
 
 
-def layouts_of(group: Group, devices_per_host: int, levels: tuple[int, ...]) -> tuple[Layout, ...]:
+def enumerate_layouts(group: ReplicaAxes, devices_per_host: int, levels: tuple[int, ...]) -> tuple[DeviceLayout, ...]:
     """Gives every layout of a replica's axes with blocks of one, those that fill hosts first.
 
     Args:
@@ -169,5 +169,5 @@ def layouts_of(group: Group, devices_per_host: int, levels: tuple[int, ...]) -> 
     """
     outermost = levels[-1]
     rooms = range(devices_per_host, 0, -1)
-    found = dict.fromkeys(lay_out(group, room, outermost, 1, outermost) for room in rooms)
+    found = dict.fromkeys(make_layout(group, room, outermost, 1, outermost) for room in rooms)
     return tuple(layout._replace(level=level) for layout in found for level in levels)

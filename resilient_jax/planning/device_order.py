@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.device_layout import Layout
+from resilient_jax.planning.device_layout import DeviceLayout
 from resilient_jax.planning.placement import PlacedReplicas, place_replicas
 from resilient_jax.planning.plan import Plan
 
@@ -18,27 +18,27 @@ def find_device_order(plan: Plan) -> list[int]:
     Devices are numbered as the topology lists its hosts, each with all of its devices. Spares are left out. So the
     devices of replica r are those from `r n` to `(r + 1) n`, if a replica has n.
     """
-    question, layout = plan.question, plan.layout
+    question, layout = plan.request, plan.layout
     hosts = question.topology.hosts
     free = list(itertools.accumulate((host.devices for host in hosts), initial=0))[:-1]
-    placed = place_replicas(question.topology, question.pool, layout, plan.order, plan.blocks)
+    placed = place_replicas(question.topology, question.pool, layout, plan.compositions, plan.blocks)
     order: list[int] = []
     for cells in placed:
         starts = []
         for place in cells:
             starts.append(free[place])
-            free[place] += layout.cell_devices
+            free[place] += layout.devices_per_slot
         order += _order_replicas(layout, cells, starts)
     return order
 
 
-def _order_replicas(layout: Layout, cells: PlacedReplicas, starts: Sequence[int]) -> Iterator[int]:
+def _order_replicas(layout: DeviceLayout, cells: PlacedReplicas, starts: Sequence[int]) -> Iterator[int]:
     """Of one replica on its cells, or of the replicas that share one cell."""
-    if layout.replicas_inside > 1:
+    if layout.replicas_per_slot > 1:
         assert len(cells) == 1, "replicas that share a host have one cell"
-        yield from range(starts[0], starts[0] + layout.cell_devices)
+        yield from range(starts[0], starts[0] + layout.devices_per_slot)
         return
-    group, inside = layout.group, layout.inside
+    group, inside = layout.axes, layout.axes_in_host
     # Both number their places with tensor changing fastest; the mesh has pipeline outermost in a replica, as `Group`.
     for coordinates in itertools.product(*(range(size) for size in reversed(group))):
         cell = slot = 0

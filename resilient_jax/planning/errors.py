@@ -7,7 +7,7 @@ class PlanError(CallerError):
     """No plan can be as asked for: a number out of range, an axis that the program does not allow."""
 
 
-class NothingFits(PlanError):
+class NoFeasiblePlan(PlanError):
     """No plan has the memory, or as many replicas as were asked for.
 
     Attributes:
@@ -20,11 +20,11 @@ class NothingFits(PlanError):
         self,
         message: str,
         *,
-        smallest_memory_bytes: int | None,
-        smallest_devices: int | None,
-        most_replicas: int | None = None,
+        min_memory_bytes: int | None,
+        min_devices: int | None,
+        max_replicas: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.smallest_memory_bytes = smallest_memory_bytes
-        self.smallest_devices = smallest_devices
-        self.most_replicas = most_replicas
+        self.min_memory_bytes = min_memory_bytes
+        self.min_devices = min_devices
+        self.max_replicas = max_replicas

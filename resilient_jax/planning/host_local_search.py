@@ -2,29 +2,29 @@
 
 from collections.abc import Iterator, Mapping
 
-from resilient_jax.planning.axes import Axis, Sizes, read_sizes
-from resilient_jax.planning.branch_and_bound import Fixed
+from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
+from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.device_layout import Microbatch
-from resilient_jax.planning.errors import NothingFits, PlanError
+from resilient_jax.planning.device_layout import MicrobatchConfig
+from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_explanation import explain_choice
-from resilient_jax.planning.program_cost import Profile
-from resilient_jax.planning.search import DEFAULTS, NO_AXES, search_best
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search import DEFAULT_CALIBRATION, NO_FIXED_AXES, search_plans
 from resilient_jax.topology import Topology
 
-TOP = 16
+MAX_PLANS_PER_SEARCH = 16
 """Groups of axes that are looked at for each number of replicas and size of FSDP: more than there are on a host."""
 
 
-def search_whole_hosts(
-    profile: Profile,
+def search_host_local_plan(
+    profile: ProgramCost,
     topology: Topology,
     *,
     microbatch_size: int,
     global_batch: int,
-    calibration: Calibration = DEFAULTS,
-    axes: Sizes = NO_AXES,
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    axes: AxisSizes = NO_FIXED_AXES,
 ) -> Plan:
     """Gives the fastest plan of which a host has one replica or several, and each computes such microbatches.
 
@@ -50,22 +50,22 @@ def search_whole_hosts(
         )
     refused: list[PlanError] = []
     found: list[Plan] = []
-    for given in _choices(topology, min(devices), microbatch_size, read_sizes(axes)):
+    for given in _choices(topology, min(devices), microbatch_size, parse_axis_sizes(axes)):
         try:
-            found += search_best(
+            found += search_plans(
                 profile,
                 topology,
                 global_batch=global_batch,
                 calibration=calibration,
-                fixed=Fixed(given, Microbatch(sequences=microbatch_size // given[Axis.FSDP])),
-                top=TOP,
+                constraints=PlanConstraints(given, MicrobatchConfig(sequences=microbatch_size // given[Axis.FSDP])),
+                top=MAX_PLANS_PER_SEARCH,
             )
         except PlanError as error:  # the program does not allow such axes, or they do not fit
             refused.append(error)
-    whole = [plan for plan in found if plan.layout.cell_devices == min(devices) and not plan.devices_spare]
+    whole = [plan for plan in found if plan.layout.devices_per_slot == min(devices) and not plan.devices_spare]
     if whole:
         return explain_choice(sorted(whole, key=lambda plan: plan.step_time_s))[0]
-    nothing_fits = [error for error in refused if isinstance(error, NothingFits)]
+    nothing_fits = [error for error in refused if isinstance(error, NoFeasiblePlan)]
     if nothing_fits:
         raise nothing_fits[0]
     raise PlanError(

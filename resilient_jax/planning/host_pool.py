@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from resilient_jax.planning.device_layout import Layout
+from resilient_jax.planning.device_layout import DeviceLayout
 from resilient_jax.topology import Accelerator, Host, Topology
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ Domain = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class HostKind:
     """Hosts that are alike to a plan."""
 
     accelerator: Accelerator
@@ -45,7 +45,7 @@ class HostPool:
         memory_bytes: the least of a device.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[HostKind, ...]
     domains: tuple[tuple[tuple[Domain, int], ...], ...]
     memory_bytes: int
 
@@ -63,19 +63,19 @@ class HostPool:
         """The most of a host."""
         return max(kind.devices for kind in self.kinds)
 
-    def replicas(self, layout: Layout) -> tuple[tuple[Composition, int], ...]:
+    def count_blocks(self, layout: DeviceLayout) -> tuple[tuple[Composition, int], ...]:
         """What the blocks of replicas stand on, and how many there are of each; a block is as its slowest replica."""
         found: Counter[Composition] = Counter()
         for domain, count in self.domains[max(layout.level - 1, 0)]:
             cells = [
-                (kind, hosts * (self.kinds[kind].devices // layout.cell_devices)) for kind, hosts in domain
+                (kind, hosts * (self.kinds[kind].devices // layout.devices_per_slot)) for kind, hosts in domain
             ]
-            for replicas, number in cut_runs(cut_runs(cells, layout.cells), layout.block):
+            for replicas, number in group_runs(group_runs(cells, layout.host_slots), layout.block_size):
                 found[replicas[-1][0]] += number * count
         return tuple(found.items())
 
 
-def cut_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tuple[T, int], ...], int]]:
+def group_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tuple[T, int], ...], int]]:
     """Cuts a row of things in consecutive groups; what is left at the end is in none.
 
     Args:
@@ -108,14 +108,14 @@ def cut_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tuple
     return groups
 
 
-def sort_kinds(hosts: Sequence[Host], number_format: str) -> tuple[Kind, ...]:
+def sort_host_kinds(hosts: Sequence[Host], number_format: str) -> tuple[HostKind, ...]:
     """Gives the kinds of hosts, fastest first; of equal speed those with more devices.
 
     Raises:
         TopologyError: an accelerator has no peak in this format.
     """
     kinds = {(id(host.accelerator), host.devices, host.speed): host for host in hosts}
-    made = {Kind(accelerator=h.accelerator, devices=h.devices, speed=h.speed): None for h in kinds.values()}
+    made = {HostKind(accelerator=h.accelerator, devices=h.devices, speed=h.speed): None for h in kinds.values()}
     return tuple(
         sorted(
             made,
@@ -128,7 +128,7 @@ def sort_kinds(hosts: Sequence[Host], number_format: str) -> tuple[Kind, ...]:
     )
 
 
-def pool_hosts(topology: Topology, number_format: str, memory_bytes: int = 0) -> HostPool:
+def build_host_pool(topology: Topology, number_format: str, memory_bytes: int = 0) -> HostPool:
     """Gives the hosts of a topology whose devices have at least so much memory; one visit to each.
 
     Args:
@@ -137,8 +137,8 @@ def pool_hosts(topology: Topology, number_format: str, memory_bytes: int = 0) ->
         memory_bytes: of a device, the least; there must be one.
     """
     hosts = [host for host in topology.hosts if host.accelerator.memory_bytes >= memory_bytes]
-    kinds = sort_kinds(hosts, number_format)
-    index = index_hosts(hosts, kinds)
+    kinds = sort_host_kinds(hosts, number_format)
+    index = index_host_kinds(hosts, kinds)
     levels = max(len(topology.levels) - 1, 1)
     domains = []
     for level in range(1, levels + 1):
@@ -156,7 +156,7 @@ def pool_hosts(topology: Topology, number_format: str, memory_bytes: int = 0) ->
     )
 
 
-def index_hosts(hosts: Sequence[Host], kinds: Sequence[Kind]) -> list[int]:
+def index_host_kinds(hosts: Sequence[Host], kinds: Sequence[HostKind]) -> list[int]:
     """Gives the kind of each host, by identity first: an accelerator's own hash visits all its peaks."""
     known: dict[tuple[int, int, float], int] = {}
     found = []
@@ -164,23 +164,23 @@ def index_hosts(hosts: Sequence[Host], kinds: Sequence[Kind]) -> list[int]:
         key = (id(host.accelerator), host.devices, host.speed)
         if key not in known:
             known[key] = kinds.index(
-                Kind(accelerator=host.accelerator, devices=host.devices, speed=host.speed)
+                HostKind(accelerator=host.accelerator, devices=host.devices, speed=host.speed)
             )
         found.append(known[key])
     return found
 
 
-def stage_kinds(composition: Composition, layout: Layout) -> tuple[tuple[int, int], ...]:
+def find_stage_kinds(composition: Composition, layout: DeviceLayout) -> tuple[tuple[int, int], ...]:
     """Gives the kinds of hosts that the stages of a replica wait for, each its slowest, as (kind, stages in a row)."""
-    stages = layout.group.pipeline
+    stages = layout.axes.pipeline
     if len(composition) == 1:
         return ((composition[0][0], stages),)
-    groups = stages // layout.stages_inside
+    groups = stages // layout.stages_per_host
     size = sum(number for _, number in composition) // groups
     ends = list(itertools.accumulate(number for _, number in composition))
     runs: list[tuple[int, int]] = []
     for group in range(1, groups + 1):
         slowest = composition[bisect.bisect_left(ends, group * size)][0]  # sorted, so the last of a group
         before = runs.pop()[1] if runs and runs[-1][0] == slowest else 0
-        runs.append((slowest, before + layout.stages_inside))
+        runs.append((slowest, before + layout.stages_per_host))
     return tuple(runs)

@@ -7,15 +7,15 @@ axes cut; a tensor that an axis does not divide is counted as if it were cut. Re
 from typing import NamedTuple
 
 from resilient_jax.ids import HostName
-from resilient_jax.planning.device_layout import Layout
+from resilient_jax.planning.device_layout import DeviceLayout
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.program_cost import Part, Profile
+from resilient_jax.planning.program_cost import ModelPart, ProgramCost
 
 Interval = tuple[float, float]
 
 
-class Box(NamedTuple):
+class StateRegion(NamedTuple):
     """A part of the state. `layers` counts the embedding as 0, layers from 1, and the head as the last; the rest are
     in [0, 1]."""
 
@@ -25,27 +25,27 @@ class Box(NamedTuple):
     fsdp: Interval
 
 
-def cut_common(one: Box, other: Box) -> Box | None:
+def intersect_regions(one: StateRegion, other: StateRegion) -> StateRegion | None:
     """Gives what both have."""
     found = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True)]
-    return Box(*found) if all(low < high for low, high in found) else None  # type: ignore[arg-type]
+    return StateRegion(*found) if all(low < high for low, high in found) else None  # type: ignore[arg-type]
 
 
-def weigh_layers(profile: Profile) -> tuple[float, ...]:
+def count_layer_bytes(profile: ProgramCost) -> tuple[float, ...]:
     """Gives the bytes of parameters and optimizer of the embedding, each layer, and the head; tied ones count at the
     first."""
     layers = profile.layers
     weights = [0.0] * (layers + 2)
     for tensor in profile.tensors:
-        if tensor.parts == (Part.LAYER,):
+        if tensor.parts == (ModelPart.LAYER,):
             for layer in range(1, layers + 1):
                 weights[layer] += tensor.bytes / layers
         else:
-            weights[0 if Part.EMBEDDING in tensor.parts else layers + 1] += tensor.bytes
+            weights[0 if ModelPart.EMBEDDING in tensor.parts else layers + 1] += tensor.bytes
     return tuple(weights)
 
 
-def size_of_box(box: Box, weights: tuple[float, ...]) -> float:
+def count_region_bytes(box: StateRegion, weights: tuple[float, ...]) -> float:
     """Gives its bytes."""
     size = sum(weights[box.layers[0] : box.layers[1]])
     for low, high in box[1:]:
@@ -53,13 +53,13 @@ def size_of_box(box: Box, weights: tuple[float, ...]) -> float:
     return size
 
 
-def boxes_of_replica(layout: Layout, split: tuple[int, ...]) -> tuple[Box, ...]:
+def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[StateRegion, ...]:
     """Gives the box of each cell of a replica, in the order of cells."""
-    group, inside = layout.group, layout.inside
+    group, inside = layout.axes, layout.axes_in_host
     ends = [0, *(1 + sum(split[: stage + 1]) for stage in range(len(split)))]
     ends[-1] += 1
     boxes = []
-    for cell in range(layout.cells):
+    for cell in range(layout.host_slots):
         places = []
         left = cell
         for size, part in zip(group, inside, strict=True):
@@ -67,7 +67,7 @@ def boxes_of_replica(layout: Layout, split: tuple[int, ...]) -> tuple[Box, ...]:
             places.append((place * part, (place + 1) * part))
         tensor, _, expert, fsdp, stages = places
         boxes.append(
-            Box(
+            StateRegion(
                 layers=(ends[stages[0]], ends[stages[1]]),
                 tensor=(tensor[0] / group.tensor, tensor[1] / group.tensor),
                 expert=(expert[0] / group.expert, expert[1] / group.expert),
@@ -77,22 +77,22 @@ def boxes_of_replica(layout: Layout, split: tuple[int, ...]) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
-Holding = frozenset[Box]
+HostState = frozenset[StateRegion]
 
 
-def find_holdings(plan: Plan) -> dict[HostName, Holding]:
+def find_host_states(plan: Plan) -> dict[HostName, HostState]:
     """Gives what each host holds; hosts that are not used are missing."""
-    question, layout = plan.question, plan.layout
-    placed = place_replicas(question.topology, question.pool, layout, plan.order, plan.blocks)
-    per_cell = layout.replicas_inside
+    question, layout = plan.request, plan.layout
+    placed = place_replicas(question.topology, question.pool, layout, plan.compositions, plan.blocks)
+    per_cell = layout.replicas_per_slot
     boxes = [
         boxes
-        for team in plan.teams
-        for boxes in [boxes_of_replica(layout, team.layers)]
+        for team in plan.replica_classes
+        for boxes in [find_replica_regions(layout, team.layers)]
         for _ in range(team.replicas // per_cell)
     ]
     hosts = question.topology.hosts
-    found: dict[HostName, set[Box]] = {}
+    found: dict[HostName, set[StateRegion]] = {}
     for cells, held in zip(placed, boxes, strict=True):
         for place, box in zip(cells, held, strict=True):
             found.setdefault(hosts[place].name, set()).add(box)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.makespan import ANY_NUMBER, Takers, deal_classes
+from resilient_jax.planning.makespan import UNLIMITED, MachineClass, assign_tasks
 
 
 def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float] = ()) -> tuple[int, ...]:
@@ -34,24 +34,24 @@ def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float]
         raise CallerError(f"layers: found {layers} for {stages} stages, expected at least one for each")
     extras = extra_s or [0.0] * stages
     takers = [
-        Takers(count=1, start_s=extra + one, piece_s=one) for one, extra in zip(layer_s, extras, strict=True)
+        MachineClass(count=1, start_s=extra + one, task_s=one) for one, extra in zip(layer_s, extras, strict=True)
     ]
-    dealt = deal_classes(layers - stages, takers) if stages > 1 else None
+    dealt = assign_tasks(layers - stages, takers) if stages > 1 else None
     if dealt is None:
         return (layers,)
-    return tuple(1 + shares[0][1] for shares in dealt.shares)
+    return tuple(1 + shares[0][1] for shares in dealt.task_counts)
 
 
-class Run(NamedTuple):
+class StageRun(NamedTuple):
     """Stages in a row that are alike: how many, what a layer takes on each, and how many layers one has room for."""
 
     stages: int
     layer_s: float
-    most: int = ANY_NUMBER
+    max_layers: int = UNLIMITED
 
 
-def split_runs(
-    layers: int, runs: Sequence[Run], first_s: float, last_s: float
+def split_layers_by_run(
+    layers: int, runs: Sequence[StageRun], first_s: float, last_s: float
 ) -> tuple[tuple[int, int, int], ...]:
     """Gives the same split for stages of which many in a row are alike, each with no more layers than it has room for.
 
@@ -71,18 +71,18 @@ def split_runs(
     end = len(runs) - 1
     places = [(0, 1, first_s), *((i, n, 0.0) for i, n in enumerate(counts) if n), (end, 1, last_s)]
     takers = [
-        Takers(count=count, start_s=extra + runs[i].layer_s, piece_s=runs[i].layer_s, most=runs[i].most - 1)
+        MachineClass(count=count, start_s=extra + runs[i].layer_s, task_s=runs[i].layer_s, max_tasks=runs[i].max_layers - 1)
         for i, count, extra in places
     ]
-    dealt = deal_classes(layers - sum(run.stages for run in runs), takers)
+    dealt = assign_tasks(layers - sum(run.stages for run in runs), takers)
     return tuple(
         (i, count, 1 + more)
-        for (i, _, _), shares in zip(places, dealt.shares, strict=True)
+        for (i, _, _), shares in zip(places, dealt.task_counts, strict=True)
         for count, more in reversed(shares)
     )
 
 
-def keep_of_tensor_group(speeds: Sequence[float], at_least: int = 1) -> tuple[int, ...]:
+def select_tensor_group(speeds: Sequence[float], at_least: int = 1) -> tuple[int, ...]:
     """Gives the places of the members of a tensor group to keep; the others stand by.
 
     Formula (ResiHP): the fastest k, `argmax_{k = 2^q >= k_min} k min_{i in top-k} p_i`; of equal products the larger k.

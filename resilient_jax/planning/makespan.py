@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-ANY_NUMBER = 1 << 62
+UNLIMITED = 1 << 62
 
 
-class Takers(msgspec.Struct, frozen=True, kw_only=True):
+class MachineClass(msgspec.Struct, frozen=True, kw_only=True):
     """Takers that are alike.
 
     Attributes:
@@ -25,11 +25,11 @@ class Takers(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int
     start_s: float
-    piece_s: float
-    most: int = ANY_NUMBER
+    task_s: float
+    max_tasks: int = UNLIMITED
 
 
-class Dealt(msgspec.Struct, frozen=True, kw_only=True):
+class TaskAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """Who takes how many.
 
     Attributes:
@@ -37,11 +37,11 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
         shares: for each class (takers, pieces of each), those with more first; together all takers.
     """
 
-    finish_s: float
-    shares: tuple[tuple[tuple[int, int], ...], ...]
+    makespan_s: float
+    task_counts: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def deal_classes(pieces: int, takers: Sequence[Takers]) -> Dealt:
+def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
     """Gives the division of which the last taker is done soonest.
 
     Exact: pieces go, one after another, to whoever has room and would have it done first, which is optimal for equal
@@ -57,13 +57,13 @@ def deal_classes(pieces: int, takers: Sequence[Takers]) -> Dealt:
     if len(takers) == 1:
         return _deal_alike(pieces, takers[0])
     early = _find_early(pieces, takers)
-    each = [min(max(0, math.floor((early - kind.start_s) / kind.piece_s) - 1), kind.most) for kind in takers]
+    each = [min(max(0, math.floor((early - kind.start_s) / kind.task_s) - 1), kind.max_tasks) for kind in takers]
     left = pieces - sum(kind.count * number for kind, number in zip(takers, each, strict=True))
     extra = [0] * len(takers)
     queue = [
-        (kind.start_s + (each[i] + 1) * kind.piece_s, i)
+        (kind.start_s + (each[i] + 1) * kind.task_s, i)
         for i, kind in enumerate(takers)
-        if each[i] < kind.most
+        if each[i] < kind.max_tasks
     ]
     heapq.heapify(queue)
     while left > 0:
@@ -73,16 +73,16 @@ def deal_classes(pieces: int, takers: Sequence[Takers]) -> Dealt:
         left -= taken
         if taken < kind.count:
             extra[i] = taken
-        elif (number := each[i] + 1) < kind.most:
+        elif (number := each[i] + 1) < kind.max_tasks:
             each[i] = number
-            heapq.heapreplace(queue, (kind.start_s + (number + 1) * kind.piece_s, i))
+            heapq.heapreplace(queue, (kind.start_s + (number + 1) * kind.task_s, i))
         else:
             each[i] = number
             heapq.heappop(queue)
     return _sum_up(takers, each, extra)
 
 
-def _find_early(pieces: int, takers: Sequence[Takers]) -> float:
+def _find_early(pieces: int, takers: Sequence[MachineClass]) -> float:
     """A time by which no more than all pieces can be done: when fluid would be, for those that it reaches."""
     ordered = sorted(takers, key=lambda kind: kind.start_s)
     rate = offset = 0.0
@@ -90,23 +90,23 @@ def _find_early(pieces: int, takers: Sequence[Takers]) -> float:
     for kind in ordered:
         if kind.start_s >= time:
             break
-        rate += kind.count / kind.piece_s
-        offset += kind.count * kind.start_s / kind.piece_s
+        rate += kind.count / kind.task_s
+        offset += kind.count * kind.start_s / kind.task_s
         time = (pieces + offset) / rate
     return time
 
 
-def _deal_alike(pieces: int, takers: Takers) -> Dealt:
+def _deal_alike(pieces: int, takers: MachineClass) -> TaskAssignment:
     low, more = divmod(pieces, takers.count)
     return _sum_up([takers], [low], [more])
 
 
-def _sum_up(takers: Sequence[Takers], each: Sequence[int], extra: Sequence[int]) -> Dealt:
+def _sum_up(takers: Sequence[MachineClass], each: Sequence[int], extra: Sequence[int]) -> TaskAssignment:
     finish = 0.0
     shares = []
     for kind, low, more in zip(takers, each, extra, strict=True):
         groups = ((more, low + 1), (kind.count - more, low))
         shares.append(tuple(group for group in groups if group[0]))
         if most := low + (more > 0):
-            finish = max(finish, kind.start_s + most * kind.piece_s)
-    return Dealt(finish_s=finish, shares=tuple(shares))
+            finish = max(finish, kind.start_s + most * kind.task_s)
+    return TaskAssignment(makespan_s=finish, task_counts=tuple(shares))

@@ -3,14 +3,14 @@
 import dataclasses
 
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.device_cost import is_exchanged, share_of
-from resilient_jax.planning.device_layout import Group, Microbatch
-from resilient_jax.planning.program_cost import ExchangeKind, Part, Profile, Work
+from resilient_jax.planning.device_cost import is_collective_needed, compute_device_share
+from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
+from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, ProgramCost, PartCost
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class DeviceMemory:
     """Bytes on one device, the fullest.
 
     Attributes:
@@ -37,13 +37,13 @@ class Memory:
         """All terms."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
-    def with_one_microbatch(self) -> "Memory":
+    def with_one_microbatch(self) -> "DeviceMemory":
         """Of a measured program that adds nothing up: its one gradient is in `working`."""
         return dataclasses.replace(self, gradients=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class MeasuredMemory:
     """What a compiler was seen to need.
 
     Attributes:
@@ -55,25 +55,25 @@ class Need:
     """
 
     fixed_share: float
-    waits: bool
-    is_looped: bool
+    has_blocking_collectives: bool
+    has_scanned_layers: bool
     gradient_copies: int
 
 
-def need_of(profile: Profile) -> Need | None:
+def read_measured_memory(profile: ProgramCost) -> MeasuredMemory | None:
     """Gives what was measured with a profile; None: it is a closed form."""
     if profile.backend is None:
         return None
-    return Need(
+    return MeasuredMemory(
         fixed_share=profile.fixed_bytes / max(profile.parameter_bytes, 1),
-        waits=profile.waits,
-        is_looped=profile.is_looped,
-        gradient_copies=2 if profile.waits else 1,
+        has_blocking_collectives=profile.has_blocking_collectives,
+        has_scanned_layers=profile.has_scanned_layers,
+        gradient_copies=2 if profile.has_blocking_collectives else 1,
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
+class ActivationBytes:
     """Bytes of one microbatch on one device.
 
     Attributes:
@@ -87,40 +87,40 @@ class Activations:
     extra: float
 
 
-def count_activations(profile: Profile, group: Group, batch: Microbatch) -> Activations:
+def count_activations(profile: ProgramCost, group: ReplicaAxes, batch: MicrobatchConfig) -> ActivationBytes:
     """Gives what the parts keep of a microbatch.
 
     With rematerialisation a layer keeps its input, and one layer at a time has all that it needs as well.
     A sum over devices lies in memory where a compiler waits for it, and is kept; in a loop only what JAX says is.
     """
-    keeps_sums = profile.waits and not profile.is_looped
-    kept = dict.fromkeys(Part, 0.0)
+    keeps_sums = profile.has_blocking_collectives and not profile.has_scanned_layers
+    kept = dict.fromkeys(ModelPart, 0.0)
     extra = 0.0
-    for work in profile.work:
-        again = batch.rematerialise and work.part is Part.LAYER
-        amounts = work.rematerialised_bytes if again else work.kept_bytes
-        kept[work.part] = share_of(profile, amounts, group) * batch.sequences
+    for work in profile.parts:
+        again = batch.remat and work.part is ModelPart.LAYER
+        amounts = work.remat_residual_bytes if again else work.residual_bytes
+        kept[work.part] = compute_device_share(profile, amounts, group) * batch.sequences
         if keeps_sums and not again:
             kept[work.part] += _count_sums(profile, work, group) * batch.sequences
         more = work.working_bytes
         if again:
-            more = more + work.kept_bytes if work.recomputing_bytes is None else work.recomputing_bytes
-        extra = max(extra, share_of(profile, more, group) * batch.sequences)
-    return Activations(
-        embedding=kept[Part.EMBEDDING], layer=kept[Part.LAYER], head=kept[Part.HEAD], extra=extra
+            more = more + work.residual_bytes if work.remat_working_bytes is None else work.remat_working_bytes
+        extra = max(extra, compute_device_share(profile, more, group) * batch.sequences)
+    return ActivationBytes(
+        embedding=kept[ModelPart.EMBEDDING], layer=kept[ModelPart.LAYER], head=kept[ModelPart.HEAD], extra=extra
     )
 
 
-def _count_sums(profile: Profile, work: Work, group: Group) -> float:
+def _count_sums(profile: ProgramCost, work: PartCost, group: ReplicaAxes) -> float:
     """Bytes that come out of a part's forward all-reduces, of one sequence on one device."""
     return sum(
-        exchange.forward * exchange.message_bytes / group.sequence
-        for exchange in work.exchanges
-        if exchange.kind is ExchangeKind.ALL_REDUCE and is_exchanged(profile, exchange, group)
+        exchange.forward_count * exchange.message_bytes / group.sequence
+        for exchange in work.collectives
+        if exchange.kind is CollectiveKind.ALL_REDUCE and is_collective_needed(profile, exchange, group)
     )
 
 
-def in_flight(stage: int, stages: int, microbatches: int, rounds: int = 1) -> float:
+def count_in_flight(stage: int, stages: int, microbatches: int, rounds: int = 1) -> float:
     """Gives how many microbatches a stage keeps activations of under 1F1B: `min(P - i, N)`, i from 0.
 
     With several rounds each chunk has its own: `(1 + (P - 1) / (P rounds))` times as many as there would be at most.
@@ -131,9 +131,9 @@ def in_flight(stage: int, stages: int, microbatches: int, rounds: int = 1) -> fl
     return min(depth, microbatches)
 
 
-def memory_of_stage(
+def estimate_stage_memory(
     state: StateBytes,
-    activations: Activations,
+    activations: ActivationBytes,
     constants: Calibration,
     *,
     layers: int,
@@ -141,8 +141,8 @@ def memory_of_stage(
     stages: int,
     microbatches: float,
     is_gathered: bool,
-    need: Need | None = None,
-) -> Memory:
+    measured: MeasuredMemory | None = None,
+) -> DeviceMemory:
     """Gives the memory of a device of one stage.
 
     Formula (Chameleon, arXiv 2508.21613, with the terms apart): `L (2 m_p + m_o) + in_flight L m_a`, and the ends.
@@ -159,13 +159,13 @@ def memory_of_stage(
         need: what was measured; None: nothing.
     """
     is_first, is_last = stage == 0, stage == stages - 1
-    held = state.stage(layers, is_first=is_first, is_last=is_last)
+    held = state.count_stage(layers, is_first=is_first, is_last=is_last)
     kept = layers * activations.layer
     kept += activations.embedding * is_first + activations.head * is_last
     shown = microbatches * kept + activations.extra
-    gathers = _gathers(state, is_first or is_last, is_gathered, need)
-    working = 0.0 if need is None else _working(state, held, need, shown, gathers)
-    return Memory(
+    gathers = _gathers(state, is_first or is_last, is_gathered, measured)
+    working = 0.0 if measured is None else _working(state, held, measured, shown, gathers)
+    return DeviceMemory(
         parameters=held.parameters,
         gradients=held.gradients,
         optimizer=held.optimizer,
@@ -176,24 +176,24 @@ def memory_of_stage(
     )
 
 
-def _gathers(state: StateBytes, has_end: bool, is_gathered: bool, need: Need | None) -> float:
+def _gathers(state: StateBytes, has_end: bool, is_gathered: bool, need: MeasuredMemory | None) -> float:
     parts: list[PartBytes] = [state.layer]
     if has_end:
         parts += [state.embedding.plus(state.tied), state.head.plus(state.tied)]
     used = max(part.gathered for part in parts)
     if not is_gathered:
         return used if need is None else 0.0
-    if need is not None and need.waits:
+    if need is not None and need.has_blocking_collectives:
         return used
     return used + state.layer.gathered + max(part.gathered_gradients for part in parts)
 
 
-def _working(state: StateBytes, held: PartBytes, need: Need, shown: float, gathers: float) -> float:
+def _working(state: StateBytes, held: PartBytes, need: MeasuredMemory, shown: float, gathers: float) -> float:
     """Beside the activations and gathers that are shown."""
     copies = need.gradient_copies
-    if not need.waits:
+    if not need.has_blocking_collectives:
         return max(need.fixed_share * held.parameters, copies * held.gradients - shown)
-    if not need.is_looped:
+    if not need.has_scanned_layers:
         return max(need.fixed_share * held.parameters, copies * held.gathered_gradients - shown - gathers)
     turn = max(part.gathered_gradients for part in state)
     summed = max(copies * turn, copies * held.gradients - shown)

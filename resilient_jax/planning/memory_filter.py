@@ -4,12 +4,12 @@ import bisect
 import math
 from typing import NamedTuple
 
-from resilient_jax.planning.cost_model import ROUNDED, Pricing, hold
-from resilient_jax.planning.device_layout import Group, Microbatch
-from resilient_jax.planning.memory import in_flight
+from resilient_jax.planning.cost_model import ROUNDING_SLACK, CostModel, count_fitting_layers
+from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
+from resilient_jax.planning.memory import count_in_flight
 
 
-class QuickRoom(NamedTuple):
+class HeadroomSummary(NamedTuple):
     """A `Room` in short: the most bytes that any device has, what the state of a layer takes of it, what a sequence
     keeps in a layer, and what it needs beside."""
 
@@ -18,7 +18,7 @@ class QuickRoom(NamedTuple):
     kept: float
     extra: float
 
-    def most_sequences(self, layers: int) -> float:
+    def count_max_sequences(self, layers: int) -> float:
         """More than this have no room in a microbatch; not a whole number, and less sharp than `may_fit`.
 
         Args:
@@ -30,50 +30,50 @@ class QuickRoom(NamedTuple):
         return math.inf if left >= 0 else 0.0
 
 
-class Fitting:
+class MemoryFilter:
     """Answers for one question, and remembers what it needs for them."""
 
-    def __init__(self, pricing: Pricing) -> None:
+    def __init__(self, pricing: CostModel) -> None:
         self._pricing = pricing
 
-    def quick_room(self, group: Group, again: bool) -> QuickRoom:
+    def summarize_headroom(self, group: ReplicaAxes, again: bool) -> HeadroomSummary:
         """Under these axes, for any number of stages that is not 1, or for 1."""
-        room = self._pricing.room(group)
-        one = self._pricing.activations(group, Microbatch(1, again))
-        return QuickRoom(max(room[:3]) * ROUNDED, room.layer, one.layer, one.extra)
+        room = self._pricing.find_headroom(group)
+        one = self._pricing.count_activations(group, MicrobatchConfig(1, again))
+        return HeadroomSummary(max(room[:3]) * ROUNDING_SLACK, room.layer, one.layer, one.extra)
 
-    def count_sizes(self, group: Group, again: bool, sizes: tuple[int, ...]) -> int:
+    def count_sizes(self, group: ReplicaAxes, again: bool, sizes: tuple[int, ...]) -> int:
         """How many of these sizes of a microbatch, in order, may fit."""
         return bisect.bisect_left(
-            sizes, True, key=lambda size: not self.may_fit(group, Microbatch(size, again))
+            sizes, True, key=lambda size: not self.may_fit(group, MicrobatchConfig(size, again))
         )
 
-    def may_fit(self, group: Group, batch: Microbatch) -> bool:
+    def may_fit(self, group: ReplicaAxes, batch: MicrobatchConfig) -> bool:
         """Whether the memory might do: False only if it is sure that it does not.
 
         Each stage has room for so many whole layers, fewer the more microbatches it keeps; each must have one, and
         together all.
         """
         pricing, stages = self._pricing, group.pipeline
-        room, layers = pricing.room(group), pricing.layers
-        size, one = batch.sequences, pricing.activations(group, Microbatch(1, batch.rematerialise))
-        microbatches, rounds = pricing.microbatches(group, batch), pricing.question.rounds
+        room, layers = pricing.find_headroom(group), pricing.layers
+        size, one = batch.sequences, pricing.count_activations(group, MicrobatchConfig(1, batch.remat))
+        microbatches, rounds = pricing.count_microbatches(group, batch), pricing.request.pipeline_repeats
         extra, layer = size * one.extra, size * one.layer
-        deepest = in_flight(0, stages, microbatches, rounds)
+        deepest = count_in_flight(0, stages, microbatches, rounds)
         if stages == 1:
             kept = deepest * (layers * layer + size * (one.embedding + one.head))
-            return extra + layers * room.layer + kept <= room.first * ROUNDED
-        flattest = in_flight(stages - 1, stages, microbatches, rounds)
-        first = hold(room.first - extra - deepest * size * one.embedding, room.layer + deepest * layer)
-        last = hold(room.last - extra - flattest * size * one.head, room.layer + flattest * layer)
+            return extra + layers * room.layer + kept <= room.first * ROUNDING_SLACK
+        flattest = count_in_flight(stages - 1, stages, microbatches, rounds)
+        first = count_fitting_layers(room.first - extra - deepest * size * one.embedding, room.layer + deepest * layer)
+        last = count_fitting_layers(room.last - extra - flattest * size * one.head, room.layer + flattest * layer)
         if first < 1 or last < 1:
             return False
         missing = layers - first - last
         if stages == 2:
             return missing <= 0
-        between = room.between - extra
-        deep, flat = (in_flight(stage, stages, microbatches, rounds) for stage in (1, stages - 2))
-        least = hold(between, room.layer + deep * layer)
-        if least < 1 or missing > (stages - 2) * hold(between, room.layer + flat * layer):
+        between = room.middle - extra
+        deep, flat = (count_in_flight(stage, stages, microbatches, rounds) for stage in (1, stages - 2))
+        least = count_fitting_layers(between, room.layer + deep * layer)
+        if least < 1 or missing > (stages - 2) * count_fitting_layers(between, room.layer + flat * layer):
             return False
-        return missing <= (stages - 2) * least or sum(pricing.held_layers(group, batch)) >= layers
+        return missing <= (stages - 2) * least or sum(pricing.count_layers_per_stage(group, batch)) >= layers

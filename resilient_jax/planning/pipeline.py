@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from resilient_jax.errors import CallerError
 
 
-def pipeline_s(stages: int, microbatches: int, stage_s: float, rounds: int = 1) -> float:
+def estimate_pipeline_s(stages: int, microbatches: int, stage_s: float, pipeline_repeats: int = 1) -> float:
     """Gives `(N + (P - 1) / rounds) t`: all microbatches through the slowest stage, and the pipeline filled and
     drained.
 
@@ -24,10 +24,10 @@ def pipeline_s(stages: int, microbatches: int, stage_s: float, rounds: int = 1) 
     >>> pipeline_s(4, 8, 1.0)
     11.0
     """
-    return (microbatches + (stages - 1) / rounds) * stage_s
+    return (microbatches + (stages - 1) / pipeline_repeats) * stage_s
 
 
-def walk_pipeline(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
+def simulate_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
     """Gives the longest path through the graph of a 1F1B schedule, stage by stage in each one's own order.
 
     Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. Equal to `pipeline_s` where
@@ -78,7 +78,7 @@ def _ready_s(
     return ends.get((stage + 1, False, microbatch))
 
 
-def rerouted_s(
+def estimate_rerouted_s(
     stages: int, microbatches: int, pipelines: int, failed: Sequence[int], stage_s: float
 ) -> float | None:
     """Gives the step's time when the peers of a stage take over the microbatches of its failed ones.

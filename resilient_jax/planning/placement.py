@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from resilient_jax.ids import HostName
-from resilient_jax.planning.device_layout import Layout
-from resilient_jax.planning.host_pool import Composition, HostPool, index_hosts
+from resilient_jax.planning.device_layout import DeviceLayout
+from resilient_jax.planning.host_pool import Composition, HostPool, index_host_kinds
 from resilient_jax.topology import Host, Topology
 
 
@@ -30,15 +30,15 @@ class HostRange:
         return f"{span} ({self.hosts} x {self.devices})"
 
 
-Cell = int
+HostSlot = int
 """A host's place in its topology; once for each group of its devices that is used together."""
 
-PlacedReplicas = tuple[Cell, ...]
+PlacedReplicas = tuple[HostSlot, ...]
 """The cells of a replica, or the one cell of several replicas, stage by stage."""
 
 
 def place_replicas(
-    topology: Topology, pool: HostPool, layout: Layout, order: Sequence[Composition], blocks: int
+    topology: Topology, pool: HostPool, layout: DeviceLayout, order: Sequence[Composition], blocks: int
 ) -> tuple[PlacedReplicas, ...]:
     """Gives the cells of each replica, or of those that share a host, fastest first.
 
@@ -54,41 +54,41 @@ def place_replicas(
         cells = [
             (kind, place)
             for kind, place in members
-            for _ in range(pool.kinds[kind].devices // layout.cell_devices)
+            for _ in range(pool.kinds[kind].devices // layout.devices_per_slot)
         ]
-        size = layout.cells * layout.block
+        size = layout.host_slots * layout.block_size
         for start in range(0, len(cells) - size + 1, size):
             block = cells[start : start + size]
-            composition = _compose(kind for kind, _ in block[-layout.cells :])
+            composition = _compose(kind for kind, _ in block[-layout.host_slots :])
             if composition in placed:
                 placed[composition] += [
-                    tuple(place for _, place in block[i : i + layout.cells])
-                    for i in range(0, size, layout.cells)
+                    tuple(place for _, place in block[i : i + layout.host_slots])
+                    for i in range(0, size, layout.host_slots)
                 ]
     chosen = [replica for composition in order for replica in placed[composition]]
-    return tuple(chosen[: blocks * layout.block])
+    return tuple(chosen[: blocks * layout.block_size])
 
 
 def _compose(kinds: Iterable[int]) -> Composition:
     return tuple((kind, sum(1 for _ in same)) for kind, same in groupby(kinds))
 
 
-def _domains(topology: Topology, pool: HostPool, layout: Layout) -> Iterable[list[tuple[int, int]]]:
+def _domains(topology: Topology, pool: HostPool, layout: DeviceLayout) -> Iterable[list[tuple[int, int]]]:
     """The usable hosts of each domain as (kind, place), fastest first, then in the topology's order."""
     usable = [
         (place, host)
         for place, host in enumerate(topology.hosts)
         if host.accelerator.memory_bytes >= pool.memory_bytes
     ]
-    kinds = index_hosts([host for _, host in usable], pool.kinds)
+    kinds = index_host_kinds([host for _, host in usable], pool.kinds)
     members: dict[str, list[tuple[int, int]]] = {}
     for (place, host), kind in zip(usable, kinds, strict=True):
-        name = "" if layout.level in (0, layout.outermost) else host.domains[layout.level - 1]
+        name = "" if layout.level in (0, layout.outermost_level) else host.domains[layout.level - 1]
         members.setdefault(name, []).append((kind, place))
     return [sorted(hosts) for hosts in members.values()]
 
 
-def find_ranges(hosts: Sequence[Host], devices: Sequence[int]) -> tuple[HostRange, ...]:
+def find_host_ranges(hosts: Sequence[Host], devices: Sequence[int]) -> tuple[HostRange, ...]:
     """Gives consecutive hosts of which as many devices are meant; hosts with none are left out."""
     ranges: list[HostRange] = []
     for count, group in groupby(zip(hosts, devices, strict=True), key=lambda pair: pair[1]):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cost_model import Question
-from resilient_jax.planning.device_layout import Layout, Microbatch
+from resilient_jax.planning.cost_model import PlanRequest
+from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig
 from resilient_jax.planning.host_pool import Composition
-from resilient_jax.planning.memory import Memory
+from resilient_jax.planning.memory import DeviceMemory
 from resilient_jax.planning.placement import HostRange
 
 REALISING: Final = "resilient_jax.sharding.planned_program"
@@ -52,7 +52,7 @@ class StepTime:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaTeam:
+class ReplicaClass:
     """Replicas that stand on the same kinds of hosts.
 
     Attributes:
@@ -107,30 +107,30 @@ class Plan:
         32
     """
 
-    model: str
-    topology: str
-    devices: int
+    model_name: str
+    topology_name: str
+    device_count: int
     global_batch: int
-    layout: Layout
-    batch: Microbatch
+    layout: DeviceLayout
+    microbatch: MicrobatchConfig
     blocks: int
-    rounds: int
-    teams: tuple[ReplicaTeam, ...]
+    pipeline_repeats: int
+    replica_classes: tuple[ReplicaClass, ...]
     hosts: tuple[HostRange, ...]
     spares: tuple[HostRange, ...]
-    step: StepTime
-    memory: Memory
+    step_breakdown: StepTime
+    memory: DeviceMemory
     usable_bytes: float
     tokens_per_s: float | None
     model_flops_utilization: float
     reasons: tuple[str, ...] = ()
-    question: Question = dataclasses.field(repr=False)
-    order: tuple[Composition, ...] = dataclasses.field(repr=False)
+    request: PlanRequest = dataclasses.field(repr=False)
+    compositions: tuple[Composition, ...] = dataclasses.field(repr=False)
 
     @property
     def step_time_s(self) -> float:
         """Of one step, estimated."""
-        return self.step.total_s
+        return self.step_breakdown.total_s
 
     @property
     def reason(self) -> str:
@@ -143,25 +143,25 @@ class Plan:
         return self.blocks * self.layout.replicas_per_block
 
     @property
-    def sizes(self) -> dict[Axis, int]:
+    def axis_sizes(self) -> dict[Axis, int]:
         """Of each axis, innermost first: the order of devices."""
-        group = self.layout.group
+        group = self.layout.axes
         return {axis: getattr(group, axis) for axis in _IN_GROUP} | {Axis.REPLICA: self.replicas}
 
     @property
     def devices_used(self) -> int:
         """By all replicas."""
-        return self.replicas * self.layout.group.devices
+        return self.replicas * self.layout.axes.devices
 
     @property
     def devices_spare(self) -> int:
         """Left out."""
-        return self.devices - self.devices_used
+        return self.device_count - self.devices_used
 
     @property
     def microbatch_sequences(self) -> int:
         """In one microbatch of a replica."""
-        return self.batch.sequences * self.layout.group.fsdp
+        return self.microbatch.sequences * self.layout.axes.fsdp
 
     @property
     def microbatches(self) -> int:
@@ -171,12 +171,12 @@ class Plan:
     @property
     def quotas(self) -> tuple[int, ...]:
         """Microbatches of each replica in a step, in the order of replicas; their sum is `microbatches`."""
-        return tuple(n for team in self.teams for replicas, n in team.quotas for _ in range(replicas))
+        return tuple(n for team in self.replica_classes for replicas, n in team.quotas for _ in range(replicas))
 
     @property
     def shape(self) -> str:
         """Its axes in words, those of size 1 left out, such as "replica 4 x fsdp 8 x tensor 8"."""
-        named = [f"{axis} {size}" for axis, size in reversed(self.sizes.items()) if size > 1]
+        named = [f"{axis} {size}" for axis, size in reversed(self.axis_sizes.items()) if size > 1]
         return " x ".join(named) or "one device"
 
     def mesh(self, devices: Sequence[Any], replica: int | None = None) -> Any:  # noqa: ANN401 - needs JAX

@@ -2,22 +2,22 @@
 
 from collections.abc import Sequence
 
-from resilient_jax.planning.branch_and_bound import Candidate
-from resilient_jax.planning.cost_model import Price, Pricing, Team
-from resilient_jax.planning.placement import find_ranges, place_replicas
-from resilient_jax.planning.plan import Plan, ReplicaTeam, StepTime
+from resilient_jax.planning.branch_and_bound import PlanCandidate
+from resilient_jax.planning.cost_model import PlanCost, CostModel, BlockClass
+from resilient_jax.planning.placement import find_host_ranges, place_replicas
+from resilient_jax.planning.plan import Plan, ReplicaClass, StepTime
 
 
-def compose(pricing: Pricing, candidate: Candidate) -> Plan:
+def build_plan(pricing: CostModel, candidate: PlanCandidate) -> Plan:
     """Gives the plan of a candidate, with every term of its estimate."""
-    question, layout = pricing.question, candidate.layout
-    teams = pricing.teams(layout, candidate.batch)
-    price = pricing.price(layout, candidate.batch, teams, candidate.blocks)
+    question, layout = pricing.request, candidate.layout
+    teams = pricing.find_block_classes(layout, candidate.microbatch)
+    price = pricing.estimate_plan(layout, candidate.microbatch, teams, candidate.blocks)
     used = _used_teams(teams, candidate.blocks)
     step = _explain(pricing, candidate, used, price)
     memory = max((team.time.memory for team in used), key=lambda memory: memory.total)
-    most = max(number for shares in price.dealt.shares for _, number in shares)
-    if most == 1 and question.profile.backend is not None:
+    most = max(number for shares in price.assignment.task_counts for _, number in shares)
+    if most == 1 and question.program_cost.backend is not None:
         memory = memory.with_one_microbatch()
     placed = place_replicas(
         question.topology, question.pool, layout, [team.composition for team in teams], candidate.blocks
@@ -26,23 +26,23 @@ def compose(pricing: Pricing, candidate: Candidate) -> Plan:
     devices = [0] * len(hosts)
     for replica in placed:
         for place in replica:
-            devices[place] += layout.cell_devices
-    tokens = question.profile.sequence_tokens
+            devices[place] += layout.devices_per_slot
+    tokens = question.program_cost.sequence_tokens
     return Plan(
-        question=question,
-        order=tuple(team.composition for team in teams),
-        model=question.profile.name,
-        topology=question.topology.name,
-        devices=question.topology.device_count,
+        request=question,
+        compositions=tuple(team.composition for team in teams),
+        model_name=question.program_cost.name,
+        topology_name=question.topology.name,
+        device_count=question.topology.device_count,
         global_batch=question.global_batch,
         layout=layout,
-        batch=candidate.batch,
+        microbatch=candidate.microbatch,
         blocks=candidate.blocks,
-        rounds=question.rounds,
-        teams=_describe_teams(pricing, candidate, used, price),
-        hosts=find_ranges(hosts, devices),
-        spares=find_ranges(hosts, [host.devices - used for host, used in zip(hosts, devices, strict=True)]),
-        step=step,
+        pipeline_repeats=question.pipeline_repeats,
+        replica_classes=_describe_teams(pricing, candidate, used, price),
+        hosts=find_host_ranges(hosts, devices),
+        spares=find_host_ranges(hosts, [host.devices - used for host, used in zip(hosts, devices, strict=True)]),
+        step_breakdown=step,
         memory=memory,
         usable_bytes=pricing.usable_bytes,
         tokens_per_s=tokens * question.global_batch / step.total_s if tokens else None,
@@ -50,7 +50,7 @@ def compose(pricing: Pricing, candidate: Candidate) -> Plan:
     )
 
 
-def _used_teams(teams: Sequence[Team], blocks: int) -> list[Team]:
+def _used_teams(teams: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
     used = []
     for team in teams:
         if blocks > 0:
@@ -59,14 +59,14 @@ def _used_teams(teams: Sequence[Team], blocks: int) -> list[Team]:
     return used
 
 
-def _explain(pricing: Pricing, candidate: Candidate, teams: Sequence[Team], price: Price) -> StepTime:
+def _explain(pricing: CostModel, candidate: PlanCandidate, teams: Sequence[BlockClass], price: PlanCost) -> StepTime:
     """The terms of the replica that is done last."""
-    fill = (candidate.layout.group.pipeline - 1) / pricing.question.rounds
-    counts = [shares[0][1] for shares in price.dealt.shares]
+    fill = (candidate.layout.axes.pipeline - 1) / pricing.request.pipeline_repeats
+    counts = [shares[0][1] for shares in price.assignment.task_counts]
     last = max(
-        range(len(counts)), key=lambda i: (counts[i] + fill) * teams[i].time.slot_s if counts[i] else 0.0
+        range(len(counts)), key=lambda i: (counts[i] + fill) * teams[i].time.microbatch_s if counts[i] else 0.0
     )
-    stage, number = teams[last].time.slowest, counts[last]
+    stage, number = teams[last].time.slowest_stage, counts[last]
     return StepTime(
         compute_s=number * stage.compute_s,
         tensor_s=number * stage.tensor_s,
@@ -81,25 +81,25 @@ def _explain(pricing: Pricing, candidate: Candidate, teams: Sequence[Team], pric
 
 
 def _describe_teams(
-    pricing: Pricing, candidate: Candidate, teams: Sequence[Team], price: Price
-) -> tuple[ReplicaTeam, ...]:
-    kinds = pricing.question.pool.kinds
-    takers = pricing.takers(candidate.layout, teams, candidate.blocks)
+    pricing: CostModel, candidate: PlanCandidate, teams: Sequence[BlockClass], price: PlanCost
+) -> tuple[ReplicaClass, ...]:
+    kinds = pricing.request.pool.kinds
+    takers = pricing.list_machines(candidate.layout, teams, candidate.blocks)
     return tuple(
-        ReplicaTeam(
+        ReplicaClass(
             replicas=taken.count,
             speeds=tuple((kinds[kind].speed, number) for kind, number in team.composition),
-            layers=tuple(layers for stages, layers in team.time.split for _ in range(stages)),
+            layers=tuple(layers for stages, layers in team.time.layer_split for _ in range(stages)),
             quotas=shares,
-            microbatch_s=team.time.slot_s,
+            microbatch_s=team.time.microbatch_s,
         )
-        for team, taken, shares in zip(teams, takers, price.dealt.shares, strict=True)
+        for team, taken, shares in zip(teams, takers, price.assignment.task_counts, strict=True)
     )
 
 
-def _utilization(pricing: Pricing, step_s: float) -> float:
-    question = pricing.question
-    flops = (question.profile.forward_flops + question.profile.backward_flops).total * question.global_batch
+def _utilization(pricing: CostModel, step_s: float) -> float:
+    question = pricing.request
+    flops = (question.program_cost.forward_flops + question.program_cost.backward_flops).total * question.global_batch
     peak = sum(
         kind.device_count * kind.accelerator.peak_flops_per_s(question.number_format)
         for kind in question.topology.classes

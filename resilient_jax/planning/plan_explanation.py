@@ -38,7 +38,7 @@ def _compare(plan: Plan, plans: Sequence[Plan], place: int, min_replicas: int) -
 
 
 def _limits(plan: Plan) -> str:
-    terms = sorted(plan.step.by_term().items(), key=lambda term: -term[1])
+    terms = sorted(plan.step_breakdown.by_term().items(), key=lambda term: -term[1])
     named = [
         f"{name} {time / plan.step_time_s:.0%}" for name, time in terms if time > _SHOWN * plan.step_time_s
     ]
@@ -49,21 +49,21 @@ def _spares(plan: Plan) -> str:
     if not plan.devices_spare:
         return ""
     which = ", ".join(map(str, plan.spares[:3])) + (", ..." if len(plan.spares) > 3 else "")
-    return f"{plan.devices_spare} of {plan.devices} devices are left out as spares: {which}."
+    return f"{plan.devices_spare} of {plan.device_count} devices are left out as spares: {which}."
 
 
 def _speeds(plan: Plan) -> str:
-    if len({quota for team in plan.teams for _, quota in team.quotas}) <= 1 and len(plan.teams) == 1:
+    if len({quota for team in plan.replica_classes for _, quota in team.quotas}) <= 1 and len(plan.replica_classes) == 1:
         return ""
     quotas = ", ".join(
         f"{replicas} replica{'s'[: replicas != 1]} with {quota}"
-        for team in plan.teams
+        for team in plan.replica_classes
         for replicas, quota in team.quotas
     )
     return f"Microbatches: {quotas}."
 
 
-def compare_with_before(plan: Plan, before: Plan) -> str:
+def explain_change(plan: Plan, before: Plan) -> str:
     """Gives a sentence on a plan and the one before it."""
     change = plan.step_time_s / before.step_time_s - 1
-    return f"Before: {before.shape} on {before.devices} devices; the step takes {change:+.1%} now."
+    return f"Before: {before.shape} on {before.device_count} devices; the step takes {change:+.1%} now."

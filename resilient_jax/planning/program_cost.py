@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from resilient_jax.planning.axes import Axis
 
 
-class Part(enum.StrEnum):
+class ModelPart(enum.StrEnum):
     """Where in a program something belongs. A pipeline cuts between layers only."""
 
     EMBEDDING = "embedding"
@@ -24,7 +24,7 @@ class Part(enum.StrEnum):
     """After the layers, with the loss: on the last stage."""
 
 
-class Role(enum.StrEnum):
+class TensorRole(enum.StrEnum):
     """What a tensor of the training state is for."""
 
     PARAMETER = "parameter"
@@ -36,7 +36,7 @@ class Role(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class StateTensor:
     """A tensor of the training state.
 
     Attributes:
@@ -55,15 +55,15 @@ class Tensor:
     """
 
     path: str
-    role: Role
-    parts: tuple[Part, ...]
+    role: TensorRole
+    parts: tuple[ModelPart, ...]
     shape: tuple[int, ...]
-    names: tuple[str | None, ...]
+    logical_names: tuple[str | None, ...]
     axes: tuple[Axis | None, ...]
     units: tuple[int, ...]
     dtype_bytes: int
     copies: int = 1
-    stacked: int | None = None
+    stacked_dim: int | None = None
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
+class AmountByAxis:
     """An amount of one sequence, by what cuts it. Axes that cut the batch, and `SEQUENCE`, cut all of it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Amounts:
         expert: by `EXPERT`, and by `TENSOR`.
     """
 
-    whole: float = 0.0
+    replicated: float = 0.0
     tensor: float = 0.0
     attention: float = 0.0
     vocabulary: float = 0.0
@@ -97,11 +97,11 @@ class Amounts:
     @property
     def total(self) -> float:
         """On one device."""
-        return self.whole + self.tensor + self.attention + self.vocabulary + self.expert
+        return self.replicated + self.tensor + self.attention + self.vocabulary + self.expert
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
-            whole=self.whole + other.whole,
+            whole=self.replicated + other.replicated,
             tensor=self.tensor + other.tensor,
             attention=self.attention + other.attention,
             vocabulary=self.vocabulary + other.vocabulary,
@@ -111,7 +111,7 @@ class Amounts:
     def scaled(self, factor: float) -> Self:
         """Times a factor."""
         return type(self)(
-            whole=self.whole * factor,
+            whole=self.replicated * factor,
             tensor=self.tensor * factor,
             attention=self.attention * factor,
             vocabulary=self.vocabulary * factor,
@@ -119,7 +119,7 @@ class Amounts:
         )
 
 
-class ExchangeKind(enum.StrEnum):
+class CollectiveKind(enum.StrEnum):
     """A collective operation."""
 
     ALL_REDUCE = "all_reduce"
@@ -129,7 +129,7 @@ class ExchangeKind(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ActivationCollective:
     """Activations of one sequence that devices along an axis must exchange, if the plan has that axis.
 
     Exchanges of parameters and gradients (`REPLICA`, `FSDP`) follow from the tensors and are not listed.
@@ -144,15 +144,15 @@ class Exchange:
     """
 
     axis: Axis
-    kind: ExchangeKind
+    kind: CollectiveKind
     message_bytes: float
-    forward: int
-    backward: int
-    dim: str | None = None
+    forward_count: int
+    backward_count: int
+    logical_name: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PartCost:
     """What one part does for one sequence, in one of its copies.
 
     FLOPs are a multiplication and an addition for each pair, so 2 n m k for a product of (n, k) and (k, m).
@@ -176,23 +176,23 @@ class Work:
         step_flops, step_bytes: forward and backward together.
     """
 
-    part: Part
+    part: ModelPart
     copies: int
-    forward_flops: Amounts
-    backward_flops: Amounts
-    recomputed_flops: Amounts
+    forward_flops: AmountByAxis
+    backward_flops: AmountByAxis
+    remat_flops: AmountByAxis
     forward_other_flops: float
     backward_other_flops: float
-    forward_bytes: Amounts
-    backward_bytes: Amounts
+    forward_bytes: AmountByAxis
+    backward_bytes: AmountByAxis
     input_bytes: float
-    kept_bytes: Amounts
-    rematerialised_bytes: Amounts
-    working_bytes: Amounts
-    exchanges: tuple[Exchange, ...] = ()
-    recomputing_bytes: Amounts | None = None
-    step_flops: Amounts = dataclasses.field(init=False, repr=False, compare=False)
-    step_bytes: Amounts = dataclasses.field(init=False, repr=False, compare=False)
+    residual_bytes: AmountByAxis
+    remat_residual_bytes: AmountByAxis
+    working_bytes: AmountByAxis
+    collectives: tuple[ActivationCollective, ...] = ()
+    remat_working_bytes: AmountByAxis | None = None
+    step_flops: AmountByAxis = dataclasses.field(init=False, repr=False, compare=False)
+    step_bytes: AmountByAxis = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_flops", self.forward_flops + self.backward_flops)
@@ -200,7 +200,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Divisor:
+class DivisibilityRule:
     """A number that an axis has to divide.
 
     Attributes:
@@ -211,12 +211,12 @@ class Divisor:
     """
 
     axis: Axis
-    name: str
-    number: int
-    required: bool
+    logical_name: str
+    dim_size: int
+    is_required: bool
 
 
-class Gathers(NamedTuple):
+class FsdpGathers(NamedTuple):
     """How FSDP gathers the parameters of a part.
 
     Attributes:
@@ -228,12 +228,12 @@ class Gathers(NamedTuple):
     pieces: int
 
 
-WAITING_BACKENDS = frozenset({"cpu"})
+BLOCKING_BACKENDS = frozenset({"cpu"})
 """Whose collectives are done when they are called. What XLA makes of FSDP there: seen in what jax 0.10.2 compiles."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class ProgramCost:
     """All that a plan is judged by; the same whether it was computed from sizes or taken from a program.
 
     Attributes:
@@ -261,80 +261,80 @@ class Profile:
     sequence_tokens: int | None
     compute_bytes: int
     gradient_bytes: int
-    tensors: tuple[Tensor, ...]
-    work: tuple[Work, ...]
-    divisors: tuple[Divisor, ...]
+    tensors: tuple[StateTensor, ...]
+    parts: tuple[PartCost, ...]
+    divisibility_rules: tuple[DivisibilityRule, ...]
     fixed_bytes: float = 0.0
     backend: str | None = None
-    can_rematerialise: bool = True
-    divisors_of: Mapping[tuple[Axis, str], tuple[Divisor, ...]] = dataclasses.field(
+    can_remat: bool = True
+    divisibility_rules_by_dim: Mapping[tuple[Axis, str], tuple[DivisibilityRule, ...]] = dataclasses.field(
         init=False, repr=False, compare=False
     )
-    gathers_of: Mapping[Part, Gathers] = dataclasses.field(init=False, repr=False, compare=False)
+    fsdp_gathers: Mapping[ModelPart, FsdpGathers] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found: dict[tuple[Axis, str], tuple[Divisor, ...]] = {}
-        for divisor in self.divisors:
-            key = (divisor.axis, divisor.name)
+        found: dict[tuple[Axis, str], tuple[DivisibilityRule, ...]] = {}
+        for divisor in self.divisibility_rules:
+            key = (divisor.axis, divisor.logical_name)
             found[key] = (*found.get(key, ()), divisor)
         object.__setattr__(self, "divisors_of", found)
-        object.__setattr__(self, "gathers_of", {part: self._find_gathers(part) for part in Part})
+        object.__setattr__(self, "gathers_of", {part: self._find_gathers(part) for part in ModelPart})
 
     @property
     def layers(self) -> int:
         """Equal layers: as many stages as a pipeline can have; their number per stage may differ."""
-        return max((work.copies for work in self.work if work.part is Part.LAYER), default=0)
+        return max((work.copies for work in self.parts if work.part is ModelPart.LAYER), default=0)
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """Numbers in all parameters."""
-        return sum(tensor.size for tensor in self._of(Role.PARAMETER))
+        return sum(tensor.size for tensor in self._of(TensorRole.PARAMETER))
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(tensor.bytes for tensor in self._of(Role.PARAMETER))
+        return sum(tensor.bytes for tensor in self._of(TensorRole.PARAMETER))
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
-        return sum(tensor.bytes for tensor in self._of(Role.OPTIMIZER))
+        return sum(tensor.bytes for tensor in self._of(TensorRole.OPTIMIZER))
 
     @property
-    def forward_flops(self) -> Amounts:
+    def forward_flops(self) -> AmountByAxis:
         """Of matrix products, one sequence, all parts."""
-        return sum_amounts(work.forward_flops.scaled(work.copies) for work in self.work)
+        return sum_amounts(work.forward_flops.scaled(work.copies) for work in self.parts)
 
     @property
-    def backward_flops(self) -> Amounts:
+    def backward_flops(self) -> AmountByAxis:
         """Of matrix products, one sequence, all parts."""
-        return sum_amounts(work.backward_flops.scaled(work.copies) for work in self.work)
+        return sum_amounts(work.backward_flops.scaled(work.copies) for work in self.parts)
 
     @property
     def other_flops(self) -> float:
         """Of everything but matrix products, forward and backward, one sequence."""
-        return sum((work.forward_other_flops + work.backward_other_flops) * work.copies for work in self.work)
+        return sum((work.forward_other_flops + work.backward_other_flops) * work.copies for work in self.parts)
 
     @property
-    def waits(self) -> bool:
+    def has_blocking_collectives(self) -> bool:
         """The compiler that was measured waits for a collective when it is called."""
-        return self.backend in WAITING_BACKENDS
+        return self.backend in BLOCKING_BACKENDS
 
     @property
-    def is_looped(self) -> bool:
+    def has_scanned_layers(self) -> bool:
         """The layers are turns of a loop."""
-        return any(tensor.stacked is not None for tensor in self.tensors)
+        return any(tensor.stacked_dim is not None for tensor in self.tensors)
 
-    def _find_gathers(self, part: Part) -> Gathers:
-        if not self.waits:
-            return Gathers(passes=2, pieces=1)
-        arrays = sum(part in tensor.parts for tensor in self._of(Role.PARAMETER))
-        return Gathers(passes=2 if self.is_looped and part is Part.LAYER else 1, pieces=max(arrays, 1))
+    def _find_gathers(self, part: ModelPart) -> FsdpGathers:
+        if not self.has_blocking_collectives:
+            return FsdpGathers(passes=2, pieces=1)
+        arrays = sum(part in tensor.parts for tensor in self._of(TensorRole.PARAMETER))
+        return FsdpGathers(passes=2 if self.has_scanned_layers and part is ModelPart.LAYER else 1, pieces=max(arrays, 1))
 
-    def _of(self, role: Role) -> Iterable[Tensor]:
+    def _of(self, role: TensorRole) -> Iterable[StateTensor]:
         return (tensor for tensor in self.tensors if tensor.role is role)
 
 
-def sum_amounts(amounts: Iterable[Amounts]) -> Amounts:
+def sum_amounts(amounts: Iterable[AmountByAxis]) -> AmountByAxis:
     """Their sum, each kind by itself."""
-    return sum(amounts, start=Amounts())
+    return sum(amounts, start=AmountByAxis())

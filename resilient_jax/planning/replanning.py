@@ -6,25 +6,25 @@ import enum
 import math
 from collections.abc import Callable
 
-from resilient_jax.planning.branch_and_bound import NO_AXES, Fixed
-from resilient_jax.planning.cost_model import Pricing
-from resilient_jax.planning.errors import NothingFits, PlanError
-from resilient_jax.planning.pipeline import pipeline_s, rerouted_s
+from resilient_jax.planning.branch_and_bound import NO_FIXED_AXES, PlanConstraints
+from resilient_jax.planning.cost_model import CostModel
+from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.pipeline import estimate_pipeline_s, estimate_rerouted_s
 from resilient_jax.planning.placement import place_replicas
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_explanation import compare_with_before
-from resilient_jax.planning.search import search_best
-from resilient_jax.planning.state_migration import Move, Moves, find_moves
+from resilient_jax.planning.plan_explanation import explain_change
+from resilient_jax.planning.search import search_plans
+from resilient_jax.planning.state_migration import HostTransfer, StateMigration, plan_migration
 from resilient_jax.topology import Topology
 
 DEVICE_HOURS_PER_FAILURE = 50_700.0
 """Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
-COMPILE_S = 60.0
+DEFAULT_COMPILE_S = 60.0
 """Of a program that no cache has: assumed, large programs take from half a minute to some minutes."""
 HOUR_S = 3600.0
 
 
-class Choice(enum.StrEnum):
+class ReplanAction(enum.StrEnum):
     """What to do."""
 
     NEW = "new"
@@ -36,7 +36,7 @@ class Choice(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class ReplanOption:
     """One thing to do, with what it costs.
 
     Attributes:
@@ -50,13 +50,13 @@ class Option:
         score: samples per second over the time to the next failure; 0: it would not be done by then.
     """
 
-    choice: Choice
+    action: ReplanAction
     plan: Plan
     step_time_s: float
     search_s: float
     compile_s: float
     move_s: float
-    moves: Moves
+    migration: StateMigration
     score: float
 
     @property
@@ -66,7 +66,7 @@ class Option:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Replan:
+class ReplanDecision:
     """What to do after a change of the topology, and why.
 
     Attributes:
@@ -78,8 +78,8 @@ class Replan:
     """
 
     before: Plan
-    chosen: Option
-    others: tuple[Option, ...]
+    chosen: ReplanOption
+    others: tuple[ReplanOption, ...]
     next_failure_s: float
     reason: str
 
@@ -96,12 +96,12 @@ class Replan:
     @property
     def bytes_moved(self) -> float:
         """Of the state, over the network."""
-        return self.chosen.moves.bytes_moved
+        return self.chosen.migration.bytes_moved
 
     @property
-    def moves(self) -> tuple[Move, ...]:
+    def transfers(self) -> tuple[HostTransfer, ...]:
         """Which bytes, from which host to which."""
-        return self.chosen.moves.moves
+        return self.chosen.migration.transfers
 
     @property
     def transition_s(self) -> float:
@@ -109,7 +109,7 @@ class Replan:
         return self.chosen.transition_s
 
 
-def score_of(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
+def compute_score(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
     """Gives the samples per second until the next failure: `(B / t_step) (D - t_trans) / D`; 0 if `D <= t_trans`.
 
     Chameleon, arXiv 2508.21613.
@@ -122,7 +122,7 @@ def score_of(samples: float, step_s: float, transition_s: float, next_failure_s:
     return samples / step_s * (next_failure_s - transition_s) / next_failure_s
 
 
-def break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
+def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
     """Gives the time to the next failure from which on a new plan pays: `D* = t_trans / (1 - t_dyn / t_rr)`.
 
     >>> break_even_s(2, 1, 10)
@@ -131,7 +131,7 @@ def break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float)
     return transition_s / (1 - new_step_s / rerouted_step_s)
 
 
-def expect_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:
+def estimate_next_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:
     """Gives the mean time to the next failure of any of the devices."""
     return device_hours / topology.device_count * HOUR_S
 
@@ -146,10 +146,10 @@ def replan(
     *,
     next_failure_s: float | None = None,
     search_s: float = 0.0,
-    compile_s: float = COMPILE_S,
+    compile_s: float = DEFAULT_COMPILE_S,
     is_compiled: Callable[[Plan], bool] = _is_never_compiled,
     min_replicas: int = 1,
-) -> Replan:
+) -> ReplanDecision:
     """Gives what to do now that the topology is another: a new plan, or keep the old one as far as it goes.
 
     Each option is judged by the samples that it computes until the next failure is to be expected.
@@ -170,13 +170,13 @@ def replan(
         >>> after = replan(plan, topology.without("host-07").slowed("host-11", 0.6))  # doctest: +SKIP
         >>> print(after.reason, after.step_time_s, after.bytes_moved)  # doctest: +SKIP
     """
-    horizon = expect_failure_s(topology) if next_failure_s is None else next_failure_s
+    horizon = estimate_next_failure_s(topology) if next_failure_s is None else next_failure_s
     if not (math.isfinite(horizon) and horizon > 0 and search_s >= 0 and compile_s >= 0):
         raise PlanError(
             f"replan: found next_failure_s {horizon}, search_s {search_s}, compile_s {compile_s}, expected a finite "
             "time > 0 and times >= 0"
         )
-    new = _search(plan, topology, Fixed(NO_AXES, min_replicas=min_replicas))
+    new = _search(plan, topology, PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas))
     options = [
         _price(plan, new, horizon, search_s, 0.0 if _same(plan, new) or is_compiled(new) else compile_s)
     ]
@@ -187,7 +187,7 @@ def replan(
     if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
         options.append(rerouted)
     options.sort(key=lambda option: (-option.score, option.step_time_s))
-    return Replan(
+    return ReplanDecision(
         before=plan,
         chosen=options[0],
         others=tuple(options[1:]),
@@ -196,65 +196,65 @@ def replan(
     )
 
 
-def _search(plan: Plan, topology: Topology, fixed: Fixed) -> Plan:
-    question = plan.question
-    return search_best(
-        question.profile,
+def _search(plan: Plan, topology: Topology, fixed: PlanConstraints) -> Plan:
+    question = plan.request
+    return search_plans(
+        question.program_cost,
         topology,
         global_batch=question.global_batch,
         calibration=question.calibration,
-        fixed=fixed,
+        constraints=fixed,
         number_format=question.number_format,
-        rounds=question.rounds,
+        pipeline_repeats=question.pipeline_repeats,
     )[0]
 
 
 def _same(plan: Plan, other: Plan) -> bool:
     """Whether both run the same program on each replica: its axes, its microbatch, its layers."""
-    splits = {team.layers for team in plan.teams}
-    return (plan.layout.group, plan.batch) == (other.layout.group, other.batch) and all(
-        team.layers in splits for team in other.teams
+    splits = {team.layers for team in plan.replica_classes}
+    return (plan.layout.axes, plan.microbatch) == (other.layout.axes, other.microbatch) and all(
+        team.layers in splits for team in other.replica_classes
     )
 
 
 def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
-    group = plan.layout.group
-    axes = {axis: size for axis, size in plan.sizes.items() if axis.value in group._fields}
+    group = plan.layout.axes
+    axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in group._fields}
     try:
-        kept = _search(plan, topology, Fixed(axes, plan.batch, min_replicas))
-    except (NothingFits, PlanError):
+        kept = _search(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
+    except (NoFeasiblePlan, PlanError):
         return None
     return kept if _same(plan, kept) else None
 
 
-def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> Option:
-    moves = find_moves(before, plan)
-    question = plan.question
-    pricing = Pricing(question)
+def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
+    moves = plan_migration(before, plan)
+    question = plan.request
+    pricing = CostModel(question)
     bandwidth = pricing.links[-1].bytes_per_s * question.pool.devices_per_host
-    move_s = moves.most_of_a_host() / bandwidth + (pricing.links[-1].latency_s if moves.moves else 0.0)
-    return Option(
-        choice=Choice.KEEP if _same(before, plan) else Choice.NEW,
+    move_s = moves.count_max_host_bytes() / bandwidth + (pricing.links[-1].latency_s if moves.transfers else 0.0)
+    return ReplanOption(
+        action=ReplanAction.KEEP if _same(before, plan) else ReplanAction.NEW,
         plan=plan,
         step_time_s=plan.step_time_s,
         search_s=search_s,
         compile_s=compile_s,
         move_s=move_s,
-        moves=moves,
-        score=score_of(plan.global_batch, plan.step_time_s, search_s + compile_s + move_s, horizon),
+        migration=moves,
+        score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + move_s, horizon),
     )
 
 
-def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> Option | None:
+def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
     """Only of a pipeline, if hosts were lost and nothing else changed: peers of the lost stages do their work.
 
     There are then as many copies of the state as of the stage that lost most.
     """
-    if plan.layout.group.pipeline == 1 or plan.replicas == 1:
+    if plan.layout.axes.pipeline == 1 or plan.replicas == 1:
         return None
-    team, *others = plan.teams
+    team, *others = plan.replica_classes
     now = {host.name: host for host in topology.hosts}
-    was = plan.question.topology
+    was = plan.request.topology
     if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
         return None
     failed = _count_failed(plan, set(now))
@@ -263,39 +263,39 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
     if plan.replicas - max(failed) < min_replicas:
         return None
     slot, quota = team.microbatch_s, max(plan.quotas)
-    time = rerouted_s(plan.layout.group.pipeline, quota, plan.replicas, failed, slot)
+    time = estimate_rerouted_s(plan.layout.axes.pipeline, quota, plan.replicas, failed, slot)
     if time is None:
         return None
-    step = plan.step_time_s + time - pipeline_s(plan.layout.group.pipeline, quota, slot)
-    return _at_once(Choice.REROUTE, plan, step, horizon)
+    step = plan.step_time_s + time - estimate_pipeline_s(plan.layout.axes.pipeline, quota, slot)
+    return _at_once(ReplanAction.REROUTE, plan, step, horizon)
 
 
-def _at_once(choice: Choice, plan: Plan, step_time_s: float, horizon: float) -> Option:
+def _at_once(choice: ReplanAction, plan: Plan, step_time_s: float, horizon: float) -> ReplanOption:
     """The plan before, for which nothing is searched, compiled or moved."""
-    return Option(
-        choice=choice,
+    return ReplanOption(
+        action=choice,
         plan=plan,
         step_time_s=step_time_s,
         search_s=0.0,
         compile_s=0.0,
         move_s=0.0,
-        moves=Moves(moves=(), is_exact=True),
-        score=score_of(plan.global_batch, step_time_s, 0.0, horizon),
+        migration=StateMigration(transfers=(), is_exact=True),
+        score=compute_score(plan.global_batch, step_time_s, 0.0, horizon),
     )
 
 
-def _try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> Option | None:
+def _try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
     """Everybody keeps what they have and do, if all hosts are there and some are slower now.
 
     All wait for the slowest, at most: what its steps take besides computing does not become slower.
     """
-    was = plan.question.topology
+    was = plan.request.topology
     if plan.replicas < min_replicas or _but_for_speeds(was) != _but_for_speeds(topology):
         return None
     slowest = min(host.speed / old.speed for host, old in zip(topology.hosts, was.hosts, strict=True))
     if slowest >= 1:
         return None  # nobody is slower: the same plan is found again, or a better one
-    return _at_once(Choice.KEEP, plan, plan.step_time_s / slowest, horizon)
+    return _at_once(ReplanAction.KEEP, plan, plan.step_time_s / slowest, horizon)
 
 
 def _but_for_speeds(topology: Topology) -> tuple[object, ...]:
@@ -305,48 +305,48 @@ def _but_for_speeds(topology: Topology) -> tuple[object, ...]:
 
 def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
     """For each stage the replicas in which it lost a host."""
-    question, layout = plan.question, plan.layout
+    question, layout = plan.request, plan.layout
     hosts = question.topology.hosts
-    failed = [0] * layout.group.pipeline
-    for cells in place_replicas(question.topology, question.pool, layout, plan.order, plan.blocks):
-        each = len(cells) * layout.stages_inside // layout.group.pipeline
-        for stage in range(layout.group.pipeline):
-            start = stage // layout.stages_inside * each
+    failed = [0] * layout.axes.pipeline
+    for cells in place_replicas(question.topology, question.pool, layout, plan.compositions, plan.blocks):
+        each = len(cells) * layout.stages_per_host // layout.axes.pipeline
+        for stage in range(layout.axes.pipeline):
+            start = stage // layout.stages_per_host * each
             if any(hosts[place].name not in alive for place in cells[start : start + each]):
-                failed[stage] += layout.replicas_inside
+                failed[stage] += layout.replicas_per_slot
     return failed
 
 
-def _loss(option: Option, best: Option) -> float:
+def _loss(option: ReplanOption, best: ReplanOption) -> float:
     return 1 - option.score / best.score if best.score else 0.0
 
 
-def _explain(before: Plan, options: list[Option], horizon: float) -> str:
+def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
     best = options[0]
     stays = best.plan is before
     said = {
-        Choice.NEW: f"A new plan, {best.plan.shape}",
-        Choice.KEEP: f"The plan before, {best.plan.shape}{', as it is; all wait for the slowest' if stays else ' now'}",
-        Choice.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost would have",
-    }[best.choice]
+        ReplanAction.NEW: f"A new plan, {best.plan.shape}",
+        ReplanAction.KEEP: f"The plan before, {best.plan.shape}{', as it is; all wait for the slowest' if stays else ' now'}",
+        ReplanAction.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost would have",
+    }[best.action]
     sentences = [
         f"{said}: {best.step_time_s:.3g} s a step after {best.transition_s:.3g} s (search {best.search_s:.3g} s, "
-        f"compile {best.compile_s:.3g} s, move {best.moves.bytes_moved / 1e9:.3g} GB in {best.move_s:.3g} s).",
+        f"compile {best.compile_s:.3g} s, move {best.migration.bytes_moved / 1e9:.3g} GB in {best.move_s:.3g} s).",
         *(
-            f"Not {option.choice} ({option.plan.shape}): {option.step_time_s:.3g} s a step after "
+            f"Not {option.action} ({option.plan.shape}): {option.step_time_s:.3g} s a step after "
             f"{option.transition_s:.3g} s, {_loss(option, best):.1%} fewer samples in the "
             f"{horizon / HOUR_S:.3g} h to the next failure."
             for option in options[1:]
         ),
         ""
-        if any(option.choice is Choice.KEEP for option in options)
+        if any(option.action is ReplanAction.KEEP for option in options)
         else f"{before.shape} cannot go on with the hosts that are left.",
-        "" if stays else compare_with_before(best.plan, before),
-        f"{best.moves.bytes_lost / 1e9:.3g} GB are held by no host that is left: they come from parity or a checkpoint."
-        if best.moves.bytes_lost
+        "" if stays else explain_change(best.plan, before),
+        f"{best.migration.bytes_lost / 1e9:.3g} GB are held by no host that is left: they come from parity or a checkpoint."
+        if best.migration.bytes_lost
         else "",
         ""
-        if best.moves.is_exact
+        if best.migration.is_exact
         else "Who takes which place was found greedily: another order might move less.",
     ]
     return " ".join(sentence for sentence in sentences if sentence)

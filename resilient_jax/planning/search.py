@@ -2,35 +2,35 @@
 
 import math
 
-from resilient_jax.planning.axes import Axis, Sizes, read_sizes
-from resilient_jax.planning.branch_and_bound import FREE, NO_AXES, Candidate, Fixed, visit
+from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
+from resilient_jax.planning.branch_and_bound import NO_CONSTRAINTS, NO_FIXED_AXES, PlanCandidate, PlanConstraints, visit_candidates
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.cost_model import Pricing, Question
-from resilient_jax.planning.device_layout import Group
+from resilient_jax.planning.cost_model import CostModel, PlanRequest
+from resilient_jax.planning.device_layout import ReplicaAxes
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.host_pool import pool_hosts
-from resilient_jax.planning.infeasibility import refuse_all
-from resilient_jax.planning.lower_bounds import divides_batch
+from resilient_jax.planning.host_pool import build_host_pool
+from resilient_jax.planning.infeasibility import explain_infeasibility
+from resilient_jax.planning.lower_bounds import find_divisors
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.plan_builder import compose
+from resilient_jax.planning.plan_builder import build_plan
 from resilient_jax.planning.plan_explanation import explain_choice
-from resilient_jax.planning.program_cost import Profile
-from resilient_jax.planning.tensor_partition import find_misfits, require_cuttable
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.tensor_partition import find_violated_rules, require_partitionable
 from resilient_jax.topology import NumberFormat, Topology
 
-DEFAULTS = Calibration()
+DEFAULT_CALIBRATION = Calibration()
 BFLOAT16_BYTES = 2
 
 
-def search(
-    profile: Profile,
+def search_plan(
+    profile: ProgramCost,
     topology: Topology,
     *,
     global_batch: int,
-    calibration: Calibration = DEFAULTS,
-    axes: Sizes = NO_AXES,
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    axes: AxisSizes = NO_FIXED_AXES,
     number_format: str | None = None,
-    rounds: int = 1,
+    pipeline_repeats: int = 1,
     min_replicas: int = 1,
 ) -> Plan:
     """Gives the plan with the least estimated step time.
@@ -64,26 +64,26 @@ def search(
         >>> search(profile, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
         17.6
     """
-    return search_best(
+    return search_plans(
         profile,
         topology,
         global_batch=global_batch,
         calibration=calibration,
-        fixed=Fixed(read_sizes(axes), min_replicas=min_replicas),
+        constraints=PlanConstraints(parse_axis_sizes(axes), min_replicas=min_replicas),
         number_format=number_format,
-        rounds=rounds,
+        pipeline_repeats=pipeline_repeats,
     )[0]
 
 
-def search_best(
-    profile: Profile,
+def search_plans(
+    profile: ProgramCost,
     topology: Topology,
     *,
     global_batch: int,
-    calibration: Calibration = DEFAULTS,
-    fixed: Fixed = FREE,
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    constraints: PlanConstraints = NO_CONSTRAINTS,
     number_format: str | None = None,
-    rounds: int = 1,
+    pipeline_repeats: int = 1,
     top: int = 1,
 ) -> tuple[Plan, ...]:
     """Gives the best plans, no two with the same axes of a replica, the fastest first; the arguments are `search`'s.
@@ -95,49 +95,49 @@ def search_best(
     Raises:
         PlanError: as of `search`.
     """
-    check_wish(profile, topology, global_batch, fixed, rounds, top)
+    validate_request(profile, topology, global_batch, constraints, pipeline_repeats, top)
     wanted = number_format or (
         NumberFormat.BF16 if profile.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
     )
     best = _Best(max(top, 2))
-    pricings: list[Pricing] = []
+    pricings: list[CostModel] = []
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
-        question = Question(
-            profile=profile,
+        question = PlanRequest(
+            program_cost=profile,
             topology=topology,
-            pool=pool_hosts(topology, wanted, memory),
+            pool=build_host_pool(topology, wanted, memory),
             global_batch=global_batch,
             calibration=calibration,
             number_format=wanted,
-            rounds=rounds,
+            pipeline_repeats=pipeline_repeats,
         )
-        pricings.append(Pricing(question))
+        pricings.append(CostModel(question))
         best.pricing = pricings[-1]
-        visit(pricings[-1], fixed, best.limit_s, best.keep)
+        visit_candidates(pricings[-1], constraints, best.limit_s, best.keep)
     ranked = best.ranked()
     if not ranked:
-        raise refuse_all(pricings[0], fixed)
-    plans = [compose(pricing, candidate) for candidate, pricing in ranked]
-    return explain_choice(plans, fixed.min_replicas)[:top]
+        raise explain_infeasibility(pricings[0], constraints)
+    plans = [build_plan(pricing, candidate) for candidate, pricing in ranked]
+    return explain_choice(plans, constraints.min_replicas)[:top]
 
 
 class _Best:
     """The best candidates so far, one for each group of axes."""
 
     def __init__(self, number: int) -> None:
-        self.pricing: Pricing | None = None
+        self.pricing: CostModel | None = None
         self._number = number
         self._limit_s = math.inf
-        self._found: dict[Group, tuple[Candidate, Pricing]] = {}
+        self._found: dict[ReplicaAxes, tuple[PlanCandidate, CostModel]] = {}
 
-    def limit_s(self, group: Group) -> float:
+    def limit_s(self, group: ReplicaAxes) -> float:
         """From which step time on a candidate of this group is of no use."""
         found = self._found.get(group)
         return self._limit_s if found is None else min(self._limit_s, found[0].step_s)
 
-    def keep(self, candidate: Candidate) -> None:
+    def keep(self, candidate: PlanCandidate) -> None:
         """Takes it, if it is of use."""
-        group = candidate.layout.group
+        group = candidate.layout.axes
         if candidate.step_s >= self.limit_s(group):
             return
         assert self.pricing is not None
@@ -148,13 +148,13 @@ class _Best:
         if len(self._found) == self._number:
             self._limit_s = max(candidate.step_s for candidate, _ in self._found.values())
 
-    def ranked(self) -> list[tuple[Candidate, Pricing]]:
+    def ranked(self) -> list[tuple[PlanCandidate, CostModel]]:
         """The fastest first."""
         return sorted(self._found.values(), key=lambda pair: pair[0])
 
 
-def check_wish(
-    profile: Profile, topology: Topology, global_batch: int, fixed: Fixed, rounds: int, top: int
+def validate_request(
+    profile: ProgramCost, topology: Topology, global_batch: int, fixed: PlanConstraints, rounds: int, top: int
 ) -> None:
     """Refuses what no plan can be.
 
@@ -172,12 +172,12 @@ def check_wish(
         if number < 1:
             raise PlanError(f"{name}: found {number}, expected 1 or more")
     if topology.device_count > 1:
-        require_cuttable(profile, topology.device_count)
+        require_partitionable(profile, topology.device_count)
     for axis, size in fixed.axes.items():
         if size < 1:
             raise PlanError(f"axis {axis}: found {size}, expected 1 or more")
-        if misfits := find_misfits(profile, axis, size):
-            named = ", ".join(f"{divisor.name} = {divisor.number}" for divisor in misfits)
+        if misfits := find_violated_rules(profile, axis, size):
+            named = ", ".join(f"{divisor.logical_name} = {divisor.dim_size}" for divisor in misfits)
             raise PlanError(
                 f"axis {axis}: found {size}, expected a size that {profile.name} allows; it has {named}. "
                 "Choose another size"
@@ -185,10 +185,10 @@ def check_wish(
     _check_sizes(topology, global_batch, fixed)
 
 
-def _check_sizes(topology: Topology, global_batch: int, fixed: Fixed) -> None:
+def _check_sizes(topology: Topology, global_batch: int, fixed: PlanConstraints) -> None:
     """Refuses axes that together need more sequences or devices than there are."""
     fsdp, replicas = fixed.axes.get(Axis.FSDP, 1), fixed.axes.get(Axis.REPLICA, 1)
-    if fsdp not in divides_batch(global_batch):
+    if fsdp not in find_divisors(global_batch):
         raise PlanError(
             f"axis fsdp: found {fsdp}, expected a divisor of the global batch of {global_batch}: every device computes "
             "as many sequences. Change one of them"

@@ -7,11 +7,11 @@ import msgspec
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.collectives import Link, send_s
-from resilient_jax.planning.device_cost import PartWork, compute_s, count_work, exchange_s
-from resilient_jax.planning.device_layout import Group, Layout, Microbatch
-from resilient_jax.planning.host_pool import Kind
-from resilient_jax.planning.program_cost import Part, Profile
+from resilient_jax.planning.collectives import DeviceLink, estimate_send_s
+from resilient_jax.planning.device_cost import DeviceWork, estimate_compute_s, count_device_work, estimate_exposed_collectives
+from resilient_jax.planning.device_layout import ReplicaAxes, DeviceLayout, MicrobatchConfig
+from resilient_jax.planning.host_pool import HostKind
+from resilient_jax.planning.program_cost import ModelPart, ProgramCost
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 _AXES = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT, Axis.FSDP, Axis.PIPELINE)
@@ -47,7 +47,7 @@ class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float
     """To send to one neighbour and receive from it."""
 
-    def stage(self, layers: int, stage: int, stages: int) -> StageTime:
+    def estimate_stage(self, layers: int, stage: int, stages: int) -> StageTime:
         """Of one stage."""
         is_first, is_last = stage == 0, stage == stages - 1
         time = StageTime(*[layers * term for term in self.layer])
@@ -58,66 +58,66 @@ class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
         return time._replace(transfer_s=time.transfer_s + (2 - is_first - is_last) * self.transfer_s)
 
 
-class Unplaced(NamedTuple):
+class PartLoad(NamedTuple):
     """A part's work and its exchanges: all that does not depend on the kind of host."""
 
-    work: PartWork
+    work: DeviceWork
     exchanges: dict[Axis, float]
 
 
-class ReplicaWork(msgspec.Struct, frozen=True, kw_only=True):
+class MicrobatchLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a microbatch asks of the devices of a replica, whichever hosts they are on."""
 
-    embedding: Unplaced
-    layer: Unplaced
-    head: Unplaced
+    embedding: PartLoad
+    layer: PartLoad
+    head: PartLoad
 
 
-def work_of_parts(
-    profile: Profile, state: StateBytes, layout: Layout, batch: Microbatch, links: tuple[Link, ...]
-) -> ReplicaWork:
+def count_microbatch_load(
+    profile: ProgramCost, state: StateBytes, layout: DeviceLayout, batch: MicrobatchConfig, links: tuple[DeviceLink, ...]
+) -> MicrobatchLoad:
     """Gives what one microbatch asks of each device, and what its exchanges take; the same for any two or more
     stages."""
-    group = layout.group
-    spreads = {axis: layout.spread_of(axis) for axis in _AXES}
-    found = {part: Unplaced(PartWork(0.0, 0.0, 0), {}) for part in Part}
-    own = {Part.EMBEDDING: state.embedding, Part.LAYER: state.layer, Part.HEAD: state.head}
+    group = layout.axes
+    spreads = {axis: layout.axis_level_factors(axis) for axis in _AXES}
+    found = {part: PartLoad(DeviceWork(0.0, 0.0, 0), {}) for part in ModelPart}
+    own = {ModelPart.EMBEDDING: state.embedding, ModelPart.LAYER: state.layer, ModelPart.HEAD: state.head}
     if state.tied.parameters:
         own = {**own, **_with_tied(own, state, group)}
-    for work in profile.work:
+    for work in profile.parts:
         held = own[work.part]
-        found[work.part] = Unplaced(
-            count_work(profile, work, held, group, batch),
-            exchange_s(profile, work, held, group, batch, spreads, links),
+        found[work.part] = PartLoad(
+            count_device_work(profile, work, held, group, batch),
+            estimate_exposed_collectives(profile, work, held, group, batch, spreads, links),
         )
-    return ReplicaWork(embedding=found[Part.EMBEDDING], layer=found[Part.LAYER], head=found[Part.HEAD])
+    return MicrobatchLoad(embedding=found[ModelPart.EMBEDDING], layer=found[ModelPart.LAYER], head=found[ModelPart.HEAD])
 
 
-def transfer_s(profile: Profile, layout: Layout, batch: Microbatch, links: tuple[Link, ...]) -> float:
+def estimate_transfer_s(profile: ProgramCost, layout: DeviceLayout, batch: MicrobatchConfig, links: tuple[DeviceLink, ...]) -> float:
     """Gives what a stage takes to send to one neighbour and to receive from it, a microbatch forward and backward."""
-    if layout.group.pipeline == 1:
+    if layout.axes.pipeline == 1:
         return 0.0
-    sent = sum(work.input_bytes for work in profile.work if work.part is Part.LAYER)
-    return send_s(sent * batch.sequences / layout.group.sequence, layout.spread_of(Axis.PIPELINE), links)
+    sent = sum(work.input_bytes for work in profile.parts if work.part is ModelPart.LAYER)
+    return estimate_send_s(sent * batch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links)
 
 
-def _with_tied(own: dict[Part, PartBytes], state: StateBytes, group: Group) -> dict[Part, PartBytes]:
+def _with_tied(own: dict[ModelPart, PartBytes], state: StateBytes, group: ReplicaAxes) -> dict[ModelPart, PartBytes]:
     """What both ends use: gathered at each, but on one stage it has one gradient."""
-    ends = {Part.EMBEDDING: own[Part.EMBEDDING].plus(state.tied), Part.HEAD: own[Part.HEAD].plus(state.tied)}
+    ends = {ModelPart.EMBEDDING: own[ModelPart.EMBEDDING].plus(state.tied), ModelPart.HEAD: own[ModelPart.HEAD].plus(state.tied)}
     if group.pipeline == 1:
         once = state.tied._replace(gradients=0.0, gathered_gradients=0.0)
-        ends[Part.EMBEDDING] = own[Part.EMBEDDING].plus(once)
+        ends[ModelPart.EMBEDDING] = own[ModelPart.EMBEDDING].plus(once)
     return ends
 
 
-def time_parts(
-    asked: ReplicaWork, sending_s: float, kind: Kind, peak_flops_per_s: float, constants: Calibration
+def estimate_part_times(
+    asked: MicrobatchLoad, sending_s: float, kind: HostKind, peak_flops_per_s: float, constants: Calibration
 ) -> PartTimes:
     """Gives what the parts take on hosts of a kind; a slow host computes slowly and its links are as they were."""
     bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s
 
-    def time(part: Unplaced) -> StageTime:
-        computing = compute_s(part.work, peak_flops_per_s, bandwidth, constants) / kind.speed
+    def time(part: PartLoad) -> StageTime:
+        computing = estimate_compute_s(part.work, peak_flops_per_s, bandwidth, constants) / kind.speed
         shown = 1 - constants.activation_overlap
         by_axis = part.exchanges
         return StageTime(

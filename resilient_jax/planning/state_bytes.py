@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.device_layout import Group
-from resilient_jax.planning.program_cost import Part, Profile, Role, Tensor
-from resilient_jax.planning.tensor_partition import count_parts
+from resilient_jax.planning.device_layout import ReplicaAxes
+from resilient_jax.planning.program_cost import ModelPart, ProgramCost, TensorRole, StateTensor
+from resilient_jax.planning.tensor_partition import count_shards
 
 
 class PartBytes(NamedTuple):
@@ -49,7 +49,7 @@ class StateBytes(NamedTuple):
     head: PartBytes
     tied: PartBytes
 
-    def stage(self, layers: int, *, is_first: bool, is_last: bool) -> PartBytes:
+    def count_stage(self, layers: int, *, is_first: bool, is_last: bool) -> PartBytes:
         """Of a device of a stage with so many layers."""
         held = PartBytes(*[layers * number for number in self.layer])
         if is_first:
@@ -59,7 +59,7 @@ class StateBytes(NamedTuple):
         return held.plus(self.tied) if is_first or is_last else held
 
 
-def count_state(profile: Profile, group: Group) -> StateBytes:
+def count_state_bytes(profile: ProgramCost, group: ReplicaAxes) -> StateBytes:
     """Gives what a device holds of each part under these axes; replicas, sequence and pipeline cut no tensor."""
     return StateCounter(profile).count(group)
 
@@ -78,9 +78,9 @@ class _Row(NamedTuple):
 class StateCounter:
     """`count_state` of one program, for whoever asks for many axes."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: ProgramCost) -> None:
         self._profile = profile
-        self._kinds: list[Tensor] = []
+        self._kinds: list[StateTensor] = []
         self._rows: list[_Row] = []
         known: dict[tuple[object, ...], int] = {}
         for tensor in profile.tensors:
@@ -88,22 +88,22 @@ class StateCounter:
             if key not in known:
                 known[key] = len(self._kinds)
                 self._kinds.append(tensor)
-            copies = tensor.copies / (max(profile.layers, 1) if tensor.parts == (Part.LAYER,) else 1)
+            copies = tensor.copies / (max(profile.layers, 1) if tensor.parts == (ModelPart.LAYER,) else 1)
             self._rows.append(
                 _Row(
                     place="tied" if len(tensor.parts) > 1 else next(iter(tensor.parts)).value,
-                    is_parameter=tensor.role is Role.PARAMETER,
+                    is_parameter=tensor.role is TensorRole.PARAMETER,
                     numbers=tensor.size / tensor.copies * copies,
                     bytes=copies * tensor.bytes / tensor.copies,
                     alike=known[key],
                 )
             )
 
-    def count(self, group: Group) -> StateBytes:
+    def count(self, group: ReplicaAxes) -> StateBytes:
         """What a device holds of each part under these axes."""
-        profile, sizes = self._profile, group.cut_sizes
+        profile, sizes = self._profile, group.state_axis_sizes
         gathered_sizes = {**sizes, Axis.FSDP: 1}
-        parts = [(count_parts(one, sizes), count_parts(one, gathered_sizes)) for one in self._kinds]
+        parts = [(count_shards(one, sizes), count_shards(one, gathered_sizes)) for one in self._kinds]
         totals = {place: [0.0] * len(PartBytes._fields) for place in StateBytes._fields}
         for place, is_parameter, numbers, size, alike in self._rows:
             own, whole = parts[alike]

@@ -10,25 +10,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from resilient_jax.ids import HostName
-from resilient_jax.planning.assignment import assign_least
+from resilient_jax.planning.assignment import solve_assignment
 from resilient_jax.planning.host_state import (
-    Box,
-    Holding,
-    cut_common,
-    find_holdings,
-    size_of_box,
-    weigh_layers,
+    StateRegion,
+    HostState,
+    intersect_regions,
+    find_host_states,
+    count_region_bytes,
+    count_layer_bytes,
 )
 from resilient_jax.planning.plan import Plan
 from resilient_jax.topology import Host
 
-MOST_EXACT = 64
+MAX_EXACT_HOSTS = 64
 """Hosts that are assigned exactly: some 64^3 operations, a tenth of a second."""
-NOTHING: Holding = frozenset()
+NOTHING: HostState = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class HostTransfer:
     """Bytes from one host to another.
 
     `source` is None for what no host that is left holds: it comes from parity, or from a checkpoint.
@@ -40,7 +40,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
+class StateMigration:
     """All that moves.
 
     Attributes:
@@ -48,44 +48,44 @@ class Moves:
         is_exact: no other assignment moves less.
     """
 
-    moves: tuple[Move, ...]
+    transfers: tuple[HostTransfer, ...]
     is_exact: bool
 
     @property
     def bytes_moved(self) -> float:
         """Over the network, all together."""
-        return sum(move.bytes_moved for move in self.moves)
+        return sum(move.bytes_moved for move in self.transfers)
 
     @property
     def bytes_lost(self) -> float:
         """Of them those that no host that is left holds."""
-        return sum(move.bytes_moved for move in self.moves if move.source is None)
+        return sum(move.bytes_moved for move in self.transfers if move.source is None)
 
-    def most_of_a_host(self) -> float:
+    def count_max_host_bytes(self) -> float:
         """The most bytes that one host receives or sends."""
         loads: Counter[tuple[str, str]] = Counter()
-        for move in self.moves:
+        for move in self.transfers:
             loads["in", move.target] += move.bytes_moved  # type: ignore[assignment]
             if move.source is not None:
                 loads["out", move.source] += move.bytes_moved  # type: ignore[assignment]
         return float(max(loads.values(), default=0.0))
 
 
-def find_moves(before: Plan, after: Plan) -> Moves:
+def plan_migration(before: Plan, after: Plan) -> StateMigration:
     """Gives what moves from the hosts of one plan to those of the next."""
-    weights = weigh_layers(after.question.profile)
-    alive = {host.name for host in after.question.topology.hosts}
-    held = {name: boxes for name, boxes in find_holdings(before).items() if name in alive}
-    wanted, is_exact = _assign(after, held, find_holdings(after), weights)
-    return Moves(moves=tuple(_find_sources(held, wanted, weights)), is_exact=is_exact)
+    weights = count_layer_bytes(after.request.program_cost)
+    alive = {host.name for host in after.request.topology.hosts}
+    held = {name: boxes for name, boxes in find_host_states(before).items() if name in alive}
+    wanted, is_exact = _assign(after, held, find_host_states(after), weights)
+    return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=is_exact)
 
 
-def missing_bytes(held: Holding, wanted: Holding, weights: tuple[float, ...]) -> float:
+def count_missing_bytes(held: HostState, wanted: HostState, weights: tuple[float, ...]) -> float:
     """Gives the bytes of what is wanted and not held."""
-    return sum(size_of_box(part, weights) for box in wanted for part in _subtract(box, held))
+    return sum(count_region_bytes(part, weights) for box in wanted for part in _subtract(box, held))
 
 
-def _subtract(box: Box, held: Iterable[Box]) -> list[Box]:
+def _subtract(box: StateRegion, held: Iterable[StateRegion]) -> list[StateRegion]:
     """What is left of a box, as boxes that have nothing in common."""
     left = [box]
     for other in held:
@@ -93,8 +93,8 @@ def _subtract(box: Box, held: Iterable[Box]) -> list[Box]:
     return left
 
 
-def _subtract_one(box: Box, other: Box) -> list[Box]:
-    common = cut_common(box, other)
+def _subtract_one(box: StateRegion, other: StateRegion) -> list[StateRegion]:
+    common = intersect_regions(box, other)
     if common is None:
         return [box]
     parts = []
@@ -102,52 +102,52 @@ def _subtract_one(box: Box, other: Box) -> list[Box]:
     for dim, (low, high) in enumerate(common):
         for piece in ((rest[dim][0], low), (high, rest[dim][1])):
             if piece[0] < piece[1]:
-                parts.append(Box(*rest[:dim], piece, *rest[dim + 1 :]))  # type: ignore[arg-type]
+                parts.append(StateRegion(*rest[:dim], piece, *rest[dim + 1 :]))  # type: ignore[arg-type]
         rest[dim] = (low, high)
     return parts
 
 
 def _assign(
     after: Plan,
-    held: Mapping[HostName, Holding],
-    planned: Mapping[HostName, Holding],
+    held: Mapping[HostName, HostState],
+    planned: Mapping[HostName, HostState],
     weights: tuple[float, ...],
-) -> tuple[dict[HostName, Holding], bool]:
+) -> tuple[dict[HostName, HostState], bool]:
     """The planned holdings, hosts that are alike having changed places."""
     groups: dict[tuple[object, ...], list[Host]] = {}
-    for host in after.question.topology.hosts:
+    for host in after.request.topology.hosts:
         level = after.layout.level
-        domain = "" if level in (0, after.layout.outermost) else host.domains[level - 1]
+        domain = "" if level in (0, after.layout.outermost_level) else host.domains[level - 1]
         groups.setdefault((domain, host.accelerator.name, host.devices, host.speed), []).append(host)
-    assigned: dict[HostName, Holding] = {}
+    assigned: dict[HostName, HostState] = {}
     is_exact = True
     for hosts in groups.values():
         names = [host.name for host in hosts]
         mine = [held.get(name, NOTHING) for name in names]
         slots = [planned.get(name, NOTHING) for name in names]
         places = _assign_alike(mine, slots, weights)
-        is_exact &= len(names) <= MOST_EXACT or mine == slots
+        is_exact &= len(names) <= MAX_EXACT_HOSTS or mine == slots
         assigned |= {name: slots[place] for name, place in zip(names, places, strict=True)}
     return assigned, is_exact
 
 
 def _assign_alike(
-    mine: Sequence[Holding], slots: Sequence[Holding], weights: tuple[float, ...]
+    mine: Sequence[HostState], slots: Sequence[HostState], weights: tuple[float, ...]
 ) -> Sequence[int]:
-    costs: dict[tuple[Holding, Holding], float] = {}
+    costs: dict[tuple[HostState, HostState], float] = {}
     for has in set(mine):
         for wants in set(slots):
-            costs[has, wants] = missing_bytes(has, wants, weights)
-    if len(mine) <= MOST_EXACT:
-        return assign_least([[costs[has, wants] for wants in slots] for has in mine])
-    free: dict[Holding, list[int]] = {}
+            costs[has, wants] = count_missing_bytes(has, wants, weights)
+    if len(mine) <= MAX_EXACT_HOSTS:
+        return solve_assignment([[costs[has, wants] for wants in slots] for has in mine])
+    free: dict[HostState, list[int]] = {}
     for place, wants in reversed(list(enumerate(slots))):
         free.setdefault(wants, []).append(place)
-    waiting: dict[Holding, list[int]] = {}
+    waiting: dict[HostState, list[int]] = {}
     for row, has in reversed(list(enumerate(mine))):
         waiting.setdefault(has, []).append(row)
     found = [0] * len(mine)
-    saved = {pair: missing_bytes(NOTHING, pair[1], weights) - cost for pair, cost in costs.items()}
+    saved = {pair: count_missing_bytes(NOTHING, pair[1], weights) - cost for pair, cost in costs.items()}
     for has, wants in sorted(saved, key=lambda pair: -saved[pair]):
         while waiting[has] and free[wants]:
             found[waiting[has].pop()] = free[wants].pop()
@@ -155,10 +155,10 @@ def _assign_alike(
 
 
 def _find_sources(
-    held: Mapping[HostName, Holding], wanted: Mapping[HostName, Holding], weights: tuple[float, ...]
-) -> Iterable[Move]:
+    held: Mapping[HostName, HostState], wanted: Mapping[HostName, HostState], weights: tuple[float, ...]
+) -> Iterable[HostTransfer]:
     """Each missing part from the host that has sent least of those that hold it."""
-    holders: dict[Box, list[HostName]] = {}
+    holders: dict[StateRegion, list[HostName]] = {}
     for name, boxes in held.items():
         for box in boxes:
             holders.setdefault(box, []).append(name)
@@ -167,13 +167,13 @@ def _find_sources(
     for target, boxes in wanted.items():
         left = [part for box in boxes for part in _subtract(box, held.get(target, NOTHING))]
         for owned, names in holders.items() if left else ():
-            common = [part for one in left if (part := cut_common(one, owned)) is not None]
+            common = [part for one in left if (part := intersect_regions(one, owned)) is not None]
             if common:
                 source = min(names, key=sent.__getitem__)
-                size = sum(size_of_box(part, weights) for part in common)
+                size = sum(count_region_bytes(part, weights) for part in common)
                 sent[source] += size  # type: ignore[assignment]
                 total[source, target] = total.get((source, target), 0.0) + size
                 left = [part for one in left for part in _subtract_one(one, owned)]
-        if lost := sum(size_of_box(part, weights) for part in left):
+        if lost := sum(count_region_bytes(part, weights) for part in left):
             total[None, target] = lost
-    return [Move(source=source, target=target, bytes_moved=size) for (source, target), size in total.items()]
+    return [HostTransfer(source=source, target=target, bytes_moved=size) for (source, target), size in total.items()]

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import Divisor, Profile, Tensor
+from resilient_jax.planning.program_cost import DivisibilityRule, ProgramCost, StateTensor
 
-Cut = tuple[tuple[Axis, ...], ...]
+TensorPartition = tuple[tuple[Axis, ...], ...]
 """For each dim the axes that cut it, as in a PartitionSpec."""
 
 
-def cut(tensor: Tensor, sizes: Mapping[Axis, int]) -> Cut:
+def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPartition:
     """Gives the axes that cut each dim of a tensor of the state.
 
     First each dim by its own axis, where that divides its units. Then FSDP cuts one dim: one that would rather be cut
@@ -47,24 +47,24 @@ def cut(tensor: Tensor, sizes: Mapping[Axis, int]) -> Cut:
     return tuple(own)
 
 
-def _own_axis(tensor: Tensor, dim: int, sizes: Mapping[Axis, int]) -> tuple[Axis, ...]:
+def _own_axis(tensor: StateTensor, dim: int, sizes: Mapping[Axis, int]) -> tuple[Axis, ...]:
     axis = tensor.axes[dim]
     if axis is None or axis is Axis.FSDP or sizes.get(axis, 1) == 1 or tensor.units[dim] % sizes[axis]:
         return ()
     return (axis,)
 
 
-def count_parts(tensor: Tensor, sizes: Mapping[Axis, int]) -> int:
+def count_shards(tensor: StateTensor, sizes: Mapping[Axis, int]) -> int:
     """Gives into how many equal parts a tensor is cut; a device has one of them (of each layer on its stage)."""
-    return math.prod(sizes[axis] for axes in cut(tensor, sizes) for axis in axes)
+    return math.prod(sizes[axis] for axes in partition_tensor(tensor, sizes) for axis in axes)
 
 
-def divides(divisor: Divisor, size: int) -> bool:
+def is_divisible(divisor: DivisibilityRule, size: int) -> bool:
     """Whether an axis of this size can cut such a dim. A pipeline needs at least one layer for each stage."""
-    return size <= divisor.number if divisor.axis is Axis.PIPELINE else divisor.number % size == 0
+    return size <= divisor.dim_size if divisor.axis is Axis.PIPELINE else divisor.dim_size % size == 0
 
 
-def find_misfits(profile: Profile, axis: Axis, size: int) -> tuple[Divisor, ...]:
+def find_violated_rules(profile: ProgramCost, axis: Axis, size: int) -> tuple[DivisibilityRule, ...]:
     """Gives what forbids an axis of this size: required dims that it does not divide, or all, if it divides none.
 
     A program that has no dim for the axis forbids every size but 1, with the number 1. `REPLICA` and `FSDP` are never
@@ -72,11 +72,11 @@ def find_misfits(profile: Profile, axis: Axis, size: int) -> tuple[Divisor, ...]
     """
     if size == 1 or axis in (Axis.REPLICA, Axis.FSDP):
         return ()
-    mine = [divisor for divisor in profile.divisors if divisor.axis is axis]
+    mine = [divisor for divisor in profile.divisibility_rules if divisor.axis is axis]
     if not mine:
-        return (Divisor(axis=axis, name=_MISSING[axis], number=1, required=True),)
-    wrong = [divisor for divisor in mine if not divides(divisor, size)]
-    required = tuple(divisor for divisor in wrong if divisor.required)
+        return (DivisibilityRule(axis=axis, logical_name=_MISSING[axis], dim_size=1, is_required=True),)
+    wrong = [divisor for divisor in mine if not is_divisible(divisor, size)]
+    required = tuple(divisor for divisor in wrong if divisor.is_required)
     return tuple(wrong) if len(wrong) == len(mine) else required
 
 
@@ -88,15 +88,15 @@ _MISSING: dict[Axis, str] = {
 }
 
 
-def find_sizes(profile: Profile, axis: Axis, at_most: int) -> tuple[int, ...]:
+def find_axis_sizes(profile: ProgramCost, axis: Axis, at_most: int) -> tuple[int, ...]:
     """Gives the sizes of an axis that the program allows, in order, 1 among them."""
     if axis in (Axis.REPLICA, Axis.FSDP):
         return tuple(range(1, at_most + 1))
-    numbers = [divisor.number for divisor in profile.divisors if divisor.axis is axis]
+    numbers = [divisor.dim_size for divisor in profile.divisibility_rules if divisor.axis is axis]
     if axis is Axis.PIPELINE:
         return tuple(range(1, min(at_most, max(numbers, default=1)) + 1))
     candidates = {1}.union(*(_divisors_of(number, at_most) for number in numbers))
-    return tuple(sorted(size for size in candidates if not find_misfits(profile, axis, size)))
+    return tuple(sorted(size for size in candidates if not find_violated_rules(profile, axis, size)))
 
 
 def _divisors_of(number: int, at_most: int) -> set[int]:
@@ -104,7 +104,7 @@ def _divisors_of(number: int, at_most: int) -> set[int]:
     return {size for low in small for size in (low, number // low) if size <= at_most}
 
 
-def require_cuttable(profile: Profile, at_most: int) -> None:
+def require_partitionable(profile: ProgramCost, at_most: int) -> None:
     """Refuses a program of which no axis can cut anything, for who needs it smaller than one device.
 
     Args:
@@ -114,12 +114,12 @@ def require_cuttable(profile: Profile, at_most: int) -> None:
     Raises:
         CallerError: its dims divide by nothing; the message has all of them.
     """
-    if any(len(find_sizes(profile, axis, at_most)) > 1 for axis in _MISSING):
+    if any(len(find_axis_sizes(profile, axis, at_most)) > 1 for axis in _MISSING):
         return
     dims = {size for tensor in profile.tensors for size in tensor.shape}
     if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
         return  # FSDP cuts these
-    named = ", ".join(sorted({f"{d.name} = {d.number}" for d in profile.divisors})) or "no named dim"
+    named = ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in profile.divisibility_rules})) or "no named dim"
     raise CallerError(
         f"{profile.name}: found dims that divide by nothing from 2 to {at_most} ({named}; sizes of parameters: "
         f"{', '.join(map(str, sorted(dims)))}), expected at least one that an axis can cut. Change the model's sizes "

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from resilient_jax.planning.program_cost import Part
+from resilient_jax.planning.program_cost import ModelPart
 
 Size = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Layers = Annotated[int, Meta(ge=1, le=100_000)]
@@ -66,57 +66,57 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
-class Parameter(NamedTuple):
+class TransformerParameter(NamedTuple):
     """A parameter of a transformer, or one in each layer."""
 
     path: str
-    parts: tuple[Part, ...]
-    names: tuple[str, ...]
+    parts: tuple[ModelPart, ...]
+    logical_names: tuple[str, ...]
 
 
 _NORMS = {"rms": ("scale",), "layer": ("scale", "bias")}
 
 
-def list_parameters(shape: TransformerShape) -> Iterator[Parameter]:
+def list_parameters(shape: TransformerShape) -> Iterator[TransformerParameter]:
     """Yields every parameter; those of `Part.LAYER` are in each layer."""
-    ends = (Part.EMBEDDING, Part.HEAD) if shape.tied_embedding else (Part.EMBEDDING,)
-    yield Parameter("embedding/tokens", ends, ("vocab", "embed"))
+    ends = (ModelPart.EMBEDDING, ModelPart.HEAD) if shape.tied_embedding else (ModelPart.EMBEDDING,)
+    yield TransformerParameter("embedding/tokens", ends, ("vocab", "embed"))
     if shape.positions == "table":
-        yield Parameter("embedding/positions", (Part.EMBEDDING,), ("positions", "embed"))
+        yield TransformerParameter("embedding/positions", (ModelPart.EMBEDDING,), ("positions", "embed"))
     yield from _list_layer(shape)
-    yield from (Parameter(f"head/norm/{kind}", (Part.HEAD,), ("embed",)) for kind in _NORMS[shape.norm])
+    yield from (TransformerParameter(f"head/norm/{kind}", (ModelPart.HEAD,), ("embed",)) for kind in _NORMS[shape.norm])
     if not shape.tied_embedding:
-        yield Parameter("head/kernel", (Part.HEAD,), ("embed", "vocab"))
+        yield TransformerParameter("head/kernel", (ModelPart.HEAD,), ("embed", "vocab"))
 
 
-def _list_layer(shape: TransformerShape) -> Iterator[Parameter]:
-    part = (Part.LAYER,)
+def _list_layer(shape: TransformerShape) -> Iterator[TransformerParameter]:
+    part = (ModelPart.LAYER,)
     for norm in ("attention_norm", "feed_forward_norm"):
-        yield from (Parameter(f"layers/*/{norm}/{kind}", part, ("embed",)) for kind in _NORMS[shape.norm])
+        yield from (TransformerParameter(f"layers/*/{norm}/{kind}", part, ("embed",)) for kind in _NORMS[shape.norm])
     for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
-        yield Parameter(f"layers/*/attention/{name}/kernel", part, ("embed", heads, "head_dim"))
+        yield TransformerParameter(f"layers/*/attention/{name}/kernel", part, ("embed", heads, "head_dim"))
         if shape.biases != "none":
-            yield Parameter(f"layers/*/attention/{name}/bias", part, (heads, "head_dim"))
-    yield Parameter("layers/*/attention/output/kernel", part, ("heads", "head_dim", "embed"))
+            yield TransformerParameter(f"layers/*/attention/{name}/bias", part, (heads, "head_dim"))
+    yield TransformerParameter("layers/*/attention/output/kernel", part, ("heads", "head_dim", "embed"))
     if shape.biases == "all":
-        yield Parameter("layers/*/attention/output/bias", part, ("embed",))
+        yield TransformerParameter("layers/*/attention/output/bias", part, ("embed",))
     yield from _list_feed_forward(shape)
 
 
-def _list_feed_forward(shape: TransformerShape) -> Iterator[Parameter]:
-    part, experts = (Part.LAYER,), () if shape.experts == 1 else ("experts",)
+def _list_feed_forward(shape: TransformerShape) -> Iterator[TransformerParameter]:
+    part, experts = (ModelPart.LAYER,), () if shape.experts == 1 else ("experts",)
     if experts:
-        yield Parameter("layers/*/feed_forward/router/kernel", part, ("embed", "router"))
+        yield TransformerParameter("layers/*/feed_forward/router/kernel", part, ("embed", "router"))
     for name in ("gate", "up") if shape.gated else ("up",):
-        yield Parameter(f"layers/*/feed_forward/{name}/kernel", part, (*experts, "embed", "mlp"))
+        yield TransformerParameter(f"layers/*/feed_forward/{name}/kernel", part, (*experts, "embed", "mlp"))
         if shape.biases == "all":
-            yield Parameter(f"layers/*/feed_forward/{name}/bias", part, (*experts, "mlp"))
-    yield Parameter("layers/*/feed_forward/down/kernel", part, (*experts, "mlp", "embed"))
+            yield TransformerParameter(f"layers/*/feed_forward/{name}/bias", part, (*experts, "mlp"))
+    yield TransformerParameter("layers/*/feed_forward/down/kernel", part, (*experts, "mlp", "embed"))
     if shape.biases == "all":
-        yield Parameter("layers/*/feed_forward/down/bias", part, (*experts, "embed"))
+        yield TransformerParameter("layers/*/feed_forward/down/bias", part, (*experts, "embed"))
 
 
-def size_of(shape: TransformerShape, name: str) -> int:
+def get_dim_size(shape: TransformerShape, name: str) -> int:
     """Gives the size of a dim by its logical name."""
     match name:
         case "vocab":
@@ -136,7 +136,7 @@ def size_of(shape: TransformerShape, name: str) -> int:
 def count_parameters(shape: TransformerShape) -> int:
     """Gives the number of parameters."""
     return sum(
-        math.prod(size_of(shape, name) for name in parameter.names)
-        * (shape.layers if parameter.parts == (Part.LAYER,) else 1)
+        math.prod(get_dim_size(shape, name) for name in parameter.logical_names)
+        * (shape.layers if parameter.parts == (ModelPart.LAYER,) else 1)
         for parameter in list_parameters(shape)
     )

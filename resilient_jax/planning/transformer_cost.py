@@ -1,19 +1,19 @@
 """The profile of a transformer from its sizes alone, in closed form."""
 
-from resilient_jax.planning.axes import AXIS_OF, Axis
-from resilient_jax.planning.program_cost import Divisor, Part, Profile, Role, Tensor
-from resilient_jax.planning.transformer import TransformerShape, list_parameters, size_of
+from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
+from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, ProgramCost, TensorRole, StateTensor
+from resilient_jax.planning.transformer import TransformerShape, list_parameters, get_dim_size
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_parts import MIXED, Precision, embedding_work, head_work, layer_work
+from resilient_jax.planning.transformer_parts import MIXED_PRECISION, Precision, analyze_embedding, analyze_head, analyze_layer
 
 
-def profile_transformer(
+def analyze_transformer(
     shape: TransformerShape,
     *,
     name: str = "transformer",
-    precision: Precision = MIXED,
+    precision: Precision = MIXED_PRECISION,
     attention: AttentionKind = AttentionKind.BLOCKS,
-) -> Profile:
+) -> ProgramCost:
     """Gives the profile of a program that trains a transformer of this shape with next-token cross-entropy.
 
     Matrix products of one sequence forward: 2 T D (2 H h + 2 K h) + 4 P H h + 2 T D F n per layer, with P the pairs of
@@ -35,44 +35,44 @@ def profile_transformer(
         >>> profile.parameters, profile.layers
         (6738415616, 32)
     """
-    return Profile(
+    return ProgramCost(
         name=name,
         source=f"closed form; attention: {attention}",
         sequence_tokens=shape.sequence_tokens,
         compute_bytes=precision.compute_bytes,
         gradient_bytes=precision.gradient_bytes,
         tensors=_tensors(shape, precision),
-        work=(
-            embedding_work(shape, precision),
-            layer_work(shape, precision, attention),
-            head_work(shape, precision),
+        parts=(
+            analyze_embedding(shape, precision),
+            analyze_layer(shape, precision, attention),
+            analyze_head(shape, precision),
         ),
-        divisors=_divisors(shape),
+        divisibility_rules=_divisors(shape),
     )
 
 
-def _tensors(shape: TransformerShape, precision: Precision) -> tuple[Tensor, ...]:
-    roles = [("", Role.PARAMETER, precision.parameter_bytes)]
-    roles += [(f"optimizer/{i}/", Role.OPTIMIZER, size) for i, size in enumerate(precision.optimizer_bytes)]
+def _tensors(shape: TransformerShape, precision: Precision) -> tuple[StateTensor, ...]:
+    roles = [("", TensorRole.PARAMETER, precision.parameter_bytes)]
+    roles += [(f"optimizer/{i}/", TensorRole.OPTIMIZER, size) for i, size in enumerate(precision.optimizer_bytes)]
     return tuple(
-        Tensor(
+        StateTensor(
             path=prefix + parameter.path,
             role=role,
             parts=parameter.parts,
             shape=sizes,
-            names=parameter.names,
-            axes=tuple(AXIS_OF[name] for name in parameter.names),
+            logical_names=parameter.logical_names,
+            axes=tuple(AXIS_BY_LOGICAL_NAME[name] for name in parameter.logical_names),
             units=sizes,
             dtype_bytes=dtype_bytes,
-            copies=shape.layers if parameter.parts == (Part.LAYER,) else 1,
+            copies=shape.layers if parameter.parts == (ModelPart.LAYER,) else 1,
         )
         for prefix, role, dtype_bytes in roles
         for parameter in list_parameters(shape)
-        for sizes in [tuple(size_of(shape, name) for name in parameter.names)]
+        for sizes in [tuple(get_dim_size(shape, name) for name in parameter.logical_names)]
     )
 
 
-def _divisors(shape: TransformerShape) -> tuple[Divisor, ...]:
+def _divisors(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
     numbers = (
         (Axis.TENSOR, "heads", shape.heads, True),
         (Axis.TENSOR, "mlp", shape.feed_forward, True),
@@ -82,4 +82,4 @@ def _divisors(shape: TransformerShape) -> tuple[Divisor, ...]:
         (Axis.EXPERT, "experts", shape.experts, True),
         (Axis.PIPELINE, "layers", shape.layers, True),
     )
-    return tuple(Divisor(axis=a, name=n, number=number, required=r) for a, n, number, r in numbers)
+    return tuple(DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r) for a, n, number, r in numbers)

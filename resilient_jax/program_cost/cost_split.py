@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import Amounts, Exchange, ExchangeKind, Part, Work
+from resilient_jax.planning.program_cost import AmountByAxis, ActivationCollective, CollectiveKind, ModelPart, PartCost
 from resilient_jax.program_cost.abstract_program import AbstractProgram, count_examples
 from resilient_jax.program_cost.measurement import Measured
 from resilient_jax.program_cost.operations import Operations, trace_operations
@@ -17,13 +17,13 @@ from resilient_jax.program_cost.sharding_propagation import Attributed, Attribut
 from resilient_jax.sharding.logical_axes import Naming
 from resilient_jax.sharding.state_tensors import ParameterInfo
 
-Shares = Mapping[tuple[Part, Kind], float]
+Shares = Mapping[tuple[ModelPart, Kind], float]
 """Any amount of one example, all layers together."""
 
 EXCHANGE_KINDS = {
-    Axis.TENSOR: ExchangeKind.ALL_REDUCE,
-    Axis.SEQUENCE: ExchangeKind.ALL_GATHER,
-    Axis.EXPERT: ExchangeKind.ALL_TO_ALL,
+    Axis.TENSOR: CollectiveKind.ALL_REDUCE,
+    Axis.SEQUENCE: CollectiveKind.ALL_GATHER,
+    Axis.EXPERT: CollectiveKind.ALL_TO_ALL,
 }
 
 
@@ -46,10 +46,10 @@ class TracedProgram:
     examples: int
     layers: int
     attribution: Attribution
-    uses: Mapping[str, tuple[Part, ...]]
+    uses: Mapping[str, tuple[ModelPart, ...]]
     kept: Shares
     boundary_bytes: float
-    largest: tuple[Part, Kind, float]
+    largest: tuple[ModelPart, Kind, float]
     gradient_products: float = 0.0
     temporary_bytes: float = 0.0
 
@@ -77,7 +77,7 @@ def trace_program(
         layers=max(info.place.copies for info in parameters),
         attribution=followed,
         uses={
-            info.path: where.uses.get(value, (Part.EMBEDDING,))
+            info.path: where.uses.get(value, (ModelPart.EMBEDDING,))
             for info, value in zip(parameters, keeping.inputs, strict=False)  # parameters come first
         },
         kept={key: value / examples for key, value in count_kept(keeping, followed).items()},
@@ -96,7 +96,7 @@ def _follow(
     return where, attribute(operations, [step.part for step in where.steps], names, batch, naming.axes)
 
 
-def divide_work(traced: TracedProgram, again: TracedProgram | None, measured: Measured) -> tuple[Work, ...]:
+def divide_work(traced: TracedProgram, again: TracedProgram | None, measured: Measured) -> tuple[PartCost, ...]:
     """Gives the work of each part that the program has.
 
     Args:
@@ -113,42 +113,42 @@ def divide_work(traced: TracedProgram, again: TracedProgram | None, measured: Me
     other_backward = max(0.0, measured.gradient_flops - measured.gradient_products - other_forward)
     recomputed = max(0.0, again.gradient_products - measured.gradient_products) if again else 0.0
     working = min(traced.largest[2], measured.temporary_bytes)
-    in_layers = {key: value for key, value in products.items() if key[0] is Part.LAYER}
+    in_layers = {key: value for key, value in products.items() if key[0] is ModelPart.LAYER}
 
     works = []
-    for part in Part:
-        copies = traced.layers if part is Part.LAYER else 1
+    for part in ModelPart:
+        copies = traced.layers if part is ModelPart.LAYER else 1
         if not any(key[0] is part for key in (*products, *others, *traced.kept)):
             continue
 
-        def share(shares: Shares, total: float | None, part: Part = part, copies: int = copies) -> Amounts:
+        def share(shares: Shares, total: float | None, part: ModelPart = part, copies: int = copies) -> AmountByAxis:
             return _amounts(shares, total, part, copies)
 
         kept = share(traced.kept, measured.temporary_bytes - working)
         works.append(
-            Work(
+            PartCost(
                 part=part,
                 copies=copies,
                 forward_flops=share(products, None),
                 backward_flops=share(products, backward_products),
-                recomputed_flops=share(in_layers, recomputed),
+                remat_flops=share(in_layers, recomputed),
                 forward_other_flops=share(others, other_forward).total,
                 backward_other_flops=share(others, other_backward).total,
                 forward_bytes=share(moved, measured.bytes_moved / 3),
                 backward_bytes=share(moved, measured.bytes_moved * 2 / 3),
-                input_bytes=0.0 if part is Part.EMBEDDING else traced.boundary_bytes,
-                kept_bytes=kept,
-                rematerialised_bytes=share(again.kept, None) if again and part is Part.LAYER else kept,
-                working_bytes=Amounts(**{traced.largest[1]: working})
+                input_bytes=0.0 if part is ModelPart.EMBEDDING else traced.boundary_bytes,
+                residual_bytes=kept,
+                remat_residual_bytes=share(again.kept, None) if again and part is ModelPart.LAYER else kept,
+                working_bytes=AmountByAxis(**{traced.largest[1]: working})
                 if part is traced.largest[0]
-                else Amounts(),
-                exchanges=_exchanges(traced, part, copies),
+                else AmountByAxis(),
+                collectives=_exchanges(traced, part, copies),
             )
         )
     return _fit_again(works, again.temporary_bytes) if again and again.temporary_bytes else tuple(works)
 
 
-def _fit_again(works: Sequence[Work], temporary_bytes: float) -> tuple[Work, ...]:
+def _fit_again(works: Sequence[PartCost], temporary_bytes: float) -> tuple[PartCost, ...]:
     """What the rematerialised program was seen to need, as what its layers keep and what computing one again takes.
 
     What the trace says that layers keep is kept. The rest is of the one layer that is computed again, as far as a layer
@@ -156,26 +156,26 @@ def _fit_again(works: Sequence[Work], temporary_bytes: float) -> tuple[Work, ...
     sees that both computations are the same and does one of them (`nnx.remat`: 5 % less memory for a decoder of four
     layers), and in a loop it cannot.
     """
-    kept = sum(w.copies * w.rematerialised_bytes.total for w in works)
+    kept = sum(w.copies * w.remat_residual_bytes.total for w in works)
     rest = max(0.0, temporary_bytes - kept)
-    return tuple(_fit_layer(work, rest) if work.part is Part.LAYER else work for work in works)
+    return tuple(_fit_layer(work, rest) if work.part is ModelPart.LAYER else work for work in works)
 
 
-def _fit_layer(work: Work, rest: float) -> Work:
-    all_of_it = work.kept_bytes + work.working_bytes
+def _fit_layer(work: PartCost, rest: float) -> PartCost:
+    all_of_it = work.residual_bytes + work.working_bytes
     most = max(all_of_it.total, 1.0)
     taken = min(rest, most)
-    more = work.kept_bytes.scaled((rest - taken) / work.copies / max(work.kept_bytes.total, 1.0))
+    more = work.residual_bytes.scaled((rest - taken) / work.copies / max(work.residual_bytes.total, 1.0))
     return dataclasses.replace(
         work,
-        rematerialised_bytes=work.rematerialised_bytes + more,
+        rematerialised_bytes=work.remat_residual_bytes + more,
         recomputing_bytes=all_of_it.scaled(taken / most),
     )
 
 
 def _sum(traced: TracedProgram, amount: Callable[[Attributed], float]) -> Shares:
     """An amount of each operation, added up for one example."""
-    total: collections.Counter[tuple[Part, Kind]] = collections.Counter()
+    total: collections.Counter[tuple[ModelPart, Kind]] = collections.Counter()
     for step in traced.attribution.steps:
         if found := amount(step):
             total[step.part, step.kind] += found / traced.examples  # pyright: ignore[reportArgumentType] - floats add too
@@ -199,16 +199,16 @@ def _bytes_moved(traced: TracedProgram) -> Callable[[Attributed], float]:
     return count
 
 
-def _amounts(shares: Shares, total: float | None, part: Part, copies: int) -> Amounts:
+def _amounts(shares: Shares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:
     """What one copy of a part has of a total that is divided as the shares say; None: of the shares themselves."""
     whole = sum(shares.values())
     if total is not None and not whole:
-        shares, whole = {(Part.LAYER, Kind.WHOLE): 1.0}, 1.0
+        shares, whole = {(ModelPart.LAYER, Kind.WHOLE): 1.0}, 1.0
     scale = (1.0 if total is None else total / whole) / copies
-    return Amounts(**{kind: value * scale for (where, kind), value in shares.items() if where is part})
+    return AmountByAxis(**{kind: value * scale for (where, kind), value in shares.items() if where is part})
 
 
-def _exchanges(traced: TracedProgram, part: Part, copies: int) -> tuple[Exchange, ...]:
+def _exchanges(traced: TracedProgram, part: ModelPart, copies: int) -> tuple[ActivationCollective, ...]:
     groups = collections.defaultdict(list)
     for message in traced.attribution.messages:
         if message.part is part:
@@ -218,15 +218,15 @@ def _exchanges(traced: TracedProgram, part: Part, copies: int) -> tuple[Exchange
         forward = sum(m.forward * m.turns for m in messages)
         backward = sum(m.backward * m.turns for m in messages)
         moved = sum(m.bytes * (m.forward + m.backward) * m.turns for m in messages) / traced.examples
-        exchange = Exchange(
+        exchange = ActivationCollective(
             axis=axis,
             kind=EXCHANGE_KINDS[axis],
             message_bytes=moved / (forward + backward),
-            forward=round(forward / copies),
-            backward=round(backward / copies),
-            dim=dim,
+            forward_count=round(forward / copies),
+            backward_count=round(backward / copies),
+            logical_name=dim,
         )
         found.append(exchange)
         if axis is Axis.SEQUENCE:  # the gradients of keys and values go back to where these are
-            found.append(dataclasses.replace(exchange, kind=ExchangeKind.REDUCE_SCATTER, forward=0))
+            found.append(dataclasses.replace(exchange, kind=CollectiveKind.REDUCE_SCATTER, forward=0))
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.program_cost import Profile, Role
+from resilient_jax.planning.program_cost import ProgramCost, TensorRole
 from resilient_jax.program_cost.abstract_program import AbstractProgram, Loss, abstract_program
 from resilient_jax.program_cost.cost_split import TracedProgram, divide_work, trace_program
 from resilient_jax.program_cost.measurement import measure, measure_temporary, products_of_gradient
@@ -35,7 +35,7 @@ def profile_of(
     naming: Naming | None = None,
     sequence_tokens: int | None = None,
     rematerialised: object = None,
-) -> Profile:
+) -> ProgramCost:
     """Gives the profile of a training program, from the model itself; no array is made, no device computes.
 
     The gradient of `loss` is compiled twice for JAX's default device, which may be the CPU: for this batch and for one
@@ -75,26 +75,26 @@ def profile_of(
     again = _trace_again(rematerialised, loss, program, parameters, naming)
     measured = measure(program)
     tensors = state_tensors(parameters, traced.uses, _others(program, optimizer), naming)
-    return Profile(
+    return ProgramCost(
         name=name,
         source=_describe_source(program),
         sequence_tokens=sequence_tokens,
         compute_bytes=traced.compute_bytes,
         gradient_bytes=max((info.itemsize for info in parameters), default=4),
         tensors=tensors,
-        work=divide_work(traced, again, measured),
-        divisors=find_divisors(tensors, traced.layers, sequence_tokens),
+        parts=divide_work(traced, again, measured),
+        divisibility_rules=find_divisors(tensors, traced.layers, sequence_tokens),
         fixed_bytes=measured.fixed_bytes,
         backend=jax.default_backend(),
-        can_rematerialise=again is not None,
+        can_remat=again is not None,
     )
 
 
-def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, Role]]:  # noqa: ANN401 - as above
+def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, TensorRole]]:  # noqa: ANN401 - as above
     """What of the state is no parameter."""
-    others: list[tuple[Tree, Role]] = [(program.others, Role.OTHER)]
+    others: list[tuple[Tree, TensorRole]] = [(program.others, TensorRole.OTHER)]
     if optimizer is not None:
-        others.append((jax.eval_shape(optimizer.init, program.params), Role.OPTIMIZER))
+        others.append((jax.eval_shape(optimizer.init, program.params), TensorRole.OPTIMIZER))
     return others
 
 

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from resilient_jax.planning.program_cost import Part
+from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import Operation, Operations, Value
 from resilient_jax.sharding.layer_stacks import Place
 
@@ -22,7 +22,7 @@ class Where:
         layer: its number; None: not in one layer alone.
     """
 
-    part: Part
+    part: ModelPart
     layer: int | None = None
 
 
@@ -37,7 +37,7 @@ class Location:
     """
 
     steps: tuple[Where, ...]
-    uses: Mapping[Value, tuple[Part, ...]]
+    uses: Mapping[Value, tuple[ModelPart, ...]]
     boundary_bytes: int
 
 
@@ -56,8 +56,8 @@ def locate(operations: Operations, parameters: Mapping[Value, Place], batch: fro
     elif any(place.in_layers for place in parameters.values()):
         steps, boundary = _locate_marks(operations, flow, parameters)
     else:
-        steps, boundary = [Where(part=Part.LAYER)] * len(operations.steps), 0
-    uses: dict[Value, dict[Part, None]] = {}
+        steps, boundary = [Where(part=ModelPart.LAYER)] * len(operations.steps), 0
+    uses: dict[Value, dict[ModelPart, None]] = {}
     for index, sources in flow.marks.items():
         for source in sources:
             uses.setdefault(source, {})[steps[index].part] = None
@@ -103,7 +103,7 @@ def _locate_loop(operations: Operations, flow: _Flow, layers: int) -> tuple[list
     for step in operations.steps:
         inside = step.turns >= layers > 1
         seen = seen or inside
-        found.append(Where(part=Part.LAYER if inside else Part.HEAD if seen else Part.EMBEDDING))
+        found.append(Where(part=ModelPart.LAYER if inside else ModelPart.HEAD if seen else ModelPart.EMBEDDING))
     carried = [
         value.bytes for value, turns in operations.carried.items() if turns == layers and flow.depends(value)
     ]
@@ -116,13 +116,13 @@ def _locate_marks(
     """Layers one after another, each with parameters of its own."""
     alive = _count_alive(operations.steps, flow)
     found: list[Where] = []
-    boundary, last, seen, here = 0, 0, False, Where(part=Part.EMBEDDING)
+    boundary, last, seen, here = 0, 0, False, Where(part=ModelPart.EMBEDDING)
     for index, sources in flow.marks.items():
         place = next((parameters[s] for s in sources if parameters[s].in_layers), parameters[sources[0]])
         seen = seen or place.in_layers
-        there = Where(part=Part.HEAD if seen else Part.EMBEDDING)
+        there = Where(part=ModelPart.HEAD if seen else ModelPart.EMBEDDING)
         if place.in_layers:
-            there = Where(part=Part.LAYER, layer=place.layer)
+            there = Where(part=ModelPart.LAYER, layer=place.layer)
         if there != here:
             end = min(range(last, index), key=alive.__getitem__, default=-1)
             found += [here] * (end + 1 - len(found))

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import jax
 
-from resilient_jax.planning.program_cost import Part
+from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import Operation, Operations, Value
 from resilient_jax.program_cost.sharding_propagation import Attribution, Kind
 from resilient_jax.sharding.logical_axes import Tree
@@ -64,7 +64,7 @@ def residuals_of(loss: Any, params: Tree, others: Tree, batch: Tree) -> list[jax
     return jax.tree.leaves(backward)
 
 
-def count_kept(operations: Operations, attribution: Attribution) -> Mapping[tuple[Part, Kind], int]:
+def count_kept(operations: Operations, attribution: Attribution) -> Mapping[tuple[ModelPart, Kind], int]:
     """Gives the bytes kept of a whole batch, all layers together.
 
     Args:
@@ -74,7 +74,7 @@ def count_kept(operations: Operations, attribution: Attribution) -> Mapping[tupl
     read = {value for step in operations.steps if step.name in READING for value in step.inputs}
     cheap = {step.outputs[0]: step for step in operations.steps if step.name in CHEAP}
     makers = {value: step for value, step in cheap.items() if value not in read}
-    kept: collections.Counter[tuple[Part, Kind]] = collections.Counter()
+    kept: collections.Counter[tuple[ModelPart, Kind]] = collections.Counter()
     for value in _find_roots(operations.outputs, makers, attribution.kinds).difference(operations.inputs):
         kept[attribution.parts[value], attribution.kinds[value]] += value.bytes
     return kept

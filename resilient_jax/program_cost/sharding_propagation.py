@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import Part
+from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import Operation, Operations, Value
 from resilient_jax.sharding.logical_axes import Names
 
@@ -44,7 +44,7 @@ class Attributed:
     """
 
     operation: Operation
-    part: Part
+    part: ModelPart
     kind: Kind
     product_flops: float
 
@@ -62,7 +62,7 @@ class Message:
         turns: of the loop that it stands in.
     """
 
-    part: Part
+    part: ModelPart
     axis: Axis
     dim: str | None
     bytes: int
@@ -85,12 +85,12 @@ class Attribution:
     steps: tuple[Attributed, ...]
     messages: tuple[Message, ...]
     kinds: Mapping[Value, Kind]
-    parts: Mapping[Value, Part]
+    parts: Mapping[Value, ModelPart]
 
 
 def attribute(
     operations: Operations,
-    parts: Sequence[Part],
+    parts: Sequence[ModelPart],
     names: Mapping[Value, Names],
     batch: frozenset[Value],
     axes: Mapping[str, Axis | None],
@@ -141,14 +141,14 @@ class _Walk:
         self.steps: list[Attributed] = []
         self.messages: list[Message] = []
         self.kinds: dict[Value, Kind] = dict.fromkeys(batch, Kind.WHOLE)
-        self.parts: dict[Value, Part] = dict.fromkeys(batch, Part.EMBEDDING)
+        self.parts: dict[Value, ModelPart] = dict.fromkeys(batch, ModelPart.EMBEDDING)
         self._names = dict(names)
         self._axes = axes
         self._slices = slices
-        self._part = Part.EMBEDDING
+        self._part = ModelPart.EMBEDDING
         self._completed: set[tuple[Value, Axis]] = set()
 
-    def take(self, operation: Operation, part: Part) -> None:
+    def take(self, operation: Operation, part: ModelPart) -> None:
         """Attributes one more operation."""
         self._part = part
         inputs = [value for value in operation.inputs if value is not None]
@@ -326,5 +326,5 @@ def count_products(operations: Operations) -> float:
     """Gives the FLOPs of all matrix products in a program, backward passes too."""
     walk = _Walk({}, frozenset(), {}, {})
     for operation in operations.steps:
-        walk.take(operation, Part.LAYER)
+        walk.take(operation, ModelPart.LAYER)
     return sum(step.product_flops for step in walk.steps)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.axes import AXIS_OF, LAYERS, Axis
+from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, LAYERS, Axis
 
 Tree = Any
 """A pytree."""
@@ -33,7 +33,7 @@ class Naming:
     """
 
     rules: Sequence[tuple[str, Names]] = ()
-    axes: Mapping[str, Axis | None] = dataclasses.field(default_factory=lambda: AXIS_OF)
+    axes: Mapping[str, Axis | None] = dataclasses.field(default_factory=lambda: AXIS_BY_LOGICAL_NAME)
     units: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 

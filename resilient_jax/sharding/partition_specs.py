@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import LAYERS, Axis
-from resilient_jax.planning.program_cost import Part, Profile, Role, Tensor
-from resilient_jax.planning.tensor_partition import cut
+from resilient_jax.planning.program_cost import ModelPart, ProgramCost, TensorRole, StateTensor
+from resilient_jax.planning.tensor_partition import partition_tensor
 from resilient_jax.sharding.layer_stacks import Place
 from resilient_jax.sharding.logical_axes import Names, Naming, Tree, name_dims, path_of
 from resilient_jax.sharding.state_tensors import ParameterInfo, tensor_of
@@ -51,7 +51,7 @@ class StateCuts:
         naming: for what the profile does not have.
     """
 
-    def __init__(self, profile: Profile, sizes: Mapping[Axis, int], naming: Naming | None = None) -> None:
+    def __init__(self, profile: ProgramCost, sizes: Mapping[Axis, int], naming: Naming | None = None) -> None:
         self._sizes = {axis: sizes.get(axis, 1) for axis in STATE_AXES}
         self._naming = naming or Naming()
         self._tensors = [(_pattern_of(tensor.path), tensor) for tensor in profile.tensors]
@@ -79,14 +79,14 @@ class StateCuts:
         if leaf.is_key:
             return PartitionSpec()
         tensor = self._tensor_of(leaf)
-        dims = [_as_entry(axes) for axes in cut(tensor, self._sizes)]
-        if tensor.stacked is not None:
-            dims.insert(tensor.stacked, None)
+        dims = [_as_entry(axes) for axes in partition_tensor(tensor, self._sizes)]
+        if tensor.stacked_dim is not None:
+            dims.insert(tensor.stacked_dim, None)
         while dims and dims[-1] is None:
             dims.pop()
         return PartitionSpec(*dims)
 
-    def _tensor_of(self, leaf: Leaf) -> Tensor:
+    def _tensor_of(self, leaf: Leaf) -> StateTensor:
         fitting = [
             tensor
             for pattern, tensor in self._tensors
@@ -110,13 +110,13 @@ class StateCuts:
                     return names
         return None
 
-    def _tensor_of_names(self, leaf: Leaf, given: Names) -> Tensor:
+    def _tensor_of_names(self, leaf: Leaf, given: Names) -> StateTensor:
         plain = dataclasses.replace(self._naming, rules=())
         names = name_dims(leaf.path, leaf.shape, {leaf.path: given}, plain)
         dim = names.index(LAYERS) if LAYERS in names else None
         place = Place(path=leaf.path, copies=1 if dim is None else leaf.shape[dim], dim=dim)
         info = ParameterInfo(path=leaf.path, shape=leaf.shape, itemsize=1, names=names, place=place)
-        return tensor_of(info, leaf.path, Role.OTHER, (Part.LAYER,), self._naming)
+        return tensor_of(info, leaf.path, TensorRole.OTHER, (ModelPart.LAYER,), self._naming)
 
 
 def list_leaves(state: Tree) -> list[Leaf]:
@@ -196,10 +196,10 @@ def _pattern_of(path: str) -> re.Pattern[str]:
     return re.compile(r"(^|/)" + re.escape(path).replace(r"\*", r"\d+") + "$")
 
 
-def _stacked_shape(tensor: Tensor) -> tuple[int, ...]:
+def _stacked_shape(tensor: StateTensor) -> tuple[int, ...]:
     shape = list(tensor.shape)
-    if tensor.stacked is not None:
-        shape.insert(tensor.stacked, tensor.copies)
+    if tensor.stacked_dim is not None:
+        shape.insert(tensor.stacked_dim, tensor.copies)
     return tuple(shape)
 
 

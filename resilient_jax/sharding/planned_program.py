@@ -44,10 +44,10 @@ class PlannedProgram:
 
 def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) -> Mesh:
     """See `Plan.mesh`."""
-    expected = plan.question.topology.device_count
+    expected = plan.request.topology.device_count
     if len(devices) != expected:
         raise CallerError(
-            f"mesh: found {len(devices)} devices, expected the {expected} of topology {plan.topology}, host by host in "
+            f"mesh: found {len(devices)} devices, expected the {expected} of topology {plan.topology_name}, host by host in "
             "its order; spares are left out by the plan. For other devices search again"
         )
     sizes = mesh_sizes(plan)
@@ -62,12 +62,12 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
 
 def mesh_sizes(plan: Plan) -> dict[Axis, int]:
     """Gives the size of each axis of a plan's mesh, outermost first."""
-    return {axis: plan.sizes[axis] for axis in MESH_AXES}
+    return {axis: plan.axis_sizes[axis] for axis in MESH_AXES}
 
 
 def make_shardings(plan: Plan, state: Tree, mesh: Mesh, naming: Naming | None = None) -> Tree:
     """See `Plan.shardings`."""
-    cuts = StateCuts(plan.question.profile, plan.sizes, naming)
+    cuts = StateCuts(plan.request.program_cost, plan.axis_sizes, naming)
     return _shardings(cuts.specs(state), mesh)
 
 
@@ -85,9 +85,9 @@ def compile_program(
     """See `Plan.compile`."""
     refuse_pipeline(plan)
     mesh = make_mesh(plan, devices, replica)
-    sizes = plan.sizes | ({Axis.REPLICA: 1} if replica is not None else {})
+    sizes = plan.axis_sizes | ({Axis.REPLICA: 1} if replica is not None else {})
     where = make_shardings(plan, state, mesh, naming)
-    rows = _shardings(batch_specs(batch, sizes, plan.question.profile.sequence_tokens), mesh)
+    rows = _shardings(batch_specs(batch, sizes, plan.request.program_cost.sequence_tokens), mesh)
     started_s = time.monotonic()
     jitted = jax.jit(
         hold_examples(function, mesh) if sizes[Axis.FSDP] > 1 else function,
@@ -111,7 +111,7 @@ def refuse_pipeline(plan: Plan) -> None:
     Raises:
         CallerError: the plan has stages.
     """
-    stages = plan.sizes[Axis.PIPELINE]
+    stages = plan.axis_sizes[Axis.PIPELINE]
     if stages > 1:
         raise CallerError(
             f"compile: found a plan with pipeline {stages} ({plan.shape}), expected pipeline 1: pipelines are searched "

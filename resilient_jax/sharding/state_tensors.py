@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from resilient_jax.planning.axes import LAYERS, Axis
-from resilient_jax.planning.program_cost import Divisor, Part, Role, Tensor
+from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, TensorRole, StateTensor
 from resilient_jax.sharding.layer_stacks import Place, find_places
 from resilient_jax.sharding.logical_axes import Names, Naming, Tree, name_dims, path_of, units_of
 
@@ -53,10 +53,10 @@ def describe_parameters(
 
 def state_tensors(
     parameters: Sequence[ParameterInfo],
-    parts: Mapping[str, tuple[Part, ...]],
-    others: Sequence[tuple[Tree, Role]],
+    parts: Mapping[str, tuple[ModelPart, ...]],
+    others: Sequence[tuple[Tree, TensorRole]],
     naming: Naming,
-) -> tuple[Tensor, ...]:
+) -> tuple[StateTensor, ...]:
     """Gives the tensors of a state; of equal layers one stands for all.
 
     Args:
@@ -70,7 +70,7 @@ def state_tensors(
     for info in parameters:
         tensors.setdefault(
             info.place.path,
-            tensor_of(info, info.place.path, Role.PARAMETER, parts[info.path], naming),
+            tensor_of(info, info.place.path, TensorRole.PARAMETER, parts[info.path], naming),
         )
     for number, (tree, role) in enumerate(others):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -79,32 +79,32 @@ def state_tensors(
     return tuple(tensors.values())
 
 
-def tensor_of(info: ParameterInfo, path: str, role: Role, parts: tuple[Part, ...], naming: Naming) -> Tensor:
+def tensor_of(info: ParameterInfo, path: str, role: TensorRole, parts: tuple[ModelPart, ...], naming: Naming) -> StateTensor:
     """Gives an array of a state as a tensor: without the dim over which its layers are stacked."""
     kept = [dim for dim in range(len(info.shape)) if dim != info.place.dim]
     shape, names = tuple(info.shape[dim] for dim in kept), tuple(info.names[dim] for dim in kept)
-    return Tensor(
+    return StateTensor(
         path=path,
         role=role,
         parts=parts,
         shape=shape,
-        names=names,
+        logical_names=names,
         axes=tuple(None if name is None or name == LAYERS else naming.axes[name] for name in names),
         units=units_of(names, shape, naming),
         dtype_bytes=info.itemsize,
         copies=info.place.copies,
-        stacked=info.place.dim,
+        stacked_dim=info.place.dim,
     )
 
 
 def _other_tensor(
     path: str,
     leaf: Any,  # noqa: ANN401 - an abstract array
-    role: Role,
+    role: TensorRole,
     parameters: Sequence[ParameterInfo],
-    parts: Mapping[str, tuple[Part, ...]],
+    parts: Mapping[str, tuple[ModelPart, ...]],
     naming: Naming,
-) -> Tensor:
+) -> StateTensor:
     for info in parameters:
         if leaf.shape == info.shape and (path == info.path or path.endswith(f"/{info.path}")):
             stem = path[: len(path) - len(info.path)] + info.place.path
@@ -117,14 +117,14 @@ def _other_tensor(
         names=(None,) * len(leaf.shape),
         place=Place(path=path),
     )
-    return tensor_of(unknown, path, role, (Part.EMBEDDING,), naming)
+    return tensor_of(unknown, path, role, (ModelPart.EMBEDDING,), naming)
 
 
-def find_divisors(tensors: Sequence[Tensor], layers: int, sequence_tokens: int | None) -> tuple[Divisor, ...]:
+def find_divisors(tensors: Sequence[StateTensor], layers: int, sequence_tokens: int | None) -> tuple[DivisibilityRule, ...]:
     """Gives what axes have to divide: of dims with the same name, the greatest common divisor."""
     units: dict[tuple[Axis, str], int] = collections.defaultdict(int)
     for tensor in tensors:
-        for axis, name, number in zip(tensor.axes, tensor.names, tensor.units, strict=True):
+        for axis, name, number in zip(tensor.axes, tensor.logical_names, tensor.units, strict=True):
             if name is not None and (axis is Axis.TENSOR or axis is Axis.EXPERT):
                 units[axis, name] = math.gcd(units[axis, name], number)
     numbers = [(axis, name, number, name not in OPTIONAL) for (axis, name), number in units.items()]
@@ -132,4 +132,4 @@ def find_divisors(tensors: Sequence[Tensor], layers: int, sequence_tokens: int |
         numbers.append((Axis.SEQUENCE, "tokens", sequence_tokens, True))
     if layers > 1:
         numbers.append((Axis.PIPELINE, LAYERS, layers, True))
-    return tuple(Divisor(axis=a, name=n, number=number, required=r) for a, n, number, r in numbers)
+    return tuple(DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r) for a, n, number, r in numbers)

@@ -13,14 +13,14 @@ from resilient_jax.topology.file_format import (
     PeaksTable,
     TopologyFile,
 )
-from resilient_jax.topology.host_names import expand
+from resilient_jax.topology.host_names import expand_pattern
 from resilient_jax.topology.hosts import Host
 from resilient_jax.topology.links import HOST_LEVEL, LinkLevel, Port
-from resilient_jax.topology.toml_decoder import suggest
+from resilient_jax.topology.toml_decoder import suggest_name
 from resilient_jax.topology.topology import Topology
 
 
-def build(file: TopologyFile, *, source: str) -> Topology:
+def build_topology(file: TopologyFile, *, source: str) -> Topology:
     """The topology that a file describes.
 
     Args:
@@ -165,7 +165,7 @@ def _check_hosts_table(
     if table.accelerator not in accelerators:
         raise TopologyError(
             f"found the unknown accelerator {table.accelerator!r}, expected one of {list(accelerators)}, the names of "
-            f"[[accelerators]]. {suggest(table.accelerator, list(accelerators)).rstrip('.')}",
+            f"[[accelerators]]. {suggest_name(table.accelerator, list(accelerators)).rstrip('.')}",
             key=f"{key}.accelerator",
         )
     named = [level.level for level in between if level.hosts_per_domain is None]
@@ -188,10 +188,10 @@ def _check_hosts_table(
 def _expand(names: str | tuple[str, ...], key: str) -> Iterator[str]:
     try:
         if isinstance(names, str):
-            yield from expand(names)
+            yield from expand_pattern(names)
         else:
             for pattern in names:
-                yield from expand(pattern)
+                yield from expand_pattern(pattern)
     except TopologyError as error:
         raise TopologyError(str(error), key=f"{key}.names") from error
 

@@ -25,7 +25,7 @@ class DomainHosts:
     device_count: int
 
 
-def domains_of_host(host: Host, levels: Sequence[str]) -> tuple[FailureDomain, ...]:
+def list_failure_domains(host: Host, levels: Sequence[str]) -> tuple[FailureDomain, ...]:
     """From the host itself outward.
 
     Args:
@@ -57,7 +57,7 @@ def group_by_domain(hosts: Iterable[Host], level: str, place: int) -> tuple[Doma
     )
 
 
-def check_domains(hosts: Iterable[Host], between: Sequence[str]) -> None:
+def validate_domains(hosts: Iterable[Host], between: Sequence[str]) -> None:
     """Refuses hosts whose domains do not fit the levels, or do not nest.
 
     Args:

@@ -16,11 +16,11 @@ Bandwidth = Annotated[float, Meta(ge=1e3, le=1e16)]
 Latency = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TopologyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all tables have in common: a key that we do not know is refused."""
 
 
-class PeaksTable(Table, frozen=True, kw_only=True):
+class PeaksTable(TopologyTable, frozen=True, kw_only=True):
     """`peak_flops_per_s`: one key per number format, see `NumberFormat`."""
 
     fp64: Flops | None = None
@@ -32,7 +32,7 @@ class PeaksTable(Table, frozen=True, kw_only=True):
     int8: Flops | None = None
 
 
-class AcceleratorTable(Table, frozen=True, kw_only=True):
+class AcceleratorTable(TopologyTable, frozen=True, kw_only=True):
     """`[[accelerators]]`."""
 
     name: Name
@@ -42,7 +42,7 @@ class AcceleratorTable(Table, frozen=True, kw_only=True):
     source: Source
 
 
-class HostsTable(Table, frozen=True, kw_only=True):
+class HostsTable(TopologyTable, frozen=True, kw_only=True):
     """`[[hosts]]`: hosts that are alike."""
 
     names: Name | Annotated[tuple[Name, ...], Meta(min_length=1)]
@@ -53,7 +53,7 @@ class HostsTable(Table, frozen=True, kw_only=True):
     speed: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
-class LinksTable(Table, frozen=True, kw_only=True):
+class LinksTable(TopologyTable, frozen=True, kw_only=True):
     """`[[links]]`: one level; exactly one of the two bandwidths."""
 
     level: Name
@@ -65,7 +65,7 @@ class LinksTable(Table, frozen=True, kw_only=True):
     hosts_per_domain: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
 
-class TopologyFile(Table, frozen=True, kw_only=True):
+class TopologyFile(TopologyTable, frozen=True, kw_only=True):
     """The whole file. Missing lists of tables are refused by `build`, in better words than here."""
 
     name: Name
@@ -75,7 +75,7 @@ class TopologyFile(Table, frozen=True, kw_only=True):
     links: tuple[LinksTable, ...] = ()
 
 
-TABLES: dict[str, type[Table]] = {
+TABLES: dict[str, type[TopologyTable]] = {
     "": TopologyFile,
     "accelerators": AcceleratorTable,
     "accelerators.peak_flops_per_s": PeaksTable,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from resilient_jax.errors import ConfigError
-from resilient_jax.topology.builder import build
-from resilient_jax.topology.toml_decoder import decode
+from resilient_jax.topology.builder import build_topology
+from resilient_jax.topology.toml_decoder import decode_tables
 from resilient_jax.topology.topology import Topology
 
 
@@ -48,4 +48,4 @@ def decode_topology(text: str, *, source: str) -> Topology:
     Raises:
         ConfigError: it is no topology.
     """
-    return build(decode(text, source=source), source=source)
+    return build_topology(decode_tables(text, source=source), source=source)

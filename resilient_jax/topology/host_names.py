@@ -13,7 +13,7 @@ MAX_HOSTS = 1_000_000
 _RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 
 
-def expand(pattern: str) -> Iterator[str]:
+def expand_pattern(pattern: str) -> Iterator[str]:
     """The names of a pattern, the last range running fastest.
 
     Each `{first..last}` counts from first to last, with leading zeros if the first has some or both are

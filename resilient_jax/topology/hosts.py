@@ -12,7 +12,7 @@ from resilient_jax.topology.errors import TopologyError
 
 _NUMBER = re.compile(r"([0-9]+)")
 
-Order = tuple[object, ...]
+SortKey = tuple[object, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Host:
     speed: float = 1.0
     domains: tuple[str, ...] = ()
     source: str = dataclasses.field(default="", repr=False, compare=False)
-    order: Order = dataclasses.field(init=False, repr=False, compare=False)
+    order: SortKey = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -77,7 +77,7 @@ def sort_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
     return tuple(sorted(hosts, key=operator.attrgetter("order")))
 
 
-def classify(hosts: Iterable[Host]) -> tuple[HostClass, ...]:
+def classify_hosts(hosts: Iterable[Host]) -> tuple[HostClass, ...]:
     """The classes of hosts that differ in nothing but name and place, in the order of their first host."""
     # By identity first: an accelerator's own hash visits all its peaks, for each of a hundred thousand hosts.
     kinds: dict[int, Accelerator] = {}
@@ -94,6 +94,6 @@ def classify(hosts: Iterable[Host]) -> tuple[HostClass, ...]:
     )
 
 
-def _natural(text: str) -> Order:
+def _natural(text: str) -> SortKey:
     """Sorts "host-9" before "host-10": digits by value, at every odd place, the text between them at even ones."""
     return tuple(int(part) if place % 2 else part for place, part in enumerate(_NUMBER.split(text)))

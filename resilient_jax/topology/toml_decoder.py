@@ -30,7 +30,7 @@ _WORDS = {
 """msgspec's names of types, in TOML's words."""
 
 
-def decode(text: str, *, source: str) -> TopologyFile:
+def decode_tables(text: str, *, source: str) -> TopologyFile:
     """The tables of a topology file, each value of its type and in its range.
 
     Args:
@@ -52,7 +52,7 @@ def decode(text: str, *, source: str) -> TopologyFile:
         raise ConfigError(f"{source}: {_describe(str(error), values)}") from error
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest_name(name: str, known: Sequence[str]) -> str:
     """Says which of the known names may have been meant."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]!r}?" if close else "Correct the name, or remove it."
@@ -66,7 +66,7 @@ def _describe(message: str, values: object) -> str:
         known = TABLES[re.sub(r"\[\d+\]", "", path)].__struct_fields__
         return (
             f"key '{_join(path, unknown['key'])}': found an unknown key, expected one of {', '.join(known)}. "
-            f"{suggest(unknown['key'], known)}"
+            f"{suggest_name(unknown['key'], known)}"
         )
     if missing := _MISSING.fullmatch(reason):
         return (

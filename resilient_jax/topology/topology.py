@@ -10,12 +10,12 @@ from resilient_jax.topology.accelerator import Accelerator
 from resilient_jax.topology.domains import (
     DomainHosts,
     FailureDomain,
-    check_domains,
-    domains_of_host,
+    validate_domains,
+    list_failure_domains,
     group_by_domain,
 )
 from resilient_jax.topology.errors import TopologyError, UnknownHost
-from resilient_jax.topology.hosts import Host, HostClass, classify, sort_hosts
+from resilient_jax.topology.hosts import Host, HostClass, classify_hosts, sort_hosts
 from resilient_jax.topology.links import HOST_LEVEL, LinkLevel
 
 _NEAREST = 3
@@ -68,7 +68,7 @@ class Topology:
         self._check(hosts, places)
         object.__setattr__(self, "hosts", hosts)
         object.__setattr__(self, "_places", places)
-        object.__setattr__(self, "classes", classify(hosts))
+        object.__setattr__(self, "classes", classify_hosts(hosts))
 
     def __repr__(self) -> str:
         hosts, devices = len(self.hosts), self.device_count
@@ -119,7 +119,7 @@ class Topology:
         Raises:
             UnknownHost: there is no such host.
         """
-        return domains_of_host(self.host(host), self.failure_levels)
+        return list_failure_domains(self.host(host), self.failure_levels)
 
     def domains(self, level: str) -> tuple[DomainHosts, ...]:
         """The failure domains of one level with their hosts; those without a host are gone.
@@ -214,4 +214,4 @@ class Topology:
                 f"level that connects the hosts. Add one after the level {HOST_LEVEL!r}",
                 key="links",
             )
-        check_domains(hosts, names[1:-1])
+        validate_domains(hosts, names[1:-1])

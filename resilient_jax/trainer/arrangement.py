@@ -14,9 +14,9 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.host_local_search import search_whole_hosts
+from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.program_cost import Profile
+from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.program_cost.program_analysis import profile_of
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StateCuts
@@ -95,7 +95,7 @@ class Planner:
         self._order, self._planning = order, order.planning
         given = self._planning.topology
         self._topology = given if isinstance(given, Topology) else load_topology(Path(given))
-        self._profile: Profile | None = self._planning.profile
+        self._profile: ProgramCost | None = self._planning.profile
         self._tables: dict[tuple[int, ...], Table] = {}
         self._plans: dict[tuple[HostName, ...], Plan] = {}
 
@@ -110,7 +110,7 @@ class Planner:
                     "the hosts there"
                 )
             absent = [host.name for host in self._topology.hosts if host.name not in hosts]
-            self._plans[hosts] = search_whole_hosts(
+            self._plans[hosts] = search_host_local_plan(
                 self.profile,
                 self._topology.without(*absent) if absent else self._topology,
                 microbatch_size=self._order.microbatch_size,
@@ -126,7 +126,7 @@ class Planner:
         return tuple(host.name for host in self._topology.hosts)
 
     @property
-    def profile(self) -> Profile:
+    def profile(self) -> ProgramCost:
         """Of the program; measured when first asked for."""
         if self._profile is None:
             recipe = self._order.recipe
@@ -159,9 +159,9 @@ class Planner:
 
     def arrange(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
         """What a plan means on a host with these devices."""
-        sizes = {axis: plan.sizes[axis] for axis in REPLICA_AXES}
+        sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
         axes = tuple((axis.value, size) for axis, size in sizes.items())
-        per_host = len(devices) // plan.layout.group.devices
+        per_host = len(devices) // plan.layout.axes.devices
         grid = np.array(devices).reshape((per_host, *sizes.values()))
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         return Arrangement(

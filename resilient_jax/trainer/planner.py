@@ -3,10 +3,10 @@
 import dataclasses
 from pathlib import Path
 
-from resilient_jax.planning.axes import Sizes
+from resilient_jax.planning.axes import AxisSizes
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.program_cost import Profile
-from resilient_jax.planning.search import DEFAULTS
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search import DEFAULT_CALIBRATION
 from resilient_jax.sharding.logical_axes import Naming
 from resilient_jax.topology import Topology
 
@@ -32,7 +32,7 @@ class Planning:
 
     topology: Topology | Path | str
     naming: Naming | None = None
-    profile: Profile | None = None
-    calibration: Calibration = DEFAULTS
-    axes: Sizes = dataclasses.field(default_factory=dict)
+    profile: ProgramCost | None = None
+    calibration: Calibration = DEFAULT_CALIBRATION
+    axes: AxisSizes = dataclasses.field(default_factory=dict)
     compile_ahead: bool = True

@@ -11,10 +11,10 @@ import pytest
 from decoder import LLAMA, Decoder, LoopedDecoder, closed_form, loss_of, tokens
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.device_layout import Group, Microbatch
+from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
 from resilient_jax.planning.memory import count_activations
-from resilient_jax.planning.program_cost import Part, Role
-from resilient_jax.planning.tensor_partition import find_sizes
+from resilient_jax.planning.program_cost import ModelPart, TensorRole
+from resilient_jax.planning.tensor_partition import find_axis_sizes
 from resilient_jax.planning.transformer import count_parameters
 from resilient_jax.program_cost.abstract_program import abstract_program
 from resilient_jax.program_cost.program_analysis import profile_of
@@ -60,8 +60,8 @@ def work_of(profile, part):
 
 def test_products_are_divided_as_in_closed_form(profile):
     expected = closed_form(LLAMA)
-    assert [work.part for work in profile.work] == [work.part for work in expected.work]
-    for found, wanted in zip(profile.work, expected.work, strict=True):
+    assert [work.part for work in profile.work] == [work.part for work in expected.parts]
+    for found, wanted in zip(profile.work, expected.parts, strict=True):
         assert found.copies == wanted.copies
         assert dataclasses.astuple(found.forward_flops) == dataclasses.astuple(wanted.forward_flops)
         assert found.backward_flops.total == pytest.approx(wanted.backward_flops.total)
@@ -78,35 +78,35 @@ def test_devices_exchange_what_they_do_in_closed_form(profile):
             for e in work.exchanges
         )
 
-    for found, wanted in zip(profile.work, closed_form(LLAMA).work, strict=True):
+    for found, wanted in zip(profile.work, closed_form(LLAMA).parts, strict=True):
         assert sent(found) == sent(wanted)
 
 
 def test_the_state_has_each_tensor_of_a_layer_once(profile):
     assert profile.parameters == count_parameters(LLAMA)
-    query = next(t for t in profile.tensors if "query" in t.path and t.role is Role.PARAMETER)
+    query = next(t for t in profile.tensors if "query" in t.path and t.role is TensorRole.PARAMETER)
     assert (query.shape, query.names, query.copies) == ((64, 4, 16), ("embed", "heads", "head_dim"), 3)
     assert query.axes == (Axis.FSDP, Axis.TENSOR, None)
 
 
 def test_the_optimizers_state_has_the_names_of_its_parameters(profile):
     assert profile.optimizer_bytes == 2 * profile.parameter_bytes + 4  # and the number of the step
-    moments = [t for t in profile.tensors if "query" in t.path and t.role is Role.OPTIMIZER]
+    moments = [t for t in profile.tensors if "query" in t.path and t.role is TensorRole.OPTIMIZER]
     assert [(t.names, t.copies) for t in moments] == [(("embed", "heads", "head_dim"), 3)] * 2
 
 
 def test_parameters_are_where_they_are_used(profile):
-    parts = {t.path: t.parts for t in profile.tensors if t.role is Role.PARAMETER and t.copies == 1}
-    assert sorted(parts.values()) == [(Part.EMBEDDING,), (Part.HEAD,), (Part.HEAD,)]
+    parts = {t.path: t.parts for t in profile.tensors if t.role is TensorRole.PARAMETER and t.copies == 1}
+    assert sorted(parts.values()) == [(ModelPart.EMBEDDING,), (ModelPart.HEAD,), (ModelPart.HEAD,)]
 
 
 def test_axes_are_allowed_as_in_closed_form(profile):
     for axis in Axis:
-        assert find_sizes(profile, axis, 64) == find_sizes(closed_form(LLAMA), axis, 64)
+        assert find_axis_sizes(profile, axis, 64) == find_axis_sizes(closed_form(LLAMA), axis, 64)
 
 
 def test_a_layer_hands_on_one_vector_for_each_token(profile):
-    assert work_of(profile, Part.LAYER).input_bytes == 32 * 64 * 4
+    assert work_of(profile, ModelPart.LAYER).input_bytes == 32 * 64 * 4
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "rematerialised"])
@@ -117,7 +117,7 @@ def test_memory_is_that_of_the_compiled_gradient(request, kind, again):
     gradient = jax.jit(jax.value_and_grad(program.loss))
     memory = gradient.lower(program.params, program.others, program.batch).compile().memory_analysis()
     assert memory is not None
-    kept = count_activations(profile, Group(), Microbatch(6, again))
+    kept = count_activations(profile, ReplicaAxes(), MicrobatchConfig(6, again))
     activations = kept.embedding + profile.layers * kept.layer + kept.head + kept.extra
     expected = profile.parameter_bytes + max(profile.parameter_bytes, profile.fixed_bytes + activations)
     found = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
@@ -125,24 +125,24 @@ def test_memory_is_that_of_the_compiled_gradient(request, kind, again):
 
 
 def test_activations_in_closed_form_are_no_more_than_xla_needs_on_a_cpu(nnx_profile):
-    expected = sum(work.copies * work.kept_bytes.total for work in closed_form(LLAMA).work)
+    expected = sum(work.copies * work.residual_bytes.total for work in closed_form(LLAMA).parts)
     found = sum(work.copies * work.kept_bytes.total for work in nnx_profile.work)
     assert 0.65 < expected / found < 1
 
 
 def test_a_rematerialised_layer_computes_most_again(profile):
-    layer = work_of(profile, Part.LAYER)
+    layer = work_of(profile, ModelPart.LAYER)
     assert profile.can_rematerialise
     assert 0.7 < layer.recomputed_flops.total / layer.forward_flops.total <= 1
 
 
 def test_a_rematerialised_layer_of_a_loop_keeps_what_went_into_it(linen_profile):
-    layer = work_of(linen_profile, Part.LAYER)
+    layer = work_of(linen_profile, ModelPart.LAYER)
     assert layer.rematerialised_bytes.total == pytest.approx(layer.input_bytes, rel=0.4)
     assert layer.rematerialised_bytes.total < layer.kept_bytes.total / 10
 
 
 def test_layers_one_by_one_keep_what_xla_keeps_which_on_a_cpu_is_nearly_all(nnx_profile):
     """On a CPU XLA undoes the rematerialisation outside of loops: the profile says what it needs there."""
-    layer = work_of(nnx_profile, Part.LAYER)
+    layer = work_of(nnx_profile, ModelPart.LAYER)
     assert layer.input_bytes < layer.rematerialised_bytes.total <= layer.kept_bytes.total

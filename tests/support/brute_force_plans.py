@@ -6,17 +6,17 @@ import math
 from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import BLOCKS
+from resilient_jax.planning.branch_and_bound import BLOCK_SIZES
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.collectives import time_of
-from resilient_jax.planning.cost_model import Pricing, Question
-from resilient_jax.planning.device_layout import Group, Microbatch, lay_out
-from resilient_jax.planning.host_pool import pool_hosts
-from resilient_jax.planning.memory import count_activations, memory_of_stage
-from resilient_jax.planning.program_cost import ExchangeKind
-from resilient_jax.planning.stage_cost import time_parts, transfer_s, work_of_parts
-from resilient_jax.planning.state_bytes import count_state
-from resilient_jax.planning.tensor_partition import find_sizes
+from resilient_jax.planning.collectives import estimate_collective_s
+from resilient_jax.planning.cost_model import CostModel, PlanRequest
+from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig, make_layout
+from resilient_jax.planning.host_pool import build_host_pool
+from resilient_jax.planning.memory import count_activations, estimate_stage_memory
+from resilient_jax.planning.program_cost import CollectiveKind
+from resilient_jax.planning.stage_cost import estimate_part_times, estimate_transfer_s, count_microbatch_load
+from resilient_jax.planning.state_bytes import count_state_bytes
+from resilient_jax.planning.tensor_partition import find_axis_sizes
 
 
 def find_least_step_s(profile, topology, global_batch, number_format="bf16", min_replicas=1, axes=None):
@@ -26,18 +26,18 @@ def find_least_step_s(profile, topology, global_batch, number_format="bf16", min
     replicas = fixed.pop(Axis.REPLICA, None)
     best = math.inf
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
-        pool = pool_hosts(topology, number_format, memory)
-        question = Question(
-            profile=profile,
+        pool = build_host_pool(topology, number_format, memory)
+        question = PlanRequest(
+            program_cost=profile,
             topology=topology,
             pool=pool,
             global_batch=global_batch,
             calibration=Calibration(),
             number_format=number_format,
         )
-        pricing = Pricing(question)
+        pricing = CostModel(question)
         for layout, batch in _choices(pricing):
-            if all(getattr(layout.group, axis) == size for axis, size in fixed.items()):
+            if all(getattr(layout.axes, axis) == size for axis, size in fixed.items()):
                 best = min(best, _least_of(pricing, layout, batch, min_replicas, replicas))
     return best
 
@@ -47,27 +47,27 @@ def _choices(pricing):
     devices = question.topology.device_count
     outermost = len(question.topology.levels) - 1
     levels = range(1, outermost + 1) if outermost else [0]
-    axes = [find_sizes(question.profile, a, devices) for a in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)]
+    axes = [find_axis_sizes(question.profile, a, devices) for a in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)]
     fsdps = range(1, devices + 1)
     for tensor, sequence, expert, fsdp, pipeline in itertools.product(
-        *axes, fsdps, find_sizes(question.profile, Axis.PIPELINE, devices)
+        *axes, fsdps, find_axis_sizes(question.profile, Axis.PIPELINE, devices)
     ):
-        group = Group(tensor, sequence, expert, fsdp, pipeline)
+        group = ReplicaAxes(tensor, sequence, expert, fsdp, pipeline)
         if group.devices > devices or question.global_batch % fsdp:
             continue
         rooms = range(1, question.pool.devices_per_host + 1)
         layouts = {
-            lay_out(group, room, level, block, outermost)
+            make_layout(group, room, level, block, outermost)
             for room in rooms
             for level in levels
-            for block in (BLOCKS if level < outermost else [1])
+            for block in (BLOCK_SIZES if level < outermost else [1])
             if block <= devices
         }
         for layout, size, again in itertools.product(
             sorted(layouts), range(1, question.global_batch // fsdp + 1), [False, True]
         ):
             if question.global_batch % (fsdp * size) == 0:
-                yield layout, Microbatch(size, again)
+                yield layout, MicrobatchConfig(size, again)
 
 
 def _least_of(pricing, layout, batch, min_replicas, replicas):
@@ -104,8 +104,8 @@ def _least_within(pricing, layout, batch, min_replicas, wanted, blocks):
         finish = _deal(
             microbatches, [block.slot_s for block in used for _ in range(layout.replicas_per_block)], layout
         )
-        synced = time_of(
-            ExchangeKind.ALL_REDUCE,
+        synced = estimate_collective_s(
+            CollectiveKind.ALL_REDUCE,
             max(block.synced for block in used),
             layout.replica_spread(count),
             pricing.links,
@@ -150,15 +150,15 @@ def _blocks_that_fit(pricing, layout, batch):
 
 def _price_replica(pricing, layout, batch, hosts):
     question, stages = pricing.question, layout.group.pipeline
-    state = count_state(question.profile, layout.group)
-    asked = work_of_parts(question.profile, state, layout, batch, pricing.links)
-    sending = transfer_s(question.profile, layout, batch, pricing.links)
+    state = count_state_bytes(question.profile, layout.group)
+    asked = count_microbatch_load(question.profile, state, layout, batch, pricing.links)
+    sending = estimate_transfer_s(question.profile, layout, batch, pricing.links)
     groups = stages // layout.stages_inside
     per_group = len(hosts) // groups
     slowest = [max(hosts[i * per_group : (i + 1) * per_group], key=lambda h: -h.speed) for i in range(groups)]
     of_stage = [host for host in slowest for _ in range(layout.stages_inside)]
     parts = [
-        time_parts(asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration)
+        estimate_part_times(asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration)
         for host in of_stage
     ]
     activations = count_activations(question.profile, layout.group, batch)
@@ -166,7 +166,7 @@ def _price_replica(pricing, layout, batch, hosts):
 
     def fits(layers):
         return all(
-            memory_of_stage(
+            estimate_stage_memory(
                 state,
                 activations,
                 question.calibration,
@@ -185,7 +185,7 @@ def _price_replica(pricing, layout, batch, hosts):
     found = []
     for slot_s, layers in _splits(question.profile.layers, parts):
         if fits(layers):
-            held = [state.stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
+            held = [state.count_stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
             found.append(
                 _Split(
                     slot_s=slot_s,

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from resilient_jax.planning.program_cost import Profile
+from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_parts import SINGLE
+from resilient_jax.planning.transformer_parts import SINGLE_PRECISION
 
 LLAMA = TransformerShape(
     layers=3,
@@ -47,9 +47,9 @@ def tokens(shape: TransformerShape, examples: int = EXAMPLES) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct((examples, shape.sequence_tokens), jnp.int32)
 
 
-def closed_form(shape: TransformerShape) -> Profile:
+def closed_form(shape: TransformerShape) -> ProgramCost:
     """What the planner says of the decoder: in float32, its attention computes the full square."""
-    return profile_transformer(shape, precision=SINGLE, attention=AttentionKind.SQUARE)
+    return analyze_transformer(shape, precision=SINGLE_PRECISION, attention=AttentionKind.SQUARE)
 
 
 def rotate(x: jax.Array) -> jax.Array:

@@ -9,10 +9,10 @@ from benchmarks.plan.estimate_errors import MemoryCase
 
 import resilient_jax as rj
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import Fixed
+from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.device_layout import Microbatch
-from resilient_jax.planning.search import search_best
+from resilient_jax.planning.device_layout import MicrobatchConfig
+from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import LinenProgram, NnxProgram
@@ -102,7 +102,7 @@ GRID = tuple(
 
 
 @functools.cache
-def profile_of(kind: str, shape: str) -> rj.Profile:
+def profile_of(kind: str, shape: str) -> rj.ProgramCost:
     """Measured from the model, with its rematerialised twin; of four examples, whatever is compiled later."""
     program = KINDS[kind](SHAPES[shape])
     is_asked = any((case.kind, case.shape, case.rematerialise) == (kind, shape, True) for case in GRID)
@@ -118,11 +118,11 @@ def compare(case: Case) -> MemoryCase:
     )
     axes = dict.fromkeys(Axis, 1) | MESHES[case.mesh]
     examples = case.sequences * axes[Axis.REPLICA] * axes[Axis.FSDP]
-    (plan,) = search_best(
+    (plan,) = search_plans(
         profile,
         cluster([1.0] * 4, devices=2),
         global_batch=examples,
-        fixed=Fixed(axes, Microbatch(case.sequences, case.rematerialise)),
+        constraints=PlanConstraints(axes, MicrobatchConfig(case.sequences, case.rematerialise)),
         calibration=Calibration(staging_bytes=0.0),
         number_format="bf16",
     )

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from resilient_jax.ids import HostName
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.program_cost import Profile
+from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Accelerator, Host, LinkLevel, NumberFormat, Peak, Port, Topology
 
 SMALL = TransformerShape(
@@ -22,10 +22,10 @@ SMALL = TransformerShape(
 AMPLE_BYTES = 10**9
 
 
-def small_profile(**changes) -> Profile:
+def small_profile(**changes) -> ProgramCost:
     """Of a transformer of three layers, or one with other sizes."""
     sizes = {name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | changes
-    return profile_transformer(TransformerShape(**sizes), name="small")
+    return analyze_transformer(TransformerShape(**sizes), name="small")
 
 
 def chip(memory_bytes: int = AMPLE_BYTES, flops_per_s: float = 1e10) -> Accelerator:
@@ -79,10 +79,10 @@ def cluster(
     return Topology(name="made up", levels=tuple(levels), hosts=hosts)
 
 
-def tight_bytes(profile: Profile, share: float) -> int:
+def tight_bytes(profile: ProgramCost, share: float) -> int:
     """Of a device that has room for such a part of the program's state and for no more, but for the snapshot's
     buffers."""
-    constants, gradients = Calibration(), profile.parameters * profile.gradient_bytes
+    constants, gradients = Calibration(), profile.parameter_count * profile.gradient_bytes
     state = profile.parameter_bytes + profile.optimizer_bytes + gradients
     return int((constants.staging_bytes + share * state) / constants.usable_memory)
 

@@ -55,7 +55,7 @@ class NnxProgram:
         """As `profile_of` takes it."""
         return self.make
 
-    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.Profile:
+    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
         tokens = jax.ShapeDtypeStruct((examples, self.sequence_tokens), jnp.int32)
         return rj.profile_of(
             self.model,
@@ -140,7 +140,7 @@ class ExpertProgram(NnxProgram):
         out = jnp.einsum("beh,ehd,be->bd", hidden, params["down"], chosen)
         return jnp.mean((out - batch) ** 2)
 
-    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.Profile:
+    def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
         rows = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
         return rj.profile_of(
             lambda key: self.make(key),
@@ -166,9 +166,9 @@ def train_step(loss, state, batch):
     return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
 
 
-def plan_with(profile: rj.Profile, axes, hosts: int = 4, devices: int = 2, batch: int = BATCH) -> rj.Plan:
+def plan_with(profile: rj.ProgramCost, axes, hosts: int = 4, devices: int = 2, batch: int = BATCH) -> rj.Plan:
     """The best plan with these axes; those that are not named are 1."""
     given = dict.fromkeys((a for a in Axis if a is not Axis.REPLICA), 1) | dict(axes)
-    return rj.search(
+    return rj.search_plan(
         profile, cluster([1.0] * hosts, devices=devices), global_batch=batch, axes=given, number_format="bf16"
     )

@@ -136,7 +136,7 @@ def nnx_profile():
 
 
 def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
-    profile = rj.profile_transformer(SHAPE, name="closed form")
+    profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     program = NnxProgram()
     shardings = plan.shardings(program.abstract, plan.mesh(jax.devices()))
@@ -146,14 +146,14 @@ def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
 
 
 def test_a_state_in_which_an_axis_cuts_nothing_is_refused():
-    profile = rj.profile_transformer(SHAPE, name="closed form")
+    profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     with pytest.raises(CallerError, match=r"found no array in the state that tensor 4 cuts.*Naming"):
         plan.shardings({"w": np.zeros((64, 64))}, plan.mesh(jax.devices()))
 
 
 def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_parameter():
-    profile = rj.profile_transformer(SHAPE, name="closed form")
+    profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = {"params": {"w": np.zeros((64, 64))}, "optimizer": {"mu": {"w": np.zeros((64, 64))}}}
     naming = rj.Naming(rules=[("w", ("embed", "mlp"))])
@@ -196,7 +196,7 @@ def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
 
 
 def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothing():
-    plan = plan_with(rj.profile_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
     naming = rj.Naming(rules=CHAIN_RULES)
     state = {"params": chain(None), "optimizer": {"mu": chain(None)}}
     shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
@@ -205,7 +205,7 @@ def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothi
 
 
 def test_metadata_that_an_optimizer_keeps_on_less_than_the_parameter_is_passed_over():
-    plan = plan_with(rj.profile_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
+    plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
     box = functools.partial(nn.Partitioned, names=("embed", "mlp"))
     state = {
         "kernel": box(np.zeros((64, 64))),
@@ -244,7 +244,7 @@ def test_a_result_is_a_state_only_if_it_has_its_shapes():
 
 
 def test_a_state_of_one_array_and_a_loss():
-    profile = rj.profile_transformer(SHAPE, name="closed form")
+    profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     program = plan.compile(
         lambda w, rows: (w + 1, rows.sum()),
@@ -257,7 +257,7 @@ def test_a_state_of_one_array_and_a_loss():
 
 
 def test_a_variable_without_a_value_is_passed_over():
-    profile = rj.profile_transformer(SHAPE, name="closed form")
+    profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     state = {"bias": nnx.Param(None), "kernel": nnx.Param(np.zeros((64, 64)))}
     shardings = plan.shardings(state, plan.mesh(jax.devices()))
@@ -282,7 +282,7 @@ def test_tensor_groups_lie_inside_hosts(nnx_profile):
 
 def test_a_slow_host_that_is_left_out_has_no_device_in_the_mesh(nnx_profile):
     topology = cluster([1.0, 1.0, 0.05, 1.0], devices=2)
-    plan = rj.search(nnx_profile, topology, global_batch=6, axes={Axis.TENSOR: 2}, number_format="bf16")
+    plan = rj.search_plan(nnx_profile, topology, global_batch=6, axes={Axis.TENSOR: 2}, number_format="bf16")
     used = {device.id // 2 for device in plan.mesh(jax.devices()).devices.flat}
     assert 2 not in used
 

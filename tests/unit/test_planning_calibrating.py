@@ -7,10 +7,10 @@ from plan_topologies import cluster, small_profile
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.calibration_fit import Measurement, calibrate, estimate_s
-from resilient_jax.planning.device_layout import AS_MANY_AS_FIT
+from resilient_jax.planning.calibration_fit import StepMeasurement, fit_calibration, estimate_step_s
+from resilient_jax.planning.device_layout import NO_LAYER_LIMITS
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.search import search
+from resilient_jax.planning.search import search_plan
 
 TRUE = Calibration(
     matrix_efficiency=0.41,
@@ -25,33 +25,33 @@ def plans_of(profile):
     """Plans of several kinds, with the defaults' estimates."""
     topology = cluster([1.0] * 4)
     wishes = [{}, {Axis.TENSOR: 4}, {Axis.FSDP: 8}, {Axis.PIPELINE: 3}, {Axis.REPLICA: 8}, {Axis.SEQUENCE: 2}]
-    return [search(profile, topology, global_batch=48, axes=axes) for axes in wishes]
+    return [search_plan(profile, topology, global_batch=48, axes=axes) for axes in wishes]
 
 
 def test_an_estimate_with_the_plans_own_constants_is_its_own():
     for plan in plans_of(small_profile()):
-        assert estimate_s(plan, plan.question.calibration) == pytest.approx(plan.step_time_s)
+        assert estimate_step_s(plan, plan.request.calibration) == pytest.approx(plan.step_time_s)
 
 
 def test_so_is_that_of_a_pipeline_that_is_split_for_what_follows_the_last_microbatch():
     profile = small_profile(layers=6, vocabulary_tokens=4)
     topology = cluster([0.6, 1.0, 1.0, 1.0], devices=1, network=1e7)
-    plan = search(profile, topology, global_batch=2, axes={Axis.REPLICA: 2, Axis.PIPELINE: 2})
-    assert plan.layout.most != AS_MANY_AS_FIT
-    assert estimate_s(plan, plan.question.calibration) == pytest.approx(plan.step_time_s)
+    plan = search_plan(profile, topology, global_batch=2, axes={Axis.REPLICA: 2, Axis.PIPELINE: 2})
+    assert plan.layout.layer_limits != NO_LAYER_LIMITS
+    assert estimate_step_s(plan, plan.request.calibration) == pytest.approx(plan.step_time_s)
 
 
 def test_constants_fitted_to_one_model_estimate_another():
-    measured = [Measurement(plan=p, step_s=estimate_s(p, TRUE)) for p in plans_of(small_profile())]
-    fit = calibrate(measured)
+    measured = [StepMeasurement(plan=p, step_s=estimate_step_s(p, TRUE)) for p in plans_of(small_profile())]
+    fit = fit_calibration(measured)
     assert fit.error < 0.02 < fit.error_before
     for plan in plans_of(small_profile(layers=6, width=128)):
-        assert estimate_s(plan, fit.calibration) == pytest.approx(estimate_s(plan, TRUE), rel=0.1)
+        assert estimate_step_s(plan, fit.calibration) == pytest.approx(estimate_step_s(plan, TRUE), rel=0.1)
 
 
 def test_what_was_not_measured_stays_as_it_was():
-    alone = search(small_profile(), cluster([1.0], devices=1), global_batch=48)
-    fit = calibrate([Measurement(plan=alone, step_s=2 * alone.step_time_s)])
+    alone = search_plan(small_profile(), cluster([1.0], devices=1), global_batch=48)
+    fit = fit_calibration([StepMeasurement(plan=alone, step_s=2 * alone.step_time_s)])
     assert fit.calibration.link_efficiency == Calibration().link_efficiency
     assert fit.calibration.fsdp_overlap == Calibration().fsdp_overlap
     assert fit.error < 0.01
@@ -60,13 +60,13 @@ def test_what_was_not_measured_stays_as_it_was():
 def test_no_measurement_is_refused():
     plan = plans_of(small_profile())[0]
     with pytest.raises(PlanError, match="expected one or more steps"):
-        calibrate([])
+        fit_calibration([])
     with pytest.raises(PlanError, match=r"found \[0\.0\]"):
-        calibrate([Measurement(plan=plan, step_s=0.0)])
+        fit_calibration([StepMeasurement(plan=plan, step_s=0.0)])
 
 
 def test_constants_are_in_range_whatever_was_measured():
     plan = plans_of(small_profile())[0]
-    fit = calibrate([Measurement(plan=plan, step_s=plan.step_time_s / 1000)])
+    fit = fit_calibration([StepMeasurement(plan=plan, step_s=plan.step_time_s / 1000)])
     assert all(getattr(fit.calibration, field.name) >= 0 for field in dataclasses.fields(Calibration))
     assert fit.calibration.matrix_efficiency <= 1

@@ -9,74 +9,74 @@ from plan_topologies import cluster, small_profile
 
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.planning.calibration import Calibration, load_calibration, save_calibration
-from resilient_jax.planning.collectives import Link, links_of, send_s, time_of
-from resilient_jax.planning.device_cost import compute_s, count_work, fsdp_messages
-from resilient_jax.planning.device_layout import Group, Microbatch, lay_out
-from resilient_jax.planning.memory import count_activations, memory_of_stage
-from resilient_jax.planning.program_cost import ExchangeKind, Part, Role
-from resilient_jax.planning.state_bytes import count_state
+from resilient_jax.planning.collectives import DeviceLink, find_device_links, estimate_send_s, estimate_collective_s
+from resilient_jax.planning.device_cost import estimate_compute_s, count_device_work, list_fsdp_collectives
+from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig, make_layout
+from resilient_jax.planning.memory import count_activations, estimate_stage_memory
+from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, TensorRole
+from resilient_jax.planning.state_bytes import count_state_bytes
 
-FAST, SLOW = Link(bytes_per_s=1e9, latency_s=1e-6), Link(bytes_per_s=1e8, latency_s=1e-5)
+FAST, SLOW = DeviceLink(bytes_per_s=1e9, latency_s=1e-6), DeviceLink(bytes_per_s=1e8, latency_s=1e-5)
 PROFILE = small_profile()
 
 
 def test_a_ring_sends_all_but_a_devices_own_part():
-    assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
-    assert time_of(ExchangeKind.REDUCE_SCATTER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
-    assert time_of(ExchangeKind.ALL_REDUCE, 8e9, (4,), [FAST]) == pytest.approx(12 + 6e-6)
+    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
+    assert estimate_collective_s(CollectiveKind.REDUCE_SCATTER, 8e9, (4,), [FAST]) == pytest.approx(6 + 3e-6)
+    assert estimate_collective_s(CollectiveKind.ALL_REDUCE, 8e9, (4,), [FAST]) == pytest.approx(12 + 6e-6)
 
 
 def test_an_array_in_pieces_pays_for_each_ones_latency():
-    assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4,), [FAST], pieces=5) == pytest.approx(6 + 5 * 3e-6)
+    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4,), [FAST], pieces=5) == pytest.approx(6 + 5 * 3e-6)
 
 
 def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_counts():
     # 8e9 bytes: inside 3/4 of them at 1e9, outside half of 2e9 at 1e8.
-    assert time_of(ExchangeKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(10 + 3e-6 + 1e-5)
+    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(10 + 3e-6 + 1e-5)
 
 
-@given(st.sampled_from(ExchangeKind), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+@given(st.sampled_from(CollectiveKind), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 def test_where_links_are_equal_it_is_no_matter_at_which_level_devices_meet(kind, inside, rack, racks):
     links = [FAST, free := dataclasses.replace(SLOW, latency_s=0.0), free]
-    apart = time_of(kind, 8e9, (inside, rack, racks), links)
-    assert apart == pytest.approx(time_of(kind, 8e9, (inside, 1, rack * racks), links))
+    apart = estimate_collective_s(kind, 8e9, (inside, rack, racks), links)
+    assert apart == pytest.approx(estimate_collective_s(kind, 8e9, (inside, 1, rack * racks), links))
 
 
 def test_many_devices_pay_the_latency_of_a_tree():
-    assert time_of(ExchangeKind.ALL_GATHER, 0, (1024,), [SLOW]) == pytest.approx(20e-5)
+    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 0, (1024,), [SLOW]) == pytest.approx(20e-5)
 
 
 def test_all_to_all_keeps_what_stays_inside():
     # each of 8 devices has 1e9; three quarters leave it, one half the host.
-    assert time_of(ExchangeKind.ALL_TO_ALL, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(5, abs=1e-4)
+    assert estimate_collective_s(CollectiveKind.ALL_TO_ALL, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(5, abs=1e-4)
 
 
 def test_one_device_exchanges_nothing():
-    assert time_of(ExchangeKind.ALL_REDUCE, 8e9, (1, 1), [FAST, SLOW]) == 0
-    assert send_s(8e9, (1, 1), [FAST, SLOW]) == 0
+    assert estimate_collective_s(CollectiveKind.ALL_REDUCE, 8e9, (1, 1), [FAST, SLOW]) == 0
+    assert estimate_send_s(8e9, (1, 1), [FAST, SLOW]) == 0
 
 
 @given(
-    st.sampled_from(ExchangeKind), st.integers(1, 8), st.integers(1, 64), st.floats(0, 1e9), st.floats(1, 10)
+    st.sampled_from(CollectiveKind), st.integers(1, 8), st.integers(1, 64), st.floats(0, 1e9), st.floats(1, 10)
 )
 def test_a_faster_link_is_never_slower(kind, inside, outside, message, factor):
     faster = dataclasses.replace(SLOW, bytes_per_s=SLOW.bytes_per_s * factor)
     spread = (inside, outside)
-    assert time_of(kind, message, spread, [FAST, faster]) <= time_of(kind, message, spread, [FAST, SLOW])
+    assert estimate_collective_s(kind, message, spread, [FAST, faster]) <= estimate_collective_s(kind, message, spread, [FAST, SLOW])
 
 
 def test_devices_share_the_port_of_their_host():
     topology = cluster([1.0, 1.0], devices=4)
-    assert [link.bytes_per_s for link in links_of(topology, 0.5)] == [5e8, 5e7]
-    assert [link.latency_s for link in links_of(topology, 0.5, 3.0)] == pytest.approx([3e-6, 3e-5])
+    assert [link.bytes_per_s for link in find_device_links(topology, 0.5)] == [5e8, 5e7]
+    assert [link.latency_s for link in find_device_links(topology, 0.5, 3.0)] == pytest.approx([3e-6, 3e-5])
 
 
 def test_fsdp_gathers_a_layer_twice_at_once_where_collectives_go_on_alone():
-    state = count_state(PROFILE, Group(fsdp=4)).layer
-    assert fsdp_messages(PROFILE, Part.LAYER, state) == (
-        (ExchangeKind.ALL_GATHER, state.gathered, 1),
-        (ExchangeKind.ALL_GATHER, state.gathered, 1),
-        (ExchangeKind.REDUCE_SCATTER, state.gathered_gradients, 1),
+    state = count_state_bytes(PROFILE, ReplicaAxes(fsdp=4)).layer
+    assert list_fsdp_collectives(PROFILE, ModelPart.LAYER, state) == (
+        (CollectiveKind.ALL_GATHER, state.gathered, 1),
+        (CollectiveKind.ALL_GATHER, state.gathered, 1),
+        (CollectiveKind.REDUCE_SCATTER, state.gathered_gradients, 1),
     )
 
 
@@ -84,52 +84,52 @@ def test_fsdp_gathers_a_layer_twice_at_once_where_collectives_go_on_alone():
 def test_where_they_are_waited_for_each_array_of_a_layer_is_gathered_alone(stacked, passes):
     tensors = tuple(dataclasses.replace(tensor, stacked=stacked) for tensor in PROFILE.tensors)
     profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
-    state = count_state(profile, Group(fsdp=4)).layer
-    arrays = sum(tensor.role is Role.PARAMETER and Part.LAYER in tensor.parts for tensor in tensors)
+    state = count_state_bytes(profile, ReplicaAxes(fsdp=4)).layer
+    arrays = sum(tensor.role is TensorRole.PARAMETER and ModelPart.LAYER in tensor.parts for tensor in tensors)
     assert arrays > 1
-    *gathers, _ = fsdp_messages(profile, Part.LAYER, state)
-    assert gathers == [(ExchangeKind.ALL_GATHER, state.gathered, arrays)] * passes
-    *gathers, _ = fsdp_messages(profile, Part.HEAD, state)
+    *gathers, _ = list_fsdp_collectives(profile, ModelPart.LAYER, state)
+    assert gathers == [(CollectiveKind.ALL_GATHER, state.gathered, arrays)] * passes
+    *gathers, _ = list_fsdp_collectives(profile, ModelPart.HEAD, state)
     assert len(gathers) == 1
 
 
 def test_computing_is_products_then_memory_then_overhead():
     constants = Calibration(matrix_efficiency=0.5, memory_efficiency=0.5, layer_overhead_s=0.25)
-    group, batch = Group(tensor=2), Microbatch(3, True)
-    layer = PROFILE.work[1]
-    assert layer.part is Part.LAYER
-    state = count_state(PROFILE, group).layer
-    work = count_work(PROFILE, layer, state, group, batch)
+    group, batch = ReplicaAxes(tensor=2), MicrobatchConfig(3, True)
+    layer = PROFILE.parts[1]
+    assert layer.part is ModelPart.LAYER
+    state = count_state_bytes(PROFILE, group).layer
+    work = count_device_work(PROFILE, layer, state, group, batch)
     flops = (layer.forward_flops.total * 2 + layer.backward_flops.total) * 3 / 2
     assert work.flops == pytest.approx(flops)
     assert work.passes == 3
-    assert compute_s(work, 1e10, 1e10, constants) == pytest.approx(
+    assert estimate_compute_s(work, 1e10, 1e10, constants) == pytest.approx(
         flops / 5e9 + work.moved_bytes / 5e9 + 0.75
     )
 
 
 def test_the_state_of_a_device_is_its_part_of_all():
-    whole = count_state(PROFILE, Group()).stage(PROFILE.layers, is_first=True, is_last=True)
+    whole = count_state_bytes(PROFILE, ReplicaAxes()).count_stage(PROFILE.layers, is_first=True, is_last=True)
     assert whole.parameters == PROFILE.parameter_bytes
-    assert whole.gradients == PROFILE.parameters * PROFILE.gradient_bytes
+    assert whole.gradients == PROFILE.parameter_count * PROFILE.gradient_bytes
     assert whole.optimizer == PROFILE.optimizer_bytes
-    cut = count_state(PROFILE, Group(fsdp=2, tensor=2)).stage(3, is_first=True, is_last=True)
+    cut = count_state_bytes(PROFILE, ReplicaAxes(fsdp=2, tensor=2)).count_stage(3, is_first=True, is_last=True)
     assert PROFILE.parameter_bytes / 4 <= cut.parameters <= PROFILE.parameter_bytes / 3
 
 
 def test_stages_together_hold_the_state_once_but_for_a_tied_embedding():
     tied = small_profile(tied_embedding=True)
-    state = count_state(tied, Group(pipeline=3))
-    stages = [state.stage(1, is_first=i == 0, is_last=i == 2) for i in range(3)]
+    state = count_state_bytes(tied, ReplicaAxes(pipeline=3))
+    stages = [state.count_stage(1, is_first=i == 0, is_last=i == 2) for i in range(3)]
     assert sum(stage.parameters for stage in stages) == tied.parameter_bytes + state.tied.parameters
-    assert state.stage(3, is_first=True, is_last=True).parameters == tied.parameter_bytes
+    assert state.count_stage(3, is_first=True, is_last=True).parameters == tied.parameter_bytes
 
 
 def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
     """`l (2 m_p + m_o) + (P - i) l m_a`, with gradients as large as parameters, and what papers leave out."""
-    group, batch, constants = Group(pipeline=3), Microbatch(1, False), Calibration()
-    state, kept = count_state(PROFILE, group), count_activations(PROFILE, group, batch)
-    memory = memory_of_stage(
+    group, batch, constants = ReplicaAxes(pipeline=3), MicrobatchConfig(1, False), Calibration()
+    state, kept = count_state_bytes(PROFILE, group), count_activations(PROFILE, group, batch)
+    memory = estimate_stage_memory(
         state, kept, constants, layers=2, stage=1, stages=4, microbatches=3, is_gathered=False
     )
     layer = state.layer
@@ -142,16 +142,16 @@ def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
 
 
 def test_rematerialisation_keeps_less_and_computes_more():
-    kept, again = (count_activations(PROFILE, Group(), Microbatch(2, flag)) for flag in (False, True))
+    kept, again = (count_activations(PROFILE, ReplicaAxes(), MicrobatchConfig(2, flag)) for flag in (False, True))
     assert again.layer < kept.layer
     assert again.extra > kept.extra
 
 
 def test_a_layout_fills_hosts_from_the_innermost_axis():
-    layout = lay_out(Group(tensor=4, fsdp=4, pipeline=3), room=8, level=1, block=1, outermost=1)
-    assert layout.inside == Group(tensor=4, fsdp=2)
-    assert layout.cells == 6
-    assert lay_out(Group(tensor=2), room=6, level=1, block=1, outermost=1).replicas_inside == 3
+    layout = make_layout(ReplicaAxes(tensor=4, fsdp=4, pipeline=3), room=8, level=1, block=1, outermost=1)
+    assert layout.axes_in_host == ReplicaAxes(tensor=4, fsdp=2)
+    assert layout.host_slots == 6
+    assert make_layout(ReplicaAxes(tensor=2), room=6, level=1, block=1, outermost=1).replicas_per_slot == 3
 
 
 def test_constants_survive_their_file(tmp_path):

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.axes import Axis, read_sizes
+from resilient_jax.planning.axes import Axis, parse_axis_sizes
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.program_cost import Divisor, Part, Profile, Role, Tensor
+from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, ProgramCost, TensorRole, StateTensor
 from resilient_jax.planning.tensor_partition import (
-    count_parts,
-    cut,
-    find_misfits,
-    find_sizes,
-    require_cuttable,
+    count_shards,
+    partition_tensor,
+    find_violated_rules,
+    find_axis_sizes,
+    require_partitionable,
 )
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.transformer_cost import analyze_transformer
 
 SHAPE = TransformerShape(
     layers=6,
@@ -31,16 +31,16 @@ SHAPE = TransformerShape(
     vocabulary_tokens=101,
     sequence_tokens=40,
 )
-PROFILE = profile_transformer(SHAPE, name="small")
+PROFILE = analyze_transformer(SHAPE, name="small")
 
 
 def make_tensor(shape, axes, units=None):
-    return Tensor(
+    return StateTensor(
         path="kernel",
-        role=Role.PARAMETER,
-        parts=(Part.LAYER,),
+        role=TensorRole.PARAMETER,
+        parts=(ModelPart.LAYER,),
         shape=tuple(shape),
-        names=(None,) * len(shape),
+        logical_names=(None,) * len(shape),
         axes=tuple(axes),
         units=tuple(units or shape),
         dtype_bytes=4,
@@ -57,7 +57,7 @@ sizes = st.fixed_dictionaries({axis: st.integers(1, 6) for axis in (Axis.FSDP, A
 
 @given(tensors, sizes)
 def test_parts_are_equal_and_no_axis_cuts_twice(tensor, axes):
-    found = cut(tensor, axes)
+    found = partition_tensor(tensor, axes)
     for size, cutting in zip(tensor.shape, found, strict=True):
         assert size % math.prod(axes[axis] for axis in cutting) == 0
     used = [axis for cutting in found for axis in cutting]
@@ -67,57 +67,57 @@ def test_parts_are_equal_and_no_axis_cuts_twice(tensor, axes):
 
 @given(tensors, sizes)
 def test_fsdp_cuts_whatever_has_a_dim_that_it_divides(tensor, axes):
-    without = cut(tensor, {**axes, Axis.FSDP: 1})
+    without = partition_tensor(tensor, {**axes, Axis.FSDP: 1})
     left = [size // math.prod(axes[a] for a in c) for size, c in zip(tensor.shape, without, strict=True)]
     can = axes[Axis.FSDP] > 1 and any(size % axes[Axis.FSDP] == 0 for size in left)
     more = axes[Axis.FSDP] if can else 1
-    assert count_parts(tensor, axes) == more * count_parts(tensor, {**axes, Axis.FSDP: 1})
+    assert count_shards(tensor, axes) == more * count_shards(tensor, {**axes, Axis.FSDP: 1})
 
 
 def test_a_dim_is_cut_between_its_heads_only():
     fused = make_tensor((48, 64), (Axis.FSDP, Axis.TENSOR), (48, 4))
-    assert cut(fused, {Axis.TENSOR: 4}) == ((), (Axis.TENSOR,))
-    assert cut(fused, {Axis.TENSOR: 8}) == ((), ())
+    assert partition_tensor(fused, {Axis.TENSOR: 4}) == ((), (Axis.TENSOR,))
+    assert partition_tensor(fused, {Axis.TENSOR: 8}) == ((), ())
 
 
 def test_the_sizes_that_a_transformer_allows():
-    assert find_sizes(PROFILE, Axis.TENSOR, 64) == (
+    assert find_axis_sizes(PROFILE, Axis.TENSOR, 64) == (
         1,
         2,
         3,
         6,
     )  # heads 6, feed-forward 96; keys and values stay whole
-    assert find_sizes(PROFILE, Axis.SEQUENCE, 16) == (1, 2, 4, 5, 8, 10)
-    assert find_sizes(PROFILE, Axis.EXPERT, 64) == (1,)
-    assert find_sizes(PROFILE, Axis.PIPELINE, 64) == (1, 2, 3, 4, 5, 6)
-    assert find_sizes(PROFILE, Axis.FSDP, 3) == (1, 2, 3)
+    assert find_axis_sizes(PROFILE, Axis.SEQUENCE, 16) == (1, 2, 4, 5, 8, 10)
+    assert find_axis_sizes(PROFILE, Axis.EXPERT, 64) == (1,)
+    assert find_axis_sizes(PROFILE, Axis.PIPELINE, 64) == (1, 2, 3, 4, 5, 6)
+    assert find_axis_sizes(PROFILE, Axis.FSDP, 3) == (1, 2, 3)
 
 
 @given(st.sampled_from(Axis), st.integers(1, 64))
 def test_a_size_is_allowed_or_has_a_reason(axis, size):
-    assert (size in find_sizes(PROFILE, axis, 64)) == (not find_misfits(PROFILE, axis, size))
+    assert (size in find_axis_sizes(PROFILE, axis, 64)) == (not find_violated_rules(PROFILE, axis, size))
 
 
 def test_the_reason_names_the_dim_and_its_number():
-    assert [(d.name, d.number) for d in find_misfits(PROFILE, Axis.TENSOR, 4)] == [("heads", 6)]
-    assert [(d.name, d.number) for d in find_misfits(PROFILE, Axis.PIPELINE, 7)] == [("layers", 6)]
+    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.TENSOR, 4)] == [("heads", 6)]
+    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.PIPELINE, 7)] == [("layers", 6)]
 
 
 def test_an_axis_that_a_program_has_no_dim_for_is_forbidden():
     bare = dataclasses.replace(PROFILE, divisors=())
-    assert [(d.name, d.number) for d in find_misfits(bare, Axis.SEQUENCE, 2)] == [("tokens", 1)]
+    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(bare, Axis.SEQUENCE, 2)] == [("tokens", 1)]
 
 
 def test_an_axis_that_divides_only_dims_that_may_stay_whole_must_divide_one_of_them():
     only = dataclasses.replace(
-        PROFILE, divisors=(Divisor(axis=Axis.TENSOR, name="vocab", number=10, required=False),)
+        PROFILE, divisors=(DivisibilityRule(axis=Axis.TENSOR, logical_name="vocab", dim_size=10, is_required=False),)
     )
-    assert find_sizes(only, Axis.TENSOR, 64) == (1, 2, 5, 10)
+    assert find_axis_sizes(only, Axis.TENSOR, 64) == (1, 2, 5, 10)
 
 
-def indivisible() -> Profile:
+def indivisible() -> ProgramCost:
     tensor = make_tensor((127, 131), (Axis.FSDP, Axis.TENSOR))
-    divisor = Divisor(axis=Axis.TENSOR, name="mlp", number=131, required=True)
+    divisor = DivisibilityRule(axis=Axis.TENSOR, logical_name="mlp", dim_size=131, is_required=True)
     return dataclasses.replace(PROFILE, name="primes", tensors=(tensor,), divisors=(divisor,))
 
 
@@ -125,23 +125,23 @@ def test_a_model_whose_dims_divide_by_nothing_is_refused_with_its_dims():
     with pytest.raises(
         CallerError, match=r"primes: .*nothing from 2 to 8 \(mlp = 131; sizes of parameters: 127, 131\)"
     ):
-        require_cuttable(indivisible(), 8)
+        require_partitionable(indivisible(), 8)
 
 
 def test_a_model_that_some_axis_can_cut_is_not_refused():
-    require_cuttable(PROFILE, 8)
-    require_cuttable(indivisible(), 127)
+    require_partitionable(PROFILE, 8)
+    require_partitionable(indivisible(), 127)
 
 
 def test_of_two_dims_with_one_name_one_is_cut():
     square = make_tensor((12, 12), (Axis.TENSOR, Axis.TENSOR))
-    assert cut(square, {Axis.TENSOR: 4}) == ((Axis.TENSOR,), ())
-    assert count_parts(square, {Axis.TENSOR: 4}) == 4
+    assert partition_tensor(square, {Axis.TENSOR: 4}) == ((Axis.TENSOR,), ())
+    assert count_shards(square, {Axis.TENSOR: 4}) == 4
     odd = make_tensor((9, 12), (Axis.TENSOR, Axis.TENSOR))
-    assert cut(odd, {Axis.TENSOR: 4}) == ((), (Axis.TENSOR,))
+    assert partition_tensor(odd, {Axis.TENSOR: 4}) == ((), (Axis.TENSOR,))
 
 
 def test_axes_may_be_given_by_their_names():
-    assert read_sizes({"tensor": 2, Axis.FSDP: 4}) == {Axis.TENSOR: 2, Axis.FSDP: 4}
+    assert parse_axis_sizes({"tensor": 2, Axis.FSDP: 4}) == {Axis.TENSOR: 2, Axis.FSDP: 4}
     with pytest.raises(PlanError, match="axes: found 'tensors', expected names of replica, fsdp, tensor"):
-        read_sizes({"tensors": 2})
+        parse_axis_sizes({"tensors": 2})

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.layer_split import Run, keep_of_tensor_group, split_layers, split_runs
-from resilient_jax.planning.makespan import Takers, deal_classes
-from resilient_jax.planning.memory import in_flight
-from resilient_jax.planning.pipeline import pipeline_s, rerouted_s, walk_pipeline
+from resilient_jax.planning.layer_split import StageRun, select_tensor_group, split_layers, split_layers_by_run
+from resilient_jax.planning.makespan import MachineClass, assign_tasks
+from resilient_jax.planning.memory import count_in_flight
+from resilient_jax.planning.pipeline import estimate_pipeline_s, estimate_rerouted_s, simulate_pipeline_s
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 classes = st.lists(
-    st.builds(Takers, count=st.integers(1, 4), start_s=st.sampled_from([0.0, 1.0, 2.5, 9.0]), piece_s=times),
+    st.builds(MachineClass, count=st.integers(1, 4), start_s=st.sampled_from([0.0, 1.0, 2.5, 9.0]), piece_s=times),
     min_size=1,
     max_size=4,
 )
@@ -32,11 +32,11 @@ def test_no_taker_gets_more_than_it_has_room_for_and_no_other_division_is_done_s
         for _ in range(kind.count)
         for number in range(1, kind.most + 1)
     )
-    dealt = deal_classes(pieces, takers)
-    assert dealt.finish_s == pytest.approx(done[pieces - 1] if pieces else 0.0)
-    assert sum(count * number for shares in dealt.shares for count, number in shares) == pieces
-    assert [sum(count for count, _ in shares) for shares in dealt.shares] == [kind.count for kind in takers]
-    for kind, shares in zip(takers, dealt.shares, strict=True):
+    dealt = assign_tasks(pieces, takers)
+    assert dealt.makespan_s == pytest.approx(done[pieces - 1] if pieces else 0.0)
+    assert sum(count * number for shares in dealt.task_counts for count, number in shares) == pieces
+    assert [sum(count for count, _ in shares) for shares in dealt.task_counts] == [kind.count for kind in takers]
+    for kind, shares in zip(takers, dealt.task_counts, strict=True):
         assert max(number for _, number in shares) <= kind.most
 
 
@@ -48,22 +48,22 @@ def test_no_other_division_is_done_sooner_and_every_piece_is_dealt(pieces, taker
     for _ in range(pieces):
         finish, i = queue[0]
         heapq.heapreplace(queue, (finish + takers[i].piece_s, i))
-    dealt = deal_classes(pieces, takers)
-    assert dealt.finish_s == pytest.approx(finish)
-    assert sum(count * number for shares in dealt.shares for count, number in shares) == pieces
-    assert [sum(count for count, _ in shares) for shares in dealt.shares] == [kind.count for kind in takers]
+    dealt = assign_tasks(pieces, takers)
+    assert dealt.makespan_s == pytest.approx(finish)
+    assert sum(count * number for shares in dealt.task_counts for count, number in shares) == pieces
+    assert [sum(count for count, _ in shares) for shares in dealt.task_counts] == [kind.count for kind in takers]
 
 
 def test_microbatches_of_recover_31_survivors_of_32():
     """ReCoVer, arXiv 2605.11215: B = 256; eight replicas with 9, 23 with 8, the form without lock step."""
-    assert deal_classes(256, [Takers(count=31, start_s=0, piece_s=1)]).shares == (((8, 9), (23, 8)),)
+    assert assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)]).task_counts == (((8, 9), (23, 8)),)
 
 
 def test_a_hundred_thousand_takers_cost_as_much_as_one():
-    dealt = deal_classes(
-        10**9, [Takers(count=10**5, start_s=0, piece_s=1), Takers(count=1, start_s=0, piece_s=2)]
+    dealt = assign_tasks(
+        10**9, [MachineClass(count=10**5, start_s=0, task_s=1), MachineClass(count=1, start_s=0, task_s=2)]
     )
-    assert dealt.finish_s == 10_000
+    assert dealt.makespan_s == 10_000
 
 
 @given(st.lists(times, min_size=1, max_size=4), st.integers(0, 5), st.data())
@@ -88,8 +88,8 @@ def test_stages_that_are_alike_are_split_as_if_one_by_one(runs, more, first_s, l
         return
     layers = len(layer_s) + more
     extra = [first_s, *[0.0] * (len(layer_s) - 2), last_s]
-    alike = [Run(*run) for run in runs]
-    split = [n for _, count, n in split_runs(layers, alike, first_s, last_s) for _ in range(count)]
+    alike = [StageRun(*run) for run in runs]
+    split = [n for _, count, n in split_layers_by_run(layers, alike, first_s, last_s) for _ in range(count)]
     wanted = split_layers(layers, layer_s, extra)
     assert sum(split) == layers
 
@@ -101,7 +101,7 @@ def test_stages_that_are_alike_are_split_as_if_one_by_one(runs, more, first_s, l
 
 @given(
     st.lists(
-        st.builds(Run, stages=st.integers(1, 2), layer_s=times, most=st.integers(1, 4)),
+        st.builds(StageRun, stages=st.integers(1, 2), layer_s=times, most=st.integers(1, 4)),
         min_size=2,
         max_size=3,
     ),
@@ -112,7 +112,7 @@ def test_stages_that_are_alike_are_split_as_if_one_by_one(runs, more, first_s, l
 def test_no_other_split_for_which_stages_have_room_has_a_faster_slowest_stage(runs, first_s, last_s, data):
     stages = [run for run in runs for _ in range(run.stages)]
     layers = data.draw(st.integers(len(stages), sum(run.most for run in stages)))
-    split = [n for _, count, n in split_runs(layers, runs, first_s, last_s) for _ in range(count)]
+    split = [n for _, count, n in split_layers_by_run(layers, runs, first_s, last_s) for _ in range(count)]
     extra = [first_s, *[0.0] * (len(stages) - 2), last_s]
 
     def slowest(numbers):
@@ -131,16 +131,16 @@ def test_resihp_gives_the_slow_stage_fewer_layers():
 
 def test_resihp_keeps_two_of_a_tensor_group_with_a_slow_member():
     """k = 4 gives 1.6, k = 2 gives 2.0."""
-    assert keep_of_tensor_group([1, 1, 1, 0.4]) == (0, 1)
-    assert keep_of_tensor_group([1, 1, 1, 0.6]) == (0, 1, 2, 3)
-    assert keep_of_tensor_group([0, 1, 1, 1], at_least=2) == (1, 2)
+    assert select_tensor_group([1, 1, 1, 0.4]) == (0, 1)
+    assert select_tensor_group([1, 1, 1, 0.6]) == (0, 1, 2, 3)
+    assert select_tensor_group([0, 1, 1, 1], at_least=2) == (1, 2)
 
 
 def test_a_tensor_group_of_which_too_few_are_alive_is_refused():
     with pytest.raises(
         CallerError, match="found 3 of 4 members alive, expected a power of two of them that is 4"
     ):
-        keep_of_tensor_group([0, 1, 1, 1], at_least=4)
+        select_tensor_group([0, 1, 1, 1], at_least=4)
 
 
 def test_fewer_layers_than_stages_are_refused():
@@ -150,35 +150,35 @@ def test_fewer_layers_than_stages_are_refused():
 
 def test_chameleons_pipelines():
     """arXiv 2508.21613: P = 4, N_m = 8, N_dp = 4, t = 1."""
-    assert pipeline_s(4, 8, 1.0) == 11
-    assert rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0) == pytest.approx(13.667, abs=5e-4)
-    assert rerouted_s(4, 8, 4, [1, 1, 0, 0], 1.0) == pytest.approx(16.333, abs=5e-4)
-    assert rerouted_s(4, 8, 4, [0, 0, 0, 0], 1.0) == 11
-    assert rerouted_s(4, 8, 4, [4, 0, 0, 0], 1.0) is None
+    assert estimate_pipeline_s(4, 8, 1.0) == 11
+    assert estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0) == pytest.approx(13.667, abs=5e-4)
+    assert estimate_rerouted_s(4, 8, 4, [1, 1, 0, 0], 1.0) == pytest.approx(16.333, abs=5e-4)
+    assert estimate_rerouted_s(4, 8, 4, [0, 0, 0, 0], 1.0) == 11
+    assert estimate_rerouted_s(4, 8, 4, [4, 0, 0, 0], 1.0) is None
 
 
 def test_failures_of_other_stages_than_there_are_are_refused():
     with pytest.raises(CallerError, match="found 3 numbers, expected one for each of 4"):
-        rerouted_s(4, 8, 4, [1, 0, 0], 1.0)
+        estimate_rerouted_s(4, 8, 4, [1, 0, 0], 1.0)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), times, times)
 def test_the_longest_path_of_equal_stages_is_the_formula(stages, microbatches, forward_s, backward_s):
-    walked = walk_pipeline([forward_s] * stages, [backward_s] * stages, microbatches)
-    assert walked == pytest.approx(pipeline_s(stages, microbatches, forward_s + backward_s))
+    walked = simulate_pipeline_s([forward_s] * stages, [backward_s] * stages, microbatches)
+    assert walked == pytest.approx(estimate_pipeline_s(stages, microbatches, forward_s + backward_s))
 
 
 @given(st.lists(times, min_size=1, max_size=5), st.integers(1, 9))
 def test_the_formula_is_never_less_than_the_longest_path(stage_s, microbatches):
-    walked = walk_pipeline([s / 3 for s in stage_s], [2 * s / 3 for s in stage_s], microbatches)
-    assert walked <= pipeline_s(len(stage_s), microbatches, max(stage_s)) + 1e-9
+    walked = simulate_pipeline_s([s / 3 for s in stage_s], [2 * s / 3 for s in stage_s], microbatches)
+    assert walked <= estimate_pipeline_s(len(stage_s), microbatches, max(stage_s)) + 1e-9
     assert walked >= microbatches * max(stage_s) - 1e-9
 
 
 def test_rounds_fill_a_pipeline_in_a_part_of_the_time():
-    assert pipeline_s(4, 8, 1.0, rounds=3) == 9
+    assert estimate_pipeline_s(4, 8, 1.0, pipeline_repeats=3) == 9
 
 
 def test_a_stage_keeps_as_many_microbatches_as_are_after_it():
-    assert [in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [count_in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [count_in_flight(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]

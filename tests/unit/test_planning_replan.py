@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_topologies import cluster, small_profile
 
-from resilient_jax.planning.assignment import assign_least
+from resilient_jax.planning.assignment import solve_assignment
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.errors import NothingFits, PlanError
-from resilient_jax.planning.host_state import Box, cut_common, find_holdings, size_of_box, weigh_layers
-from resilient_jax.planning.replanning import Choice, break_even_s, replan, score_of
-from resilient_jax.planning.search import search
-from resilient_jax.planning.state_migration import find_moves, missing_bytes
+from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.host_state import StateRegion, intersect_regions, find_host_states, count_region_bytes, count_layer_bytes
+from resilient_jax.planning.replanning import ReplanAction, compute_break_even_s, replan, compute_score
+from resilient_jax.planning.search import search_plan
+from resilient_jax.planning.state_migration import plan_migration, count_missing_bytes
 from resilient_jax.topology import UnknownHost
 
 PROFILE = small_profile()
@@ -21,24 +21,24 @@ FULL = cluster([1.0] * 4, devices=2, network=1e10)
 
 
 def plan_of(topology=FULL, *, global_batch=48, **axes):
-    return search(
+    return search_plan(
         PROFILE, topology, global_batch=global_batch, axes={Axis[k.upper()]: n for k, n in axes.items()}
     )
 
 
 def test_chameleons_choice():
     """arXiv 2508.21613: B = 10, rerouting (2 s, 0), a new plan (1 s, 10 s): even at 20 s."""
-    assert break_even_s(2, 1, 10) == 20
-    assert score_of(10, 2, 0, 15) > score_of(10, 1, 10, 15)
-    assert score_of(10, 2, 0, 40) < score_of(10, 1, 10, 40)
-    assert score_of(10, 1, 10, 10) == 0
+    assert compute_break_even_s(2, 1, 10) == 20
+    assert compute_score(10, 2, 0, 15) > compute_score(10, 1, 10, 15)
+    assert compute_score(10, 2, 0, 40) < compute_score(10, 1, 10, 40)
+    assert compute_score(10, 1, 10, 10) == 0
 
 
 @given(st.integers(1, 6), st.data())
 def test_no_other_assignment_costs_less(size, data):
     row = st.lists(st.integers(0, 9), min_size=size, max_size=size)
     costs = data.draw(st.lists(row, min_size=size, max_size=size))
-    found = assign_least(costs)
+    found = solve_assignment(costs)
     assert sorted(found) == list(range(size))
     best = min(sum(costs[i][j] for i, j in enumerate(p)) for p in itertools.permutations(range(size)))
     assert sum(costs[i][j] for i, j in enumerate(found)) == best
@@ -53,37 +53,37 @@ def test_no_other_assignment_costs_less(size, data):
 def test_a_replica_holds_the_state_once(fsdp, tensor, pipeline, replicas):
     topology = cluster([1.0] * fsdp * tensor * pipeline * replicas, devices=1)
     plan = plan_of(topology, fsdp=fsdp, tensor=tensor, pipeline=pipeline, sequence=1, replica=replicas)
-    weights = weigh_layers(PROFILE)
-    held = [box for boxes in find_holdings(plan).values() for box in boxes]
+    weights = count_layer_bytes(PROFILE)
+    held = [box for boxes in find_host_states(plan).values() for box in boxes]
     distinct = set(held)
     assert len(held) == len(distinct) * replicas
-    assert sum(size_of_box(box, weights) for box in distinct) == pytest.approx(
+    assert sum(count_region_bytes(box, weights) for box in distinct) == pytest.approx(
         PROFILE.parameter_bytes + PROFILE.optimizer_bytes
     )
-    assert not any(cut_common(one, other) for one, other in itertools.combinations(distinct, 2))
+    assert not any(intersect_regions(one, other) for one, other in itertools.combinations(distinct, 2))
 
 
 def test_what_is_missing_is_what_no_box_has():
-    whole = Box((0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
-    half = Box((0, 2), (0.0, 0.5), (0.0, 1.0), (0.0, 1.0))
-    corner = Box((1, 2), (0.25, 1.0), (0.0, 1.0), (0.0, 1.0))
+    whole = StateRegion((0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+    half = StateRegion((0, 2), (0.0, 0.5), (0.0, 1.0), (0.0, 1.0))
+    corner = StateRegion((1, 2), (0.25, 1.0), (0.0, 1.0), (0.0, 1.0))
     weights = (10.0, 20.0)
-    assert missing_bytes(frozenset(), frozenset([whole]), weights) == 30
-    assert missing_bytes(frozenset([half]), frozenset([whole]), weights) == 15
-    assert missing_bytes(frozenset([half, corner]), frozenset([whole]), weights) == 5
-    assert missing_bytes(frozenset([whole]), frozenset([half, corner]), weights) == 0
+    assert count_missing_bytes(frozenset(), frozenset([whole]), weights) == 30
+    assert count_missing_bytes(frozenset([half]), frozenset([whole]), weights) == 15
+    assert count_missing_bytes(frozenset([half, corner]), frozenset([whole]), weights) == 5
+    assert count_missing_bytes(frozenset([whole]), frozenset([half, corner]), weights) == 0
 
 
 def test_the_same_plan_on_the_same_hosts_moves_nothing():
     plan = plan_of(fsdp=2, tensor=2, pipeline=2)
-    assert find_moves(plan, plan).moves == ()
+    assert plan_migration(plan, plan).transfers == ()
 
 
 def test_a_lost_replica_leaves_nothing_to_move():
     plan = plan_of(global_batch=94, fsdp=2, tensor=1, sequence=1, pipeline=1)
     assert plan.replicas == 4
     after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
-    assert after.chosen.choice is Choice.KEEP
+    assert after.chosen.action is ReplanAction.KEEP
     assert after.bytes_moved == 0
     assert after.plan.replicas == 3
     assert sum(after.plan.quotas) == after.plan.microbatches
@@ -93,15 +93,15 @@ def test_a_host_that_comes_back_gets_a_copy_from_one_that_has_it():
     plan = plan_of(FULL.without("host-01"), global_batch=94, fsdp=2, tensor=1, sequence=1, pipeline=1)
     after = replan(plan, FULL, compile_s=1e9)
     assert after.plan.replicas == 4
-    assert {move.target for move in after.moves} == {"host-01"}
+    assert {move.target for move in after.transfers} == {"host-01"}
     assert after.bytes_moved == pytest.approx(PROFILE.parameter_bytes + PROFILE.optimizer_bytes)
-    assert all(move.source in ("host-00", "host-02", "host-03") for move in after.moves)
+    assert all(move.source in ("host-00", "host-02", "host-03") for move in after.transfers)
 
 
 def test_what_no_host_holds_any_more_is_said():
     plan = plan_of(fsdp=2, tensor=4, sequence=1, pipeline=1, replica=1)
     after = replan(plan, FULL.without("host-02"))
-    lost = sum(move.bytes_moved for move in after.moves if move.source is None)
+    lost = sum(move.bytes_moved for move in after.transfers if move.source is None)
     assert lost > 0
     assert "held by no host that is left" in after.reason
 
@@ -109,11 +109,11 @@ def test_what_no_host_holds_any_more_is_said():
 def test_hosts_change_places_where_less_moves_then():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)  # a stage is a host: 0 and 1, 2 and 3
     after = replan(plan, FULL.without("host-01", "host-02"), compile_s=1e9, next_failure_s=1.0)
-    kept = next(o for o in (after.chosen, *after.others) if o.choice is Choice.KEEP)
-    assert kept.moves.bytes_moved == 0
+    kept = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.KEEP)
+    assert kept.migration.bytes_moved == 0
     swapped = replan(plan, FULL.without("host-00", "host-03"), compile_s=1e9, next_failure_s=1.0)
-    kept = next(o for o in (swapped.chosen, *swapped.others) if o.choice is Choice.KEEP)
-    assert kept.moves.bytes_moved == 0  # host-01 has the second stage and keeps it
+    kept = next(o for o in (swapped.chosen, *swapped.others) if o.action is ReplanAction.KEEP)
+    assert kept.migration.bytes_moved == 0  # host-01 has the second stage and keeps it
 
 
 def test_a_new_plan_pays_only_if_the_next_failure_is_far():
@@ -121,8 +121,8 @@ def test_a_new_plan_pays_only_if_the_next_failure_is_far():
     left = FULL.without("host-01")
     soon = replan(plan, left, next_failure_s=1.0, compile_s=0.999)
     late = replan(plan, left, next_failure_s=1e6, compile_s=0.999)
-    assert soon.chosen.choice is not Choice.NEW
-    assert late.chosen.choice is Choice.NEW
+    assert soon.chosen.action is not ReplanAction.NEW
+    assert late.chosen.action is ReplanAction.NEW
     assert late.step_time_s < soon.step_time_s
     assert "Not new" in soon.reason
 
@@ -132,16 +132,16 @@ def test_no_option_has_fewer_copies_of_the_state_than_were_asked_for():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1, replica=2)
     left = FULL.without("host-01")
     some, more = (replan(plan, left, next_failure_s=1e3, min_replicas=least) for least in (1, 2))
-    assert Choice.REROUTE in {option.choice for option in (some.chosen, *some.others)}
-    assert Choice.REROUTE not in {option.choice for option in (more.chosen, *more.others)}
+    assert ReplanAction.REROUTE in {option.action for option in (some.chosen, *some.others)}
+    assert ReplanAction.REROUTE not in {option.action for option in (more.chosen, *more.others)}
     assert all(option.plan.replicas >= 2 for option in (more.chosen, *more.others))
 
 
 def test_rerouting_costs_what_chameleon_says():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
-    rerouted = next(o for o in (after.chosen, *after.others) if o.choice is Choice.REROUTE)
-    quota, slot = max(plan.quotas), plan.teams[0].microbatch_s
+    rerouted = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.REROUTE)
+    quota, slot = max(plan.quotas), plan.replica_classes[0].microbatch_s
     assert rerouted.step_time_s == pytest.approx(plan.step_time_s + quota * 1 / (plan.replicas - 1) * slot)
     assert rerouted.transition_s == 0
 
@@ -150,14 +150,14 @@ def test_a_program_in_the_cache_costs_no_compilation():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     left = FULL.without("host-01")
     cold, warm = (replan(plan, left, is_compiled=lambda _, known=known: known) for known in (False, True))
-    assert [o.compile_s for o in (cold.chosen, *cold.others) if o.choice is Choice.NEW] == [60.0]
-    assert [o.compile_s for o in (warm.chosen, *warm.others) if o.choice is Choice.NEW] == [0.0]
+    assert [o.compile_s for o in (cold.chosen, *cold.others) if o.action is ReplanAction.NEW] == [60.0]
+    assert [o.compile_s for o in (warm.chosen, *warm.others) if o.action is ReplanAction.NEW] == [0.0]
 
 
 def test_a_change_that_leaves_too_little_memory_says_what_would_do():
     topology = cluster([1.0] * 4, devices=1, memory_bytes=74_600_000)
-    plan = search(PROFILE, topology, global_batch=12)
-    with pytest.raises(NothingFits, match="What would do"):
+    plan = search_plan(PROFILE, topology, global_batch=12)
+    with pytest.raises(NoFeasiblePlan, match="What would do"):
         replan(plan, topology.without("host-00", "host-01", "host-02"))
 
 
@@ -175,7 +175,7 @@ def test_where_a_host_is_only_slower_everything_may_stay_where_it_is():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     slowed = FULL.slowed("host-02", 0.8)
     soon, never = (replan(plan, slowed, next_failure_s=horizon) for horizon in (1e-5, 1e9))
-    assert soon.chosen.choice is Choice.KEEP
+    assert soon.chosen.action is ReplanAction.KEEP
     assert soon.chosen.transition_s == soon.bytes_moved == 0
     assert soon.chosen.score > 0
     assert soon.step_time_s == pytest.approx(plan.step_time_s / 0.8)
@@ -188,10 +188,10 @@ def test_nobody_takes_over_for_a_host_that_had_nothing_to_do():
     five = cluster([1.0] * 5, devices=1)
     plan = plan_of(five, replica=2, pipeline=2, tensor=1, fsdp=1, sequence=1)
     (idle,) = {host.name for host in five.hosts} - {
-        name for name, held in find_holdings(plan).items() if held
+        name for name, held in find_host_states(plan).items() if held
     }
     after = replan(plan, five.without(idle), next_failure_s=1.0)
-    assert Choice.REROUTE not in {option.choice for option in (after.chosen, *after.others)}
+    assert ReplanAction.REROUTE not in {option.action for option in (after.chosen, *after.others)}
 
 
 @pytest.mark.parametrize("horizon", [float("inf"), float("nan")])

@@ -11,10 +11,10 @@ from plan_topologies import chip, cluster, clusters, small_profile, tight_bytes,
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import NO_AXES
-from resilient_jax.planning.device_layout import Group, lay_out
-from resilient_jax.planning.errors import NothingFits, PlanError
-from resilient_jax.planning.search import search, search_best
+from resilient_jax.planning.branch_and_bound import NO_FIXED_AXES
+from resilient_jax.planning.device_layout import ReplicaAxes, make_layout
+from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
+from resilient_jax.planning.search import search_plan, search_plans
 from resilient_jax.topology import TopologyError
 
 PROFILE = small_profile()
@@ -29,11 +29,11 @@ PIPELINES = {Axis.REPLICA: 2, Axis.TENSOR: 1, Axis.SEQUENCE: 1}
 """Two pipelines, most often: where the links are slow, what their fullest stage sums up is much of the step."""
 
 
-def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1, axes=NO_AXES):
+def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1, axes=NO_FIXED_AXES):
     """Of the search; infinite if nothing fits."""
     try:
-        plan = search(profile, topology, global_batch=global_batch, axes=axes, min_replicas=min_replicas)
-    except NothingFits:
+        plan = search_plan(profile, topology, global_batch=global_batch, axes=axes, min_replicas=min_replicas)
+    except NoFeasiblePlan:
         return math.inf
     assert plan.replicas >= min_replicas
     return plan.step_time_s
@@ -211,7 +211,7 @@ def test_more_of_anything_never_makes_the_best_pipelines_slower(speeds, devices,
 
 @pytest.mark.parametrize("hosts", [7, 13])
 def test_hosts_that_divide_nothing_are_all_used_with_quotas_that_differ_by_one(hosts):
-    plan = search(PROFILE, cluster([1.0] * hosts, devices=1, network=1e10), global_batch=256)
+    plan = search_plan(PROFILE, cluster([1.0] * hosts, devices=1, network=1e10), global_batch=256)
     assert plan.replicas == hosts
     assert plan.devices_spare == 0
     assert sum(plan.quotas) == plan.microbatches
@@ -221,7 +221,7 @@ def test_hosts_that_divide_nothing_are_all_used_with_quotas_that_differ_by_one(h
 def test_509_of_512_devices_do_almost_as_much_as_they_can():
     topology = cluster([1.0] * 64, devices=[8] * 63 + [5], network=1e10)
     whole = cluster([1.0] * 64, devices=8, network=1e10)
-    plan, best = (search(PROFILE, hosts, global_batch=81920) for hosts in (topology, whole))
+    plan, best = (search_plan(PROFILE, hosts, global_batch=81920) for hosts in (topology, whole))
     assert plan.devices_used >= 500
     assert (
         plan.step_time_s <= best.step_time_s * 512 / 509 * 1.15
@@ -230,7 +230,7 @@ def test_509_of_512_devices_do_almost_as_much_as_they_can():
 
 def test_a_slow_host_gets_a_quota_in_proportion():
     topology = cluster([1.0, 1.0, 1.0, 0.5], devices=1, network=1e10)
-    plan = search(PROFILE, topology, global_batch=700, axes={Axis.TENSOR: 1, Axis.FSDP: 1, Axis.PIPELINE: 1})
+    plan = search_plan(PROFILE, topology, global_batch=700, axes={Axis.TENSOR: 1, Axis.FSDP: 1, Axis.PIPELINE: 1})
     fast, slow = plan.quotas[0], plan.quotas[-1]
     assert plan.replicas == 4
     assert slow / fast == pytest.approx(0.5, abs=0.05)
@@ -238,7 +238,7 @@ def test_a_slow_host_gets_a_quota_in_proportion():
 
 def test_a_host_that_would_be_waited_for_is_a_spare():
     topology = cluster([1.0, 1.0, 1.0, 0.05], devices=1, network=1e10)
-    plan = search(PROFILE, topology, global_batch=6)
+    plan = search_plan(PROFILE, topology, global_batch=6)
     assert [spare.first for spare in plan.spares] == ["host-03"]
     assert "left out as spares: host-03" in plan.reason
 
@@ -246,37 +246,37 @@ def test_a_host_that_would_be_waited_for_is_a_spare():
 def test_the_stage_on_a_slow_host_has_fewer_layers():
     profile = small_profile(layers=12, vocabulary_tokens=4)
     topology = cluster([1.0, 1.0, 0.4], devices=1, network=1e12, latency_s=0)
-    plan = search(profile, topology, global_batch=60, axes={Axis.PIPELINE: 3})
-    assert plan.teams[0].layers == (5, 5, 2)
+    plan = search_plan(profile, topology, global_batch=60, axes={Axis.PIPELINE: 3})
+    assert plan.replica_classes[0].layers == (5, 5, 2)
 
 
 def test_a_tensor_group_with_a_slow_member_is_made_smaller_where_that_is_faster():
     """ResiHP's rule comes out of the search: of speeds 1, 1, 1, 0.4 two devices are kept, not four."""
     topology = cluster([1.0, 1.0, 1.0, 0.4], devices=1, network=1e12, latency_s=0)
-    chosen = search(
+    chosen = search_plan(
         profile := small_profile(), topology, global_batch=64, axes={Axis.REPLICA: 1, Axis.FSDP: 1}
     )
-    four = search(profile, topology, global_batch=64, axes={Axis.TENSOR: 4})
+    four = search_plan(profile, topology, global_batch=64, axes={Axis.TENSOR: 4})
     assert chosen.step_time_s < four.step_time_s
 
 
 def test_the_terms_add_up_to_the_step_and_the_quotas_to_the_batch():
-    plan = search(PROFILE, cluster([1.0, 1.0, 0.6], devices=3), global_batch=60, axes={Axis.PIPELINE: 2})
-    assert plan.step_time_s == pytest.approx(sum(plan.step.by_term().values()))
-    assert plan.step.bubble_s > 0
+    plan = search_plan(PROFILE, cluster([1.0, 1.0, 0.6], devices=3), global_batch=60, axes={Axis.PIPELINE: 2})
+    assert plan.step_time_s == pytest.approx(sum(plan.step_breakdown.by_term().values()))
+    assert plan.step_breakdown.bubble_s > 0
     assert sum(plan.quotas) * plan.microbatch_sequences == 60
     assert len(plan.quotas) == plan.replicas
     used = sum(span.hosts * span.devices for span in plan.hosts)
     spare = sum(span.hosts * span.devices for span in plan.spares)
-    assert used + spare == plan.devices == 9
+    assert used + spare == plan.device_count == 9
     assert used == plan.devices_used
 
 
 def test_plans_are_ranked_and_say_why():
-    plans = search_best(PROFILE, cluster([1.0] * 4), global_batch=64, top=5)
+    plans = search_plans(PROFILE, cluster([1.0] * 4), global_batch=64, top=5)
     times = [plan.step_time_s for plan in plans]
     assert times == sorted(times)
-    assert len({plan.layout.group for plan in plans}) == 5
+    assert len({plan.layout.axes for plan in plans}) == 5
     assert f"next best is {plans[1].shape}" in plans[0].reason
     assert f"slower than {plans[0].shape}" in plans[1].reason
 
@@ -284,26 +284,26 @@ def test_plans_are_ranked_and_say_why():
 def test_a_search_gives_the_same_plan_again_whatever_was_lost_and_came_back():
     topology = cluster([1.0] * 5)
     again = topology.without("host-02").with_hosts([topology.host("host-02")])
-    assert search(PROFILE, topology, global_batch=60) == search(PROFILE, again, global_batch=60)
+    assert search_plan(PROFILE, topology, global_batch=60) == search_plan(PROFILE, again, global_batch=60)
 
 
 def test_what_would_do_is_said_where_nothing_fits_and_does():
     topology = cluster([1.0, 1.0], devices=1, memory_bytes=74_000_000)
     with pytest.raises(
-        NothingFits, match=r"found no plan for the 2 devices .* What would do: devices of"
+        NoFeasiblePlan, match=r"found no plan for the 2 devices .* What would do: devices of"
     ) as caught:
-        search(PROFILE, topology, global_batch=12)
-    memory, devices = caught.value.smallest_memory_bytes, caught.value.smallest_devices
+        search_plan(PROFILE, topology, global_batch=12)
+    memory, devices = caught.value.min_memory_bytes, caught.value.min_devices
     assert memory is not None
     assert devices is not None
-    search(PROFILE, cluster([1.0, 1.0], devices=1, memory_bytes=memory), global_batch=12)
-    search(PROFILE, cluster([1.0] * devices, devices=1, memory_bytes=74_000_000), global_batch=12)
+    search_plan(PROFILE, cluster([1.0, 1.0], devices=1, memory_bytes=memory), global_batch=12)
+    search_plan(PROFILE, cluster([1.0] * devices, devices=1, memory_bytes=74_000_000), global_batch=12)
     for less in (
         cluster([1.0, 1.0], devices=1, memory_bytes=memory - 100_000),
         cluster([1.0] * (devices - 1), devices=1, memory_bytes=74_000_000),
     ):
-        with pytest.raises(NothingFits):
-            search(PROFILE, less, global_batch=12)
+        with pytest.raises(NoFeasiblePlan):
+            search_plan(PROFILE, less, global_batch=12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -312,9 +312,9 @@ def test_what_would_do_is_said_where_nothing_fits_and_does():
 def test_what_would_do_is_the_least_that_does(layers, speed, share):
     profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
     memory_bytes = tight_bytes(profile, share)
-    with pytest.raises(NothingFits) as caught:
-        search(profile, cluster([speed], devices=1, memory_bytes=memory_bytes, network=1e6), global_batch=1)
-    memory, devices = caught.value.smallest_memory_bytes, caught.value.smallest_devices
+    with pytest.raises(NoFeasiblePlan) as caught:
+        search_plan(profile, cluster([speed], devices=1, memory_bytes=memory_bytes, network=1e6), global_batch=1)
+    memory, devices = caught.value.min_memory_bytes, caught.value.min_devices
     assert memory is not None
     for enough, does in ((memory, True), (memory - 2, False)):
         alone = cluster([speed], devices=1, memory_bytes=enough)
@@ -327,8 +327,8 @@ def test_what_would_do_is_the_least_that_does(layers, speed, share):
 def test_a_plan_with_two_replicas_goes_on_in_place_when_one_is_lost():
     """Alone the fastest plan is one replica over all devices: its state would be lost with any of them."""
     topology = cluster([1.0] * 4, devices=1, memory_bytes=75_500_000, network=1e10, latency_s=0.0)
-    alone = search(PROFILE, topology, global_batch=12, axes={Axis.REPLICA: 1})
-    plan = search(PROFILE, topology, global_batch=12, min_replicas=2)
+    alone = search_plan(PROFILE, topology, global_batch=12, axes={Axis.REPLICA: 1})
+    plan = search_plan(PROFILE, topology, global_batch=12, min_replicas=2)
     assert alone.replicas == 1
     assert plan.replicas >= 2
     assert "of all plans with 2 replicas or more" in plan.reason
@@ -338,26 +338,26 @@ def test_fewer_replicas_are_named_where_as_many_as_asked_for_do_not_fit():
     """A replica needs two of these devices; the message is right about what would do."""
     topology = cluster([1.0] * 4, devices=1, memory_bytes=74_600_000)
     with pytest.raises(
-        NothingFits,
+        NoFeasiblePlan,
         match=r"with at least 4 replicas. What would do: asking for \d replicas? or fewer or devices of",
     ) as caught:
-        search(PROFILE, topology, global_batch=12, min_replicas=4)
+        search_plan(PROFILE, topology, global_batch=12, min_replicas=4)
     most, memory, devices = (
-        caught.value.most_replicas,
-        caught.value.smallest_memory_bytes,
-        caught.value.smallest_devices,
+        caught.value.max_replicas,
+        caught.value.min_memory_bytes,
+        caught.value.min_devices,
     )
     assert most is not None
     assert memory is not None
     assert devices is not None
-    assert search(PROFILE, topology, global_batch=12, min_replicas=most).replicas >= most
+    assert search_plan(PROFILE, topology, global_batch=12, min_replicas=most).replicas >= most
     for enough in (
         cluster([1.0] * 4, devices=1, memory_bytes=memory),
         cluster([1.0] * devices, devices=1, memory_bytes=74_600_000),
     ):
-        assert search(PROFILE, enough, global_batch=12, min_replicas=4).replicas >= 4
-    with pytest.raises(NothingFits):
-        search(PROFILE, topology, global_batch=12, min_replicas=most + 1)
+        assert search_plan(PROFILE, enough, global_batch=12, min_replicas=4).replicas >= 4
+    with pytest.raises(NoFeasiblePlan):
+        search_plan(PROFILE, topology, global_batch=12, min_replicas=most + 1)
 
 
 @pytest.mark.parametrize(
@@ -387,12 +387,12 @@ def test_fewer_replicas_are_named_where_as_many_as_asked_for_do_not_fit():
 )
 def test_a_wish_that_no_plan_can_meet_is_refused(wish, message):
     with pytest.raises(PlanError, match=message):
-        search(PROFILE, cluster([1.0] * 4), **{"global_batch": 12, **wish})
+        search_plan(PROFILE, cluster([1.0] * 4), **{"global_batch": 12, **wish})
 
 
 def test_a_number_format_that_the_accelerator_has_not_is_refused():
     with pytest.raises(TopologyError, match="found no peak for 'fp8'"):
-        search(PROFILE, cluster([1.0] * 2), global_batch=12, number_format="fp8")
+        search_plan(PROFILE, cluster([1.0] * 2), global_batch=12, number_format="fp8")
 
 
 def test_a_program_whose_dims_divide_by_nothing_is_refused():
@@ -407,7 +407,7 @@ def test_a_program_whose_dims_divide_by_nothing_is_refused():
         sequence_tokens=113,
     )
     with pytest.raises(CallerError, match="found dims that divide by nothing from 2 to 8"):
-        search(prime, cluster([1.0] * 4), global_batch=12)
+        search_plan(prime, cluster([1.0] * 4), global_batch=12)
 
 
 def test_of_replicas_that_are_equally_fast_those_without_a_slow_host_are_taken():
@@ -418,9 +418,9 @@ def test_of_replicas_that_are_equally_fast_those_without_a_slow_host_are_taken()
 
 @pytest.mark.parametrize("axes", [{Axis.PIPELINE: 3}, {Axis.FSDP: 4}, {Axis.TENSOR: 4}, {}])
 def test_a_plan_that_just_fits_is_found(axes):
-    plan = search(PROFILE, cluster([1.0] * 4), global_batch=12, axes=axes)
-    enough = int(plan.memory.total / plan.question.calibration.usable_memory) + 1
-    tight = search(PROFILE, cluster([1.0] * 4, memory_bytes=enough), global_batch=12, axes=axes)
+    plan = search_plan(PROFILE, cluster([1.0] * 4), global_batch=12, axes=axes)
+    enough = int(plan.memory.total / plan.request.calibration.usable_memory) + 1
+    tight = search_plan(PROFILE, cluster([1.0] * 4, memory_bytes=enough), global_batch=12, axes=axes)
     assert tight.step_time_s == plan.step_time_s
 
 
@@ -433,11 +433,11 @@ def test_a_block_of_replicas_is_as_fast_as_its_slowest():
         oversubscription=50.0,
         latency_s=0.0,
     )
-    plan = search(PROFILE, topology, global_batch=6)
+    plan = search_plan(PROFILE, topology, global_batch=6)
     assert plan.step_time_s == pytest.approx(find_least_step_s(PROFILE, topology, 6), rel=1e-9)
-    blocked = lay_out(Group(), room=1, level=1, block=3, outermost=2)
-    pool = plan.question.pool
-    blocks = pool.replicas(blocked)
+    blocked = make_layout(ReplicaAxes(), room=1, level=1, block=3, outermost=2)
+    pool = plan.request.pool
+    blocks = pool.count_blocks(blocked)
     assert sorted(pool.kinds[kind].speed for composition, _ in blocks for kind, _ in composition) == [
         0.3,
         1.0,

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from resilient_jax.planning import tensor_partition, transformer, transformer_cost
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import ExchangeKind, Part, Role
+from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, TensorRole
 from resilient_jax.planning.transformer import TransformerShape, count_parameters
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_parts import MIXED, SINGLE
+from resilient_jax.planning.transformer_parts import MIXED_PRECISION, SINGLE_PRECISION
 
 LLAMA2_7B = TransformerShape(
     layers=32,
@@ -65,15 +65,15 @@ def shapes(draw):
 
 @given(shapes())
 def test_the_parameters_of_the_profile_are_all_parameters(shape):
-    profile = profile_transformer(shape)
-    assert profile.parameters == count_parameters(shape)
-    assert profile.parameter_bytes == 4 * profile.parameters
-    assert profile.optimizer_bytes == 8 * profile.parameters
+    profile = analyze_transformer(shape)
+    assert profile.parameter_count == count_parameters(shape)
+    assert profile.parameter_bytes == 4 * profile.parameter_count
+    assert profile.optimizer_bytes == 8 * profile.parameter_count
 
 
 @given(shapes(), st.sampled_from(AttentionKind))
 def test_backward_is_twice_forward_but_for_scores_computed_again(shape, attention):
-    profile = profile_transformer(shape, attention=attention)
+    profile = analyze_transformer(shape, attention=attention)
     forward, backward = profile.forward_flops, profile.backward_flops
     again = 0.5 if attention is AttentionKind.BLOCKS else 0.0
     assert backward.attention == pytest.approx((2 + again) * forward.attention)
@@ -83,14 +83,14 @@ def test_backward_is_twice_forward_but_for_scores_computed_again(shape, attentio
 @given(shapes())
 def test_a_second_layer_costs_what_the_first_does(shape):
     one, two = (
-        profile_transformer(msgspec.structs.replace(shape, layers=n)).forward_flops.total for n in (1, 2)
+        analyze_transformer(msgspec.structs.replace(shape, layers=n)).forward_flops.total for n in (1, 2)
     )
-    three = profile_transformer(msgspec.structs.replace(shape, layers=3)).forward_flops.total
+    three = analyze_transformer(msgspec.structs.replace(shape, layers=3)).forward_flops.total
     assert three - two == pytest.approx(two - one)
 
 
 def test_flops_forward_are_two_for_each_parameter_and_token_and_those_of_attention():
-    profile = profile_transformer(LLAMA2_7B, attention=AttentionKind.SQUARE)
+    profile = analyze_transformer(LLAMA2_7B, attention=AttentionKind.SQUARE)
     tokens, table = 4096, 32000 * 4096
     norms = 65 * 4096
     assert profile.forward_flops.total == 2 * tokens * (count_parameters(LLAMA2_7B) - table - norms) + (
@@ -100,7 +100,7 @@ def test_flops_forward_are_two_for_each_parameter_and_token_and_those_of_attenti
 
 def test_attention_in_blocks_counts_the_pairs_that_look_back():
     square, blocks = (
-        profile_transformer(SMALL, attention=kind).forward_flops.attention
+        analyze_transformer(SMALL, attention=kind).forward_flops.attention
         for kind in (AttentionKind.SQUARE, AttentionKind.BLOCKS)
     )
     assert blocks / square == pytest.approx((32 + 1) / (2 * 32))
@@ -109,40 +109,40 @@ def test_attention_in_blocks_counts_the_pairs_that_look_back():
 def test_only_attention_that_keeps_its_scores_keeps_more_than_in_proportion_to_the_sequence():
     def kept(sequence_tokens, attention):
         shape = msgspec.structs.replace(SMALL, sequence_tokens=sequence_tokens)
-        (layer,) = (w for w in profile_transformer(shape, attention=attention).work if w.part is Part.LAYER)
-        return layer.kept_bytes.total
+        (layer,) = (w for w in analyze_transformer(shape, attention=attention).parts if w.part is ModelPart.LAYER)
+        return layer.residual_bytes.total
 
     assert kept(64, AttentionKind.BLOCKS) == 2 * kept(32, AttentionKind.BLOCKS)
     assert kept(64, AttentionKind.SQUARE) > 2 * kept(32, AttentionKind.SQUARE)
 
 
 def test_experts_have_parameters_each_and_work_only_for_those_that_are_chosen():
-    one, many = profile_transformer(SMALL), profile_transformer(MIXTURE)
+    one, many = analyze_transformer(SMALL), analyze_transformer(MIXTURE)
     network = 3 * 48 * 96 * 3  # matrices, width, feed-forward, layers
-    assert many.parameters - one.parameters == 7 * network + 3 * 48 * 8
+    assert many.parameter_count - one.parameter_count == 7 * network + 3 * 48 * 8
     assert many.forward_flops.expert == 2 * 2 * 32 * network
     assert many.forward_flops.tensor == one.forward_flops.tensor - 2 * 32 * network
 
 
 def test_tokens_go_to_their_experts_and_back():
-    (layer,) = (work for work in profile_transformer(MIXTURE).work if work.part is Part.LAYER)
-    (sent,) = (exchange for exchange in layer.exchanges if exchange.axis is Axis.EXPERT)
-    assert (sent.kind, sent.forward, sent.backward) == (ExchangeKind.ALL_TO_ALL, 2, 2)
-    assert sent.message_bytes == 32 * 48 * 2 * MIXED.compute_bytes
+    (layer,) = (work for work in analyze_transformer(MIXTURE).parts if work.part is ModelPart.LAYER)
+    (sent,) = (exchange for exchange in layer.collectives if exchange.axis is Axis.EXPERT)
+    assert (sent.kind, sent.forward_count, sent.backward_count) == (CollectiveKind.ALL_TO_ALL, 2, 2)
+    assert sent.message_bytes == 32 * 48 * 2 * MIXED_PRECISION.compute_bytes
 
 
 def test_a_tied_embedding_is_on_the_first_stage_and_on_the_last():
-    tied = profile_transformer(msgspec.structs.replace(SMALL, tied_embedding=True))
-    parts = {t.path: t.parts for t in tied.tensors if t.role is Role.PARAMETER}
-    assert parts["embedding/tokens"] == (Part.EMBEDDING, Part.HEAD)
+    tied = analyze_transformer(msgspec.structs.replace(SMALL, tied_embedding=True))
+    parts = {t.path: t.parts for t in tied.tensors if t.role is TensorRole.PARAMETER}
+    assert parts["embedding/tokens"] == (ModelPart.EMBEDDING, ModelPart.HEAD)
     assert "head/kernel" not in parts
 
 
 def test_half_the_bytes_of_a_number_are_half_the_bytes_of_activations():
-    half, single = profile_transformer(SMALL, precision=MIXED), profile_transformer(SMALL, precision=SINGLE)
-    for one, other in zip(half.work, single.work, strict=True):
+    half, single = analyze_transformer(SMALL, precision=MIXED_PRECISION), analyze_transformer(SMALL, precision=SINGLE_PRECISION)
+    for one, other in zip(half.parts, single.parts, strict=True):
         assert 2 * one.input_bytes == other.input_bytes
-        assert 2 * one.kept_bytes.tensor == other.kept_bytes.tensor
+        assert 2 * one.residual_bytes.tensor == other.residual_bytes.tensor
     assert half.parameter_bytes == single.parameter_bytes
 
 

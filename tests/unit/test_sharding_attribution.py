@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.planning.axes import AXIS_OF, Axis
-from resilient_jax.planning.program_cost import Part
+from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
+from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import trace_operations
 from resilient_jax.program_cost.program_parts import locate
 from resilient_jax.program_cost.sharding_propagation import Kind, attribute
@@ -31,7 +31,7 @@ def follow(function, params, names, places=None):
     places = places or {name: Place(path=name) for name in params}
     where = locate(operations, {values[name]: places[name] for name in params}, batch)
     parts = [step.part for step in where.steps]
-    found = attribute(operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_OF)
+    found = attribute(operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_BY_LOGICAL_NAME)
     flops, sent = collections.defaultdict(float), collections.defaultdict(lambda: [0, 0])
     for step in found.steps:
         if step.product_flops:
@@ -62,7 +62,7 @@ FEED_FORWARDS = {
 @pytest.mark.parametrize("name", FEED_FORWARDS)
 def test_a_feed_forward_network_is_cut_by_tensor_and_completed_once_each_way(name):
     flops, sent, _ = follow(FEED_FORWARDS[name], UP_DOWN, NAMES)
-    assert flops == {(Part.LAYER, Kind.TENSOR): 2 * PRODUCT}
+    assert flops == {(ModelPart.LAYER, Kind.TENSOR): 2 * PRODUCT}
     assert sent == {Axis.TENSOR: [WIDTH_BYTES, WIDTH_BYTES]}
 
 
@@ -76,7 +76,7 @@ def test_the_gradient_of_what_several_products_use_is_completed_once():
 def test_without_names_nothing_is_cut_and_nothing_is_sent():
     none = {"up": (None, None), "down": (None, None)}
     flops, sent, _ = follow(FEED_FORWARDS["as it is"], UP_DOWN, none)
-    assert flops == {(Part.LAYER, Kind.WHOLE): 2 * PRODUCT}
+    assert flops == {(ModelPart.LAYER, Kind.WHOLE): 2 * PRODUCT}
     assert sent == {}
 
 
@@ -96,7 +96,7 @@ def test_tokens_go_to_experts_and_back_each_way():
         "up": ("experts", "embed", "mlp"),
     }
     flops, sent, _ = follow(mixture, params, names)
-    assert flops[Part.LAYER, Kind.EXPERT] >= 2 * 4 * PRODUCT
+    assert flops[ModelPart.LAYER, Kind.EXPERT] >= 2 * 4 * PRODUCT
     assert sent[Axis.EXPERT] == [2 * 4 * WIDTH_BYTES, 2 * 4 * WIDTH_BYTES]
 
 
@@ -113,8 +113,8 @@ def test_attention_is_what_two_activations_that_are_cut_make_of_each_other():
     flops, sent, _ = follow(attend, params, names)
     scores = 2 * BATCH * TOKENS * TOKENS * 2 * 4
     assert flops == {
-        (Part.LAYER, Kind.TENSOR): 4 * 2 * BATCH * TOKENS * WIDTH * 8,
-        (Part.LAYER, Kind.ATTENTION): 2 * scores,
+        (ModelPart.LAYER, Kind.TENSOR): 4 * 2 * BATCH * TOKENS * WIDTH * 8,
+        (ModelPart.LAYER, Kind.ATTENTION): 2 * scores,
     }
     keys_and_values = 2 * BATCH * TOKENS * 8 * 4
     assert sent[Axis.SEQUENCE] == [keys_and_values, keys_and_values]
@@ -139,9 +139,9 @@ def test_a_program_is_cut_between_layers_where_least_is_alive():
     flops, _, where = follow(program, params, dict.fromkeys(params, (None, None)), places)
     product = 2 * BATCH * TOKENS * WIDTH * WIDTH
     assert flops == {
-        (Part.EMBEDDING, Kind.WHOLE): product,
-        (Part.LAYER, Kind.WHOLE): 2 * product,
-        (Part.HEAD, Kind.WHOLE): product,
+        (ModelPart.EMBEDDING, Kind.WHOLE): product,
+        (ModelPart.LAYER, Kind.WHOLE): 2 * product,
+        (ModelPart.HEAD, Kind.WHOLE): product,
     }
     assert where.boundary_bytes == WIDTH_BYTES
     counts = collections.Counter(step.layer for step in where.steps)

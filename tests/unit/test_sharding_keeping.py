@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.planning.axes import AXIS_OF
-from resilient_jax.planning.program_cost import Part
+from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME
+from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import trace_operations
 from resilient_jax.program_cost.residuals import count_kept, residuals_of
 from resilient_jax.program_cost.sharding_propagation import attribute
@@ -30,8 +30,8 @@ NARROW, WIDE = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
 def kept(loss, params=PARAMS):
     operations = trace_operations(lambda p, others, x: residuals_of(loss, p, others, x), params, {}, X)
     batch = frozenset(operations.inputs[-1:])
-    parts = [Part.LAYER] * len(operations.steps)
-    return sum(count_kept(operations, attribute(operations, parts, {}, batch, AXIS_OF)).values())
+    parts = [ModelPart.LAYER] * len(operations.steps)
+    return sum(count_kept(operations, attribute(operations, parts, {}, batch, AXIS_BY_LOGICAL_NAME)).values())
 
 
 def gated(p, others, x):

@@ -8,7 +8,7 @@ from decoder import Decoder, LoopedDecoder
 from flax import nnx
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.axes import AXIS_OF, Axis
+from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.program_cost.abstract_program import abstract_program
 from resilient_jax.sharding.layer_stacks import find_places
@@ -78,7 +78,7 @@ def test_a_name_that_no_axis_is_known_for_is_refused_with_those_that_are():
 
 
 def test_a_name_of_ones_own_is_cut_by_the_axis_that_is_given_for_it():
-    naming = Naming(axes={**AXIS_OF, "hidden": Axis.TENSOR})
+    naming = Naming(axes={**AXIS_BY_LOGICAL_NAME, "hidden": Axis.TENSOR})
     assert name_dims("up", (4, 8), {"up": ("embed", "hidden")}, naming) == ("embed", "hidden")
 
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import Part, Role
-from resilient_jax.planning.tensor_partition import find_sizes
+from resilient_jax.planning.program_cost import ModelPart, TensorRole
+from resilient_jax.planning.tensor_partition import find_axis_sizes
 from resilient_jax.program_cost import program_analysis
 from resilient_jax.program_cost.abstract_program import abstract_program
 from resilient_jax.program_cost.program_analysis import profile_of
@@ -33,9 +33,9 @@ def test_flops_in_closed_form_are_xlas(name):
     program = abstract_program(lambda rngs: Decoder(shape, rngs), loss_of, tokens(shape))
     arguments = (program.params, program.others, program.batch)
     expected = closed_form(shape)
-    forward = expected.forward_flops.total + sum(w.copies * w.forward_other_flops for w in expected.work)
+    forward = expected.forward_flops.total + sum(w.copies * w.forward_other_flops for w in expected.parts)
     gradient = forward + expected.backward_flops.total
-    gradient += sum(work.copies * work.backward_other_flops for work in expected.work)
+    gradient += sum(work.copies * work.backward_other_flops for work in expected.parts)
     assert EXAMPLES * forward == pytest.approx(count_flops(program.loss, *arguments), rel=0.001)
     found = count_flops(jax.value_and_grad(program.loss), *arguments)
     assert EXAMPLES * gradient == pytest.approx(found, rel=0.001)
@@ -53,10 +53,10 @@ def test_flops_in_closed_form_are_xlas_after_it_has_optimised():
 
 def test_a_model_without_a_rematerialised_one_cannot_rematerialise():
     profile = profile_of(plain, plain_loss, PLAIN_BATCH, name="plain", naming=PLAIN_NAMING)
-    assert not profile.can_rematerialise
-    (work,) = profile.work
-    assert work.part is Part.LAYER
-    assert work.rematerialised_bytes == work.kept_bytes
+    assert not profile.can_remat
+    (work,) = profile.parts
+    assert work.part is ModelPart.LAYER
+    assert work.remat_residual_bytes == work.residual_bytes
 
 
 def plain(key):
@@ -74,8 +74,8 @@ PLAIN_NAMING = Naming(rules=[("up", ("embed", "mlp")), ("down", ("mlp", "embed")
 def test_a_plain_function_is_profiled_by_rules_on_paths():
     profile = profile_of(plain, plain_loss, PLAIN_BATCH, name="plain", naming=PLAIN_NAMING)
     assert profile.forward_flops.tensor == profile.forward_flops.total == 2 * 2 * 16 * 24
-    assert find_sizes(profile, Axis.TENSOR, 8) == (1, 2, 3, 4, 6, 8)
-    assert find_sizes(profile, Axis.PIPELINE, 8) == find_sizes(profile, Axis.SEQUENCE, 8) == (1,)
+    assert find_axis_sizes(profile, Axis.TENSOR, 8) == (1, 2, 3, 4, 6, 8)
+    assert find_axis_sizes(profile, Axis.PIPELINE, 8) == find_axis_sizes(profile, Axis.SEQUENCE, 8) == (1,)
 
 
 def test_what_is_no_parameter_has_no_gradient():
@@ -85,7 +85,7 @@ def test_what_is_no_parameter_has_no_gradient():
             return nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
 
     profile = profile_of(Net(), lambda model, x: model(x).mean(), PLAIN_BATCH, name="norm")
-    assert sorted(t.path for t in profile.tensors if t.role is Role.OTHER) == [
+    assert sorted(t.path for t in profile.tensors if t.role is TensorRole.OTHER) == [
         "batch_stats/BatchNorm_0/mean",
         "batch_stats/BatchNorm_0/var",
     ]

@@ -27,7 +27,7 @@ from resilient_jax.topology import (
     host_names,
     topology,
 )
-from resilient_jax.topology.host_names import expand
+from resilient_jax.topology.host_names import expand_pattern
 
 
 def test_a_file_and_values_made_by_hand_are_the_same_topology():
@@ -183,7 +183,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_stands_for_these_names(pattern):
-    assert list(expand(pattern)) == PATTERNS[pattern]
+    assert list(expand_pattern(pattern)) == PATTERNS[pattern]
 
 
 WRONG_PARTS = {

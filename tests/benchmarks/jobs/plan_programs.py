@@ -22,12 +22,12 @@ import msgspec
 import resilient_jax as rj
 from benchmarks.plan.estimate_errors import MemoryCase, PlanMeasurements, TimedModel, TimedPlan
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import Fixed
+from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.calibration_fit import Measurement, calibrate, estimate_s
-from resilient_jax.planning.device_layout import Microbatch
-from resilient_jax.planning.search import search_best
-from resilient_jax.planning.tensor_partition import find_misfits
+from resilient_jax.planning.calibration_fit import StepMeasurement, fit_calibration, estimate_step_s
+from resilient_jax.planning.device_layout import MicrobatchConfig
+from resilient_jax.planning.search import search_plans
+from resilient_jax.planning.tensor_partition import find_violated_rules
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.sharding.planned_program import PlannedProgram
 from tests.support.memory_grid import GRID, KINDS, compare
@@ -76,7 +76,7 @@ class Running(NamedTuple):
     batch: jax.Array
 
 
-def list_axes(profile: rj.Profile, global_batch: int) -> Iterator[Mapping[Axis, int]]:
+def list_axes(profile: rj.ProgramCost, global_batch: int) -> Iterator[Mapping[Axis, int]]:
     """Yields all sizes of replica, fsdp, tensor and sequence that make eight devices and that the program allows."""
     sizes = [size for size in range(1, DEVICES + 1) if DEVICES % size == 0]
     names = (Axis.REPLICA, Axis.FSDP, Axis.TENSOR, Axis.SEQUENCE)
@@ -84,21 +84,21 @@ def list_axes(profile: rj.Profile, global_batch: int) -> Iterator[Mapping[Axis, 
         axes = dict(zip(names, chosen, strict=True))
         if axes[Axis.REPLICA] * axes[Axis.FSDP] * axes[Axis.TENSOR] * axes[Axis.SEQUENCE] != DEVICES:
             continue
-        fits = not any(find_misfits(profile, axis, size) for axis, size in axes.items())
+        fits = not any(find_violated_rules(profile, axis, size) for axis, size in axes.items())
         if fits and global_batch % (axes[Axis.REPLICA] * axes[Axis.FSDP]) == 0:
             yield dict.fromkeys(Axis, 1) | axes
 
 
-def list_plans(profile: rj.Profile, global_batch: int) -> list[rj.Plan]:
+def list_plans(profile: rj.ProgramCost, global_batch: int) -> list[rj.Plan]:
     """Gives each of these as a plan, with one microbatch for each replica."""
     topology = rj.load_topology(MESH)
     return [
-        search_best(
+        search_plans(
             profile,
             topology,
             global_batch=global_batch,
             calibration=START,
-            fixed=Fixed(axes, Microbatch(global_batch // (axes[Axis.REPLICA] * axes[Axis.FSDP]))),
+            constraints=PlanConstraints(axes, MicrobatchConfig(global_batch // (axes[Axis.REPLICA] * axes[Axis.FSDP]))),
         )[0]
         for axes in list_axes(profile, global_batch)
     ]
@@ -138,7 +138,7 @@ def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedMod
         plans=[
             TimedPlan(
                 plan=plan.shape,
-                estimated_s=estimate_s(plan, constants),
+                estimated_s=estimate_step_s(plan, constants),
                 step_s=statistics.median(seconds),
                 cpu_s=statistics.median(processor),
                 halves_s=(statistics.median(seconds[::2]), statistics.median(seconds[1::2] or seconds)),
@@ -152,7 +152,7 @@ def measure(rounds: int) -> PlanMeasurements:
     """Measures all."""
     memory: list[MemoryCase] = [compare(case) for case in GRID]
     timed = time_model(CALIBRATED_ON, rounds)
-    fit = calibrate([Measurement(plan=plan, step_s=statistics.median(s)) for plan, s, _ in timed], START)
+    fit = fit_calibration([StepMeasurement(plan=plan, step_s=statistics.median(s)) for plan, s, _ in timed], START)
     return PlanMeasurements(
         memory=memory,
         models=[compare_model(model, rounds, fit.calibration) for model in MODELS],

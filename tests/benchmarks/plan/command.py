@@ -29,9 +29,9 @@ from benchmarks.runs import run_alone
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
-from resilient_jax.planning.program_cost import Profile
-from resilient_jax.planning.search import search
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.program_cost import ProgramCost
+from resilient_jax.planning.search import search_plan
+from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology
 
 AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
@@ -108,18 +108,18 @@ def plan(
     print_line(figures.line())
 
 
-def _profile(model: str) -> Profile:
+def _profile(model: str) -> ProgramCost:
     shape = load_model_shape(find_in_checkout(f"configs/{model}.toml"))
-    return profile_transformer(shape.transformer, name=shape.name)
+    return analyze_transformer(shape.transformer, name=shape.name)
 
 
 def _measure(
-    figures: PlanFigures, key: str, profile: Profile, topology: Topology, case: SearchCase, rounds: int
+    figures: PlanFigures, key: str, profile: ProgramCost, topology: Topology, case: SearchCase, rounds: int
 ) -> None:
     wall, processor = [], []
     for _ in range(rounds):
         started, used = time.perf_counter(), time.process_time()
-        search(profile, topology, global_batch=case.global_batch)
+        search_plan(profile, topology, global_batch=case.global_batch)
         wall.append(1e3 * (time.perf_counter() - started))
         processor.append(1e3 * (time.process_time() - used))
     figures.times_ms[key] = statistics.median(wall)
@@ -127,9 +127,9 @@ def _measure(
     figures.spread[key] = (min(wall), max(wall))
 
 
-def _measure_memory(profile: Profile, topology: Topology, case: SearchCase) -> float:
+def _measure_memory(profile: ProgramCost, topology: Topology, case: SearchCase) -> float:
     tracemalloc.start()
-    search(profile, topology, global_batch=case.global_batch)
+    search_plan(profile, topology, global_batch=case.global_batch)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return most / 2**20

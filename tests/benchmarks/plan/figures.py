@@ -10,8 +10,8 @@ from benchmarks.plan.program_stall import PlanStall
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.model_file import ModelShape
-from resilient_jax.planning.search import search
-from resilient_jax.planning.transformer_cost import profile_transformer
+from resilient_jax.planning.search import search_plan
+from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology, load_topology
 
 DEVICES_PER_HOST = 8
@@ -159,12 +159,12 @@ def make_topology(mesh: Path, hosts: int) -> Topology:
 def estimate_run(run: PublishedRun, model: ModelShape, topology: Topology) -> RunEstimate:
     """Gives the estimate of a published run: its axes, and for the rest the best that the search finds."""
     shape = msgspec.structs.replace(model.transformer, sequence_tokens=run.sequence_tokens)
-    found = search(
-        profile_transformer(shape, name=model.name),
+    found = search_plan(
+        analyze_transformer(shape, name=model.name),
         topology,
         global_batch=run.global_batch,
         axes=dict(run.axes),
-        rounds=run.rounds,
+        pipeline_repeats=run.rounds,
     )
     return RunEstimate(
         name=run.name,
