@@ -44,7 +44,7 @@ from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.server import Server
-from resilient_jax.transport.server_address import split_address, try_binding
+from resilient_jax.transport.server_address import parse_address, check_bindable
 
 WAITING_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""
@@ -212,7 +212,7 @@ async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
         settings.credentials,
         settings.config.store_timeout_s,
         lambda tried_s, _: waiting.update(tried_s),
-        give_up_s=settings.config.lease_ttl_s,
+        resume_timeout_s=settings.config.lease_ttl_s,
     )
     async with store:
         try:
@@ -260,7 +260,7 @@ def _check_host(name: str, expected_hosts: int) -> None:
 def _check_address(address: str) -> str:
     """The address, once it is sure that this host can listen there."""
     try:
-        try_binding(*split_address(f"{address}:0"))
+        check_bindable(*parse_address(f"{address}:0"))
     except (OSError, UnicodeError, ConfigError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise CallerError(
@@ -272,7 +272,7 @@ def _check_address(address: str) -> str:
 
 def _split_store(store: str) -> tuple[str, int]:
     try:
-        return split_address(store)
+        return parse_address(store)
     except ConfigError as error:
         raise _unreachable(store, error) from error
 

@@ -46,7 +46,7 @@ from resilient_jax.protocol.worker_messages import (
     Pause,
     Quiesce,
 )
-from resilient_jax.store.interface import Put, Store
+from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.telemetry.event_log import EventLog
 
 PROGRESS_INTERVAL_S = 0.25
@@ -366,7 +366,7 @@ class Agent:
         async with contextlib.aclosing(self._store.watch(key, Revision(revision + 1))) as batches:
             async for batch in batches:
                 for event in batch:
-                    if isinstance(event, Put):
+                    if isinstance(event, PutEvent):
                         await self._obey(GENERATION_DECODER.decode(event.key_value.value))
 
     async def _obey(self, generation: Generation) -> None:

@@ -25,7 +25,7 @@ from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName, JobName, Revision
 from resilient_jax.protocol.records import Generation, HostStatus, JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix
-from resilient_jax.store.interface import Put
+from resilient_jax.store.interface import PutEvent
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.telemetry.event_log import EventLog
@@ -302,11 +302,11 @@ class Launcher:
 
     def _absorb(self, event: object) -> None:
         job = self._settings.job
-        if isinstance(event, Put) and event.key == make_generation_key(job):
+        if isinstance(event, PutEvent) and event.key == make_generation_key(job):
             self.view.generation = GENERATION_DECODER.decode(event.key_value.value)
-        elif isinstance(event, Put) and event.key.startswith(make_hosts_prefix(job)):
+        elif isinstance(event, PutEvent) and event.key.startswith(make_hosts_prefix(job)):
             self.view.update_host(STATUS_DECODER.decode(event.key_value.value))
-        elif not isinstance(event, Put):
+        elif not isinstance(event, PutEvent):
             key = getattr(event, "key", "")
             self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)
 

@@ -33,17 +33,17 @@ from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord,
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import (
     Compare,
-    Delete,
+    DeleteEvent,
     OperationResponse,
-    Operator,
-    Put,
+    CompareOperator,
+    PutEvent,
     PutOp,
     RangeOp,
     RangeResponse,
     Store,
-    Target,
+    CompareTarget,
     WatchEvent,
-    is_absent,
+    require_absent,
 )
 from resilient_jax.telemetry.event_log import EventLog
 
@@ -92,7 +92,7 @@ class Leader:
         key = make_leader_key(self._job)
         while True:
             result = await self._store.transaction(
-                [is_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
+                [require_absent(key)], [PutOp(key, ENCODER.encode(self._record), lease)], [RangeOp(key)]
             )
             token = result.revision if result.succeeded else self._own_token(result.responses[0], lease)
             if token is None:
@@ -116,7 +116,7 @@ class Leader:
             return
         async with contextlib.aclosing(self._store.watch(key, Revision(revision + 1))) as batches:
             async for batch in batches:
-                if any(isinstance(event, Delete) and event.key == key for event in batch):
+                if any(isinstance(event, DeleteEvent) and event.key == key for event in batch):
                     return
 
 
@@ -180,7 +180,7 @@ class _Rule:
                     emit(self._translate(event, prefix))
 
     def _translate(self, event: WatchEvent, prefix: str) -> MembershipEvent:
-        if isinstance(event, Put):
+        if isinstance(event, PutEvent):
             return HostChanged(STATUS_DECODER.decode(event.key_value.value))
         host = HostName(event.key.removeprefix(prefix))
         self._leader._log.record(EventKind.HOST_LOST, lost=host)
@@ -197,11 +197,11 @@ class _Rule:
         leader = make_leader_key(self._leader._job)
         result = await self._store.transaction(
             [
-                Compare(leader, Target.CREATE_REVISION, Operator.EQUAL, self._token),
+                Compare(leader, CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, self._token),
                 Compare(
                     self._generation_key,
-                    Target.MOD_REVISION,
-                    Operator.EQUAL,
+                    CompareTarget.MOD_REVISION,
+                    CompareOperator.EQUAL,
                     self._known_revision,
                 ),
             ],

@@ -15,7 +15,7 @@ from resilient_jax.errors import LeaseExpired, PeerUnreachable, JoinRefused
 from resilient_jax.ids import HostName, JobName, LeaseId
 from resilient_jax.protocol.records import HostStatus, JobRecord, Versions
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
-from resilient_jax.store.interface import PutOp, RangeOp, RangeResponse, Store, is_absent
+from resilient_jax.store.interface import PutOp, RangeOp, RangeResponse, Store, require_absent
 
 RENEWALS_PER_TTL = 3
 TAKEN_NAME_POLL_INTERVAL_S = 0.25
@@ -69,7 +69,7 @@ class StoreSession:
         deadline_s = self._clock.monotonic_s() + self._ttl_s + 2.0
         while True:
             result = await self._store.transaction(
-                [is_absent(key)], [PutOp(key, ENCODER.encode(self._status()), self.lease)], [RangeOp(key)]
+                [require_absent(key)], [PutOp(key, ENCODER.encode(self._status()), self.lease)], [RangeOp(key)]
             )
             if result.succeeded:
                 return
@@ -140,7 +140,7 @@ class StoreSession:
         key = make_job_key(self._job)
         record = JobRecord(versions=versions, first_host=host)
         result = await self._store.transaction(
-            [is_absent(key)], [PutOp(key, ENCODER.encode(record))], [RangeOp(key)]
+            [require_absent(key)], [PutOp(key, ENCODER.encode(record))], [RangeOp(key)]
         )
         if result.succeeded:
             return

@@ -56,7 +56,7 @@ class ProgramPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     data: bytes = b""
 
 
-FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramPart, streams=True)
+FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramPart, is_streaming=True)
 
 
 class ProgramFolder:

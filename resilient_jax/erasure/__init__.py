@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.encoding import add_shard as add_shard
     from resilient_jax.erasure.encoding import encode as encode
     from resilient_jax.erasure.encoding import update_parity as update_parity
-    from resilient_jax.erasure.errors import CodeError as CodeError
-    from resilient_jax.erasure.errors import KernelMissing as KernelMissing
-    from resilient_jax.erasure.errors import KernelWrong as KernelWrong
+    from resilient_jax.erasure.errors import ErasureCodeError as ErasureCodeError
+    from resilient_jax.erasure.errors import KernelUnavailable as KernelUnavailable
+    from resilient_jax.erasure.errors import KernelSelfTestFailed as KernelSelfTestFailed
     from resilient_jax.erasure.errors import NotRepaired as NotRepaired
     from resilient_jax.erasure.errors import TooManyErasures as TooManyErasures
     from resilient_jax.erasure.kernel import Kernel as Kernel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.repairing import repair as repair
     from resilient_jax.erasure.scanning import DirtyBlock as DirtyBlock
     from resilient_jax.erasure.scanning import scan as scan
-    from resilient_jax.erasure.self_test import check_kernel as check_kernel
+    from resilient_jax.erasure.self_test import run_self_test as run_self_test
 
 _HOME = {
     "Buffer": "buffers",
@@ -61,18 +61,18 @@ __all__ = [
     "Buffer",
     "Checksum",
     "ChecksumName",
-    "CodeError",
+    "ErasureCodeError",
     "DirtyBlock",
     "Kernel",
-    "KernelMissing",
+    "KernelUnavailable",
     "KernelName",
-    "KernelWrong",
+    "KernelSelfTestFailed",
     "NotRepaired",
     "Patch",
     "ReedSolomon",
     "TooManyErasures",
     "add_shard",
-    "check_kernel",
+    "run_self_test",
     "choose_checksum",
     "decode",
     "encode",

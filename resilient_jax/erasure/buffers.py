@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.errors import ErasureCodeError
 
 Buffer = Any
 """An object with the buffer protocol (bytes, bytearray, memoryview, mmap, numpy); Python 3.11 cannot spell that
@@ -49,14 +49,14 @@ def check_operands(sources: Sequence[Buffer], destinations: Sequence[Buffer]) ->
             overlaps another buffer, or there is no source.
     """
     if not sources:
-        raise CodeError("found no source, expected at least one")
+        raise ErasureCodeError("found no source, expected at least one")
     readable = tuple([_view(buffer, "source", i) for i, buffer in enumerate(sources)])
     writable = tuple(
         [_view(buffer, "destination", i, writable=True) for i, buffer in enumerate(destinations)]
     )
     lengths = [*map(len, readable), *map(len, writable)]
     if lengths.count(lengths[0]) < len(lengths):
-        raise CodeError(
+        raise ErasureCodeError(
             f"buffers of unequal length: found sources of {lengths[: len(readable)]} and destinations of "
             f"{lengths[len(readable) :]} bytes, expected one length; pad the short ones with zeros"
         )
@@ -81,21 +81,21 @@ def view_bytes(buffer: Buffer, name: str, *, writable: bool = False) -> memoryvi
         view = memoryview(buffer)
     # Which of them depends on the type: numpy's ValueError for bfloat16, say, which the protocol cannot describe.
     except (TypeError, ValueError, BufferError) as error:
-        raise CodeError(
+        raise ErasureCodeError(
             f"{name}: found {type(buffer).__name__}, expected a buffer of bytes, as `array.view(numpy.uint8)` is "
             f"({error})"
         ) from error
     if view.ndim != 1 or view.format not in BYTE_FORMATS:
-        raise CodeError(
+        raise ErasureCodeError(
             f"{name}: found {view.ndim} dimensions of format {view.format!r}, expected one dimension of bytes; give "
             f"`array.reshape(-1).view(numpy.uint8)`"
         )
     if not view.c_contiguous:
-        raise CodeError(
+        raise ErasureCodeError(
             f"{name}: found strides of {view.strides} bytes, expected contiguous memory; copy it first"
         )
     if writable and view.readonly:
-        raise CodeError(f"{name}: found read-only memory, expected memory to write the result to")
+        raise ErasureCodeError(f"{name}: found read-only memory, expected memory to write the result to")
     return view if view.format == "B" else view.cast("B")
 
 
@@ -118,13 +118,13 @@ def _refuse_overlap(operands: Operands) -> None:
     # Only sources may overlap each other.
     starts = sorted(operands.destination_addresses)
     if any(following < start + length for start, following in pairwise(starts)):
-        raise CodeError("destinations overlap each other, expected memory of its own for each")
+        raise ErasureCodeError("destinations overlap each other, expected memory of its own for each")
     for i, source in enumerate(operands.source_addresses):
         following = bisect.bisect_right(
             starts, source - length
         )  # the first that ends after the source starts
         if following < len(starts) and starts[following] < source + length:
-            raise CodeError(f"source {i} overlaps a destination, expected that only sources are read")
+            raise ErasureCodeError(f"source {i} overlaps a destination, expected that only sources are read")
 
 
 class _PyBuffer(ctypes.Structure):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from resilient_jax.erasure.buffers import Buffer, check_operands, view_bytes
-from resilient_jax.erasure.errors import CodeError, KernelMissing
+from resilient_jax.erasure.errors import ErasureCodeError, KernelUnavailable
 from resilient_jax.erasure.isal_library import MAX_CALL_BYTES, load_isal
 from resilient_jax.erasure.repairing import Verify
 
@@ -21,7 +21,7 @@ except ImportError:
     google_crc32c = None
 
 _ONES = 0xFFFFFFFF
-COPIED_BYTES = 64 * 2**10
+COPY_CHUNK_BYTES = 64 * 2**10
 """google-crc32c takes `bytes` only, so others are copied, in pieces that stay in cache."""
 
 
@@ -45,11 +45,11 @@ class Checksum:
     """
 
     name: ChecksumName
-    origin: str
+    library: str
     compute: Callable[[Buffer], int]
 
 
-def choose_checksum(forced: ChecksumName | None = None) -> Checksum:
+def choose_checksum(requested: ChecksumName | None = None) -> Checksum:
     """The fastest on this machine: CRC32C of ISA-L, CRC32C of google-crc32c (which holds the GIL), CRC32 of zlib.
 
     Args:
@@ -58,15 +58,15 @@ def choose_checksum(forced: ChecksumName | None = None) -> Checksum:
     Raises:
         KernelMissing: CRC32C is asked for and no library has it.
     """
-    if forced is ChecksumName.CRC32:
+    if requested is ChecksumName.CRC32:
         return Checksum(ChecksumName.CRC32, "zlib", _zlib_crc32)
     try:
-        return Checksum(ChecksumName.CRC32C, load_isal().origin, _isal_crc32c)
-    except KernelMissing as missing:
+        return Checksum(ChecksumName.CRC32C, load_isal().path, _isal_crc32c)
+    except KernelUnavailable as missing:
         if google_crc32c is not None and google_crc32c.implementation == "c":
             return Checksum(ChecksumName.CRC32C, "google-crc32c", _google_crc32c)
-        if forced is ChecksumName.CRC32C:
-            raise KernelMissing(f"no library for CRC32C, and no google-crc32c either. {missing}") from missing
+        if requested is ChecksumName.CRC32C:
+            raise KernelUnavailable(f"no library for CRC32C, and no google-crc32c either. {missing}") from missing
     return Checksum(ChecksumName.CRC32, "zlib", _zlib_crc32)
 
 
@@ -79,7 +79,7 @@ def verify_against(checksum: Checksum, digests: Mapping[int, int]) -> Verify:
 
     def verify(shard: int, data: memoryview) -> bool:
         if shard not in digests:
-            raise CodeError(f"no digest for shard {shard}, expected one for each; found {sorted(digests)}")
+            raise ErasureCodeError(f"no digest for shard {shard}, expected one for each; found {sorted(digests)}")
         return checksum.compute(data) == digests[shard]
 
     return verify
@@ -97,8 +97,8 @@ def _isal_crc32c(buffer: Buffer) -> int:
 def _google_crc32c(buffer: Buffer) -> int:
     assert google_crc32c is not None
     view, crc = view_bytes(buffer, "data"), 0
-    for start in range(0, len(view), COPIED_BYTES):
-        crc = google_crc32c.extend(crc, bytes(view[start : start + COPIED_BYTES]))
+    for start in range(0, len(view), COPY_CHUNK_BYTES):
+        crc = google_crc32c.extend(crc, bytes(view[start : start + COPY_CHUNK_BYTES]))
     return crc
 
 

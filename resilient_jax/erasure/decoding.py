@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from resilient_jax.erasure.buffers import Buffer
-from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.errors import ErasureCodeError
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.reed_solomon import ReedSolomon
 
@@ -31,8 +31,8 @@ def decode(
     """
     both = sorted(present.keys() & wanted.keys())
     if both:
-        raise CodeError(f"shards {both}: found both present and wanted, expected one or the other")
-    decoding = code.decoding(present, wanted)
+        raise ErasureCodeError(f"shards {both}: found both present and wanted, expected one or the other")
+    decoding = code.make_decoding(present, wanted)
     if not wanted:
         return ()
     sources = [present[shard] for shard in decoding.sources]

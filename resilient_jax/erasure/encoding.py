@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from resilient_jax.erasure.buffers import Buffer
-from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.errors import ErasureCodeError
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.reed_solomon import ReedSolomon
 
@@ -70,13 +70,13 @@ def _apply_columns(
 ) -> None:
     _check_count("parity", parity, code.m)
     if not 0 <= index < code.k:
-        raise CodeError(f"data shard: found {index}, expected one from 0 to {code.k - 1}")
+        raise ErasureCodeError(f"data shard: found {index}, expected one from 0 to {code.k - 1}")
     matrix = tuple(bytes([row[index]]) * len(sources) for row in code.parity_matrix)
     kernel.apply(matrix, sources, parity, accumulate=True)
 
 
 def _check_count(name: str, buffers: Sequence[Buffer], expected: int) -> None:
     if len(buffers) != expected:
-        raise CodeError(
+        raise ErasureCodeError(
             f"{name}: found {len(buffers)} buffers, expected {expected}, one for each {name} shard"
         )

@@ -3,19 +3,19 @@
 from resilient_jax.errors import CallerError, InternalError, OperatorError, PeerError
 
 
-class CodeError(CallerError):
+class ErasureCodeError(CallerError):
     """Shards, buffers or a matrix do not fit the code or each other."""
 
 
-class TooManyErasures(CodeError):
+class TooManyErasures(ErasureCodeError):
     """More shards are lost than the code has parity shards: their bytes cannot be computed."""
 
 
-class KernelMissing(OperatorError):
+class KernelUnavailable(OperatorError):
     """The kernel that was asked for, or a library that it needs, is not on this machine."""
 
 
-class KernelWrong(InternalError):
+class KernelSelfTestFailed(InternalError):
     """A kernel's bytes are not those of reedsolo; it may not be used on this machine."""
 
 

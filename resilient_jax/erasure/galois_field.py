@@ -7,17 +7,17 @@ parity nobody else can read.
 
 import functools
 
-MODULUS = 0x11D
+PRIMITIVE_POLYNOMIAL = 0x11D
 """x^8 + x^4 + x^3 + x^2 + 1, primitive."""
-ORDER = 255
+GROUP_ORDER = 255
 """Of the multiplicative group: 2^255 = 1."""
 
 
 def _powers_of_two() -> tuple[int, ...]:
     powers = [1]
-    while len(powers) < ORDER:
+    while len(powers) < GROUP_ORDER:
         doubled = powers[-1] << 1
-        powers.append(doubled ^ MODULUS if doubled > 0xFF else doubled)
+        powers.append(doubled ^ PRIMITIVE_POLYNOMIAL if doubled > 0xFF else doubled)
     return tuple(powers)
 
 
@@ -33,15 +33,15 @@ def multiply(a: int, b: int) -> int:
     >>> multiply(0x80, 2) == 0x100 ^ MODULUS
     True
     """
-    return POWERS[(LOGARITHMS[a] + LOGARITHMS[b]) % ORDER] if a and b else 0
+    return POWERS[(LOGARITHMS[a] + LOGARITHMS[b]) % GROUP_ORDER] if a and b else 0
 
 
 def reciprocal(a: int) -> int:
     """The element whose product with `a` is 1; `a` in range(1, 256)."""
-    return POWERS[-LOGARITHMS[a] % ORDER]
+    return POWERS[-LOGARITHMS[a] % GROUP_ORDER]
 
 
 @functools.cache
-def products(a: int) -> bytes:
+def multiplication_row(a: int) -> bytes:
     """The products of `a` with 0, 1 .. 255: a table for `bytes.translate`, which multiplies a whole row by `a`."""
     return bytes(multiply(a, b) for b in range(256))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient_jax.erasure.errors import KernelMissing
+from resilient_jax.erasure.errors import KernelUnavailable
 
 SYSTEM_NAME = "libisal.so.2"
 """As the linker knows it; 2 is the binary interface that the signatures below are of."""
@@ -39,7 +39,7 @@ class IsalLibrary:
         crc32c: `crc32_iscsi(buffer, length, start)`, without the inversion at the end.
     """
 
-    origin: str
+    path: str
     init_tables: Function
     encode_data: Function
     encode_data_update: Function
@@ -59,7 +59,7 @@ def load_isal() -> IsalLibrary:
             return _declare(ctypes.CDLL(candidate), candidate)
         except (OSError, AttributeError) as error:  # no such file or wrong machine; no such function
             failures.append(str(error))
-    raise KernelMissing(
+    raise KernelUnavailable(
         f"ISA-L is not on this machine; run `pip install 'resilient_jax[isal]'`. Tried: {'; '.join(failures)}"
     )
 
@@ -82,7 +82,7 @@ def _declare(library: ctypes.CDLL, origin: str) -> IsalLibrary:
     crc32c = library.crc32_iscsi
     crc32c.argtypes, crc32c.restype = (address, number, ctypes.c_uint32), ctypes.c_uint32
     return IsalLibrary(
-        origin=origin,
+        path=origin,
         init_tables=init_tables,
         encode_data=encode_data,
         encode_data_update=update,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import final
 
 from resilient_jax.erasure.buffers import Buffer, Operands, check_operands
-from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.errors import ErasureCodeError
 from resilient_jax.erasure.matrix import Matrix
 
 
@@ -60,7 +60,7 @@ class Kernel(abc.ABC):
         """
         shape = [len(row) for row in matrix]
         if shape != [len(sources)] * len(destinations):
-            raise CodeError(
+            raise ErasureCodeError(
                 f"matrix: found {len(matrix)} rows of lengths {sorted(set(shape))}, expected {len(destinations)} rows "
                 f"(one for each destination) of length {len(sources)} (one for each source)"
             )

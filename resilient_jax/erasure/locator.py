@@ -20,7 +20,7 @@ import reedsolo
 
 from resilient_jax.erasure.matrix import Span, Vector, transpose
 from resilient_jax.erasure.reed_solomon import Check, ReedSolomon
-from resilient_jax.erasure.reference_codec import reference_codec
+from resilient_jax.erasure.reference_codec import make_reference_codec
 
 EVIDENCE_BYTES = 4
 """What must fit without need before more than r // 2 shards are blamed: by accident it does once in 256^4."""
@@ -64,7 +64,7 @@ def locate_in_column(code: ReedSolomon, column: dict[int, int]) -> dict[int, int
         The right byte by shard index, where it differs; None if reedsolo finds no codeword near enough.
     """
     absent = [shard for shard in range(code.n) if shard not in column]
-    codec = reference_codec(code)
+    codec = make_reference_codec(code)
     word = bytearray(column.get(shard, 0) for shard in range(code.n))
     try:
         _, right, _ = codec.decode(word, erase_pos=absent or None)

@@ -7,45 +7,45 @@ element.
 
 from collections.abc import Sequence
 
-from resilient_jax.erasure.galois_field import products, reciprocal
+from resilient_jax.erasure.galois_field import multiplication_row, reciprocal
 
 Vector = bytes
 Matrix = tuple[Vector, ...]
 """Rows of equal length; hashable, so that what is made of one can be kept."""
 
 
-def scale(vector: Vector, factor: int) -> Vector:
+def scale_vector(vector: Vector, factor: int) -> Vector:
     """vector * factor."""
-    return vector.translate(products(factor))
+    return vector.translate(multiplication_row(factor))
 
 
-def add(a: Vector, b: Vector) -> Vector:
+def add_vectors(a: Vector, b: Vector) -> Vector:
     """a + b, which is also a - b; both of one length."""
     return (int.from_bytes(a) ^ int.from_bytes(b)).to_bytes(len(a))
 
 
 def identity(size: int) -> Matrix:
     """The size x size matrix with 1 on the diagonal."""
-    return tuple(unit(size, position) for position in range(size))
+    return tuple(unit_vector(size, position) for position in range(size))
 
 
-def unit(size: int, position: int) -> Vector:
+def unit_vector(size: int, position: int) -> Vector:
     """The vector with 1 at the position and 0 elsewhere."""
     return bytes(position) + b"\x01" + bytes(size - position - 1)
 
 
-def combine(coefficients: Sequence[int], rows: Sequence[Vector], start: Vector) -> Vector:
+def linear_combination(coefficients: Sequence[int], rows: Sequence[Vector], start: Vector) -> Vector:
     """start + sum_i coefficients[i] * rows[i]."""
     for coefficient, row in zip(coefficients, rows, strict=True):
         if coefficient:
-            start = add(start, scale(row, coefficient))
+            start = add_vectors(start, scale_vector(row, coefficient))
     return start
 
 
-def product(a: Matrix, b: Matrix) -> Matrix:
+def matmul(a: Matrix, b: Matrix) -> Matrix:
     """a b, for a of r x c and b of c x d, with c at least 1."""
     zero = bytes(len(b[0]))
-    return tuple(combine(row, b, zero) for row in a)
+    return tuple(linear_combination(row, b, zero) for row in a)
 
 
 def transpose(a: Matrix) -> Matrix:
@@ -53,7 +53,7 @@ def transpose(a: Matrix) -> Matrix:
     return tuple(bytes(column) for column in zip(*a, strict=True))
 
 
-def inverse(a: Matrix) -> Matrix:
+def invert(a: Matrix) -> Matrix:
     """The inverse of a square matrix, by Gauss and Jordan.
 
     Raises:
@@ -66,10 +66,10 @@ def inverse(a: Matrix) -> Matrix:
         if pivot is None:
             raise ZeroDivisionError(f"a singular matrix: no pivot in column {column} of {size}")
         rows[column], rows[pivot] = rows[pivot], rows[column]
-        rows[column] = scale(rows[column], reciprocal(rows[column][column]))
+        rows[column] = scale_vector(rows[column], reciprocal(rows[column][column]))
         for i in range(size):
             if i != column and rows[i][column]:
-                rows[i] = add(rows[i], scale(rows[column], rows[i][column]))
+                rows[i] = add_vectors(rows[i], scale_vector(rows[column], rows[i][column]))
     return tuple(row[size:] for row in rows)
 
 
@@ -88,7 +88,7 @@ class Span:
         rest = self._reduce(vector)
         if any(rest):
             pivot = _first_nonzero(rest)
-            self._by_pivot[pivot] = scale(rest, reciprocal(rest[pivot]))
+            self._by_pivot[pivot] = scale_vector(rest, reciprocal(rest[pivot]))
 
     def contains(self, vector: Vector) -> bool:
         """Whether the vector is a combination of those put in."""
@@ -97,7 +97,7 @@ class Span:
     def _reduce(self, vector: Vector) -> Vector:
         for pivot in sorted(self._by_pivot):  # ascending: a later row cannot spoil an earlier pivot
             if vector[pivot]:
-                vector = add(vector, scale(self._by_pivot[pivot], vector[pivot]))
+                vector = add_vectors(vector, scale_vector(self._by_pivot[pivot], vector[pivot]))
         return vector
 
 

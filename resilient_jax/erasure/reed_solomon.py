@@ -14,11 +14,11 @@ import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from resilient_jax.erasure.errors import CodeError, TooManyErasures
-from resilient_jax.erasure.galois_field import ORDER, POWERS
-from resilient_jax.erasure.matrix import Matrix, add, combine, identity, inverse, product, scale, unit
+from resilient_jax.erasure.errors import ErasureCodeError, TooManyErasures
+from resilient_jax.erasure.galois_field import GROUP_ORDER, POWERS
+from resilient_jax.erasure.matrix import Matrix, add_vectors, linear_combination, identity, invert, matmul, scale_vector, unit_vector
 
-MAX_SHARDS = ORDER
+MAX_SHARDS = GROUP_ORDER
 """A codeword has at most one byte for each power of 2 in the field."""
 
 
@@ -45,7 +45,7 @@ class ReedSolomon:
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.m < 1 or self.k + self.m > MAX_SHARDS:
-            raise CodeError(
+            raise ErasureCodeError(
                 f"Reed-Solomon code: found k = {self.k} and m = {self.m}, expected both at least 1 and at most "
                 f"{MAX_SHARDS} together; cut the hosts into smaller groups"
             )
@@ -60,7 +60,7 @@ class ReedSolomon:
         """m x k: parity = parity_matrix data, on each column."""
         return _parity_matrix(self.k, self.m)
 
-    def decoding(self, present: Collection[int], wanted: Collection[int]) -> "Decoding":
+    def make_decoding(self, present: Collection[int], wanted: Collection[int]) -> "DecodingMatrix":
         """How shards are computed from others.
 
         Args:
@@ -86,7 +86,7 @@ class ReedSolomon:
         """
         shards = self._checked(present)
         if len(shards) == self.k:
-            raise CodeError(
+            raise ErasureCodeError(
                 f"nothing to check: found {self.k} shards, expected at least {self.k + 1}; any {self.k} belong together"
             )
         return _check(self, shards)
@@ -94,12 +94,12 @@ class ReedSolomon:
     def _checked(self, shards: Collection[int]) -> tuple[int, ...]:
         ordered = tuple(sorted(shards))
         if len(set(ordered)) < len(ordered) or (ordered and not 0 <= ordered[0] <= ordered[-1] < self.n):
-            raise CodeError(f"shards: found {ordered}, expected different numbers from 0 to {self.n - 1}")
+            raise ErasureCodeError(f"shards: found {ordered}, expected different numbers from 0 to {self.n - 1}")
         return ordered
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class DecodingMatrix:
     """wanted = matrix sources, on each column.
 
     Attributes:
@@ -134,7 +134,7 @@ def _parity_matrix(k: int, m: int) -> Matrix:
     columns = [power]
     for _ in range(k - 1):
         overflow, shifted = power[0], power[1:] + b"\x00"  # times x
-        power = add(shifted, scale(generator, overflow))
+        power = add_vectors(shifted, scale_vector(generator, overflow))
         columns.append(power)
     columns.reverse()
     return tuple(bytes(column[row] for column in columns) for row in range(m))
@@ -144,13 +144,13 @@ def _generator(m: int) -> bytes:
     """The coefficients of g, highest first, without the leading 1: m bytes."""
     g = b"\x01"
     for i in range(m):
-        g = add(g + b"\x00", b"\x00" + scale(g, POWERS[i]))
+        g = add_vectors(g + b"\x00", b"\x00" + scale_vector(g, POWERS[i]))
     return g[1:]
 
 
 # Recovery meets few sets of shards, and a repair the same ones again and again.
 @functools.lru_cache(maxsize=256)
-def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ...]) -> Decoding:
+def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ...]) -> DecodingMatrix:
     k = code.k
     if len(present) < k:
         lost = sorted(set(range(code.n)).difference(present))
@@ -167,19 +167,19 @@ def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ..
         # parity = A_data data + A_absent absent, so absent = A_absent^-1 (A_data data + parity): only the lost
         # part, at most m x m, is inverted.
         a = code.parity_matrix
-        known = tuple(bytes(a[p][d] for d in data) + unit(len(parity), i) for i, p in enumerate(parity))
-        solved = product(inverse(tuple(bytes(a[p][d] for d in absent) for p in parity)), known)
+        known = tuple(bytes(a[p][d] for d in data) + unit_vector(len(parity), i) for i, p in enumerate(parity))
+        solved = matmul(invert(tuple(bytes(a[p][d] for d in absent) for p in parity)), known)
         rows |= dict(zip(absent, solved, strict=True))
     data_rows = [rows[shard] for shard in range(k)]
     for shard in wanted:
         if shard not in rows:
-            rows[shard] = combine(code.parity_matrix[shard - k], data_rows, bytes(k))
-    return Decoding(sources=sources, wanted=wanted, matrix=tuple(rows[shard] for shard in wanted))
+            rows[shard] = linear_combination(code.parity_matrix[shard - k], data_rows, bytes(k))
+    return DecodingMatrix(sources=sources, wanted=wanted, matrix=tuple(rows[shard] for shard in wanted))
 
 
 @functools.lru_cache(maxsize=64)
 def _check(code: ReedSolomon, present: tuple[int, ...]) -> Check:
     spare = present[code.k :]
     decoding = _decoding(code, present, spare)
-    rows = (row + unit(len(spare), i) for i, row in enumerate(decoding.matrix))
+    rows = (row + unit_vector(len(spare), i) for i, row in enumerate(decoding.matrix))
     return Check(shards=present, matrix=tuple(rows))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from resilient_jax.erasure.buffers import Buffer, view_bytes
-from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.errors import ErasureCodeError
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.matrix import Vector
 from resilient_jax.erasure.reed_solomon import Check, ReedSolomon
@@ -83,7 +83,7 @@ def scan(
     views = [view_bytes(shards[shard], f"shard {shard}") for shard in check.shards]
     lengths = {len(view) for view in views}
     if len(lengths) > 1:
-        raise CodeError(f"shards of unequal length: found {sorted(lengths)} bytes, expected one length")
+        raise ErasureCodeError(f"shards of unequal length: found {sorted(lengths)} bytes, expected one length")
     return _scan(check, kernel, views, block_bytes)
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from resilient_jax.erasure.decoding import decode
 from resilient_jax.erasure.encoding import encode
-from resilient_jax.erasure.errors import KernelWrong
-from resilient_jax.erasure.galois_field import products
+from resilient_jax.erasure.errors import KernelSelfTestFailed
+from resilient_jax.erasure.galois_field import multiplication_row
 from resilient_jax.erasure.kernel import Kernel
 from resilient_jax.erasure.reed_solomon import ReedSolomon
-from resilient_jax.erasure.reference_codec import reference_codec
+from resilient_jax.erasure.reference_codec import make_reference_codec
 
-LENGTH = 291
+SHARD_BYTES = 291
 """Bytes in a shard: several vectors of any processor and a ragged end."""
-COMPARED = (*range(8), *range(LENGTH - 40, LENGTH))
+COMPARED_COLUMNS = (*range(8), *range(SHARD_BYTES - 40, SHARD_BYTES))
 """The columns compared with reedsolo, which takes 15 us for each: both ends."""
 CODES = (ReedSolomon(1, 1), ReedSolomon(4, 2), ReedSolomon(10, 7))
 """One of each way that kernels go: XOR; few rows; more than the six rows that ISA-L does at once."""
@@ -37,7 +37,7 @@ class SelfTest:
     columns: int
 
 
-def check_kernel(kernel: Kernel) -> SelfTest:
+def run_self_test(kernel: Kernel) -> SelfTest:
     """Compares all products of the field, and parity and worst-case decoding of three codes.
 
     Raises:
@@ -47,7 +47,7 @@ def check_kernel(kernel: Kernel) -> SelfTest:
     _compare_products(kernel)
     for code in CODES:
         _compare_code(kernel, code)
-    return SelfTest(duration_s=time.monotonic() - started_s, columns=len(CODES) * len(COMPARED))
+    return SelfTest(duration_s=time.monotonic() - started_s, columns=len(CODES) * len(COMPARED_COLUMNS))
 
 
 def _compare_products(kernel: Kernel) -> None:
@@ -55,29 +55,29 @@ def _compare_products(kernel: Kernel) -> None:
     rows = [bytearray(256) for _ in range(256)]
     kernel.apply(tuple(bytes([factor]) for factor in range(256)), [every_byte], rows)
     for factor, row in enumerate(rows):
-        if row != products(factor):
-            raise KernelWrong(f"{kernel.name} kernel ({kernel.description}): wrong products with {factor}")
+        if row != multiplication_row(factor):
+            raise KernelSelfTestFailed(f"{kernel.name} kernel ({kernel.description}): wrong products with {factor}")
 
 
 def _compare_code(kernel: Kernel, code: ReedSolomon) -> None:
     source = random.Random(code.n)
-    data = [source.randbytes(LENGTH) for _ in range(code.k)]
-    parity = [bytearray(LENGTH) for _ in range(code.m)]
+    data = [source.randbytes(SHARD_BYTES) for _ in range(code.k)]
+    parity = [bytearray(SHARD_BYTES) for _ in range(code.m)]
     encode(code, kernel, data, parity)
-    codec = reference_codec(code)
-    for column in COMPARED:
+    codec = make_reference_codec(code)
+    for column in COMPARED_COLUMNS:
         expected = codec.encode(bytes(shard[column] for shard in data))[code.k :]
         found = bytes(shard[column] for shard in parity)
         if found != expected:
-            raise KernelWrong(
+            raise KernelSelfTestFailed(
                 f"{kernel.name} kernel ({kernel.description}): parity of k = {code.k}, m = {code.m} at byte {column} "
-                f"of {LENGTH}: found {found.hex()}, expected {bytes(expected).hex()} as of reedsolo"
+                f"of {SHARD_BYTES}: found {found.hex()}, expected {bytes(expected).hex()} as of reedsolo"
             )
     lost = range(min(code.k, code.m))
     stripe: dict[int, bytes | bytearray] = dict(enumerate([*data, *parity]))
-    decoded = {shard: bytearray(LENGTH) for shard in lost}
+    decoded = {shard: bytearray(SHARD_BYTES) for shard in lost}
     decode(code, kernel, {shard: stripe[shard] for shard in stripe if shard not in lost}, decoded)
     if any(decoded[shard] != stripe[shard] for shard in lost):
-        raise KernelWrong(
+        raise KernelSelfTestFailed(
             f"{kernel.name} kernel ({kernel.description}): decoding of k = {code.k}, m = {code.m}"
         )

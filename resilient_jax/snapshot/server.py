@@ -37,7 +37,7 @@ from resilient_jax.snapshot.slot_contents import SlotContents
 from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 from resilient_jax.snapshot.worker_session import WorkerSession
 from resilient_jax.threads import start_thread_pool
-from resilient_jax.transport import Credentials, ThreadServer
+from resilient_jax.transport import Credentials, SyncServer
 
 GRPC_THREADS = 8
 """That answer other servers. No call waits for another, so more would only wait for the processor."""
@@ -55,7 +55,7 @@ class SnapshotServer:
     """Everything that lives as long as the process."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        credentials = Credentials.of(settings.token, settings.tls)
+        credentials = Credentials.from_paths(settings.token, settings.tls)
         self._agent = FdConnection(settings.link_fd)
         self._reporter = Notifier(settings.host, self._agent)
         kernel, checksum = choose_kernel(), choose_checksum()
@@ -63,7 +63,7 @@ class SnapshotServer:
             EventKind.SNAPSHOT_ERASURE_KERNEL,
             kernel=kernel.kernel.description,
             reason=kernel.reason,
-            checksum=f"{checksum.name} of {checksum.origin}",
+            checksum=f"{checksum.name} of {checksum.library}",
         )
         self._arena = SnapshotSlots(settings.host, self._reporter)
         self._tools = ExchangeContext(
@@ -79,10 +79,10 @@ class SnapshotServer:
         )
         self._reporter.list_statuses = self._arena.list_statuses
         self._reporter.on_dropped = self._tell_root
-        self._grpc = ThreadServer(
+        self._grpc = SyncServer(
             f"{settings.address}:0",
             credentials=credentials,
-            threads=GRPC_THREADS,
+            num_threads=GRPC_THREADS,
             on_event=lambda kind, detail: self._reporter.record_event(kind, None, **detail),
         )
         self._service = SnapshotService(self._tools, settings.address, credentials)

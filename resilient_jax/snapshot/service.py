@@ -31,7 +31,7 @@ from resilient_jax.snapshot.parity_exchange import ExchangeContext
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.transport import BulkServer, Credentials
-from resilient_jax.transport.bulk_server import Answer
+from resilient_jax.transport.bulk_server import BulkResponse
 from resilient_jax.transport.method import AnyMethod
 from resilient_jax.transport.sync_server import UnaryHandler
 
@@ -66,7 +66,7 @@ class SnapshotService:
             held = self._arena.find(request.id, SlotPhase.PART)
             return ManifestReply(data=held.read_manifest_bytes(request.host))
 
-    def read(self, request: ReadRequest) -> Answer:
+    def read(self, request: ReadRequest) -> BulkResponse:
         """Bytes in their slot.
 
         Raises:
@@ -82,7 +82,7 @@ class SnapshotService:
                 data = held.view_part(request.offset, request.length, verify=request.verify)
             else:
                 data = held.view_parity(request.row, request.offset, request.length, verify=request.verify)
-            return Answer(data, request.verify)
+            return BulkResponse(data, request.verify)
         except ValueError:  # the slot's memory was given back just now
             self._check_held(held)
             raise

@@ -21,7 +21,7 @@ from resilient_jax.state.flat_state import HeldState, Leaf
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.method import Method
 from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.transport.sync_server import ThreadServer
+from resilient_jax.transport.sync_server import SyncServer
 
 CHUNK_BYTES = 2**22
 """Large enough that the cost of a message vanishes, small enough that four in flight are nothing."""
@@ -57,7 +57,7 @@ class FetchPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: bytes = b""
 
 
-FETCH = Method("fetch", FetchRequest, FetchPart, streams=True)
+FETCH = Method("fetch", FetchRequest, FetchPart, is_streaming=True)
 
 
 class StateServer:
@@ -68,7 +68,7 @@ class StateServer:
     ) -> None:
         self._offered = threading.Condition()
         self._offer: tuple[GenerationNumber, HeldState] | None = None
-        self._server = ThreadServer(f"{host_address}:0", credentials=credentials, threads=THREADS)
+        self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=THREADS)
         self._server.add(SERVICE, {FETCH: self._fetch})
         if programs is not None:
             self._server.add(program_exchange.SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve})

@@ -39,7 +39,7 @@ class KeyValue(msgspec.Struct, frozen=True, kw_only=True):
     lease: LeaseId = NO_LEASE
 
 
-class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
+class PutEvent(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
     """A key was written, at `key_value.mod_revision`."""
 
     key_value: KeyValue
@@ -53,17 +53,17 @@ class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
         return self.key_value.mod_revision
 
 
-class Delete(msgspec.Struct, frozen=True, kw_only=True, tag="delete"):
+class DeleteEvent(msgspec.Struct, frozen=True, kw_only=True, tag="delete"):
     """A key was deleted, by request or because its lease ended."""
 
     key: str
     mod_revision: Revision
 
 
-WatchEvent = Put | Delete
+WatchEvent = PutEvent | DeleteEvent
 
 
-class Target(enum.StrEnum):
+class CompareTarget(enum.StrEnum):
     """What a comparison looks at."""
 
     VALUE = "value"
@@ -72,7 +72,7 @@ class Target(enum.StrEnum):
     MOD_REVISION = "mod_revision"
 
 
-class Operator(enum.StrEnum):
+class CompareOperator(enum.StrEnum):
     """How a comparison compares; values compare as bytes do, lexicographically."""
 
     EQUAL = "equal"
@@ -90,26 +90,26 @@ class Compare(msgspec.Struct, frozen=True):
     """
 
     key: str
-    target: Target
-    op: Operator
+    target: CompareTarget
+    op: CompareOperator
     value: bytes | int
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, bytes) != (self.target is Target.VALUE):
+        if isinstance(self.value, bytes) != (self.target is CompareTarget.VALUE):
             raise ValueError(
                 f"a comparison of {self.target} takes "
-                f"{'bytes' if self.target is Target.VALUE else 'an int'}, found {type(self.value).__name__}"
+                f"{'bytes' if self.target is CompareTarget.VALUE else 'an int'}, found {type(self.value).__name__}"
             )
 
 
-def is_absent(key: str) -> Compare:
+def require_absent(key: str) -> Compare:
     """The condition that `key` does not exist."""
-    return Compare(key, Target.VERSION, Operator.EQUAL, 0)
+    return Compare(key, CompareTarget.VERSION, CompareOperator.EQUAL, 0)
 
 
-def is_unchanged(key_value: KeyValue) -> Compare:
+def require_unchanged(key_value: KeyValue) -> Compare:
     """The condition that nobody wrote or deleted the key since `key_value` was read."""
-    return Compare(key_value.key, Target.MOD_REVISION, Operator.EQUAL, key_value.mod_revision)
+    return Compare(key_value.key, CompareTarget.MOD_REVISION, CompareOperator.EQUAL, key_value.mod_revision)
 
 
 class PutOp(msgspec.Struct, frozen=True, tag="put"):

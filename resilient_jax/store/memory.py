@@ -23,11 +23,11 @@ from resilient_jax.store.interface import (
     check_key,
     check_prefix,
 )
-from resilient_jax.store.state_machine import KEEP_REVISIONS, StoreMachine
+from resilient_jax.store.state_machine import KEEP_REVISIONS, StoreStateMachine
 
-TICK_S = 0.1
+EXPIRY_CHECK_INTERVAL_S = 0.1
 """How often the shell looks at the time: how late an expired lease is noticed, at most."""
-SUSPENDED_AFTER_S = 0.2
+SUSPENSION_THRESHOLD_S = 0.2
 """Waking this much later than planned is a suspension. Less is a busy machine, and shorter than any sensible
 lease."""
 MAX_BATCH_BYTES = 1024 * 1024
@@ -51,18 +51,18 @@ class MemoryStore:
 
     def __init__(self, clock: Clock | None = None, *, keep_revisions: int = KEEP_REVISIONS) -> None:
         self._clock = clock if clock is not None else SystemClock()
-        self._machine = StoreMachine(
+        self._machine = StoreStateMachine(
             first_lease=LeaseId(1 + secrets.randbits(48)), keep_revisions=keep_revisions
         )
         self.store_id = secrets.token_hex(8)
         self._changed = asyncio.Event()  # set, and replaced, with each new revision
         self._is_closed = False
-        self._planned_wake_s = self._clock.monotonic_s() + TICK_S
+        self._planned_wake_s = self._clock.monotonic_s() + EXPIRY_CHECK_INTERVAL_S
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._planned_wake_s = self._clock.monotonic_s() + TICK_S
-        self._ticking = asyncio.create_task(self._tick(), name="store-leases")
+        self._planned_wake_s = self._clock.monotonic_s() + EXPIRY_CHECK_INTERVAL_S
+        self._ticking = asyncio.create_task(self._expire_leases(), name="store-leases")
         return self
 
     async def __aexit__(
@@ -81,12 +81,12 @@ class MemoryStore:
 
     async def get(self, key: str) -> KeyValue | None:
         check_key(key)
-        self._look_at_time()
+        self._advance_time()
         return self._machine.get(key)
 
     async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
         check_prefix(prefix)
-        self._look_at_time()
+        self._advance_time()
         return self._machine.revision, self._machine.range(prefix)
 
     async def delete(self, key: str) -> bool:
@@ -103,20 +103,20 @@ class MemoryStore:
         success_ops: Sequence[Operation],
         failure_ops: Sequence[Operation] = (),
     ) -> TransactionResult:
-        self._look_at_time()
+        self._advance_time()
         before = self._machine.revision
         result = self._machine.transaction(compares, success_ops, failure_ops)
         self._wake_watchers_after(before)
         return result
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        return self._machine.grant(ttl_s, self._look_at_time())
+        return self._machine.grant(ttl_s, self._advance_time())
 
     async def keep_alive(self, lease: LeaseId) -> float:
-        return self._machine.keep_alive(lease, self._look_at_time())
+        return self._machine.keep_alive(lease, self._advance_time())
 
     async def revoke(self, lease: LeaseId) -> None:
-        self._look_at_time()
+        self._advance_time()
         before = self._machine.revision
         self._machine.revoke(lease)
         self._wake_watchers_after(before)
@@ -139,7 +139,7 @@ class MemoryStore:
         while True:
             self._check_open()
             changed = self._changed
-            events, next_revision = self._machine.changes(prefix, next_revision, MAX_BATCH_BYTES)
+            events, next_revision = self._machine.read_history(prefix, next_revision, MAX_BATCH_BYTES)
             yield events, next_revision
             if next_revision > self._machine.revision and not self._is_closed:
                 await changed.wait()
@@ -152,20 +152,20 @@ class MemoryStore:
             await asyncio.wait([self._ticking])
             self._ticking = None
 
-    async def _tick(self) -> None:
+    async def _expire_leases(self) -> None:
         while True:
-            now_s = self._look_at_time()
+            now_s = self._advance_time()
             deadline_s = self._machine.next_deadline_s()
-            wait_s = TICK_S if deadline_s is None else min(TICK_S, max(0.0, deadline_s - now_s))
+            wait_s = EXPIRY_CHECK_INTERVAL_S if deadline_s is None else min(EXPIRY_CHECK_INTERVAL_S, max(0.0, deadline_s - now_s))
             self._planned_wake_s = now_s + wait_s
             await asyncio.sleep(wait_s)
 
-    def _look_at_time(self) -> float:
+    def _advance_time(self) -> float:
         """Now, after all that follows from it: leases extended if we were suspended, then expired."""
         self._check_open()
         now_s = self._clock.monotonic_s()
         lag_s = now_s - self._planned_wake_s
-        if lag_s > SUSPENDED_AFTER_S:
+        if lag_s > SUSPENSION_THRESHOLD_S:
             self._machine.extend_leases(lag_s)
             self._planned_wake_s = now_s  # the lag is paid for, once
         before = self._machine.revision

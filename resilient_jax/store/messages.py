@@ -9,11 +9,11 @@ from resilient_jax.transport.method import Method
 SERVICE = "rj.store"
 
 
-class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
+class StoreStatusRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Who are you?"""
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Which store this is, and how far it is."""
 
     store_id: str
@@ -66,10 +66,10 @@ class WatchBatch(msgspec.Struct, frozen=True, kw_only=True):
     events: list[WatchEvent]
 
 
-STATUS = Method("status", StatusRequest, Status)
+STATUS = Method("status", StoreStatusRequest, StoreStatus)
 RANGE = Method("range", RangeRequest, RangeReply)
 TRANSACTION = Method("transaction", TransactionRequest, TransactionResult)
 GRANT = Method("grant", GrantRequest, LeaseReply)
 KEEP_ALIVE = Method("keep_alive", LeaseRequest, LeaseReply)
 REVOKE = Method("revoke", LeaseRequest, LeaseReply)
-WATCH = Method("watch", WatchRequest, WatchBatch, streams=True)
+WATCH = Method("watch", WatchRequest, WatchBatch, is_streaming=True)

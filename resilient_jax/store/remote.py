@@ -34,7 +34,7 @@ from resilient_jax.store.messages import (
     GrantRequest,
     LeaseRequest,
     RangeRequest,
-    StatusRequest,
+    StoreStatusRequest,
     TransactionRequest,
     WatchBatch,
     WatchRequest,
@@ -43,14 +43,14 @@ from resilient_jax.transport import Channel, Credentials
 from resilient_jax.transport.method import Method, RequestT, ResponseT
 
 CALL_TIMEOUT_S = 5.0
-GIVE_UP_S = 5.0
-TRY_TIMEOUT_S = 2.0
+RESUME_TIMEOUT_S = 5.0
+ATTEMPT_TIMEOUT_S = 2.0
 """One try of `connect`: short, so that progress is told and a store that comes back is found."""
-SHORTEST_TRY_S = 0.25
+MIN_ATTEMPT_TIMEOUT_S = 0.25
 """The last try before a deadline may pass it by this much: enough to hear why, not only that time is up."""
-RETRY_PAUSE_S = 0.1
+RETRY_INTERVAL_S = 0.1
 
-OnProgress = Callable[[float, PeerUnreachable], None]
+OnConnectProgress = Callable[[float, PeerUnreachable], None]
 """Told, after each try that failed: seconds tried so far, and why."""
 
 
@@ -66,7 +66,7 @@ class RemoteStore:
         credentials: Credentials,
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        give_up_s: float = GIVE_UP_S,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
         clock: Clock | None = None,
     ) -> None:
         """Connects to nothing yet.
@@ -81,7 +81,7 @@ class RemoteStore:
         self.address = address
         self._channel = Channel(address, credentials)
         self._call_timeout_s = call_timeout_s
-        self._give_up_s = give_up_s
+        self._give_up_s = resume_timeout_s
         self._clock = clock if clock is not None else SystemClock()
         self._store_id = ""
         self._is_closed = False
@@ -91,11 +91,11 @@ class RemoteStore:
         cls,
         address: str,
         credentials: Credentials,
-        deadline_s: float,
-        on_progress: OnProgress | None = None,
+        timeout_s: float,
+        on_progress: OnConnectProgress | None = None,
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        give_up_s: float = GIVE_UP_S,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> Self:
         """A store that has answered once; tries again until then, for up to `deadline_s` seconds.
 
@@ -103,9 +103,9 @@ class RemoteStore:
             StoreUnreachable: it did not answer; names the address, the time, the last reason, what to do.
             TokenRefused: it answered that our token is wrong; at once.
         """
-        store = cls(address, credentials, call_timeout_s=call_timeout_s, give_up_s=give_up_s)
+        store = cls(address, credentials, call_timeout_s=call_timeout_s, give_up_s=resume_timeout_s)
         try:
-            await store._wait_status(deadline_s, on_progress)
+            await store._wait_status(timeout_s, on_progress)
         except BaseException:
             await store.close()
             raise
@@ -192,7 +192,7 @@ class RemoteStore:
                     f"answer for {now_s - broken_since_s:.1f} s: {broke}",
                     is_refused=broke.is_refused,
                 ) from broke
-            await asyncio.sleep(RETRY_PAUSE_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _watch_once(
         self, prefix: str, from_revision: Revision, limit_s: float
@@ -201,7 +201,7 @@ class RemoteStore:
         request = WatchRequest(prefix=prefix, from_revision=from_revision, store_id=self._store_id)
         async with contextlib.aclosing(self._channel.stream(SERVICE, WATCH, request)) as batches:
             try:
-                async with asyncio.timeout(max(SHORTEST_TRY_S, limit_s - self._clock.monotonic_s())):
+                async with asyncio.timeout(max(MIN_ATTEMPT_TIMEOUT_S, limit_s - self._clock.monotonic_s())):
                     first = await anext(batches)
             except TimeoutError as error:
                 raise PeerUnreachable(f"{self.address} did not answer a watch of {prefix!r}") from error
@@ -219,13 +219,13 @@ class RemoteStore:
     async def _call(self, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
         return await self._channel.call(SERVICE, method, request, timeout_s=self._call_timeout_s)
 
-    async def _wait_status(self, deadline_s: float, on_progress: OnProgress | None) -> None:
+    async def _wait_status(self, deadline_s: float, on_progress: OnConnectProgress | None) -> None:
         started_s = self._clock.monotonic_s()
         while True:
             left_s = started_s + deadline_s - self._clock.monotonic_s()
-            timeout_s = max(SHORTEST_TRY_S, min(TRY_TIMEOUT_S, left_s))
+            timeout_s = max(MIN_ATTEMPT_TIMEOUT_S, min(ATTEMPT_TIMEOUT_S, left_s))
             try:
-                status = await self._channel.call(SERVICE, STATUS, StatusRequest(), timeout_s=timeout_s)
+                status = await self._channel.call(SERVICE, STATUS, StoreStatusRequest(), timeout_s=timeout_s)
             except PeerUnreachable as error:
                 tried_s = self._clock.monotonic_s() - started_s
                 if on_progress is not None:
@@ -236,7 +236,7 @@ class RemoteStore:
                         "Check the address, that the process that serves the store runs there, and that no "
                         "firewall is between"
                     ) from error
-                await asyncio.sleep(RETRY_PAUSE_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
             else:
                 self._store_id = status.store_id
                 return

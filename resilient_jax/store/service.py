@@ -20,15 +20,15 @@ from resilient_jax.store.messages import (
     LeaseRequest,
     RangeReply,
     RangeRequest,
-    Status,
-    StatusRequest,
+    StoreStatus,
+    StoreStatusRequest,
     TransactionRequest,
     WatchBatch,
     WatchRequest,
 )
 from resilient_jax.transport import Server
 
-PROGRESS_EVERY_REVISIONS = 1000
+PROGRESS_INTERVAL_REVISIONS = 1000
 """A watcher of a quiet prefix hears this often how far the store is; else, resuming, it would ask for a
 revision that is long forgotten. Must stay well below machine.KEEP_REVISIONS."""
 
@@ -54,8 +54,8 @@ class _StoreService:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
 
-    async def status(self, request: StatusRequest) -> Status:
-        return Status(store_id=self._store.store_id, revision=self._store.revision)
+    async def status(self, request: StoreStatusRequest) -> StoreStatus:
+        return StoreStatus(store_id=self._store.store_id, revision=self._store.revision)
 
     async def range(self, request: RangeRequest) -> RangeReply:
         revision, key_values = await self._store.range(request.prefix)
@@ -88,7 +88,7 @@ class _StoreService:
                 if (
                     events
                     or told_revision is None
-                    or next_revision >= told_revision + PROGRESS_EVERY_REVISIONS
+                    or next_revision >= told_revision + PROGRESS_INTERVAL_REVISIONS
                 ):
                     told_revision = next_revision
                     yield WatchBatch(store_id=store_id, next_revision=next_revision, events=events)

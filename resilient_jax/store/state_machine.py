@@ -22,19 +22,19 @@ from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
     NO_LEASE,
     Compare,
-    Delete,
+    DeleteEvent,
     DeleteOp,
     DeleteResponse,
     KeyValue,
     Operation,
     OperationResponse,
-    Operator,
-    Put,
+    CompareOperator,
+    PutEvent,
     PutOp,
     PutResponse,
     RangeOp,
     RangeResponse,
-    Target,
+    CompareTarget,
     TransactionResult,
     WatchEvent,
     check_key,
@@ -50,7 +50,7 @@ EVENT_OVERHEAD_BYTES = 300
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class _Lease:
+class _LeaseState:
     ttl_s: float
     deadline_s: float
     keys: set[str] = dataclasses.field(default_factory=set)
@@ -65,7 +65,7 @@ class _Change:
     size_bytes: int
 
 
-class StoreMachine:
+class StoreStateMachine:
     """Keys, leases and history of one store."""
 
     def __init__(
@@ -89,7 +89,7 @@ class StoreMachine:
         self._compacted_revision = Revision(1)
         self._keys: dict[str, KeyValue] = {}
         self._sorted_keys: list[str] = []
-        self._leases: dict[LeaseId, _Lease] = {}
+        self._leases: dict[LeaseId, _LeaseState] = {}
         self._next_lease = first_lease
         self._history: collections.deque[_Change] = collections.deque()
         self._history_bytes = 0
@@ -118,7 +118,7 @@ class StoreMachine:
             raise CallerError(f"a lease lives a positive number of seconds, found {ttl_s}")
         lease = self._next_lease
         self._next_lease = LeaseId(lease + 1)
-        self._leases[lease] = _Lease(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
+        self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
         return lease
 
     def keep_alive(self, lease: LeaseId, now_s: float) -> float:
@@ -160,7 +160,7 @@ class StoreMachine:
         """When the next lease ends; None without leases."""
         return min((held.deadline_s for held in self._leases.values()), default=None)
 
-    def _live_lease(self, lease: LeaseId) -> _Lease:
+    def _live_lease(self, lease: LeaseId) -> _LeaseState:
         held = self._leases.get(lease)
         if held is None:
             raise LeaseExpired(f"lease {lease} is gone: it expired, was revoked, or is of another store")
@@ -203,15 +203,15 @@ class StoreMachine:
     def _holds(self, compare: Compare) -> bool:
         found = self._keys.get(compare.key)
         match compare.target:
-            case Target.VALUE:
+            case CompareTarget.VALUE:
                 if found is None:
                     return False
                 return _compare(found.value, compare.op, compare.value)
-            case Target.VERSION:
+            case CompareTarget.VERSION:
                 return _compare(found.version if found else 0, compare.op, compare.value)
-            case Target.CREATE_REVISION:
+            case CompareTarget.CREATE_REVISION:
                 return _compare(found.create_revision if found else 0, compare.op, compare.value)
-            case Target.MOD_REVISION:
+            case CompareTarget.MOD_REVISION:
                 return _compare(found.mod_revision if found else 0, compare.op, compare.value)
             case _:
                 assert_never(compare.target)
@@ -224,7 +224,7 @@ class StoreMachine:
             match operation:
                 case PutOp():
                     written = self._put(operation, revision)
-                    events.append(Put(key_value=written))
+                    events.append(PutEvent(key_value=written))
                     responses.append(PutResponse(key_value=written))
                 case DeleteOp():
                     deleted = [self._delete(key, revision) for key in self._selected(operation)]
@@ -269,16 +269,16 @@ class StoreMachine:
         self._keys[operation.key] = written
         return written
 
-    def _delete(self, key: str, revision: Revision) -> Delete:
+    def _delete(self, key: str, revision: Revision) -> DeleteEvent:
         before = self._keys.pop(key)
         del self._sorted_keys[bisect.bisect_left(self._sorted_keys, key)]
         if before.lease != NO_LEASE:
             self._leases[before.lease].keys.discard(key)
-        return Delete(key=key, mod_revision=revision)
+        return DeleteEvent(key=key, mod_revision=revision)
 
     # History
 
-    def changes(
+    def read_history(
         self, prefix: str, from_revision: Revision, max_bytes: int
     ) -> tuple[list[WatchEvent], Revision]:
         """Events of keys that begin with `prefix`, from `from_revision` on, in order.
@@ -333,19 +333,19 @@ class StoreMachine:
 
 
 def _size_bytes(event: WatchEvent) -> int:
-    value_bytes = len(event.key_value.value) if isinstance(event, Put) else 0
+    value_bytes = len(event.key_value.value) if isinstance(event, PutEvent) else 0
     return EVENT_OVERHEAD_BYTES + len(event.key) + value_bytes
 
 
-def _compare(found: bytes | int, op: Operator, expected: bytes | int) -> bool:
+def _compare(found: bytes | int, op: CompareOperator, expected: bytes | int) -> bool:
     match op:
-        case Operator.EQUAL:
+        case CompareOperator.EQUAL:
             return found == expected
-        case Operator.NOT_EQUAL:
+        case CompareOperator.NOT_EQUAL:
             return found != expected
-        case Operator.GREATER:
+        case CompareOperator.GREATER:
             return found > expected  # type: ignore[operator] Compare checks that both are of one type
-        case Operator.LESS:
+        case CompareOperator.LESS:
             return found < expected  # type: ignore[operator] Compare checks that both are of one type
         case _:
             assert_never(op)

@@ -19,11 +19,11 @@ from itertools import combinations
 from resilient_jax.erasure.buffers import Buffer
 from resilient_jax.erasure.decoding import decode
 from resilient_jax.erasure.encoding import encode
-from resilient_jax.erasure.errors import CodeError
+from resilient_jax.erasure.errors import ErasureCodeError
 from resilient_jax.erasure.kernel import Kernel
-from resilient_jax.erasure.matrix import Matrix, combine
+from resilient_jax.erasure.matrix import Matrix, linear_combination
 from resilient_jax.erasure.reed_solomon import ReedSolomon
-from resilient_jax.erasure.reference_codec import reference_codec
+from resilient_jax.erasure.reference_codec import make_reference_codec
 
 CODE = ReedSolomon(3, 2)
 """Where one shape is enough."""
@@ -34,21 +34,21 @@ LONG_BYTES = 2**20 + 3
 GUARD_BYTES = 64
 """Before and after each destination, to see what was written that should not be."""
 
-Check = Callable[[Kernel], None]
+KernelCheck = Callable[[Kernel], None]
 
 
-def random_buffers(count: int, length: int, seed: int = 0) -> list[bytes]:
+def make_random_buffers(count: int, length: int, seed: int = 0) -> list[bytes]:
     """The same buffers for the same arguments."""
     source = random.Random(f"{count} {length} {seed}")
     return [source.randbytes(length) for _ in range(count)]
 
 
-def expected_product(matrix: Matrix, sources: Sequence[bytes]) -> list[bytes]:
+def compute_expected(matrix: Matrix, sources: Sequence[bytes]) -> list[bytes]:
     """What `apply` should write, by tables in plain Python."""
-    return [combine(row, sources, bytes(len(sources[0]))) for row in matrix]
+    return [linear_combination(row, sources, bytes(len(sources[0]))) for row in matrix]
 
 
-def applied(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> list[bytes]:
+def apply_guarded(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> list[bytes]:
     """What `apply` writes to new memory. Fails if it writes outside, or to a source."""
     length = len(sources[0])
     before = [bytes(source) for source in sources]
@@ -62,9 +62,9 @@ def applied(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> list[b
 
 def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
     for code in (ReedSolomon(1, 1), CODE, ReedSolomon(2, 7), ReedSolomon(20, 2)):
-        data = random_buffers(code.k, 48)
-        parity = applied(kernel, code.parity_matrix, data)
-        codec = reference_codec(code)
+        data = make_random_buffers(code.k, 48)
+        parity = apply_guarded(kernel, code.parity_matrix, data)
+        codec = make_reference_codec(code)
         for column in range(48):
             word = codec.encode(bytes(shard[column] for shard in data))
             assert bytes(shard[column] for shard in parity) == word[code.k :]
@@ -72,48 +72,48 @@ def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
 
 def check_every_length_works(kernel: Kernel) -> None:
     for length in LENGTHS:
-        sources = random_buffers(CODE.k, length)
-        found = applied(kernel, CODE.parity_matrix, sources)
-        assert found == expected_product(CODE.parity_matrix, sources), f"{length} bytes"
+        sources = make_random_buffers(CODE.k, length)
+        found = apply_guarded(kernel, CODE.parity_matrix, sources)
+        assert found == compute_expected(CODE.parity_matrix, sources), f"{length} bytes"
 
 
 def check_every_alignment_works(kernel: Kernel) -> None:
     for offset in (1, 3, 8, 17):
-        room = [memoryview(buffer) for buffer in random_buffers(CODE.k, 1000)]
+        room = [memoryview(buffer) for buffer in make_random_buffers(CODE.k, 1000)]
         sources = [view[offset + i : offset + i + 321] for i, view in enumerate(room)]
-        expected = expected_product(CODE.parity_matrix, [bytes(view) for view in sources])
-        assert applied(kernel, CODE.parity_matrix, sources) == expected, f"offset {offset}"
+        expected = compute_expected(CODE.parity_matrix, [bytes(view) for view in sources])
+        assert apply_guarded(kernel, CODE.parity_matrix, sources) == expected, f"offset {offset}"
 
 
 def check_long_buffers_are_done_to_the_end(kernel: Kernel) -> None:
-    sources = random_buffers(CODE.k, LONG_BYTES)
-    assert applied(kernel, CODE.parity_matrix, sources) == expected_product(CODE.parity_matrix, sources)
+    sources = make_random_buffers(CODE.k, LONG_BYTES)
+    assert apply_guarded(kernel, CODE.parity_matrix, sources) == compute_expected(CODE.parity_matrix, sources)
 
 
 def check_every_element_multiplies_every_element(kernel: Kernel) -> None:
     every_byte = bytes(range(256))
     matrix = tuple(bytes([factor]) for factor in range(256))
-    assert applied(kernel, matrix, [every_byte]) == expected_product(matrix, [every_byte])
+    assert apply_guarded(kernel, matrix, [every_byte]) == compute_expected(matrix, [every_byte])
 
 
 def check_zero_rows_clear_and_unit_rows_copy(kernel: Kernel) -> None:
-    sources = random_buffers(3, 100)
-    assert applied(kernel, (bytes(3), b"\x00\x01\x00"), sources) == [bytes(100), sources[1]]
+    sources = make_random_buffers(3, 100)
+    assert apply_guarded(kernel, (bytes(3), b"\x00\x01\x00"), sources) == [bytes(100), sources[1]]
 
 
 def check_accumulating_adds_to_what_is_there(kernel: Kernel) -> None:
-    sources = random_buffers(CODE.k, LONG_BYTES)
-    destinations = [bytearray(buffer) for buffer in random_buffers(CODE.m, LONG_BYTES, seed=1)]
+    sources = make_random_buffers(CODE.k, LONG_BYTES)
+    destinations = [bytearray(buffer) for buffer in make_random_buffers(CODE.m, LONG_BYTES, seed=1)]
     start = [bytes(buffer) for buffer in destinations]
     kernel.apply(CODE.parity_matrix, sources, destinations, accumulate=True)
-    product = expected_product(CODE.parity_matrix, sources)
-    assert destinations == [combine(b"\x01", [a], b) for a, b in zip(start, product, strict=True)]
+    product = compute_expected(CODE.parity_matrix, sources)
+    assert destinations == [linear_combination(b"\x01", [a], b) for a, b in zip(start, product, strict=True)]
     kernel.apply(CODE.parity_matrix, sources, destinations, accumulate=True)
     assert destinations == start
 
 
 def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
-    data = random_buffers(CODE.k, 77)
+    data = make_random_buffers(CODE.k, 77)
     parity = [bytearray(77) for _ in range(CODE.m)]
     encode(CODE, kernel, data, parity)
     stripe = dict(enumerate([*data, *parity]))
@@ -125,10 +125,10 @@ def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
 
 
 def check_a_source_may_be_given_twice(kernel: Kernel) -> None:
-    (buffer,) = random_buffers(1, 50)
-    assert applied(kernel, (b"\x01\x01", b"\x02\x01"), [buffer, buffer]) == [
+    (buffer,) = make_random_buffers(1, 50)
+    assert apply_guarded(kernel, (b"\x01\x01", b"\x02\x01"), [buffer, buffer]) == [
         bytes(50),
-        combine(b"\x03", [buffer], bytes(50)),
+        linear_combination(b"\x03", [buffer], bytes(50)),
     ]
 
 
@@ -137,7 +137,7 @@ def check_no_rows_do_nothing(kernel: Kernel) -> None:
 
 
 def check_threads_share_a_kernel(kernel: Kernel) -> None:
-    sources = [memoryview(buffer) for buffer in random_buffers(CODE.k, 4 * 4096)]
+    sources = [memoryview(buffer) for buffer in make_random_buffers(CODE.k, 4 * 4096)]
     parity = [bytearray(4 * 4096) for _ in range(CODE.m)]
 
     def encode_range(start: int) -> None:
@@ -146,7 +146,7 @@ def check_threads_share_a_kernel(kernel: Kernel) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(encode_range, range(0, 4 * 4096, 4096)))
-    assert parity == expected_product(CODE.parity_matrix, [bytes(view) for view in sources])
+    assert parity == compute_expected(CODE.parity_matrix, [bytes(view) for view in sources])
 
 
 def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Kernel) -> None:
@@ -197,14 +197,14 @@ def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Ker
 
 
 def check_memory_side_by_side_is_no_overlap(kernel: Kernel) -> None:
-    room = bytearray(random_buffers(1, 4 * 33)[0])
+    room = bytearray(make_random_buffers(1, 4 * 33)[0])
     parts = [memoryview(room)[i : i + 33] for i in range(0, len(room), 33)]
-    expected = combine(b"\x01\x01", [bytes(parts[0]), bytes(parts[2])], bytes(33))
+    expected = linear_combination(b"\x01\x01", [bytes(parts[0]), bytes(parts[2])], bytes(33))
     kernel.apply((b"\x01\x01", b"\x00\x01"), [parts[0], parts[2]], [parts[1], parts[3]])
     assert [bytes(parts[1]), bytes(parts[3])] == [expected, bytes(parts[2])]
 
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[KernelCheck, ...] = (
     check_parity_is_that_of_reedsolo,
     check_every_length_works,
     check_every_alignment_works,
@@ -224,7 +224,7 @@ CHECKS: tuple[Check, ...] = (
 def _refusal(kernel: Kernel, matrix: Matrix, sources: list[Buffer], destinations: list[Buffer]) -> str:
     try:
         kernel.apply(matrix, sources, destinations)
-    except CodeError as error:
+    except ErasureCodeError as error:
         return str(error)
     return "nothing was refused"
 

@@ -19,20 +19,20 @@ from resilient_jax.errors import CallerError, CompactedRevision, LeaseExpired, P
 from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
     Compare,
-    Delete,
+    DeleteEvent,
     DeleteOp,
     DeleteResponse,
-    Operator,
-    Put,
+    CompareOperator,
+    PutEvent,
     PutOp,
     PutResponse,
     RangeOp,
     RangeResponse,
     Store,
-    Target,
+    CompareTarget,
     WatchEvent,
-    is_absent,
-    is_unchanged,
+    require_absent,
+    require_unchanged,
 )
 
 WAIT_S = 10.0
@@ -49,7 +49,7 @@ class OpenStore(Protocol):
     def __call__(self, *, keep_revisions: int = 10_000) -> AbstractAsyncContextManager[Store]: ...
 
 
-Check = Callable[[OpenStore], Awaitable[None]]
+StoreCheck = Callable[[OpenStore], Awaitable[None]]
 
 
 async def check_a_put_is_read_back_with_its_revisions(open_store: OpenStore) -> None:
@@ -142,17 +142,17 @@ async def check_compare_operators(open_store: OpenStore) -> None:
     async with open_store() as store:
         created = await store.put("a", b"m")
         changed = await store.put("a", b"m")
-        middles: dict[Target, tuple[bytes | int, bytes | int, bytes | int]] = {
-            Target.VALUE: (b"l", b"m", b"ma"),
-            Target.VERSION: (1, 2, 3),
-            Target.CREATE_REVISION: (created - 1, created, created + 1),
-            Target.MOD_REVISION: (changed - 1, changed, changed + 1),
+        middles: dict[CompareTarget, tuple[bytes | int, bytes | int, bytes | int]] = {
+            CompareTarget.VALUE: (b"l", b"m", b"ma"),
+            CompareTarget.VERSION: (1, 2, 3),
+            CompareTarget.CREATE_REVISION: (created - 1, created, created + 1),
+            CompareTarget.MOD_REVISION: (changed - 1, changed, changed + 1),
         }
         expected = {
-            Operator.EQUAL: (False, True, False),
-            Operator.NOT_EQUAL: (True, False, True),
-            Operator.GREATER: (True, False, False),
-            Operator.LESS: (False, False, True),
+            CompareOperator.EQUAL: (False, True, False),
+            CompareOperator.NOT_EQUAL: (True, False, True),
+            CompareOperator.GREATER: (True, False, False),
+            CompareOperator.LESS: (False, False, True),
         }
         for target, operands in middles.items():
             for operator, outcomes in expected.items():
@@ -163,11 +163,11 @@ async def check_compare_operators(open_store: OpenStore) -> None:
 
 async def check_an_absent_key_compares_as_zero_and_its_value_never(open_store: OpenStore) -> None:
     async with open_store() as store:
-        for target in (Target.VERSION, Target.CREATE_REVISION, Target.MOD_REVISION):
-            assert (await store.transaction([Compare("a", target, Operator.EQUAL, 0)], [])).succeeded
-            assert not (await store.transaction([Compare("a", target, Operator.GREATER, 0)], [])).succeeded
-        for operator in Operator:
-            result = await store.transaction([Compare("a", Target.VALUE, operator, b"")], [])
+        for target in (CompareTarget.VERSION, CompareTarget.CREATE_REVISION, CompareTarget.MOD_REVISION):
+            assert (await store.transaction([Compare("a", target, CompareOperator.EQUAL, 0)], [])).succeeded
+            assert not (await store.transaction([Compare("a", target, CompareOperator.GREATER, 0)], [])).succeeded
+        for operator in CompareOperator:
+            result = await store.transaction([Compare("a", CompareTarget.VALUE, operator, b"")], [])
             assert not result.succeeded, operator
 
 
@@ -175,7 +175,7 @@ async def check_a_transaction_is_one_revision(open_store: OpenStore) -> None:
     async with open_store() as store:
         before = await store.put("old", b"0")
         result = await store.transaction(
-            [is_absent("new")],
+            [require_absent("new")],
             [PutOp("new", b"1"), DeleteOp("old"), PutOp("more", b"2"), RangeOp("", is_prefix=True)],
         )
         assert result.succeeded
@@ -196,7 +196,7 @@ async def check_a_failed_compare_runs_the_other_branch_only(open_store: OpenStor
     async with open_store() as store:
         await store.put("a", b"1")
         result = await store.transaction(
-            [is_absent("b"), is_absent("a")], [PutOp("won", b"")], [PutOp("lost", b"")]
+            [require_absent("b"), require_absent("a")], [PutOp("won", b"")], [PutOp("lost", b"")]
         )
         assert not result.succeeded
         assert await store.get("won") is None
@@ -226,7 +226,7 @@ async def check_of_concurrent_transactions_one_wins(open_store: OpenStore) -> No
     async with open_store() as store:
         names = [f"host-{index}" for index in range(20)]
         results = await asyncio.gather(
-            *(store.transaction([is_absent("leader")], [PutOp("leader", n.encode())]) for n in names)
+            *(store.transaction([require_absent("leader")], [PutOp("leader", n.encode())]) for n in names)
         )
         winners = [name for name, result in zip(names, results, strict=True) if result.succeeded]
         leader = await store.get("leader")
@@ -243,7 +243,7 @@ async def check_no_concurrent_increment_is_lost(open_store: OpenStore) -> None:
                 found = await store.get("count")
                 assert found is not None
                 more = str(int(found.value) + 1).encode()
-                if (await store.transaction([is_unchanged(found)], [PutOp("count", more)])).succeeded:
+                if (await store.transaction([require_unchanged(found)], [PutOp("count", more)])).succeeded:
                     return
 
         async with asyncio.timeout(WAIT_S):
@@ -261,7 +261,7 @@ async def check_an_expired_lease_deletes_its_keys_in_one_revision(open_store: Op
         last = await store.put("held/a", b"", lease)
         async with contextlib.aclosing(store.watch("held/", Revision(last + 1))) as batches:
             deleted = await _next(batches)
-        assert deleted == [Delete(key=key, mod_revision=Revision(last + 1)) for key in ("held/a", "held/b")]
+        assert deleted == [DeleteEvent(key=key, mod_revision=Revision(last + 1)) for key in ("held/a", "held/b")]
         _, found = await store.range("")
         assert [entry.key for entry in found] == ["other"]
         await _expect(LeaseExpired, store.keep_alive(lease))
@@ -326,7 +326,7 @@ async def check_a_watch_replays_and_goes_on_without_gap_or_double(open_store: Op
         async with contextlib.aclosing(watch) as batches, asyncio.TaskGroup() as tasks:
             tasks.create_task(write_more())
             events = await _events(batches, 60)
-        values = [int(event.key_value.value) for event in events if isinstance(event, Put)]
+        values = [int(event.key_value.value) for event in events if isinstance(event, PutEvent)]
         assert values == list(range(60))
 
 
@@ -352,7 +352,7 @@ async def check_two_watchers_see_the_same(open_store: OpenStore) -> None:
             await store.delete("3")
             first, second = await asyncio.gather(*tasks)
         assert first == second
-        assert first[-1] == Delete(key="3", mod_revision=Revision(start + 11))
+        assert first[-1] == DeleteEvent(key="3", mod_revision=Revision(start + 11))
 
 
 async def check_a_forgotten_revision_is_refused_not_skipped(open_store: OpenStore) -> None:
@@ -380,8 +380,8 @@ async def check_a_closed_store_ends_its_watches_with_an_error(open_store: OpenSt
         await store.close()
 
 
-CHECKS: tuple[Check, ...] = tuple(
-    cast(Check, value) for name, value in list(globals().items()) if name.startswith("check_")
+CHECKS: tuple[StoreCheck, ...] = tuple(
+    cast(StoreCheck, value) for name, value in list(globals().items()) if name.startswith("check_")
 )
 """Every promise of the interface."""
 

@@ -11,7 +11,7 @@ from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.method import Method
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.sync_channel import SyncChannel
-from resilient_jax.transport.sync_server import ThreadServer
+from resilient_jax.transport.sync_server import SyncServer
 
 __all__ = [
     "BulkChannel",
@@ -21,6 +21,6 @@ __all__ = [
     "Method",
     "Server",
     "SyncChannel",
-    "ThreadServer",
+    "SyncServer",
     "TlsFiles",
 ]

@@ -10,17 +10,17 @@ from resilient_jax.errors import MessageError, Unauthenticated
 from resilient_jax.events import EventKind
 from resilient_jax.transport.method import AnyMethod, decode
 
-TOKEN_KEY = "rj-token"
+TOKEN_METADATA_KEY = "rj-token"
 MAX_PEERS_REPORTED = 1000
 """Bounds our memory when someone scans us from many addresses; further refusals are only counted."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
-EventDetail = dict[str, str | int | float | bool]
-OnEvent = Callable[[EventKind, EventDetail], None]
+EventFields = dict[str, str | int | float | bool]
+OnEvent = Callable[[EventKind, EventFields], None]
 """Told what the transport saw; the owner adds host and time. Called from gRPC's threads by a ThreadServer."""
 
 
-class Gate:
+class Authenticator:
     """Checks tokens and counts refusals. Safe to share between threads."""
 
     def __init__(self, token: str, on_event: OnEvent | None) -> None:
@@ -30,12 +30,12 @@ class Gate:
         self._refusals: collections.Counter[tuple[EventKind, str]] = collections.Counter()
 
     @property
-    def tokens_refused(self) -> int:
+    def num_unauthenticated(self) -> int:
         """How many calls had no token or a wrong one."""
         with self._lock:
             return sum(n for (kind, _), n in self._refusals.items() if kind is EventKind.REQUEST_UNAUTHENTICATED)
 
-    def admit(self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str) -> Any:  # noqa: ANN401 an instance of method.request
+    def decode_authenticated(self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str) -> Any:  # noqa: ANN401 an instance of method.request
         """The request in `data`, if the call may pass.
 
         Raises:
@@ -50,7 +50,7 @@ class Gate:
             raise
 
     def _check_token(self, metadata: Metadata, peer: str, path: str) -> None:
-        token = next((value for key, value in metadata if key == TOKEN_KEY), None)
+        token = next((value for key, value in metadata if key == TOKEN_METADATA_KEY), None)
         if token is None:
             reason = "it is missing"
         elif not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
@@ -60,9 +60,9 @@ class Gate:
         self._report(EventKind.REQUEST_UNAUTHENTICATED, peer, {"method": path, "reason": f"token: {reason}"})
         raise Unauthenticated(reason)
 
-    def _report(self, kind: EventKind, peer: str, detail: EventDetail) -> None:
+    def _report(self, kind: EventKind, peer: str, detail: EventFields) -> None:
         """Tells the owner about `peer`, the first time that `kind` happens with its address."""
-        host = peer_host(peer)
+        host = parse_peer_host(peer)
         with self._lock:
             is_known = (kind, host) in self._refusals
             key = host if is_known or len(self._refusals) < MAX_PEERS_REPORTED else "others"
@@ -72,7 +72,7 @@ class Gate:
             self._on_event(kind, {"peer": key, **detail})
 
 
-def peer_host(peer: str) -> str:
+def parse_peer_host(peer: str) -> str:
     """The address in gRPC's name of a peer, without the port, which is new with each connection.
 
     Example:

@@ -11,23 +11,23 @@ import msgspec
 from resilient_jax.erasure import choose_checksum
 from resilient_jax.errors import ChecksumMismatch, InternalError, MessageError, PeerUnreachable
 from resilient_jax.transport.bulk_protocol import (
-    HEAD_DECODER,
-    Body,
-    LateError,
-    Refused,
-    client_context,
-    prepare,
+    HEADER_DECODER,
+    BulkHeader,
+    DeadlineExceeded,
+    BulkRefusal,
+    make_client_context,
+    configure_socket,
     receive_frame,
     receive_into,
-    send,
+    send_all,
     send_frame,
-    shut_down,
+    shut_down_socket,
 )
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.error_codec import ERROR_CLASSES
-from resilient_jax.transport.server_address import split_address
+from resilient_jax.transport.server_address import parse_address
 
-CONNECT_S: Final = 10.0
+CONNECT_TIMEOUT_S: Final = 10.0
 
 
 class BulkChannel:
@@ -46,7 +46,7 @@ class BulkChannel:
         """
         self._address = address
         self._ticket = ticket
-        self._tls = client_context(credentials.tls) if credentials.tls is not None else None
+        self._tls = make_client_context(credentials.tls) if credentials.tls is not None else None
         self._server_name = credentials.tls.server_name if credentials.tls is not None else None
         self._lock = threading.Lock()  # guards what follows
         self._idle: list[socket.socket] = []
@@ -62,25 +62,25 @@ class BulkChannel:
             PeerUnreachable: the peer is gone, or did not answer in time, or this channel is closed.
             ResilientJaxError: what the peer raised.
         """
-        connection = self._take(time.monotonic() + min(CONNECT_S, timeout_s))
+        connection = self._acquire(time.monotonic() + min(CONNECT_TIMEOUT_S, timeout_s))
         is_whole = False
         try:
             end_s = time.monotonic() + timeout_s
             send_frame(connection, request, end_s)
             head = self._decode(receive_frame(connection, end_s))
-            if isinstance(head, Refused):
+            if isinstance(head, BulkRefusal):
                 is_whole = True
                 raise ERROR_CLASSES.get(head.error, InternalError)(head.message)
             if head.length != len(out):
                 raise MessageError(f"{self._address} sends {head.length} bytes, expected {len(out)}")
             receive_into(connection, out, end_s)
             is_whole = True
-        except LateError as error:
+        except DeadlineExceeded as error:
             raise PeerUnreachable(f"{self._address} did not answer a read within {timeout_s} s") from error
         except (OSError, EOFError) as error:
             raise PeerUnreachable(f"{self._address} broke off a read: {error}") from error
         finally:
-            self._give_back(connection, is_whole=is_whole)
+            self._release(connection, is_whole=is_whole)
         if head.checksum is None:
             return
         found = choose_checksum(head.checksum).compute(out)
@@ -96,11 +96,11 @@ class BulkChannel:
             self._closed = True
             idle, self._idle = self._idle, []
             for connection in self._used:  # whoever reads, or connects, wakes and closes it
-                shut_down(connection)
+                shut_down_socket(connection)
         for connection in idle:
             connection.close()
 
-    def _take(self, end_s: float) -> socket.socket:
+    def _acquire(self, end_s: float) -> socket.socket:
         """A connection that nobody else uses. One that was idle may be broken by now: then it is seen here."""
         while True:
             with self._lock:
@@ -111,10 +111,10 @@ class BulkChannel:
                 self._used.add(connection)
             if _is_quiet(connection):
                 return connection
-            self._give_back(connection, is_whole=False)
+            self._release(connection, is_whole=False)
         return self._connect(end_s)
 
-    def _give_back(self, connection: socket.socket, *, is_whole: bool) -> None:
+    def _release(self, connection: socket.socket, *, is_whole: bool) -> None:
         """To be used again if nothing of an answer is still to come."""
         with self._lock:
             self._used.discard(connection)
@@ -129,7 +129,7 @@ class BulkChannel:
 
     def _connect(self, end_s: float) -> socket.socket:
         """A new connection, to the first of the name's addresses that takes it."""
-        host, port = split_address(self._address)
+        host, port = parse_address(self._address)
         failure: OSError | None = None
         try:
             for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -160,10 +160,10 @@ class BulkChannel:
                 plain = connection
                 connection = self._tls.wrap_socket(plain, server_hostname=self._server_name or host)
                 self._use(connection, instead_of=plain)
-            prepare(connection)
-            send(connection, self._ticket, end_s)
+            configure_socket(connection)
+            send_all(connection, self._ticket, end_s)
         except BaseException:
-            self._give_back(connection, is_whole=False)
+            self._release(connection, is_whole=False)
             raise
         return connection
 
@@ -173,9 +173,9 @@ class BulkChannel:
             self._used.add(connection)
             self._check_open()
 
-    def _decode(self, head: bytes) -> Body | Refused:
+    def _decode(self, head: bytes) -> BulkHeader | BulkRefusal:
         try:
-            return HEAD_DECODER.decode(head)
+            return HEADER_DECODER.decode(head)
         except msgspec.DecodeError as error:
             raise MessageError(
                 f"{self._address} answered a bulk read with something else ({error}); does it run the same version "

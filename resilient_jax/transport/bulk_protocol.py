@@ -20,17 +20,17 @@ import msgspec
 from resilient_jax.erasure import ChecksumName
 from resilient_jax.errors import MessageError
 from resilient_jax.protocol.framing import HEADER, frame
-from resilient_jax.transport.credentials import TlsFiles, check_pem
+from resilient_jax.transport.credentials import TlsFiles, check_pem_files
 
 TICKET_BYTES: Final = 16
-HEAD_LIMIT_BYTES: Final = 65_536
+MAX_FRAME_BYTES: Final = 65_536
 """A longer request or head is not one of ours."""
 TLS_ALERT: Final = b"\x15\x03"
 """With this begins what a server with TLS says to a client without (RFC 8446, 5.1). As a length it would be 350 MB."""
 _TIMEVAL: Final = struct.Struct("ll")
 
 
-class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class BulkHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """So many bytes follow.
 
     Attributes:
@@ -43,33 +43,33 @@ class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     digest: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class BulkRefusal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """None follow, because of an error of ours by the name of its class."""
 
     error: str
     message: str
 
 
-HEAD_DECODER: Final[msgspec.msgpack.Decoder[Body | Refused]] = msgspec.msgpack.Decoder(Body | Refused)
+HEADER_DECODER: Final[msgspec.msgpack.Decoder[BulkHeader | BulkRefusal]] = msgspec.msgpack.Decoder(BulkHeader | BulkRefusal)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class LateError(OSError):
+class DeadlineExceeded(OSError):
     """The other side took longer than the deadline."""
 
 
-def prepare(connection: socket.socket) -> None:
+def configure_socket(connection: socket.socket) -> None:
     """Sets what both ends want of a connected socket."""
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def send_frame(connection: socket.socket, message: msgspec.Struct, end_s: float) -> None:
+def send_frame(connection: socket.socket, message: msgspec.Struct, deadline_s: float) -> None:
     """Sends a request or a head."""
-    send(connection, frame(_ENCODER.encode(message)), end_s)
+    send_all(connection, frame(_ENCODER.encode(message)), deadline_s)
 
 
-def send(connection: socket.socket, data: bytes | memoryview, end_s: float) -> None:
+def send_all(connection: socket.socket, data: bytes | memoryview, deadline_s: float) -> None:
     """Sends all of it.
 
     Raises:
@@ -79,7 +79,7 @@ def send(connection: socket.socket, data: bytes | memoryview, end_s: float) -> N
     left = memoryview(data)
     while left:
         _set_deadline(
-            connection, socket.SO_SNDTIMEO, end_s
+            connection, socket.SO_SNDTIMEO, deadline_s
         )  # each time: the kernel's timer starts anew with a call
         try:
             left = left[connection.send(left) :]
@@ -87,7 +87,7 @@ def send(connection: socket.socket, data: bytes | memoryview, end_s: float) -> N
             continue  # the deadline says whether to go on
 
 
-def receive_frame(connection: socket.socket, end_s: float) -> bytes:
+def receive_frame(connection: socket.socket, deadline_s: float) -> bytes:
     """A request or a head, still encoded.
 
     Raises:
@@ -96,18 +96,18 @@ def receive_frame(connection: socket.socket, end_s: float) -> bytes:
         LateError, OSError, EOFError: as `receive_into`.
     """
     header = bytearray(HEADER.size)
-    receive_into(connection, memoryview(header), end_s)
+    receive_into(connection, memoryview(header), deadline_s)
     if header.startswith(TLS_ALERT):
         raise EOFError("the other side uses TLS and we do not; give this process the job's certificates too")
     (length,) = HEADER.unpack(header)
-    if length > HEAD_LIMIT_BYTES:
-        raise MessageError(f"bulk frame of {length} bytes, expected {HEAD_LIMIT_BYTES} at most")
+    if length > MAX_FRAME_BYTES:
+        raise MessageError(f"bulk frame of {length} bytes, expected {MAX_FRAME_BYTES} at most")
     message = bytearray(length)
-    receive_into(connection, memoryview(message), end_s)
+    receive_into(connection, memoryview(message), deadline_s)
     return bytes(message)
 
 
-def receive_into(connection: socket.socket, out: memoryview, end_s: float) -> None:
+def receive_into(connection: socket.socket, out: memoryview, deadline_s: float) -> None:
     """Fills `out`.
 
     Raises:
@@ -117,7 +117,7 @@ def receive_into(connection: socket.socket, out: memoryview, end_s: float) -> No
     """
     filled = 0
     while filled < len(out):
-        _set_deadline(connection, socket.SO_RCVTIMEO, end_s)
+        _set_deadline(connection, socket.SO_RCVTIMEO, deadline_s)
         try:
             got = connection.recv_into(out[filled:], 0, *_wait_all(connection))
         except (BlockingIOError, TimeoutError):
@@ -127,7 +127,7 @@ def receive_into(connection: socket.socket, out: memoryview, end_s: float) -> No
         filled += got
 
 
-def shut_down(connection: socket.socket) -> None:
+def shut_down_socket(connection: socket.socket) -> None:
     """Wakes whoever waits on it. Of the socket itself: TLS would forget its keys first, and a thread that sends just
     then would go on in the clear.
     """
@@ -135,7 +135,7 @@ def shut_down(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def server_context(tls: TlsFiles) -> ssl.SSLContext:
+def make_server_context(tls: TlsFiles) -> ssl.SSLContext:
     """For a server that refuses clients without a certificate.
 
     Raises:
@@ -147,7 +147,7 @@ def server_context(tls: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def client_context(tls: TlsFiles) -> ssl.SSLContext:
+def make_client_context(tls: TlsFiles) -> ssl.SSLContext:
     """For a client that checks the server's certificate and name.
 
     Raises:
@@ -159,7 +159,7 @@ def client_context(tls: TlsFiles) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, tls: TlsFiles) -> None:
-    check_pem(tls)
+    check_pem_files(tls)
     context.load_cert_chain(tls.certificate, tls.key)
     context.load_verify_locations(tls.authority)
 
@@ -169,13 +169,13 @@ def _wait_all(connection: socket.socket) -> tuple[int, ...]:
     return () if isinstance(connection, ssl.SSLSocket) else (socket.MSG_WAITALL,)
 
 
-def _set_deadline(connection: socket.socket, option: int, end_s: float) -> None:
+def _set_deadline(connection: socket.socket, option: int, deadline_s: float) -> None:
     """By the kernel's own timer: Python's would make the socket one that never waits, and wait beside it. TLS in
     Python knows only the latter.
     """
-    left_s = end_s - time.monotonic()
+    left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise LateError("the deadline has passed")
+        raise DeadlineExceeded("the deadline has passed")
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(left_s)
         return

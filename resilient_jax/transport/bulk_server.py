@@ -17,37 +17,37 @@ from resilient_jax.erasure import Checksum
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.transport.bulk_protocol import (
     TICKET_BYTES,
-    Body,
-    Refused,
-    prepare,
+    BulkHeader,
+    BulkRefusal,
+    configure_socket,
     receive_frame,
     receive_into,
-    send,
+    send_all,
     send_frame,
-    server_context,
-    shut_down,
+    make_server_context,
+    shut_down_socket,
 )
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.error_codec import failure_of
+from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.method import decode
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 logger = logging.getLogger(__name__)
 
-ADMISSION_S: Final = 10.0
+ADMISSION_TIMEOUT_S: Final = 10.0
 """To say the ticket, TLS included."""
-IDLE_S: Final = 600.0
+IDLE_TIMEOUT_S: Final = 600.0
 """Between two requests; then the client has forgotten us, or its machine is gone."""
-SEND_S: Final = 60.0
+SEND_TIMEOUT_S: Final = 60.0
 """For the answer to one request. The client has a deadline of its own."""
 MAX_CONNECTIONS: Final = 512
 """Each is a thread. A group's members have a few each; more than these wait."""
-ACCEPT_AGAIN_S: Final = 0.2
+ACCEPT_RETRY_INTERVAL_S: Final = 0.2
 """After the system had no descriptor or thread to spare."""
 
 
-class Answer(NamedTuple):
+class BulkResponse(NamedTuple):
     """What a request asks for.
 
     Attributes:
@@ -71,10 +71,10 @@ class BulkServer(Generic[RequestT]):
         self,
         host: str,
         credentials: Credentials,
-        request: type[RequestT],
-        serve: Callable[[RequestT], Answer],
+        request_type: type[RequestT],
+        handler: Callable[[RequestT], BulkResponse],
         checksum: Checksum,
-        on_the_way: Callable[[memoryview], memoryview] = lambda data: data,
+        transform_sent: Callable[[memoryview], memoryview] = lambda data: data,
     ) -> None:
         """Listens to nothing yet.
 
@@ -89,11 +89,11 @@ class BulkServer(Generic[RequestT]):
         self.port = 0
         self.ticket = secrets.token_bytes(TICKET_BYTES)
         self._host = host
-        self._request = request
-        self._serve = serve
+        self._request = request_type
+        self._serve = handler
         self._checksum = checksum
-        self._on_the_way = on_the_way
-        self._tls = server_context(credentials.tls) if credentials.tls is not None else None
+        self._on_the_way = transform_sent
+        self._tls = make_server_context(credentials.tls) if credentials.tls is not None else None
         self._changed = threading.Condition()  # guards what follows
         self._listening: socket.socket | None = None
         self._connections: set[socket.socket] = set()
@@ -115,10 +115,10 @@ class BulkServer(Generic[RequestT]):
             connections = list(self._connections)
             self._changed.notify_all()
         if listening is not None:
-            shut_down(listening)
+            shut_down_socket(listening)
             listening.close()
         for connection in connections:
-            shut_down(connection)
+            shut_down_socket(connection)
 
     def _accept(self, listening: socket.socket) -> None:
         while self._wait_for_room():
@@ -133,13 +133,13 @@ class BulkServer(Generic[RequestT]):
                     if self._listening is None:
                         return
                 logger.warning("a bulk server cannot accept a connection: %s; it tries again", error)
-                time.sleep(ACCEPT_AGAIN_S)
+                time.sleep(ACCEPT_RETRY_INTERVAL_S)
 
     def _begin(self, accepted: socket.socket) -> None:
         with self._changed:
             self._connections.add(accepted)
         try:
-            _thread.start_new_thread(self._attend, (accepted,))  # waits for nothing: see `threads`
+            _thread.start_new_thread(self._serve_connection, (accepted,))  # waits for nothing: see `threads`
         except (RuntimeError, MemoryError):
             with self._changed:
                 self._connections.discard(accepted)
@@ -154,17 +154,17 @@ class BulkServer(Generic[RequestT]):
             )
             return self._listening is not None
 
-    def _attend(self, accepted: socket.socket) -> None:
+    def _serve_connection(self, accepted: socket.socket) -> None:
         """One connection, until either side ends it."""
         connection = accepted
         try:
             # Broken connections, strangers and clients that are gone: nothing to be done for them.
             with contextlib.suppress(OSError, EOFError, ResilientJaxError):
-                end_s = time.monotonic() + ADMISSION_S
-                connection = self._secure(accepted)
-                self._admit(connection, end_s)
+                end_s = time.monotonic() + ADMISSION_TIMEOUT_S
+                connection = self._wrap_tls(accepted)
+                self._check_ticket(connection, end_s)
                 while True:
-                    request = receive_frame(connection, time.monotonic() + IDLE_S)
+                    request = receive_frame(connection, time.monotonic() + IDLE_TIMEOUT_S)
                     self._answer(connection, decode(request, self._request, "bulk request"))
         finally:
             with self._changed:
@@ -173,18 +173,18 @@ class BulkServer(Generic[RequestT]):
             connection.close()
             accepted.close()
 
-    def _secure(self, accepted: socket.socket) -> socket.socket:
-        prepare(accepted)
+    def _wrap_tls(self, accepted: socket.socket) -> socket.socket:
+        configure_socket(accepted)
         if self._tls is None:
             return accepted
-        accepted.settimeout(ADMISSION_S)
+        accepted.settimeout(ADMISSION_TIMEOUT_S)
         connection = self._tls.wrap_socket(accepted, server_side=True)
         with self._changed:  # `accepted` has no socket any more
             self._connections.remove(accepted)
             self._connections.add(connection)
         return connection
 
-    def _admit(self, connection: socket.socket, end_s: float) -> None:
+    def _check_ticket(self, connection: socket.socket, end_s: float) -> None:
         ticket = bytearray(TICKET_BYTES)
         receive_into(connection, memoryview(ticket), end_s)
         if not hmac.compare_digest(ticket, self.ticket):
@@ -193,17 +193,17 @@ class BulkServer(Generic[RequestT]):
     def _answer(self, connection: socket.socket, request: RequestT) -> None:
         try:
             data, has_digest = self._serve(request)
-            head = Body(length=len(data))
+            head = BulkHeader(length=len(data))
             if has_digest:
                 digest = self._checksum.compute(data)
-                head = Body(length=len(data), checksum=self._checksum.name, digest=digest)
+                head = BulkHeader(length=len(data), checksum=self._checksum.name, digest=digest)
         except Exception as error:  # the process boundary: it goes to the client
             if not isinstance(error, ResilientJaxError):
                 logger.exception("a bulk read failed")
-            failure = failure_of(error, "bulk read")
-            refused = Refused(error=failure.trailing_metadata[0][1], message=failure.details)
-            send_frame(connection, refused, time.monotonic() + SEND_S)
+            failure = encode_error(error, "bulk read")
+            refused = BulkRefusal(error=failure.trailing_metadata[0][1], message=failure.details)
+            send_frame(connection, refused, time.monotonic() + SEND_TIMEOUT_S)
             return
-        end_s = time.monotonic() + SEND_S
+        end_s = time.monotonic() + SEND_TIMEOUT_S
         send_frame(connection, head, end_s)
-        send(connection, self._on_the_way(data), end_s)
+        send_all(connection, self._on_the_way(data), end_s)

@@ -9,11 +9,11 @@ import grpc
 import grpc.aio
 
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.transport.authentication import TOKEN_KEY
+from resilient_jax.transport.authentication import TOKEN_METADATA_KEY
 from resilient_jax.transport.credentials import Credentials, channel_credentials
-from resilient_jax.transport.error_codec import error_of
+from resilient_jax.transport.error_codec import decode_error
 from resilient_jax.transport.grpc_options import channel_options
-from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, path_of
+from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, format_method_path
 
 _EOF = cast(Any, grpc.aio).EOF  # missing in the type stubs
 
@@ -32,7 +32,7 @@ class Channel:
         """
         self.address = address
         self._is_closed = False
-        self._metadata = ((TOKEN_KEY, credentials.token),)
+        self._metadata = ((TOKEN_METADATA_KEY, credentials.token),)
         tls = credentials.tls
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, channel_options(None))
@@ -52,8 +52,8 @@ class Channel:
             MessageError: the peer could not decode the request, or we the response.
             ResilientJaxError: whatever class of ours the peer's handler raised.
         """
-        assert not method.streams, f"{method.name} streams: use stream()"
-        path = path_of(service, method)
+        assert not method.is_streaming, f"{method.name} streams: use stream()"
+        path = format_method_path(service, method)
         unary = self._channel.unary_unary(path)
         try:
             data = await unary(encode(request), timeout=timeout_s, metadata=self._metadata)
@@ -83,8 +83,8 @@ class Channel:
         Raises:
             The same as `call`.
         """
-        assert method.streams, f"{method.name} does not stream: use call()"
-        path = path_of(service, method)
+        assert method.is_streaming, f"{method.name} does not stream: use call()"
+        path = format_method_path(service, method)
         where = f"response to {path} from {self.address}"
         try:
             call = self._channel.unary_stream(path)(
@@ -118,7 +118,7 @@ class Channel:
         await self.close()
 
     def _ours(self, error: grpc.aio.AioRpcError, path: str, timeout_s: float | None) -> ResilientJaxError:
-        return error_of(
+        return decode_error(
             error.code(),
             error.details(),
             cast(Any, error.trailing_metadata()),
@@ -128,7 +128,7 @@ class Channel:
         )
 
     def _closed(self, path: str) -> ResilientJaxError:
-        return error_of(
+        return decode_error(
             grpc.StatusCode.CANCELLED, None, None, address=self.address, path=path, timeout_s=None
         )
 

@@ -49,7 +49,7 @@ class Credentials:
             raise ConfigError("the job token begins or ends with white space; remove it")
 
     @classmethod
-    def of(cls, token: str, tls_paths: tuple[str, str, str] | None) -> Self:
+    def from_paths(cls, token: str, tls_paths: tuple[str, str, str] | None) -> Self:
         """Credentials as another process wrote them down; see `tls_paths`."""
         if tls_paths is None:
             return cls(token)
@@ -70,8 +70,8 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
         ConfigError: a file is missing or unreadable; the message names it.
     """
     return grpc.ssl_server_credentials(
-        [(_read(tls.key, "key"), _read(tls.certificate, "certificate"))],
-        root_certificates=_read(tls.authority, "authority"),
+        [(_read_pem(tls.key, "key"), _read_pem(tls.certificate, "certificate"))],
+        root_certificates=_read_pem(tls.authority, "authority"),
         require_client_auth=True,
     )
 
@@ -83,19 +83,19 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
         ConfigError: a file is missing or unreadable; the message names it.
     """
     return grpc.ssl_channel_credentials(
-        root_certificates=_read(tls.authority, "authority"),
-        private_key=_read(tls.key, "key"),
-        certificate_chain=_read(tls.certificate, "certificate"),
+        root_certificates=_read_pem(tls.authority, "authority"),
+        private_key=_read_pem(tls.key, "key"),
+        certificate_chain=_read_pem(tls.certificate, "certificate"),
     )
 
 
-def check_pem(tls: TlsFiles) -> None:
+def check_pem_files(tls: TlsFiles) -> None:
     """Raises ConfigError if a file is missing or unreadable; the message names it."""
     for path, role in ((tls.key, "key"), (tls.certificate, "certificate"), (tls.authority, "authority")):
-        _read(path, role)
+        _read_pem(path, role)
 
 
-def _read(path: Path, role: str) -> bytes:
+def _read_pem(path: Path, role: str) -> bytes:
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -31,13 +31,13 @@ ERROR_CLASSES: dict[str, type[ResilientJaxError]] = {
 }
 """The error tree by class name: what may be raised because a peer says so."""
 
-_REFUSED_TEXTS = ("Connection refused", "No such file or directory")
+_REFUSED_DETAILS = ("Connection refused", "No such file or directory")
 """What gRPC's details say where nobody listens: the system's text for ECONNREFUSED and, for Unix sockets,
 ENOENT. gRPC has no other way to tell it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class ErrorStatus:
     """An error in the form in which gRPC carries it."""
 
     code: grpc.StatusCode
@@ -45,7 +45,7 @@ class Failure:
     trailing_metadata: tuple[tuple[str, str], ...]
 
 
-def failure_of(error: BaseException, path: str) -> Failure:
+def encode_error(error: BaseException, path: str) -> ErrorStatus:
     """What a server answers when serving `path` raised `error`."""
     if isinstance(error, ResilientJaxError):
         name, details = type(error).__name__, str(error)
@@ -53,17 +53,17 @@ def failure_of(error: BaseException, path: str) -> Failure:
             name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERROR_CLASSES)
     else:
         name, details = InternalError.__name__, f"{path} failed: {type(error).__name__}: {error}"
-    return Failure(code=_code_of(error), details=_shortened(details), trailing_metadata=((ERROR_KEY, name),))
+    return ErrorStatus(code=_choose_code(error), details=_truncate(details), trailing_metadata=((ERROR_KEY, name),))
 
 
-def _shortened(details: str) -> str:
+def _truncate(details: str) -> str:
     encoded = details.encode(errors="replace")
     if len(encoded) <= MAX_DETAILS_BYTES:
         return encoded.decode()
     return encoded[:MAX_DETAILS_BYTES].decode(errors="ignore") + " ..."
 
 
-def _code_of(error: BaseException) -> grpc.StatusCode:
+def _choose_code(error: BaseException) -> grpc.StatusCode:
     match error:
         case Unauthenticated():
             return grpc.StatusCode.UNAUTHENTICATED
@@ -75,7 +75,7 @@ def _code_of(error: BaseException) -> grpc.StatusCode:
             return grpc.StatusCode.INTERNAL
 
 
-def error_of(
+def decode_error(
     code: grpc.StatusCode,
     details: str | None,
     trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
@@ -88,12 +88,12 @@ def error_of(
     details = details or ""
     name = next((value for key, value in trailing_metadata or () if key == ERROR_KEY), None)
     if isinstance(name, str) and name in ERROR_CLASSES:
-        return _carried_over(ERROR_CLASSES[name], details, address, path)
+        return _rebuild_error(ERROR_CLASSES[name], details, address, path)
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return PeerUnreachable(f"{address} did not answer {path} within {timeout_s} s")
         case grpc.StatusCode.UNAVAILABLE:
-            if any(text in details for text in _REFUSED_TEXTS):
+            if any(text in details for text in _REFUSED_DETAILS):
                 text = f"{address} refused the connection for {path}: nobody listens there"
                 return PeerUnreachable(text, is_refused=True)
             return PeerUnreachable(f"{address} cannot be reached for {path}: {details}")
@@ -112,7 +112,7 @@ def error_of(
             return InternalError(f"{path} at {address} ended with {code.name}: {details}")
 
 
-def _carried_over(
+def _rebuild_error(
     error_class: type[ResilientJaxError], details: str, address: str, path: str
 ) -> ResilientJaxError:
     if error_class is Unauthenticated:

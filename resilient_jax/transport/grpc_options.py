@@ -6,47 +6,47 @@ vanishes, or a process that is stopped, is noticed by pings: after at most PING_
 
 from resilient_jax.transport.method import MAX_MESSAGE_BYTES
 
-Options = list[tuple[str, int | str]]
+GrpcOptions = list[tuple[str, int | str]]
 
-PING_EVERY_MS = 2000
-PING_TIMEOUT_MS = 2000
-RECONNECT_FIRST_MS = 50
-RECONNECT_MAX_MS = 500
+KEEPALIVE_INTERVAL_MS = 2000
+KEEPALIVE_TIMEOUT_MS = 2000
+INITIAL_BACKOFF_MS = 50
+MAX_BACKOFF_MS = 500
 CONNECT_TIMEOUT_MS = 5000
 """One attempt to connect; the default of 20 s would outlast most of our deadlines."""
 
-_BOTH_SIDES: Options = [
+_BOTH_SIDES: GrpcOptions = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", PING_EVERY_MS),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     # keepalive_timeout_ms alone does not end the connection: gRPC 1.85 then waits for this one, 60 s
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0 is "no limit"
 ]
 
 
-def server_options() -> Options:
+def server_options() -> GrpcOptions:
     """Options of a server that permits its clients' pings and shares its port with nobody."""
     return [
         *_BOTH_SIDES,
         ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", PING_EVERY_MS // 4),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_INTERVAL_MS // 4),
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
 
-def channel_options(server_name: str | None) -> Options:
+def channel_options(server_name: str | None) -> GrpcOptions:
     """Options of a client that comes back quickly and goes through no proxy.
 
     Args:
         server_name: the name to expect in the server's certificate; None for the host that is dialled.
     """
-    options: Options = [
+    options: GrpcOptions = [
         *_BOTH_SIDES,
-        ("grpc.initial_reconnect_backoff_ms", RECONNECT_FIRST_MS),
-        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+        ("grpc.initial_reconnect_backoff_ms", INITIAL_BACKOFF_MS),
+        ("grpc.max_reconnect_backoff_ms", MAX_BACKOFF_MS),
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.use_local_subchannel_pool", 1),  # a new channel inherits no back-off of an old one

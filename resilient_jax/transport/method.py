@@ -29,14 +29,14 @@ class Method(Generic[RequestT, ResponseT]):
     name: str
     request: type[RequestT]
     response: type[ResponseT]
-    streams: bool = False
+    is_streaming: bool = False
 
 
 AnyMethod = Method[Any, Any]
 """A method in a table of methods, where the table's values differ in their message types."""
 
 
-def path_of(service: str, method: AnyMethod) -> str:
+def format_method_path(service: str, method: AnyMethod) -> str:
     """The path that gRPC puts on the wire."""
     return f"/{service}/{method.name}"
 
@@ -46,7 +46,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes, message_type: type[ResponseT], where: str) -> ResponseT:
+def decode(data: bytes, message_type: type[ResponseT], context: str) -> ResponseT:
     """The message in `data`.
 
     Args:
@@ -60,7 +60,7 @@ def decode(data: bytes, message_type: type[ResponseT], where: str) -> ResponseT:
     try:
         return _decoder(message_type).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"{where} does not decode as {message_type.__name__}: {error}") from error
+        raise MessageError(f"{context} does not decode as {message_type.__name__}: {error}") from error
 
 
 @functools.cache

@@ -10,13 +10,13 @@ import grpc
 import grpc.aio
 
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.transport.authentication import Gate, OnEvent
+from resilient_jax.transport.authentication import Authenticator, OnEvent
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.error_codec import failure_of
+from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.grpc_options import server_options
-from resilient_jax.transport.method import AnyMethod, encode, path_of
+from resilient_jax.transport.method import AnyMethod, encode, format_method_path
 from resilient_jax.transport.routes import Routes
-from resilient_jax.transport.server_address import bind
+from resilient_jax.transport.server_address import bind_server
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Server:
     ) -> None:
         self._asked_address = address
         self._credentials = credentials
-        self._gate = Gate(credentials.token, on_event)
+        self._gate = Authenticator(credentials.token, on_event)
         self._routes = Routes()
         self._server: grpc.aio.Server | None = None
         self._address: str | None = None
@@ -61,9 +61,9 @@ class Server:
         return self._address
 
     @property
-    def tokens_refused(self) -> int:
+    def num_unauthenticated(self) -> int:
         """How many calls were refused for their token."""
-        return self._gate.tokens_refused
+        return self._gate.num_unauthenticated
 
     def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
         """Serves `handlers` under `service`; before the start, or callers may find them missing.
@@ -74,8 +74,8 @@ class Server:
                 method streams.
         """
         for method, handler in handlers.items():
-            path = path_of(service, method)
-            if method.streams:
+            path = format_method_path(service, method)
+            if method.is_streaming:
                 serve = self._serve_stream(path, method, cast(StreamHandler, handler))
                 self._routes.add(path, grpc.unary_stream_rpc_method_handler(serve))
             else:
@@ -92,7 +92,7 @@ class Server:
         assert self._server is None, "a server starts once"
         server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((self._routes,))
-        self._address = bind(
+        self._address = bind_server(
             self._asked_address, self._credentials, server.add_insecure_port, server.add_secure_port
         )
         await server.start()
@@ -139,11 +139,11 @@ class Server:
         return serve
 
     def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
-        return self._gate.admit(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
+        return self._gate.decode_authenticated(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception, path: str) -> None:
     if not isinstance(error, ResilientJaxError):
         logger.error("%s failed", path, exc_info=error)
-    failure = failure_of(error, path)
+    failure = encode_error(error, path)
     await context.abort(failure.code, failure.details, failure.trailing_metadata)

@@ -11,7 +11,7 @@ from resilient_jax.errors import AddressInUse, ConfigError, OperatorError, Resil
 from resilient_jax.transport.credentials import Credentials, TlsFiles, server_credentials
 
 
-def bind(
+def bind_server(
     address: str,
     credentials: Credentials,
     add_insecure_port: Callable[[str], int],
@@ -27,18 +27,18 @@ def bind(
         ConfigError: the address is not of the form host:port, or a TLS file cannot be read or is damaged.
         OperatorError: the address cannot be bound for another reason, which the message names.
     """
-    host, port = split_address(address)
+    host, port = parse_address(address)
     tls = server_credentials(credentials.tls) if credentials.tls is not None else None
     try:
         got = add_insecure_port(address) if tls is None else add_secure_port(address, tls)
     except RuntimeError as error:
-        raise _why_not(host, port, address, credentials.tls) from error
+        raise _explain_bind_failure(host, port, address, credentials.tls) from error
     if got == 0:
-        raise _why_not(host, port, address, credentials.tls)
+        raise _explain_bind_failure(host, port, address, credentials.tls)
     return f"{address.rpartition(':')[0]}:{got}"
 
 
-def split_address(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[ipv6]:port".
 
     Raises:
@@ -50,7 +50,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def try_binding(host: str, port: int) -> None:
+def check_bindable(host: str, port: int) -> None:
     """Binds a plain socket, whose error gRPC would keep to itself, and closes it.
 
     Raises:
@@ -64,9 +64,9 @@ def try_binding(host: str, port: int) -> None:
         probe.listen()
 
 
-def _why_not(host: str, port: int, address: str, tls: TlsFiles | None) -> ResilientJaxError:
+def _explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | None) -> ResilientJaxError:
     try:
-        try_binding(host, port)
+        check_bindable(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return AddressInUse(
@@ -76,12 +76,12 @@ def _why_not(host: str, port: int, address: str, tls: TlsFiles | None) -> Resili
         return OperatorError(f"cannot listen on {address}: {error.strerror or error}")
     except UnicodeError as error:
         return OperatorError(f"cannot listen on {address}: {error}")
-    if tls is not None and (damage := _find_damage(tls)) is not None:
+    if tls is not None and (damage := _find_damaged_file(tls)) is not None:
         return ConfigError(f"cannot listen on {address}: {damage}")
     return OperatorError(f"cannot listen on {address}: gRPC could not bind it, a plain socket can; try again")
 
 
-def _find_damage(tls: TlsFiles) -> str | None:
+def _find_damaged_file(tls: TlsFiles) -> str | None:
     """Which file OpenSSL cannot use, and why; gRPC keeps that to itself, too."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     for role, path in (("certificate", tls.certificate), ("authority", tls.authority)):

@@ -7,11 +7,11 @@ from typing import Any, Self, cast
 import grpc
 
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.transport.authentication import TOKEN_KEY
+from resilient_jax.transport.authentication import TOKEN_METADATA_KEY
 from resilient_jax.transport.credentials import Credentials, channel_credentials
-from resilient_jax.transport.error_codec import error_of
+from resilient_jax.transport.error_codec import decode_error
 from resilient_jax.transport.grpc_options import channel_options
-from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, path_of
+from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, format_method_path
 
 
 class SyncChannel:
@@ -27,7 +27,7 @@ class SyncChannel:
             ConfigError: a TLS file cannot be read.
         """
         self.address = address
-        self._metadata = ((TOKEN_KEY, credentials.token),)
+        self._metadata = ((TOKEN_METADATA_KEY, credentials.token),)
         tls = credentials.tls
         if tls is None:
             self._channel = grpc.insecure_channel(address, channel_options(None))
@@ -40,8 +40,8 @@ class SyncChannel:
         self, service: str, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float
     ) -> ResponseT:
         """The response to `request`; raises as `Channel.call`."""
-        assert not method.streams, f"{method.name} streams: use stream()"
-        path = path_of(service, method)
+        assert not method.is_streaming, f"{method.name} streams: use stream()"
+        path = format_method_path(service, method)
         try:
             unary = self._channel.unary_unary(path)
             data = unary(encode(request), timeout=timeout_s, metadata=self._metadata)
@@ -63,8 +63,8 @@ class SyncChannel:
 
         Raises as `Channel.stream`.
         """
-        assert method.streams, f"{method.name} does not stream: use call()"
-        path = path_of(service, method)
+        assert method.is_streaming, f"{method.name} does not stream: use call()"
+        path = format_method_path(service, method)
         where = f"response to {path} from {self.address}"
         try:
             call = self._channel.unary_stream(path)(
@@ -96,7 +96,7 @@ class SyncChannel:
         call = cast(
             Any, error
         )  # an RpcError that a call raises is also a grpc.Call; its type does not say so
-        return error_of(
+        return decode_error(
             call.code(),
             call.details(),
             call.trailing_metadata(),
@@ -106,6 +106,6 @@ class SyncChannel:
         )
 
     def _closed(self, path: str) -> ResilientJaxError:
-        return error_of(
+        return decode_error(
             grpc.StatusCode.CANCELLED, None, None, address=self.address, path=path, timeout_s=None
         )

@@ -10,13 +10,13 @@ import grpc
 
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.threads import start_thread_pool
-from resilient_jax.transport.authentication import Gate, OnEvent
+from resilient_jax.transport.authentication import Authenticator, OnEvent
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.error_codec import failure_of
+from resilient_jax.transport.error_codec import encode_error
 from resilient_jax.transport.grpc_options import server_options
-from resilient_jax.transport.method import AnyMethod, encode, path_of
+from resilient_jax.transport.method import AnyMethod, encode, format_method_path
 from resilient_jax.transport.routes import Routes
-from resilient_jax.transport.server_address import bind
+from resilient_jax.transport.server_address import bind_server
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ StreamHandler = Callable[[Any], Iterator[Any]]
 # The message types differ per method; Method ties them together, a mapping cannot.
 
 
-class ThreadServer:
+class SyncServer:
     """Serves methods from threads: for the worker, whose main thread is busy with JAX.
 
     At most `threads` calls run at once, streams included; the next ones wait, within their deadline.
@@ -37,13 +37,13 @@ class ThreadServer:
         address: str = "127.0.0.1:0",
         *,
         credentials: Credentials,
-        threads: int = 4,
+        num_threads: int = 4,
         on_event: OnEvent | None = None,
     ) -> None:
         self._asked_address = address
         self._credentials = credentials
-        self._threads = threads
-        self._gate = Gate(credentials.token, on_event)
+        self._threads = num_threads
+        self._gate = Authenticator(credentials.token, on_event)
         self._routes = Routes()
         self._server: grpc.Server | None = None
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
@@ -57,9 +57,9 @@ class ThreadServer:
         return self._address
 
     @property
-    def tokens_refused(self) -> int:
+    def num_unauthenticated(self) -> int:
         """How many calls were refused for their token."""
-        return self._gate.tokens_refused
+        return self._gate.num_unauthenticated
 
     def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
         """Serves `handlers` under `service`; before the start, or callers may find them missing.
@@ -69,8 +69,8 @@ class ThreadServer:
             handlers: `def h(request) -> response`, or a generator of responses where the method streams.
         """
         for method, handler in handlers.items():
-            path = path_of(service, method)
-            if method.streams:
+            path = format_method_path(service, method)
+            if method.is_streaming:
                 serve = grpc.unary_stream_rpc_method_handler(self._serve_stream(path, method, handler))
             else:
                 serve = grpc.unary_unary_rpc_method_handler(self._serve_unary(path, method, handler))
@@ -86,7 +86,7 @@ class ThreadServer:
         assert self._server is None, "a server starts once"
         executor = start_thread_pool(self._threads, "rj-transport")
         server = grpc.server(executor, handlers=[self._routes], options=server_options())
-        self._address = bind(
+        self._address = bind_server(
             self._asked_address, self._credentials, server.add_insecure_port, server.add_secure_port
         )
         server.start()
@@ -136,12 +136,12 @@ class ThreadServer:
         return serve
 
     def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
-        return self._gate.admit(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
+        return self._gate.decode_authenticated(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
 
 
 def _abort(context: grpc.ServicerContext, error: Exception, path: str) -> None:
     if not isinstance(error, ResilientJaxError):
         logger.error("%s failed", path, exc_info=error)
-    failure = failure_of(error, path)
+    failure = encode_error(error, path)
     context.set_trailing_metadata(failure.trailing_metadata)
     context.abort(failure.code, failure.details)

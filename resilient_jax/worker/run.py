@@ -138,7 +138,7 @@ class _Worker:
         self, descriptor: int, settings: WorkerSettings, newest_checkpoint: NewestCheckpoint | None
     ) -> None:
         self._settings = settings
-        self._credentials = Credentials.of(settings.token, settings.tls)
+        self._credentials = Credentials.from_paths(settings.token, settings.tls)
         self._holder = StateHolder()
         self._connection: Connection | None = None
         self._events: list[Event] = []

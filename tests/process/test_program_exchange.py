@@ -19,7 +19,7 @@ from resilient_jax.compile.program_exchange import (
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import HostName
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.sync_server import ThreadServer
+from resilient_jax.transport.sync_server import SyncServer
 
 CREDENTIALS = Credentials("secret", None)
 NAMES = tuple(HostName(f"host-{i}") for i in range(3))
@@ -34,7 +34,7 @@ class Host:
         folder.mkdir()
         self.folder, self.failures, self.is_patient = folder, [], False
         programs = ProgramFolder(folder, SUFFIX)
-        self.server = ThreadServer("127.0.0.1:0", credentials=CREDENTIALS, threads=THREADS)
+        self.server = SyncServer("127.0.0.1:0", credentials=CREDENTIALS, num_threads=THREADS)
         self.server.add(SERVICE, {FETCH_PROGRAM: handler or programs.serve})
         self.server.start()
         self.peer = Peer(host=name, endpoint=self.server.address)

@@ -16,7 +16,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.snapshot import snapshot_reader, stripe_decoder
 from resilient_jax.snapshot.messages import Region
 from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
-from resilient_jax.transport.bulk_server import Answer
+from resilient_jax.transport.bulk_server import BulkResponse
 
 A, B, C, D, E, F = (HostName(name) for name in "abcdef")
 WAIT_S = 60.0
@@ -394,7 +394,7 @@ def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
         def hang(request):
             hanging.set()
             release.wait(WAIT_S)
-            return Answer(memoryview(b""))
+            return BulkResponse(memoryview(b""))
 
         def check():
             if hanging.is_set():
@@ -416,7 +416,7 @@ def test_what_is_lost_is_said_at_once_while_another_server_hangs():
         def hang(request):
             hanging.set()
             release.wait(WAIT_S)
-            return Answer(memoryview(b""))
+            return BulkResponse(memoryview(b""))
 
         kept.keepers[B].give = hang
         began_s = time.monotonic()

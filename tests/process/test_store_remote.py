@@ -14,7 +14,7 @@ from resilient_jax.errors import PeerUnreachable, StoreReplaced, StoreUnreachabl
 from resilient_jax.ids import Revision
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.store.remote import RemoteStore
-from resilient_jax.store.service import PROGRESS_EVERY_REVISIONS, serve_store
+from resilient_jax.store.service import PROGRESS_INTERVAL_REVISIONS, serve_store
 from resilient_jax.transport import Channel, Credentials, Server
 
 CREDENTIALS = Credentials("test-token")
@@ -93,7 +93,7 @@ def test_a_wrong_token_is_refused_at_once():
 def test_a_killed_store_fails_calls_at_once_and_watches_after_give_up():
     async def main():
         with store_process() as (process, address):
-            async with await RemoteStore.connect(address, CREDENTIALS, WAIT_S, give_up_s=0.5) as store:
+            async with await RemoteStore.connect(address, CREDENTIALS, WAIT_S, resume_timeout_s=0.5) as store:
                 revision = await store.put("a", b"")
                 async with contextlib.aclosing(store.watch("", revision)) as batches:
                     await anext(batches)
@@ -144,7 +144,7 @@ def test_a_watch_resumes_without_gap_or_double_when_its_connection_breaks():
 def test_a_watch_notices_that_the_store_was_replaced():
     async def main():
         with store_process() as (_, address):
-            store = await RemoteStore.connect(address, CREDENTIALS, WAIT_S, give_up_s=WAIT_S)
+            store = await RemoteStore.connect(address, CREDENTIALS, WAIT_S, resume_timeout_s=WAIT_S)
             revision = await store.put("a", b"")
             batches = store.watch("", revision)
             await anext(batches)
@@ -161,7 +161,7 @@ def test_a_stopped_store_is_noticed_by_pings_and_kills_no_lease():
     async def main():
         with store_process() as (process, address):
             connecting = RemoteStore.connect(
-                address, CREDENTIALS, WAIT_S, give_up_s=WAIT_S, call_timeout_s=WAIT_S
+                address, CREDENTIALS, WAIT_S, resume_timeout_s=WAIT_S, call_timeout_s=WAIT_S
             )
             async with await connecting as store:
                 lease = await store.grant(1.0)
@@ -187,7 +187,7 @@ def test_a_stopped_store_is_noticed_by_pings_and_kills_no_lease():
 
 def test_a_watch_of_a_quiet_prefix_is_told_how_far_the_store_is():
     async def main():
-        keep = PROGRESS_EVERY_REVISIONS + 100
+        keep = PROGRESS_INTERVAL_REVISIONS + 100
         async with MemoryStore(keep_revisions=keep) as memory:
             server = Server(credentials=CREDENTIALS)
             serve_store(server, memory)

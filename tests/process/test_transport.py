@@ -41,7 +41,7 @@ class Blob(msgspec.Struct):
 
 
 ECHO = Method("echo", Number, Number)
-COUNT = Method("count", Number, Number, streams=True)
+COUNT = Method("count", Number, Number, is_streaming=True)
 BLOB = Method("blob", Blob, Blob)
 
 
@@ -109,7 +109,7 @@ def test_a_wrong_token_is_refused_and_reported_once():
                     with pytest.raises(Unauthenticated):
                         await anext(channel.stream(SERVICE, COUNT, Number(1)))
             assert not served
-            assert server.tokens_refused == 8
+            assert server.num_unauthenticated == 8
             assert await good.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S) == Number(1)
         expected = {"peer": "127.0.0.1", "method": "/test/echo", "reason": "token: it is wrong"}
         assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, expected)]
@@ -127,7 +127,7 @@ def test_a_missing_token_is_refused():
             with pytest.raises(grpc.aio.AioRpcError, match=r"it is missing") as refused:
                 await raw_call(server, msgspec.msgpack.encode(Number(1)), None)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert server.tokens_refused == 1
+            assert server.num_unauthenticated == 1
 
     run(main)
 

@@ -26,7 +26,7 @@ from resilient_jax.protocol.framing import HEADER, frame
 from resilient_jax.transport import BulkChannel, BulkServer, Credentials
 from resilient_jax.transport import bulk_channel as bulk_channel_module
 from resilient_jax.transport import bulk_server as bulk_server_module
-from resilient_jax.transport.bulk_server import Answer
+from resilient_jax.transport.bulk_server import BulkResponse
 
 CREDENTIALS = Credentials("token")
 CHECKSUM = choose_checksum()
@@ -40,7 +40,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 def serve(request):
-    return Answer(memoryview(MEMORY)[request.start :][: request.length])
+    return BulkResponse(memoryview(MEMORY)[request.start :][: request.length])
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def test_bytes_that_were_changed_on_the_way_are_found():
 
 
 def test_another_number_of_bytes_than_asked_for_is_refused():
-    with serving(lambda request: Answer(memoryview(MEMORY)[:7])) as server:
+    with serving(lambda request: BulkResponse(memoryview(MEMORY)[:7])) as server:
         refuses(server, MessageError, "sends 7 bytes, expected 8")
 
 
@@ -263,7 +263,7 @@ def test_a_server_without_descriptors_to_spare_accepts_again_when_there_are():
                 while True:
                     fillers.append(socket.socket())
             early.connect(("127.0.0.1", server.port))
-            time.sleep(2 * bulk_server_module.ACCEPT_AGAIN_S)
+            time.sleep(2 * bulk_server_module.ACCEPT_RETRY_INTERVAL_S)
             for filler in fillers:
                 filler.close()
         finally:
@@ -276,7 +276,7 @@ def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
     monkeypatch.setattr(bulk_server_module, "SEND_S", 0.5)
     large = memoryview(bytes(64 * 2**20))  # more than the kernel's buffers take
     with (
-        serving(lambda request: Answer(large)) as server,
+        serving(lambda request: BulkResponse(large)) as server,
         socket.create_connection(("127.0.0.1", server.port)) as slow,
     ):
         slow.sendall(server.ticket + frame(msgspec.msgpack.encode(Range(0, len(large)))))
@@ -304,7 +304,7 @@ def test_closing_the_channel_ends_a_connect_that_nobody_answers():
         with pytest.raises(PeerUnreachable):
             read(channel, 0, 8)
         closing.join(WAIT_S)
-        assert time.monotonic() - began_s < bulk_channel_module.CONNECT_S / 2
+        assert time.monotonic() - began_s < bulk_channel_module.CONNECT_TIMEOUT_S / 2
 
 
 def test_a_name_with_several_addresses_is_reached_at_the_one_that_listens():

@@ -18,7 +18,7 @@ from resilient_jax.errors import (
     Unauthenticated,
 )
 from resilient_jax.events import EventKind
-from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, ThreadServer
+from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, SyncServer
 
 CREDENTIALS = Credentials("test-token")
 SERVICE = "test"
@@ -35,7 +35,7 @@ class Other(msgspec.Struct):
 
 
 ECHO = Method("echo", Blob, Blob)
-REPEAT = Method("repeat", Blob, Blob, streams=True)
+REPEAT = Method("repeat", Blob, Blob, is_streaming=True)
 FAIL = Method("fail", Blob, Blob)
 
 
@@ -49,7 +49,7 @@ def repeat(request):
 
 
 def serving(handlers, *, on_event=None, threads=4):
-    server = ThreadServer(credentials=CREDENTIALS, on_event=on_event, threads=threads)
+    server = SyncServer(credentials=CREDENTIALS, on_event=on_event, num_threads=threads)
     server.add(SERVICE, handlers)
     return server
 
@@ -88,7 +88,7 @@ def test_a_wrong_token_is_refused_and_reported_once():
                     channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
             with pytest.raises(Unauthenticated):
                 next(channel.stream(SERVICE, REPEAT, Blob(b"")))
-        assert server.tokens_refused == 4
+        assert server.num_unauthenticated == 4
     assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, "127.0.0.1")]
 
 
@@ -147,7 +147,7 @@ def test_a_stopped_server_refuses_at_once_and_a_closed_channel_says_so():
 
 def test_an_address_in_use_is_named():
     with serving({}) as server:
-        second = ThreadServer(server.address, credentials=CREDENTIALS)
+        second = SyncServer(server.address, credentials=CREDENTIALS)
         with pytest.raises(AddressInUse, match=f"cannot listen on {server.address}"):
             second.start()
 

@@ -8,7 +8,7 @@ import pytest
 from authority import Authority
 
 from resilient_jax.errors import ConfigError, PeerUnreachable, Unauthenticated
-from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, ThreadServer, TlsFiles
+from resilient_jax.transport import Channel, Credentials, Method, Server, SyncChannel, SyncServer, TlsFiles
 
 SERVICE = "test"
 WAIT_S = 10.0
@@ -81,7 +81,7 @@ def test_one_server_name_may_stand_for_every_host(authority):
 
 def test_threads_use_it_too(authority):
     credentials = Credentials("token", authority.sign("both"))
-    server = ThreadServer(credentials=credentials)
+    server = SyncServer(credentials=credentials)
     server.add(SERVICE, {ECHO: lambda request: request})
     with server, SyncChannel(server.address, credentials) as channel:
         assert channel.call(SERVICE, ECHO, Number(2), timeout_s=WAIT_S) == Number(2)
@@ -124,4 +124,4 @@ def test_a_damaged_tls_file_is_named(authority, tmp_path, role, content, words):
         bad.write_text(content)
     tls = dataclasses.replace(good, **{role: bad})
     with pytest.raises(ConfigError, match=f"cannot listen on .*: TLS {role} file {bad} {words}"):
-        ThreadServer(credentials=Credentials("token", tls)).start()
+        SyncServer(credentials=Credentials("token", tls)).start()

@@ -29,8 +29,8 @@ from resilient_jax.snapshot.messages import (
     Region,
 )
 from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_members
-from resilient_jax.transport import BulkServer, Credentials, ThreadServer
-from resilient_jax.transport.bulk_server import Answer
+from resilient_jax.transport import BulkServer, Credentials, SyncServer
+from resilient_jax.transport.bulk_server import BulkResponse
 
 CREDENTIALS = Credentials("test-token")
 ID = SnapshotId(12, GenerationNumber(3))
@@ -57,7 +57,7 @@ class Keeper:
     believes: bool = False
     lies_on_the_way: bool = False
     requests: list[ReadRequest] = field(default_factory=list)
-    server: ThreadServer = field(default_factory=lambda: ThreadServer(credentials=CREDENTIALS))
+    server: SyncServer = field(default_factory=lambda: SyncServer(credentials=CREDENTIALS))
     bulk: BulkServer[ReadRequest] = field(init=False)
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class Keeper:
             raise PeerError(f"{self.host} has no manifest of {request.host} in {request.id}")
         return ManifestReply(data=self.manifests[request.host])
 
-    def give(self, request: ReadRequest) -> Answer:
+    def give(self, request: ReadRequest) -> BulkResponse:
         self.requests.append(request)
         if request.id != ID:
             raise PeerError(f"{self.host} does not have {request.id}")
@@ -103,7 +103,7 @@ class Keeper:
             self.verify(request, checksum)
         data = bytearray(memory[request.offset : request.offset + request.length])
         data[0] ^= self.lies_on_the_way and not request.verify
-        return Answer(memoryview(data), request.verify)
+        return BulkResponse(memoryview(data), request.verify)
 
     def verify(self, request: ReadRequest, checksum: Checksum) -> None:
         stop = request.offset + request.length

@@ -2,7 +2,7 @@
 
 import pytest
 
-from resilient_jax.erasure.errors import KernelMissing
+from resilient_jax.erasure.errors import KernelUnavailable
 from resilient_jax.erasure.isal_library import load_isal
 from resilient_jax.erasure.kernel import KernelName
 from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel, XlaKernel
@@ -11,7 +11,7 @@ from resilient_jax.erasure.kernels import IsalKernel, NumpyKernel, XlaKernel
 def _has_isal():
     try:
         load_isal()
-    except KernelMissing:
+    except KernelUnavailable:
         return False
     return True
 

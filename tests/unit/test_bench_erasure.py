@@ -13,7 +13,7 @@ from benchmarks.erasure.figures import (
     speed_of,
 )
 
-from resilient_jax.erasure import CodeError
+from resilient_jax.erasure import ErasureCodeError
 from resilient_jax.errors import CallerError
 
 BYTES = 8_000_000
@@ -65,7 +65,7 @@ def test_without_isal_there_is_nothing_to_compare_with() -> None:
 
 
 def test_too_many_shards_are_refused_before_anything_runs() -> None:
-    with pytest.raises(CodeError, match="k = 250 and m = 6"):
+    with pytest.raises(ErasureCodeError, match="k = 250 and m = 6"):
         erasure(data_shards=250, parity_shards=[6])
 
 

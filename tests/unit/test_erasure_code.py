@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_jax.erasure import CodeError, ReedSolomon, TooManyErasures
+from resilient_jax.erasure import ErasureCodeError, ReedSolomon, TooManyErasures
 from resilient_jax.erasure.galois_field import multiply, reciprocal
-from resilient_jax.erasure.matrix import combine, identity, inverse, product, transpose, unit
-from resilient_jax.erasure.reference_codec import reference_codec
+from resilient_jax.erasure.matrix import linear_combination, identity, invert, matmul, transpose, unit_vector
+from resilient_jax.erasure.reference_codec import make_reference_codec
 from resilient_jax.errors import CallerError
 
 PUBLIC = {
@@ -81,8 +81,8 @@ def test_the_field_is_a_field(a, b, c):
 @given(codes, st.data())
 def test_parity_of_a_column_is_that_of_reedsolo(code, data):
     column = data.draw(st.binary(min_size=code.k, max_size=code.k))
-    parity = combine(column, transpose(code.parity_matrix), bytes(code.m))
-    assert parity == reference_codec(code).encode(column)[code.k :]
+    parity = linear_combination(column, transpose(code.parity_matrix), bytes(code.m))
+    assert parity == make_reference_codec(code).encode(column)[code.k :]
 
 
 @settings(deadline=None, max_examples=40)
@@ -101,9 +101,9 @@ def test_any_k_shards_of_a_small_code_give_all_others(k, m):
     stripe = (*identity(k), *code.parity_matrix)  # shard i as a combination of the data
     for present in combinations(range(code.n), k):
         wanted = tuple(shard for shard in range(code.n) if shard not in present)
-        decoding = code.decoding(present, wanted)
+        decoding = code.make_decoding(present, wanted)
         assert decoding.sources == present
-        assert product(decoding.matrix, tuple(stripe[shard] for shard in present)) == tuple(
+        assert matmul(decoding.matrix, tuple(stripe[shard] for shard in present)) == tuple(
             stripe[shard] for shard in wanted
         )
 
@@ -112,34 +112,34 @@ def test_any_k_shards_of_a_small_code_give_all_others(k, m):
 @given(codes, st.randoms(use_true_random=False))
 def test_any_k_shards_of_any_code_give_those_wanted(code, random):
     column = random.randbytes(code.k)
-    word = bytes(reference_codec(code).encode(column))
+    word = bytes(make_reference_codec(code).encode(column))
     present = random.sample(range(code.n), code.k)
     absent = sorted(set(range(code.n)).difference(present))
     wanted = random.sample(absent, min(3, len(absent)))
     decoding = code.decoding(present, wanted)
     given_bytes = [bytes([word[shard]]) for shard in decoding.sources]
-    found = [combine(row, given_bytes, b"\x00") for row in decoding.matrix]
+    found = [linear_combination(row, given_bytes, b"\x00") for row in decoding.matrix]
     assert b"".join(found) == bytes(word[shard] for shard in decoding.wanted)
 
 
 @settings(deadline=None, max_examples=60)
 @given(small_codes, st.randoms(use_true_random=False))
 def test_the_check_equations_hold_for_a_codeword_and_for_none_near_it(code, random):
-    word = reference_codec(code).encode(random.randbytes(code.k))
+    word = make_reference_codec(code).encode(random.randbytes(code.k))
     present = random.sample(range(code.n), random.randint(code.k + 1, code.n))
     check = code.check(present)
     assert len(check.matrix) == len(present) - code.k
     columns = dict(zip(check.shards, transpose(check.matrix), strict=True))
     zero = bytes(len(check.matrix))
-    assert combine([word[s] for s in check.shards], list(columns.values()), zero) == zero
+    assert linear_combination([word[s] for s in check.shards], list(columns.values()), zero) == zero
     wrong = random.sample(present, random.randint(1, len(check.matrix)))
     for shard in wrong:
         word[shard] ^= random.randint(1, 255)
-    assert combine([word[s] for s in check.shards], list(columns.values()), zero) != zero
+    assert linear_combination([word[s] for s in check.shards], list(columns.values()), zero) != zero
 
 
 def test_data_shards_are_preferred():
-    assert ReedSolomon(3, 3).decoding({5, 0, 4, 2}, {1}).sources == (0, 2, 4)
+    assert ReedSolomon(3, 3).make_decoding({5, 0, 4, 2}, {1}).sources == (0, 2, 4)
 
 
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
@@ -147,20 +147,20 @@ def test_data_shards_are_preferred():
 def test_an_inverse_undoes_its_matrix(size, random):
     rows = tuple(random.randbytes(size) for _ in range(size))
     try:
-        found = inverse(rows)
+        found = invert(rows)
     except ZeroDivisionError:
         return
-    assert product(found, rows) == product(rows, found) == identity(size)
+    assert matmul(found, rows) == matmul(rows, found) == identity(size)
 
 
 def test_a_singular_matrix_has_no_inverse():
     with pytest.raises(ZeroDivisionError, match="no pivot in column 1 of 2"):
-        inverse((unit(2, 0), unit(2, 0)))
+        invert((unit_vector(2, 0), unit_vector(2, 0)))
 
 
 @pytest.mark.parametrize(("k", "m"), [(0, 1), (1, 0), (-1, 3), (200, 56), (255, 1), (1, 255)])
 def test_impossible_numbers_are_refused(k, m):
-    with pytest.raises(CodeError, match=f"found k = {k} and m = {m}, expected .* at most 255"):
+    with pytest.raises(ErasureCodeError, match=f"found k = {k} and m = {m}, expected .* at most 255"):
         ReedSolomon(k, m)
 
 
@@ -171,20 +171,20 @@ def test_255_shards_are_allowed(k, m):
 
 def test_too_many_erasures_say_what_is_lost():
     with pytest.raises(TooManyErasures, match=r"3 shards are lost, at most 2 of 6.*\[0, 3, 4\].*\[1, 2, 5\]"):
-        ReedSolomon(4, 2).decoding([1, 2, 5], [0])
+        ReedSolomon(4, 2).make_decoding([1, 2, 5], [0])
 
 
 @pytest.mark.parametrize("shards", [(0, 1, 6), (-1, 1, 2), (0, 0, 1)])
 def test_shards_that_the_code_has_not_are_refused(shards):
-    with pytest.raises(CodeError, match="expected different numbers from 0 to 4"):
-        ReedSolomon(3, 2).decoding(shards, ())
+    with pytest.raises(ErasureCodeError, match="expected different numbers from 0 to 4"):
+        ReedSolomon(3, 2).make_decoding(shards, ())
 
 
 def test_k_shards_cannot_be_checked():
-    with pytest.raises(CodeError, match="nothing to check: found 3 shards, expected at least 4"):
+    with pytest.raises(ErasureCodeError, match="nothing to check: found 3 shards, expected at least 4"):
         ReedSolomon(3, 2).check({0, 1, 4})
 
 
 def test_bad_input_is_the_callers_error():
-    assert issubclass(CodeError, CallerError)
+    assert issubclass(ErasureCodeError, CallerError)
     assert issubclass(TooManyErasures, CallerError)

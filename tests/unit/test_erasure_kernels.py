@@ -10,13 +10,13 @@ import pytest
 from kernels import ALL_KERNELS, QUICK_KERNELS, needs_isal
 
 from resilient_jax.erasure import (
-    CodeError,
+    ErasureCodeError,
     Kernel,
-    KernelMissing,
+    KernelUnavailable,
     KernelName,
-    KernelWrong,
+    KernelSelfTestFailed,
     ReedSolomon,
-    check_kernel,
+    run_self_test,
     encode,
     kernels,
 )
@@ -30,7 +30,7 @@ from resilient_jax.erasure.kernels import (
     xla_kernel,
 )
 from resilient_jax.erasure.kernels.numpy_kernel import BLOCK_BYTES
-from resilient_jax.testing.erasure_conformance import CHECKS, applied, expected_product, random_buffers
+from resilient_jax.testing.erasure_conformance import CHECKS, apply_guarded, compute_expected, make_random_buffers
 
 SELF_TEST_S, PATIENCE_S = 0.05, 60.0
 
@@ -43,7 +43,7 @@ def kernel(request):
 @pytest.fixture
 def no_isal(monkeypatch):
     def missing():
-        raise KernelMissing("ISA-L is not on this machine")
+        raise KernelUnavailable("ISA-L is not on this machine")
 
     monkeypatch.setattr(isal_kernel, "load_isal", missing)
 
@@ -54,7 +54,7 @@ def test_a_kernel_keeps_the_contract(check, kernel):
 
 
 def test_a_kernel_passes_its_self_test(kernel):
-    tested = check_kernel(kernel)
+    tested = run_self_test(kernel)
     assert tested.columns > 100
 
 
@@ -65,7 +65,7 @@ def test_the_self_test_takes_under_50_ms(quick_kernel):
     best_s = math.inf
     while best_s >= SELF_TEST_S and time.monotonic() < end_s:
         began_s = time.thread_time()
-        check_kernel(kernel)
+        run_self_test(kernel)
         best_s = min(best_s, time.thread_time() - began_s)
     assert best_s < SELF_TEST_S
 
@@ -89,8 +89,8 @@ class OneBitWrong(Kernel):
     ("longer_than", "message"), [(0, "wrong products with 255"), (1, "parity of k = 4, m = 2 at byte")]
 )
 def test_the_self_test_finds_a_wrong_bit(longer_than, message):
-    with pytest.raises(KernelWrong, match=message):
-        check_kernel(OneBitWrong(longer_than))
+    with pytest.raises(KernelSelfTestFailed, match=message):
+        run_self_test(OneBitWrong(longer_than))
 
 
 def test_arrays_of_numpy_are_buffers(kernel):
@@ -99,28 +99,28 @@ def test_arrays_of_numpy_are_buffers(kernel):
     parity = np.zeros((2, 100), np.uint8)
     code = ReedSolomon(3, 2)
     encode(code, kernel, list(data), list(parity))
-    assert [row.tobytes() for row in parity] == expected_product(
+    assert [row.tobytes() for row in parity] == compute_expected(
         code.parity_matrix, [row.tobytes() for row in data]
     )
 
 
 def test_a_wrong_dtype_is_refused_with_what_to_do(kernel):
     with pytest.raises(
-        CodeError, match=r"source 0: found 1 dimensions of format 'H', expected .*view\(numpy.uint8\)"
+        ErasureCodeError, match=r"source 0: found 1 dimensions of format 'H', expected .*view\(numpy.uint8\)"
     ):
         kernel.apply((b"\x01",), [np.zeros(4, np.uint16)], [bytearray(8)])
 
 
 def test_a_dtype_that_the_buffer_protocol_has_not_is_refused():
     bfloat16 = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    with pytest.raises(CodeError, match="source 0: found ndarray, expected a buffer of bytes"):
+    with pytest.raises(ErasureCodeError, match="source 0: found ndarray, expected a buffer of bytes"):
         NumpyKernel().apply((b"\x01",), [np.zeros(4, bfloat16)], [bytearray(8)])
 
 
 @pytest.mark.parametrize("length", [BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
 def test_the_numpy_kernel_joins_its_blocks(length):
-    matrix, sources = ReedSolomon(2, 2).parity_matrix, random_buffers(2, length)
-    assert applied(NumpyKernel(), matrix, sources) == expected_product(matrix, sources)
+    matrix, sources = ReedSolomon(2, 2).parity_matrix, make_random_buffers(2, length)
+    assert apply_guarded(NumpyKernel(), matrix, sources) == compute_expected(matrix, sources)
 
 
 def compiled_programs():
@@ -131,19 +131,19 @@ def compiled_programs():
 def test_xla_compiles_nothing_for_another_matrix_or_a_length_of_the_same_size():
     kernel = XlaKernel()
     for matrix, length in (((b"\x01\x02", b"\x03\x04"), 5000), ((b"\x09\x00", b"\xff\x80"), 8000)):
-        sources = random_buffers(2, length)
-        assert applied(kernel, matrix, sources) == expected_product(matrix, sources)
+        sources = make_random_buffers(2, length)
+        assert apply_guarded(kernel, matrix, sources) == compute_expected(matrix, sources)
         compiled = compiled_programs()
-        applied(kernel, tuple(row[::-1] for row in matrix), sources)
+        apply_guarded(kernel, tuple(row[::-1] for row in matrix), sources)
         assert compiled_programs() == compiled
-    applied(kernel, matrix, random_buffers(2, 5001))
+    apply_guarded(kernel, matrix, make_random_buffers(2, 5001))
     assert compiled_programs() == compiled
 
 
 @needs_isal
 def test_isal_is_chosen_where_it_is():
-    chosen = choose_kernel(may_use_jax=True)
-    assert (chosen.kernel.name, chosen.reason, chosen.passed_over) == ("isal", "isal is the fastest", ())
+    chosen = choose_kernel(allow_jax=True)
+    assert (chosen.kernel.name, chosen.reason, chosen.rejected) == ("isal", "isal is the fastest", ())
     assert "libisal" in chosen.kernel.description
 
 
@@ -151,7 +151,7 @@ def test_isal_is_chosen_where_it_is():
 def test_without_isal_numpy_is_chosen_and_says_why():
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
-    assert [passed.name for passed in chosen.passed_over] == ["isal", "xla"]
+    assert [passed.name for passed in chosen.rejected] == ["isal", "xla"]
     assert chosen.reason == (
         "numpy is the fastest that can be used: isal: ISA-L is not on this machine; xla: this process does not run jax"
     )
@@ -159,16 +159,16 @@ def test_without_isal_numpy_is_chosen_and_says_why():
 
 @pytest.mark.usefixtures("no_isal")
 def test_without_isal_xla_is_chosen_in_a_process_that_runs_jax():
-    chosen = choose_kernel(may_use_jax=True)
+    chosen = choose_kernel(allow_jax=True)
     assert chosen.kernel.name == "xla"
-    assert [passed.name for passed in chosen.passed_over] == ["isal"]
+    assert [passed.name for passed in chosen.rejected] == ["isal"]
 
 
 def test_a_kernel_that_computes_wrong_bytes_is_passed_over(monkeypatch):
     monkeypatch.setattr(kernels, "IsalKernel", lambda: OneBitWrong(0), raising=False)
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
-    assert "wrong products" in chosen.passed_over[0].reason
+    assert "wrong products" in chosen.rejected[0].reason
 
 
 @pytest.mark.parametrize("name", [KernelName.XLA, KernelName.NUMPY])
@@ -179,13 +179,13 @@ def test_a_kernel_can_be_forced(name):
 
 @pytest.mark.usefixtures("no_isal")
 def test_a_forced_kernel_that_is_not_here_is_an_error():
-    with pytest.raises(KernelMissing, match="ISA-L is not on this machine"):
+    with pytest.raises(KernelUnavailable, match="ISA-L is not on this machine"):
         choose_kernel(KernelName.ISAL)
 
 
 def test_a_forced_kernel_that_is_wrong_is_an_error(monkeypatch):
     monkeypatch.setattr(kernels, "NumpyKernel", lambda: OneBitWrong(0), raising=False)
-    with pytest.raises(KernelWrong):
+    with pytest.raises(KernelSelfTestFailed):
         choose_kernel(KernelName.NUMPY)
 
 
@@ -193,7 +193,7 @@ def test_isal_that_is_nowhere_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(
         "resilient_jax.erasure.isal_library._candidates", lambda: iter(["/nowhere/libisal.so.2"])
     )
-    with pytest.raises(KernelMissing, match=r"pip install 'resilient_jax\[isal\]'.*/nowhere/libisal"):
+    with pytest.raises(KernelUnavailable, match=r"pip install 'resilient_jax\[isal\]'.*/nowhere/libisal"):
         load_isal.__wrapped__()
 
 
@@ -206,5 +206,5 @@ def test_choosing_loads_no_jax():
 
 
 def test_the_reason_of_the_choice_names_every_kernel_passed_over():
-    passed = [kernel_choice.PassedOver(KernelName.ISAL, "a"), kernel_choice.PassedOver(KernelName.XLA, "b")]
+    passed = [kernel_choice.RejectedKernel(KernelName.ISAL, "a"), kernel_choice.RejectedKernel(KernelName.XLA, "b")]
     assert kernel_choice._reason(KernelName.NUMPY, passed).endswith("isal: a; xla: b")

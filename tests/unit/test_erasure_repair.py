@@ -10,8 +10,8 @@ from kernels import needs_isal
 
 from resilient_jax.erasure import (
     ChecksumName,
-    CodeError,
-    KernelMissing,
+    ErasureCodeError,
+    KernelUnavailable,
     NotRepaired,
     ReedSolomon,
     TooManyErasures,
@@ -23,7 +23,7 @@ from resilient_jax.erasure import (
     verify_against,
 )
 from resilient_jax.erasure.kernels import NumpyKernel
-from resilient_jax.erasure.matrix import Span, combine, transpose
+from resilient_jax.erasure.matrix import Span, linear_combination, transpose
 
 KERNEL = NumpyKernel()
 CRC32 = choose_checksum(ChecksumName.CRC32)
@@ -120,7 +120,7 @@ def test_columns_that_fit_three_shards_by_accident_are_repaired_each_by_itself()
     blamed = Span()
     for shard in (1, 3, 5):
         blamed.put(at[shard])
-    error = next(e for e in range(1, 256) if blamed.contains(combine([1, e], [at[8], at[11]], bytes(4))))
+    error = next(e for e in range(1, 256) if blamed.contains(linear_combination([1, e], [at[8], at[11]], bytes(4))))
     for column, errors in {10: {1: 7, 3: 9}, 20: {8: 1, 11: error}, 30: {1: 5, 5: 2}}.items():
         for shard, value in errors.items():
             stripe[shard][column] ^= value
@@ -171,7 +171,7 @@ def test_a_checksum_that_fails_to_compute_leaves_the_stripe_as_it_was():
     stripe, _ = make_stripe(code, 50, Random(1))
     stripe[1][20] ^= 1
     damaged = copy_of(stripe)
-    with pytest.raises(CodeError, match=r"no digest for shard 0, expected one for each; found \[4\]"):
+    with pytest.raises(ErasureCodeError, match=r"no digest for shard 0, expected one for each; found \[4\]"):
         repair(code, KERNEL, stripe, verify_against(CRC32, {4: 0}))
     assert stripe == damaged
 
@@ -200,13 +200,13 @@ def test_too_many_columns_with_errors_of_their_own_are_given_up(monkeypatch):
 def test_bad_stripes_are_refused():
     code = ReedSolomon(3, 2)
     stripe, verify = make_stripe(code, 50, Random(1))
-    with pytest.raises(CodeError, match="nothing to check"):
+    with pytest.raises(ErasureCodeError, match="nothing to check"):
         repair(code, KERNEL, {i: stripe[i] for i in range(3)}, verify)
     with pytest.raises(TooManyErasures):
         repair(code, KERNEL, {i: stripe[i] for i in range(2)}, verify)
-    with pytest.raises(CodeError, match="shard 0: found read-only memory"):
+    with pytest.raises(ErasureCodeError, match="shard 0: found read-only memory"):
         repair(code, KERNEL, stripe | {0: bytes(50)}, verify)
-    with pytest.raises(CodeError, match="unequal length"):
+    with pytest.raises(ErasureCodeError, match="unequal length"):
         list(scan(code, KERNEL, stripe | {0: bytes(49)}))
 
 
@@ -225,7 +225,7 @@ CASTAGNOLI = 0xE3069283
 def test_crc32c_of_isal_is_the_standard_one():
     chosen = choose_checksum()
     assert (chosen.name, chosen.compute(CHECK_INPUT), chosen.compute(b"")) == ("crc32c", CASTAGNOLI, 0)
-    assert "libisal" in chosen.origin
+    assert "libisal" in chosen.library
     long = bytes(range(256)) * 100
     assert chosen.compute(memoryview(long)[3:]) == choose_checksum(ChecksumName.CRC32C).compute(long[3:])
 
@@ -233,7 +233,7 @@ def test_crc32c_of_isal_is_the_standard_one():
 @pytest.fixture
 def no_isal(monkeypatch):
     def missing():
-        raise KernelMissing("ISA-L is not on this machine")
+        raise KernelUnavailable("ISA-L is not on this machine")
 
     monkeypatch.setattr("resilient_jax.erasure.checksum.load_isal", missing)
 
@@ -242,7 +242,7 @@ def no_isal(monkeypatch):
 def test_crc32c_of_google_is_the_same():
     pytest.importorskip("google_crc32c")
     chosen = choose_checksum()
-    assert (chosen.name, chosen.origin) == ("crc32c", "google-crc32c")
+    assert (chosen.name, chosen.library) == ("crc32c", "google-crc32c")
     assert chosen.compute(bytearray(CHECK_INPUT)) == CASTAGNOLI
 
 
@@ -250,10 +250,10 @@ def test_crc32c_of_google_is_the_same():
 def test_without_a_library_for_crc32c_it_is_crc32_and_says_so(monkeypatch):
     monkeypatch.setattr("resilient_jax.erasure.checksum.google_crc32c", None)
     chosen = choose_checksum()
-    assert (chosen.name, chosen.origin, chosen.compute(CHECK_INPUT)) == (
+    assert (chosen.name, chosen.library, chosen.compute(CHECK_INPUT)) == (
         "crc32",
         "zlib",
         zlib.crc32(CHECK_INPUT),
     )
-    with pytest.raises(KernelMissing, match="no library for CRC32C"):
+    with pytest.raises(KernelUnavailable, match="no library for CRC32C"):
         choose_checksum(ChecksumName.CRC32C)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernels import QUICK_KERNELS
 
 from resilient_jax.erasure import (
-    CodeError,
+    ErasureCodeError,
     ReedSolomon,
     TooManyErasures,
     add_shard,
@@ -17,7 +17,7 @@ from resilient_jax.erasure import (
     update_parity,
 )
 from resilient_jax.erasure.kernels import NumpyKernel
-from resilient_jax.erasure.reference_codec import reference_codec
+from resilient_jax.erasure.reference_codec import make_reference_codec
 
 small_codes = st.builds(ReedSolomon, st.integers(1, 10), st.integers(1, 6))
 codes = st.one_of(
@@ -42,7 +42,7 @@ def test_parity_is_that_of_reedsolo_in_each_column(make_kernel, code, length, ra
     length = min(length, 2**17 // code.n)
     data = [random.randbytes(length) for _ in range(code.k)]
     parity = encoded(code, make_kernel(), data)
-    codec = reference_codec(code)
+    codec = make_reference_codec(code)
     for column in {*range(min(length, 2)), *range(max(0, length - 2), length)}:
         word = codec.encode(bytes(shard[column] for shard in data))
         assert bytes(shard[column] for shard in parity) == word[code.k :]
@@ -121,15 +121,15 @@ def test_a_missing_first_host_is_a_shard_of_zeros():
 def test_bad_stripes_are_refused():
     code, kernel = ReedSolomon(3, 2), NumpyKernel()
     shard, room = bytes(8), [bytearray(8), bytearray(8)]
-    with pytest.raises(CodeError, match="data: found 2 buffers, expected 3"):
+    with pytest.raises(ErasureCodeError, match="data: found 2 buffers, expected 3"):
         encode(code, kernel, [shard] * 2, room)
-    with pytest.raises(CodeError, match="parity: found 1 buffers, expected 2"):
+    with pytest.raises(ErasureCodeError, match="parity: found 1 buffers, expected 2"):
         encode(code, kernel, [shard] * 3, room[:1])
-    with pytest.raises(CodeError, match="data shard: found 3, expected one from 0 to 2"):
+    with pytest.raises(ErasureCodeError, match="data shard: found 3, expected one from 0 to 2"):
         add_shard(code, kernel, 3, shard, room)
-    with pytest.raises(CodeError, match="unequal length"):
+    with pytest.raises(ErasureCodeError, match="unequal length"):
         update_parity(code, kernel, 0, shard, bytes(7), room)
-    with pytest.raises(CodeError, match=r"shards \[1\]: found both present and wanted"):
+    with pytest.raises(ErasureCodeError, match=r"shards \[1\]: found both present and wanted"):
         decode(code, kernel, {0: shard, 1: shard, 2: shard}, {1: room[0]})
     with pytest.raises(TooManyErasures, match="3 shards are lost, at most 2 of 5"):
         decode(code, kernel, {0: shard, 4: shard}, {1: room[0]})

@@ -58,8 +58,8 @@ from resilient_jax.protocol.records import (
 )
 from resilient_jax.protocol.store_keys import make_generation_key, make_host_key, make_hosts_prefix, make_leader_key
 from resilient_jax.protocol.worker_messages import RunToBoundary, FormWorld, HoldTraining, WorkerOrder, Pause, Quiesce
-from resilient_jax.store.interface import Compare, Operator, Put, PutOp, Target, is_absent
-from resilient_jax.store.state_machine import StoreMachine
+from resilient_jax.store.interface import Compare, CompareOperator, PutEvent, PutOp, CompareTarget, require_absent
+from resilient_jax.store.state_machine import StoreStateMachine
 
 JOB = JobName("job")
 NAMES = tuple(HostName(name) for name in "abcd")
@@ -244,7 +244,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.store = StoreMachine(first_lease=LeaseId(1))
+        self.store = StoreStateMachine(first_lease=LeaseId(1))
         self.hosts = {name: Host(name) for name in NAMES}
         self.workers = {(h.name, h.worker.incarnation): h.worker for h in self.hosts.values()}
         self.written: list[tuple[Generation, Revision]] = []  # accepted, with the writer's token
@@ -324,7 +324,7 @@ class Cluster:
     def leader_moves(self, host: Host, term: Term):
         if term.pending:
             yield 3, lambda: self.write(host, term)
-        elif self.store.changes(make_hosts_prefix(JOB), term.read, 1)[0]:
+        elif self.store.read_history(make_hosts_prefix(JOB), term.read, 1)[0]:
             yield 4, lambda: self.read_status(host, term)
         elif term.looked_s != self.now_s:
             yield 2, lambda: self.decide(host, term, Tick())
@@ -461,8 +461,8 @@ class Cluster:
             worker.obey()
 
     def read_generation(self, host: Host) -> None:
-        (found, *_), host.read = self.store.changes(make_generation_key(JOB), host.read, 1)
-        assert isinstance(found, Put)
+        (found, *_), host.read = self.store.read_history(make_generation_key(JOB), host.read, 1)
+        assert isinstance(found, PutEvent)
         self.order(host, msgspec.msgpack.decode(found.key_value.value, type=Generation))
 
     def order(self, host: Host, generation: Generation) -> None:
@@ -504,7 +504,7 @@ class Cluster:
     def lead(self, host: Host) -> None:
         key = make_leader_key(JOB)
         assert host.lease is not None
-        result = self.store.transaction((is_absent(key),), (PutOp(key, b"", host.lease),))
+        result = self.store.transaction((require_absent(key),), (PutOp(key, b"", host.lease),))
         assert result.succeeded
         stored = self.store.get(make_generation_key(JOB))
         generation = msgspec.msgpack.decode(stored.value, type=Generation) if stored else None
@@ -520,8 +520,8 @@ class Cluster:
         self.decide(host, host.term, Tick())
 
     def read_status(self, host: Host, term: Term) -> None:
-        (found, *_), term.read = self.store.changes(make_hosts_prefix(JOB), term.read, 1)
-        if isinstance(found, Put):
+        (found, *_), term.read = self.store.read_history(make_hosts_prefix(JOB), term.read, 1)
+        if isinstance(found, PutEvent):
             change = HostChanged(msgspec.msgpack.decode(found.key_value.value, type=HostStatus))
         else:
             change = HostLeft(HostName(found.key.removeprefix(make_hosts_prefix(JOB))))
@@ -549,8 +549,8 @@ class Cluster:
         key = make_generation_key(JOB)
         result = self.store.transaction(
             (
-                Compare(make_leader_key(JOB), Target.CREATE_REVISION, Operator.EQUAL, term.token),
-                Compare(key, Target.MOD_REVISION, Operator.EQUAL, term.known),
+                Compare(make_leader_key(JOB), CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, term.token),
+                Compare(key, CompareTarget.MOD_REVISION, CompareOperator.EQUAL, term.known),
             ),
             (PutOp(key, encode(generation)),),
         )

@@ -12,16 +12,16 @@ from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
     NO_LEASE,
     Compare,
-    Delete,
+    DeleteEvent,
     DeleteOp,
-    Operator,
-    Put,
+    CompareOperator,
+    PutEvent,
     PutOp,
     RangeOp,
     RangeResponse,
-    Target,
+    CompareTarget,
 )
-from resilient_jax.store.state_machine import StoreMachine
+from resilient_jax.store.state_machine import StoreStateMachine
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "ab", "b", "ö"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b", "z"])
@@ -46,7 +46,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.machine = StoreMachine(first_lease=LeaseId(100), keep_revisions=KEEP_REVISIONS)
+        self.machine = StoreStateMachine(first_lease=LeaseId(100), keep_revisions=KEEP_REVISIONS)
         self.now_s = 0.0
         self.states: dict[int, dict[str, Entry]] = {1: {}}
         self.deadlines: dict[int, float] = {}
@@ -101,7 +101,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(
         compared=KEYS,
-        operator=st.sampled_from(Operator),
+        operator=st.sampled_from(CompareOperator),
         version=st.integers(0, 3),
         put_key=KEYS,
         deleted=KEYS,
@@ -109,7 +109,7 @@ class StoreModel(RuleBasedStateMachine):
     )
     def transact(self, compared, operator, version, put_key, deleted, value):
         operations = [PutOp(put_key, value), DeleteOp(deleted), RangeOp("", is_prefix=True)]
-        compare = Compare(compared, Target.VERSION, operator, version)
+        compare = Compare(compared, CompareTarget.VERSION, operator, version)
         if put_key == deleted:
             with pytest.raises(CallerError):
                 self.machine.transaction([compare], operations)
@@ -117,10 +117,10 @@ class StoreModel(RuleBasedStateMachine):
         result = self.machine.transaction([compare], operations, [DeleteOp(deleted)])
         found = self.current[compared].version if compared in self.current else 0
         holds = {
-            Operator.EQUAL: found == version,
-            Operator.NOT_EQUAL: found != version,
-            Operator.GREATER: found > version,
-            Operator.LESS: found < version,
+            CompareOperator.EQUAL: found == version,
+            CompareOperator.NOT_EQUAL: found != version,
+            CompareOperator.GREATER: found > version,
+            CompareOperator.LESS: found < version,
         }[operator]
         after = {key: entry for key, entry in self.current.items() if key != deleted}
         if holds:
@@ -187,7 +187,7 @@ class StoreModel(RuleBasedStateMachine):
         oldest = max(2, self.revision - KEEP_REVISIONS + 1)
         for from_revision in range(oldest, self.revision + 2):
             for prefix in ("", "a"):
-                events, following = self.machine.changes(prefix, Revision(from_revision), 10**9)
+                events, following = self.machine.read_history(prefix, Revision(from_revision), 10**9)
                 assert following == self.revision + 1
                 expected = [
                     change
@@ -197,7 +197,7 @@ class StoreModel(RuleBasedStateMachine):
                 assert sorted(map(summary, events)) == sorted(expected)
                 assert [e.mod_revision for e in events] == sorted(e.mod_revision for e in events)
         with pytest.raises(CompactedRevision):
-            self.machine.changes("", Revision(oldest - 1), 10**9)
+            self.machine.read_history("", Revision(oldest - 1), 10**9)
 
     def differences(self, revision, prefix):
         before, after = self.states[revision - 1], self.states[revision]
@@ -207,7 +207,7 @@ class StoreModel(RuleBasedStateMachine):
 
 
 def summary(event):
-    return event.mod_revision, event.key, "put" if isinstance(event, Put) else "delete"
+    return event.mod_revision, event.key, "put" if isinstance(event, PutEvent) else "delete"
 
 
 TestStoreMachineFollowsTheModel = StoreModel.TestCase
@@ -221,7 +221,7 @@ def put(machine, key, value=b""):
 
 
 def new_machine(**options):
-    return StoreMachine(first_lease=LeaseId(1), **options)
+    return StoreStateMachine(first_lease=LeaseId(1), **options)
 
 
 def test_a_long_replay_comes_in_pieces_that_split_no_revision():
@@ -231,7 +231,7 @@ def test_a_long_replay_comes_in_pieces_that_split_no_revision():
         machine.transaction((), [PutOp("a", b"x" * 100), PutOp("b", b"x" * 100)])
     pieces, following = [], start
     while following <= machine.revision:
-        events, following = machine.changes("", following, 1000)
+        events, following = machine.read_history("", following, 1000)
         pieces.append([event.mod_revision for event in events])
     assert len(pieces) > 1
     assert all(len(piece) % 2 == 0 for piece in pieces)
@@ -245,7 +245,7 @@ def test_history_is_bounded_in_bytes_whatever_the_values():
     last = put(machine, "a")
     for _ in range(50):
         last = put(machine, "a", b"x" * 3000)
-    events, _ = machine.changes("", Revision(machine.compacted_revision + 1), 10**9)
+    events, _ = machine.read_history("", Revision(machine.compacted_revision + 1), 10**9)
     assert 1 <= len(events) <= 3
     assert events[-1].mod_revision == last
 
@@ -253,7 +253,7 @@ def test_history_is_bounded_in_bytes_whatever_the_values():
 def test_the_history_always_holds_the_last_change():
     machine = new_machine(keep_bytes=1)
     last = put(machine, "a", b"x" * 3000)
-    assert len(machine.changes("", last, 10**9)[0]) == 1
+    assert len(machine.read_history("", last, 10**9)[0]) == 1
 
 
 def test_leases_expire_in_the_order_of_their_deadlines():
@@ -262,10 +262,10 @@ def test_leases_expire_in_the_order_of_their_deadlines():
     machine.transaction((), [PutOp("late", b"", late), PutOp("early", b"", early)])
     revision = machine.revision
     assert machine.expire(6.0) == [early, late]
-    events, _ = machine.changes("", Revision(revision + 1), 10**9)
+    events, _ = machine.read_history("", Revision(revision + 1), 10**9)
     assert events == [
-        Delete(key="early", mod_revision=Revision(revision + 1)),
-        Delete(key="late", mod_revision=Revision(revision + 2)),
+        DeleteEvent(key="early", mod_revision=Revision(revision + 1)),
+        DeleteEvent(key="late", mod_revision=Revision(revision + 2)),
     ]
 
 
@@ -277,8 +277,8 @@ def test_a_lease_ends_exactly_at_its_deadline():
 
 
 @pytest.mark.parametrize(
-    ("target", "value"), [(Target.VALUE, 1), (Target.VERSION, b"1"), (Target.MOD_REVISION, b"")]
+    ("target", "value"), [(CompareTarget.VALUE, 1), (CompareTarget.VERSION, b"1"), (CompareTarget.MOD_REVISION, b"")]
 )
 def test_a_compare_with_the_wrong_type_is_refused(target, value):
     with pytest.raises(ValueError, match=f"a comparison of {target}"):
-        Compare("a", target, Operator.EQUAL, value)
+        Compare("a", target, CompareOperator.EQUAL, value)

@@ -7,13 +7,13 @@ import pytest
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.errors import CompactedRevision, LeaseExpired, PeerUnreachable
-from resilient_jax.store.memory import SUSPENDED_AFTER_S, TICK_S, MemoryStore
+from resilient_jax.store.memory import SUSPENSION_THRESHOLD_S, EXPIRY_CHECK_INTERVAL_S, MemoryStore
 
 
 async def pass_time(clock, store, seconds):
     """Time passes while the store is awake: in steps that it sees one by one."""
-    for _ in range(round(seconds / TICK_S)):
-        clock.advance(TICK_S)
+    for _ in range(round(seconds / EXPIRY_CHECK_INTERVAL_S)):
+        clock.advance(EXPIRY_CHECK_INTERVAL_S)
         await asyncio.sleep(0)
         store._planned_wake_s = clock.monotonic_s()  # what its ticking task would plan, without the wait
 
@@ -65,7 +65,7 @@ def test_a_lag_below_the_threshold_is_no_suspension():
         clock = ManualClock()
         async with MemoryStore(clock) as store:
             lease = await store.grant(0.25)
-            clock.advance(TICK_S + SUSPENDED_AFTER_S * 0.9)
+            clock.advance(EXPIRY_CHECK_INTERVAL_S + SUSPENSION_THRESHOLD_S * 0.9)
             with pytest.raises(LeaseExpired):
                 await store.keep_alive(lease)
 

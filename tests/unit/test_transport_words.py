@@ -7,7 +7,7 @@ import pytest
 from resilient_jax.errors import InternalError, PeerUnreachable, Unauthenticated
 from resilient_jax.store import interface
 from resilient_jax.transport import authentication, error_codec, method
-from resilient_jax.transport.error_codec import ERROR_CLASSES, error_of, failure_of
+from resilient_jax.transport.error_codec import ERROR_CLASSES, decode_error, encode_error
 
 StatusCode = error_codec.grpc.StatusCode  # importing grpc before our package would make it noisy
 
@@ -26,7 +26,7 @@ def test_only_our_own_errors_cross_by_name():
 
 
 def test_a_name_outside_the_tree_raises_no_class_of_the_senders_choice():
-    error = error_of(
+    error = decode_error(
         StatusCode.FAILED_PRECONDITION,
         "boo",
         [("rj-error", "SystemExit")],
@@ -41,7 +41,7 @@ def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
     class HandshakeFailed(PeerUnreachable):
         pass
 
-    failure = failure_of(HandshakeFailed("h"), "/s/m")
+    failure = encode_error(HandshakeFailed("h"), "/s/m")
     assert failure.trailing_metadata == (("rj-error", "PeerUnreachable"),)
 
 
@@ -56,7 +56,7 @@ def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
     ],
 )
 def test_only_a_machine_that_answers_refuses(details, refused):
-    error = error_of(StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
+    error = decode_error(StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
     assert isinstance(error, PeerUnreachable)
     assert error.is_refused is refused
     assert str(error).startswith("h:1 ")

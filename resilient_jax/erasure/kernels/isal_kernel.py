@@ -10,7 +10,7 @@ from resilient_jax.erasure.isal_library import MAX_CALL_BYTES, TABLE_BYTES, load
 from resilient_jax.erasure.kernel import Kernel, KernelName
 from resilient_jax.erasure.matrix import Matrix
 
-UPDATE_BYTES = 128 * 2**10
+ACCUMULATE_BLOCK_BYTES = 128 * 2**10
 """Range of an accumulation: ISA-L reads and writes the destinations once for each source, so they should stay
 in cache."""
 
@@ -31,17 +31,17 @@ class IsalKernel(Kernel):
 
     def __init__(self) -> None:
         self._library = load_isal()
-        self.description = f"ISA-L from {self._library.origin}"
+        self.description = f"ISA-L from {self._library.path}"
         # The matrices in use are few: the parity of a code, and what a recovery needs.
         self._tables = functools.lru_cache(maxsize=64)(self._make_tables)
 
     def _multiply(self, matrix: Matrix, operands: Operands, *, accumulate: bool) -> None:
-        step = UPDATE_BYTES if accumulate else MAX_CALL_BYTES
+        step = ACCUMULATE_BLOCK_BYTES if accumulate else MAX_CALL_BYTES
         tables, rows, columns = self._tables(matrix), len(matrix), len(matrix[0])
         for start in range(0, operands.length, step):
             size = min(step, operands.length - start)
-            sources = _pointers(operands.source_addresses, start)
-            destinations = _pointers(operands.destination_addresses, start)
+            sources = _make_pointers(operands.source_addresses, start)
+            destinations = _make_pointers(operands.destination_addresses, start)
             where = destinations.buffer_info()[0]
             if accumulate:
                 for j, source in enumerate(sources):
@@ -56,6 +56,6 @@ class IsalKernel(Kernel):
         return tables
 
 
-def _pointers(addresses: tuple[int, ...], start: int) -> "array.array[int]":
+def _make_pointers(addresses: tuple[int, ...], start: int) -> "array.array[int]":
     """An array of C pointers. Made three times as fast as one of ctypes."""
     return array.array(POINTER, [address + start for address in addresses] if start else addresses)

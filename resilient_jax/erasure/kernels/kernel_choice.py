@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient_jax.erasure import kernels
-from resilient_jax.erasure.errors import KernelMissing, KernelWrong
+from resilient_jax.erasure.errors import KernelUnavailable, KernelSelfTestFailed
 from resilient_jax.erasure.kernel import Kernel, KernelName
-from resilient_jax.erasure.self_test import SelfTest, check_kernel
+from resilient_jax.erasure.self_test import SelfTest, run_self_test
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
+class RejectedKernel:
     """A faster kernel that is not used, and why."""
 
     name: KernelName
@@ -30,11 +30,11 @@ class KernelChoice:
 
     kernel: Kernel
     reason: str
-    passed_over: tuple[PassedOver, ...]
+    rejected: tuple[RejectedKernel, ...]
     self_test: SelfTest
 
 
-def choose_kernel(forced: KernelName | None = None, *, may_use_jax: bool = False) -> KernelChoice:
+def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = False) -> KernelChoice:
     """The fastest kernel that is on this machine and passes its self-test.
 
     Args:
@@ -46,25 +46,25 @@ def choose_kernel(forced: KernelName | None = None, *, may_use_jax: bool = False
         KernelMissing: the forced kernel is not on this machine; says what to install.
         KernelWrong: the forced kernel, or the last that is left, computes wrong bytes.
     """
-    if forced is not None:
-        kernel = _make(forced)
-        return KernelChoice(kernel, f"{forced} was asked for", (), check_kernel(kernel))
-    passed_over: list[PassedOver] = []
+    if requested is not None:
+        kernel = _make_kernel(requested)
+        return KernelChoice(kernel, f"{requested} was asked for", (), run_self_test(kernel))
+    passed_over: list[RejectedKernel] = []
     for name in (KernelName.ISAL, KernelName.XLA):
-        if name is KernelName.XLA and not may_use_jax:
-            passed_over.append(PassedOver(name, "this process does not run jax"))
+        if name is KernelName.XLA and not allow_jax:
+            passed_over.append(RejectedKernel(name, "this process does not run jax"))
             continue
         try:
-            kernel = _make(name)
-            return KernelChoice(kernel, _reason(name, passed_over), tuple(passed_over), check_kernel(kernel))
-        except (KernelMissing, KernelWrong) as error:
-            passed_over.append(PassedOver(name, str(error)))
-    kernel = _make(KernelName.NUMPY)
+            kernel = _make_kernel(name)
+            return KernelChoice(kernel, _reason(name, passed_over), tuple(passed_over), run_self_test(kernel))
+        except (KernelUnavailable, KernelSelfTestFailed) as error:
+            passed_over.append(RejectedKernel(name, str(error)))
+    kernel = _make_kernel(KernelName.NUMPY)
     reason = _reason(KernelName.NUMPY, passed_over)
-    return KernelChoice(kernel, reason, tuple(passed_over), check_kernel(kernel))
+    return KernelChoice(kernel, reason, tuple(passed_over), run_self_test(kernel))
 
 
-def _reason(name: KernelName, passed_over: list[PassedOver]) -> str:
+def _reason(name: KernelName, passed_over: list[RejectedKernel]) -> str:
     if not passed_over:
         return f"{name} is the fastest"
     return f"{name} is the fastest that can be used: " + "; ".join(
@@ -72,7 +72,7 @@ def _reason(name: KernelName, passed_over: list[PassedOver]) -> str:
     )
 
 
-def _make(name: KernelName) -> Kernel:
+def _make_kernel(name: KernelName) -> Kernel:
     # The classes are loaded by their names' first use: a process without jax never imports the XLA kernel.
     makers: dict[KernelName, Callable[[], Kernel]] = {
         KernelName.ISAL: lambda: kernels.IsalKernel(),

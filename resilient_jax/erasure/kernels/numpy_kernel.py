@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient_jax.erasure.buffers import Operands
-from resilient_jax.erasure.galois_field import MODULUS
+from resilient_jax.erasure.galois_field import PRIMITIVE_POLYNOMIAL
 from resilient_jax.erasure.kernel import Kernel, KernelName
 from resilient_jax.erasure.matrix import Matrix
 
 BLOCK_BYTES = 64 * 2**10
 """Columns at once: long enough that numpy's calls do not count, short enough that all stays in the second-level
 cache."""
-REDUCTION = np.int8(MODULUS & 0xFF)
+REDUCTION = np.int8(PRIMITIVE_POLYNOMIAL & 0xFF)
 """What x^8 is modulo the field's polynomial."""
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 
 @final
@@ -51,7 +51,7 @@ class NumpyKernel(Kernel):
                     _multiply_row(row, parts, destination[block], mask[:size])
 
 
-def _multiply_row(row: bytes, sources: list[Bytes], result: Bytes, mask: npt.NDArray[np.int8]) -> None:
+def _multiply_row(row: bytes, sources: list[ByteArray], result: ByteArray, mask: npt.NDArray[np.int8]) -> None:
     """result = sum_j row[j] * sources[j]; the mask is scratch. All uint8[size] or int8[size]."""
     result[:] = 0
     for bit in reversed(range(max(row).bit_length())):
@@ -61,7 +61,7 @@ def _multiply_row(row: bytes, sources: list[Bytes], result: Bytes, mask: npt.NDA
                 np.bitwise_xor(result, source, out=result)
 
 
-def _double(values: Bytes, mask: npt.NDArray[np.int8]) -> None:
+def _double(values: ByteArray, mask: npt.NDArray[np.int8]) -> None:
     """values = 2 * values in the field."""
     np.right_shift(values.view(np.int8), 7, out=mask)  # keeps the sign: all ones where the top bit falls out
     np.bitwise_and(mask, REDUCTION, out=mask)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient_jax.erasure.buffers import Operands
-from resilient_jax.erasure.errors import KernelMissing
-from resilient_jax.erasure.galois_field import MODULUS
+from resilient_jax.erasure.errors import KernelUnavailable
+from resilient_jax.erasure.galois_field import PRIMITIVE_POLYNOMIAL
 from resilient_jax.erasure.kernel import Kernel, KernelName
 from resilient_jax.erasure.matrix import Matrix
 
@@ -26,12 +26,12 @@ CHUNK_BYTES = 2**20
 """Columns in one call on the CPU; its results stay in cache until they are copied out."""
 GPU_CHUNK_BYTES = 16 * 2**20
 """Columns in one call on a GPU: a launch and a transfer have a price of their own."""
-SMALLEST_BYTES = 4096
+MIN_CHUNK_BYTES = 4096
 """A shorter rest is padded to this, a longer one to the next power of two: at most nine sizes up to 1 MiB."""
-MAX_COLUMNS = 16
+MAX_SOURCES = 16
 """Sources of one program, which has 16 operations for each; more are done 16 at a time."""
 BITS = 8
-REDUCTION = MODULUS & 0xFF
+REDUCTION = PRIMITIVE_POLYNOMIAL & 0xFF
 
 
 Device: TypeAlias = Any
@@ -75,7 +75,7 @@ class XlaKernel(Kernel):
     def _put(self, part: npt.NDArray[np.uint8]) -> jax.Array:
         """On the device, padded to one of a few sizes. May alias `part`: the caller reads the result before it
         returns."""
-        padded_size = min(self._chunk_bytes, max(SMALLEST_BYTES, 1 << (len(part) - 1).bit_length()))
+        padded_size = min(self._chunk_bytes, max(MIN_CHUNK_BYTES, 1 << (len(part) - 1).bit_length()))
         if len(part) < padded_size:
             part = np.concatenate([part, np.zeros(padded_size - len(part), np.uint8)])
         return jax.device_put(part, self._device, may_alias=True)
@@ -85,7 +85,7 @@ def _cpu() -> Device:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:  # JAX_PLATFORMS leaves the CPU out
-        raise KernelMissing(f"jax has no CPU device here ({error}); add cpu to JAX_PLATFORMS") from error
+        raise KernelUnavailable(f"jax has no CPU device here ({error}); add cpu to JAX_PLATFORMS") from error
 
 
 def multiply_arrays(matrix: Matrix, sources: Sequence[jax.Array]) -> list[jax.Array]:
@@ -104,15 +104,15 @@ def multiply_arrays(matrix: Matrix, sources: Sequence[jax.Array]) -> list[jax.Ar
 
 def _multiply_row(row: bytes, sources: Sequence[jax.Array]) -> jax.Array:
     total: jax.Array | None = None
-    for left in range(0, len(sources), MAX_COLUMNS):
-        tile = slice(left, left + MAX_COLUMNS)
-        total = _multiply_tile(_masks(row[tile]), tuple(sources[tile]), total)
+    for left in range(0, len(sources), MAX_SOURCES):
+        tile = slice(left, left + MAX_SOURCES)
+        total = _multiply_tile(_make_bit_masks(row[tile]), tuple(sources[tile]), total)
     assert total is not None, "an empty row"
     return total
 
 
 @functools.lru_cache(maxsize=256)
-def _masks(row: bytes) -> npt.NDArray[np.uint8]:
+def _make_bit_masks(row: bytes) -> npt.NDArray[np.uint8]:
     """uint8[8, columns]: 255 where the bit of the coefficient is set, highest bit first."""
     bits = np.arange(BITS, dtype=np.uint8)[::-1, None]
     return np.where(np.frombuffer(row, np.uint8) >> bits & 1, np.uint8(0xFF), np.uint8(0))

@@ -25,7 +25,7 @@ import msgspec
 from benchmarks.erasure.figures import BARE, COPY, REFERENCE, ZFEC, Task, Timed, Times, Wanted
 from resilient_jax.erasure import (
     Kernel,
-    KernelMissing,
+    KernelUnavailable,
     KernelName,
     ReedSolomon,
     decode,
@@ -36,7 +36,7 @@ from resilient_jax.erasure import (
 from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.erasure.matrix import Matrix
-from resilient_jax.erasure.reference_codec import reference_codec
+from resilient_jax.erasure.reference_codec import make_reference_codec
 
 REFERENCE_COLUMNS = 200
 """reedsolo is ten thousand times slower, so it gets fewer columns."""
@@ -104,7 +104,7 @@ def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
     for name in KernelName:
         try:
             kernels[name] = choose_kernel(name).kernel
-        except KernelMissing as error:
+        except KernelUnavailable as error:
             missing[name] = str(error)
     return kernels, missing
 
@@ -186,7 +186,7 @@ def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
 def bare_calls(stripe: Stripe) -> dict[Task, Call]:
     """`ec_encode_data` with everything made before: the limit for our calls, on the same memory."""
     code = stripe.code
-    decoding = code.decoding(stripe.present, stripe.lost)
+    decoding = code.make_decoding(stripe.present, stripe.lost)
     read = [stripe.present[i] for i in decoding.sources]
     wrote = [stripe.lost[i] for i in decoding.wanted]
     runs = {
@@ -232,7 +232,7 @@ def zfec_calls(stripe: Stripe, zfec: Any) -> Iterator[Call]:
 
 def reference_calls(stripe: Stripe) -> Iterator[Call]:
     columns = min(REFERENCE_COLUMNS, stripe.length)
-    codec = reference_codec(stripe.code)
+    codec = make_reference_codec(stripe.code)
     words = [bytes(shard[i] for shard in stripe.data) for i in range(columns)]
     erased = list(stripe.lost)
     damaged = [bytes(len(erased)) + codec.encode(word)[len(erased) :] for word in words]
