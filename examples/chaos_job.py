@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
-from resilient_jax.sharding.placements import FullySharded, fully_sharded
-from resilient_jax.step.resharding import cut, gather
+from resilient_jax.sharding.placements import FullyShardedPlacement, fully_sharded
+from resilient_jax.step.resharding import shard_tree, replicate_tree
 
 SIZE, MICROBATCHES, UNIT, ROWS = 48, 12, 2, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
@@ -85,16 +85,16 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
     for step in world.steps(options.steps):
         if step >= read_end(options.steps):
             return
-        params = gather(state["params"], whole) if is_sharded else state["params"]
+        params = replicate_tree(state["params"], whole) if is_sharded else state["params"]
 
         def add(total: Total, microbatch: rj.Microbatch, params: Arrays = params) -> Total:
             key = (microbatch.step, microbatch.index)
             rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
             replica = microbatch.replica
-            return accumulate(total, replica.lift(params), replica.place(rows))
+            return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
 
-        loss, gradients = world.sum_microbatches(MICROBATCHES, add, zeros, unit=UNIT)
-        state = update(state, cut(gradients, rule) if isinstance(rule, FullySharded) else gradients)
+        loss, gradients = world.accumulate_microbatches(MICROBATCHES, add, zeros, unit_size=UNIT)
+        state = update(state, shard_tree(gradients, rule) if isinstance(rule, FullyShardedPlacement) else gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
         if is_sharded or options.snapshots:
             world.snapshot(state)

@@ -20,7 +20,7 @@ from resilient_jax.chaos.manifest_toml import write_manifest, write_table
 from resilient_jax.chaos.network import Network, built
 from resilient_jax.chaos.reference_run import END_VARIABLE, Reference
 from resilient_jax.cluster.local_job import LocalJob
-from resilient_jax.jax_runtime.worker_environment import DEVICE_COUNT_FLAG, counts_devices, set_device_count
+from resilient_jax.jax_runtime.worker_environment import DEVICE_COUNT_FLAG, has_device_count, set_device_count
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
 
 HOST_RESTART_LIMIT = 10_000
@@ -56,7 +56,7 @@ def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None
     (directory / "manifest.toml").write_text(write_manifest(manifest))
     devices = manifest.job.devices_per_host
     environment = run_environment(devices, setting.cache, os.environ)
-    if counts_devices(os.environ):
+    if has_device_count(os.environ):
         say(
             f"{DEVICE_COUNT_FLAG} in XLA_FLAGS does not count: {devices} devices per host, as the manifest says"
         )

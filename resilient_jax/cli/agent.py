@@ -36,7 +36,7 @@ from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.cluster.worker_process import copy_environment
 from resilient_jax.errors import CallerError, ConfigError, ExitCode, OutOfResources, Unauthenticated
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.jax_runtime.worker_environment import worker_environment
+from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 from resilient_jax.protocol.store_keys import make_hosts_prefix
 from resilient_jax.store.memory import MemoryStore
@@ -117,7 +117,7 @@ def agent(
     environment = copy_environment()
     environment.pop(TOKEN_VARIABLE, None)
     settled = job_config(config, expected_hosts)
-    environment |= worker_environment(
+    environment |= make_worker_environment(
         platform=check_platform(platform),
         devices_per_host=devices_per_host,
         cache_dir=str((directory / "compile-cache").absolute()),

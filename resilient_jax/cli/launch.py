@@ -30,7 +30,7 @@ from resilient_jax.cluster.run_directory import claim_directory, create_run_dire
 from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
-from resilient_jax.jax_runtime.worker_environment import counts_devices
+from resilient_jax.jax_runtime.worker_environment import has_device_count
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 
@@ -89,7 +89,7 @@ def launch(
             "start more hosts"
         )
     options = [*("--platform", check_platform(platform) or "cpu")]
-    if devices_per_host is None and not (platform == "cpu" and counts_devices(os.environ)):
+    if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
     if devices_per_host is not None:
         options += ["--devices-per-host", str(devices_per_host)]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from resilient_jax.jax_runtime.gloo import (
     Endpoint,
     GlooSockets,
-    duplicate,
+    DuplicateSocket,
     is_listener,
-    local_endpoint,
-    remote_endpoint,
-    socket_descriptors,
+    find_local_endpoint,
+    find_remote_endpoint,
+    list_socket_descriptors,
 )
 
 
@@ -28,25 +28,25 @@ def abort_collectives(gloo: GlooSockets) -> int:
     """
 
     def is_gloos(here: Endpoint | None, there: Endpoint | None) -> bool:
-        if (here, there) in gloo.spared:
+        if (here, there) in gloo.local_clique:
             return False
-        return here in gloo.own or there in gloo.own | gloo.peers
+        return here in gloo.own_listeners or there in gloo.own_listeners | gloo.peer_listeners
 
     return _shut_connections(is_gloos)
 
 
-def hang_up_on(endpoint: Endpoint) -> int:
+def shut_connections_to(endpoint: Endpoint) -> int:
     """Shuts this process's connections to `endpoint`; gives how many."""
     return _shut_connections(lambda _, there: there == endpoint)
 
 
 def _shut_connections(chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> int:
-    return sum(_try_shut(descriptor, chosen) for descriptor in socket_descriptors())
+    return sum(_try_shut(descriptor, chosen) for descriptor in list_socket_descriptors())
 
 
 def _try_shut(descriptor: int, chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> bool:
-    with duplicate(descriptor) as copy:
-        if copy is None or is_listener(copy) or not chosen(local_endpoint(copy), remote_endpoint(copy)):
+    with DuplicateSocket(descriptor) as copy:
+        if copy is None or is_listener(copy) or not chosen(find_local_endpoint(copy), find_remote_endpoint(copy)):
             return False
         try:
             copy.shutdown(socket.SHUT_RDWR)

@@ -36,23 +36,23 @@ class BackendGate:
         Raises:
             RuntimeError: JAX has a backend.
         """
-        xla_bridge.register_backend_factory("cpu", self.give, priority=0, fail_quietly=False)
+        xla_bridge.register_backend_factory("cpu", self.take_backend, priority=0, fail_quietly=False)
         with self._changed:
             self._joiner = threading.current_thread()
 
-    def put(self, backend: Backend) -> None:
+    def set_backend(self, backend: Backend) -> None:
         """There is a world: who waits, or whoever asks next, takes its backend to JAX."""
         with self._changed:
             self._backend = backend
             self._changed.notify_all()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """No other world will come: who waits, and holds JAX's lock, gets a backend of this process alone."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
-    def give(self) -> Backend:
+    def take_backend(self) -> Backend:
         """The backend of the world, given away and not kept: a reference would outlive it.
 
         Between worlds the thread that joins them gets one of this process alone, and so do all after the last.

@@ -24,23 +24,23 @@ import socket
 import struct
 from typing import Final
 
-from resilient_jax.jax_runtime.abort import hang_up_on
+from resilient_jax.jax_runtime.abort import shut_connections_to
 from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient
 
 logger = logging.getLogger(__name__)
 
-GLOO_DIRECTORY: Final = "cpu:gloo"
-UNREADABLE: Final = b"\xff" * 8 + b" resilient_jax: this world was given up"
+GLOO_KEY_DIRECTORY: Final = "cpu:gloo"
+UNREADABLE_VALUE: Final = b"\xff" * 8 + b" resilient_jax: this world was given up"
 """For gloo a host name of 2**64 - 1 bytes, for protobuf an endless number: both refuse it cleanly."""
-PROBE_MS: Final = 100
+PROBE_TIMEOUT_MS: Final = 100
 """The one request to the service that has a deadline; without an answer no other is made."""
-PATIENCE_S: Final = 0.04
+PUBLISH_DELAY_S: Final = 0.04
 """Shutting connections is enough for complete cliques; only who still waits after that needs more."""
-HANG_UP_S: Final = 0.12
+HANG_UP_DELAY_S: Final = 0.12
 SERIES_GAP_S: Final = 1.0
 """Calls further apart than this belong to different interruptions."""
-CONNECT_S: Final = 0.2
+CONNECT_TIMEOUT_S: Final = 0.2
 """Our own listener is on this host: it answers at once or not at all."""
 _WORD: Final = struct.Struct("<Q")
 
@@ -48,7 +48,7 @@ Published = dict[str, dict[int, bytes]]
 """By clique (its device ids with commas) and rank, what gloo has published."""
 
 
-class CliqueRelease:
+class CliqueInterrupter:
     """Escalates, over repeated calls, what it takes to end the waits of one world's cliques."""
 
     def __init__(self, client: RuntimeClient, service: Endpoint, gloo: GlooSockets, known_key: str) -> None:
@@ -62,11 +62,11 @@ class CliqueRelease:
         self._known_key = known_key
         self._began_s = -math.inf
         self._last_s = -math.inf
-        self.detached = False
+        self.is_detached = False
         """Whether the service was found dead: this world forms no clique any more."""
         self._called: set[int] = set()
 
-    def release(self, now_s: float) -> int:
+    def interrupt(self, now_s: float) -> int:
         """Ends the waits of this process for cliques that are being formed.
 
         Repeat it, as `abort_collectives`, until the waiting thread has unwound. Does nothing at first, then
@@ -79,16 +79,16 @@ class CliqueRelease:
             self._began_s = now_s
         self._last_s = now_s
         since_s = now_s - self._began_s
-        if since_s < PATIENCE_S:
+        if since_s < PUBLISH_DELAY_S:
             return 0
-        if not self.detached and not answers(self._client, self._known_key):
-            self.detached = True
+        if not self.is_detached and not is_service_alive(self._client, self._known_key):
+            self.is_detached = True
             self._client.shutdown()  # 0.5 ms, measured with a stopped service
-        if self.detached:
-            return hang_up_on(self._service)
+        if self.is_detached:
+            return shut_connections_to(self._service)
         published = _published(self._client)
-        released = sum(_try_publish(self._client, key) for key in missing_keys(published))
-        if since_s >= HANG_UP_S:
+        released = sum(_try_publish(self._client, key) for key in find_missing_keys(published))
+        if since_s >= HANG_UP_DELAY_S:
             released += self._hang_up(published)
         return released
 
@@ -100,7 +100,7 @@ class CliqueRelease:
         calls = 0
         for value in (value for by_rank in published.values() for value in by_rank.values()):
             parsed = parse_rank(value)
-            if parsed is None or parsed[0] not in self._gloo.own:
+            if parsed is None or parsed[0] not in self._gloo.own_listeners:
                 continue
             for number in set(parsed[1]) - self._called:
                 self._called.add(number)
@@ -108,19 +108,19 @@ class CliqueRelease:
         return calls
 
 
-def answers(client: RuntimeClient, known_key: str) -> bool:
+def is_service_alive(client: RuntimeClient, known_key: str) -> bool:
     """Is the service alive? Blocks no longer than `PROBE_MS`, unlike all other requests but this."""
     try:
-        client.blocking_key_value_get(known_key, PROBE_MS)
+        client.blocking_key_value_get(known_key, PROBE_TIMEOUT_MS)
     except JaxRuntimeError:
         return False
     return True
 
 
-def missing_keys(published: Published) -> list[str]:
+def find_missing_keys(published: Published) -> list[str]:
     """Gives the keys that somebody waits for."""
     return [
-        f"{GLOO_DIRECTORY}/{clique}/{rank}"
+        f"{GLOO_KEY_DIRECTORY}/{clique}/{rank}"
         for clique, by_rank in published.items()
         for rank in range(clique.count(",") + 1)
         if rank not in by_rank
@@ -154,7 +154,7 @@ def parse_rank(value: bytes) -> tuple[Endpoint, tuple[int, ...]] | None:
 
 def _published(client: RuntimeClient) -> Published:
     found: Published = {}
-    for key, value in client.key_value_dir_get_bytes(GLOO_DIRECTORY):
+    for key, value in client.key_value_dir_get_bytes(GLOO_KEY_DIRECTORY):
         _, clique, rank = key.rsplit("/", 2)
         found.setdefault(clique, {})[int(rank)] = value
     return found
@@ -162,7 +162,7 @@ def _published(client: RuntimeClient) -> Published:
 
 def _try_publish(client: RuntimeClient, key: str) -> bool:
     try:
-        client.key_value_set_bytes(key, UNREADABLE, False)
+        client.key_value_set_bytes(key, UNREADABLE_VALUE, False)
     except JaxRuntimeError:
         return False  # it came meanwhile
     return True
@@ -170,7 +170,7 @@ def _try_publish(client: RuntimeClient, key: str) -> bool:
 
 def _try_call(endpoint: Endpoint, number: int) -> bool:
     try:
-        with socket.create_connection(endpoint, timeout=CONNECT_S) as call:
+        with socket.create_connection(endpoint, timeout=CONNECT_TIMEOUT_S) as call:
             call.sendall(_WORD.pack(number))
     except OSError as error:
         logger.debug("gloo's listener at %s does not answer: %s", endpoint, error)

@@ -33,7 +33,7 @@ from jax._src import cache_key, compiler, lru_cache
 from jax._src import distributed as jax_distributed
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
-EXPECTED_PARAMETERS: Final = (
+EXPECTED_SIGNATURES: Final = (
     (cache_key.get, ("module", "devices", "compile_options", "backend")),
     (cache_key._hash_accelerator_config, ("hash_obj", "accelerators")),
     (
@@ -49,7 +49,7 @@ Untyped: TypeAlias = Any
 """An object of JAX's or jaxlib's that has no usable type; the parameter's name says which."""
 
 CACHE_SUFFIX: Final = lru_cache._CACHE_SUFFIX
-ABANDONED_S: Final = 3600.0
+ABANDONED_AFTER_S: Final = 3600.0
 """A file that has been half written for so long never will be whole."""
 _shared = False
 _of_thread = threading.local()
@@ -65,7 +65,7 @@ class CacheHooks(Protocol):
         """A program had to be compiled."""
 
 
-class NoHooks:
+class NullCacheHooks:
     """For a process on its own: nobody else has programs, and nobody is told."""
 
     def fetch(self, key: str) -> bytes | None:
@@ -88,7 +88,7 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     global _shared
     if _shared:
         return None
-    for function, expected in EXPECTED_PARAMETERS:
+    for function, expected in EXPECTED_SIGNATURES:
         found = tuple(inspect.signature(function).parameters)[: len(expected)]
         if found != expected:
             return (
@@ -125,16 +125,16 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
     return None
 
 
-def knows_no_ids(device: Untyped) -> bool:
+def has_portable_keys(device: Untyped) -> bool:
     """Whether the key of a program for devices like this one is the same for others, as many on as many processes."""
     return _shared and device.platform == "cpu"
 
 
-def serves_others(device: Untyped) -> bool:
+def is_portable_cache_on(device: Untyped) -> bool:
     """Whether a program that is compiled for devices like this one is kept, and found again for others."""
     config: Untyped = jax.config
     is_kept = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir is not None
-    return is_kept and knows_no_ids(device)
+    return is_kept and has_portable_keys(device)
 
 
 def _key(
@@ -145,7 +145,7 @@ def _key(
     *rest: Untyped,
     **more: Untyped,
 ) -> str:
-    if knows_no_ids(devices.flat[0]) and compile_options.device_assignment is not None:
+    if has_portable_keys(devices.flat[0]) and compile_options.device_assignment is not None:
         assignment = compile_options.device_assignment
         shape = (assignment.replica_count(), assignment.computation_count())
         compile_options = copy.deepcopy(compile_options)
@@ -156,7 +156,7 @@ def _key(
 
 
 def _hash_accelerators(original: Untyped, hash_obj: Untyped, accelerators: Untyped) -> None:
-    if not knows_no_ids(accelerators.flat[0]):
+    if not has_portable_keys(accelerators.flat[0]):
         original(hash_obj, accelerators)
         return
     processes = list(dict.fromkeys(device.process_index for device in accelerators.flat))
@@ -239,7 +239,7 @@ def _put(
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    drop_oldest(path.parent, limit_bytes)
+    evict_oldest(path.parent, limit_bytes)
 
 
 def _touch(cache: Untyped, key: str) -> None:
@@ -248,14 +248,14 @@ def _touch(cache: Untyped, key: str) -> None:
             os.utime(Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}")
 
 
-def drop_oldest(folder: Path, limit_bytes: int) -> int:
+def evict_oldest(folder: Path, limit_bytes: int) -> int:
     """Removes entries, those used longest ago first, until the rest fits; gives how many. The newest one stays.
 
     What processes that were killed had half written goes, too.
     """
     for path in folder.glob(f".*{CACHE_SUFFIX}.*"):
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < time.time() - ABANDONED_S:
+            if path.stat().st_mtime < time.time() - ABANDONED_AFTER_S:
                 path.unlink()
     entries = []
     for path in folder.glob(f"*{CACHE_SUFFIX}"):

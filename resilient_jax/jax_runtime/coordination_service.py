@@ -16,9 +16,9 @@ from typing import Final
 
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeService, jaxlib_runtime
 
-HEARTBEAT_S: Final = 86400
+HEARTBEAT_TIMEOUT_S: Final = 86400
 """JAX's own failure detector kills every client when it fires: ours decides instead."""
-SHUTDOWN_S: Final = 1
+SHUTDOWN_TIMEOUT_S: Final = 1
 PR_SET_PDEATHSIG: Final = 1
 
 
@@ -71,7 +71,7 @@ def _free_address(address: str) -> str:
 
 def _start(address: str, nodes: int) -> RuntimeService:
     return jaxlib_runtime.get_distributed_runtime_service(
-        address, nodes, heartbeat_timeout=HEARTBEAT_S, shutdown_timeout=SHUTDOWN_S, recoverable=True
+        address, nodes, heartbeat_timeout=HEARTBEAT_TIMEOUT_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S, recoverable=True
     )
 
 

@@ -27,9 +27,9 @@ from resilient_jax.errors import InternalError
 from resilient_jax.jax_runtime import world_forming as formings
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.backend_gate import BackendGate
-from resilient_jax.jax_runtime.clique_interruption import CliqueRelease
+from resilient_jax.jax_runtime.clique_interruption import CliqueInterrupter
 from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
-from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets, listening_endpoints
+from resilient_jax.jax_runtime.gloo import Endpoint, GlooSockets, find_listening_endpoints
 from resilient_jax.jax_runtime.jaxlib_types import (
     Backend,
     Collectives,
@@ -38,17 +38,17 @@ from resilient_jax.jax_runtime.jaxlib_types import (
     RuntimeClient,
     jaxlib_runtime,
 )
-from resilient_jax.jax_runtime.trace_cache import forget_traces, keep_traces
-from resilient_jax.jax_runtime.world_forming import Forming, Stage
+from resilient_jax.jax_runtime.trace_cache import clear_traces, keep_traces
+from resilient_jax.jax_runtime.world_forming import FormingAttempt, FormingStage
 
 logger = logging.getLogger(__name__)
 
-POLL_MS: Final = 200
+POLL_TIMEOUT_MS: Final = 200
 """How long an abandoned attempt goes on waiting for a peer's endpoints."""
-LISTENER_TRIES: Final = 5
+MAX_LISTENER_ATTEMPTS: Final = 5
 
 ABORT_INTERVAL_S: Final = 0.02
-JOIN_AT_EXIT_S: Final = 1.0
+JOIN_AT_EXIT_TIMEOUT_S: Final = 1.0
 
 _gate: Final = BackendGate()
 _abandoned: list[threading.Thread] = []
@@ -57,7 +57,7 @@ _clients: list[Callable[[], object]] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
+class WorldConnection:
     """This process's place in a world. It holds no device, so that it can outlive the backend."""
 
     address: str
@@ -77,26 +77,26 @@ class Connection:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leftovers:
+class LeakCounts:
     """What `disconnect` could not free because somebody still refers to it."""
 
     backends: int
     clients: int
 
 
-def is_in_use() -> bool:
+def is_backend_initialized() -> bool:
     """Whether JAX has made its devices, which `connect` then cannot."""
     return xla_bridge.backends_are_initialized()
 
 
-def end_worlds() -> None:
+def close_backend_gate() -> None:
     """This process joins no other world: threads that wait for JAX's devices wait no longer."""
-    _gate.end()
+    _gate.close()
 
 
 def connect(
     address: str, process_index: int, process_count: int, *, timeout_s: float, bind_host: str | None
-) -> Connection:
+) -> WorldConnection:
     """Joins the world whose coordination service is reached at `address`; JAX then sees its devices.
 
     Args:
@@ -120,9 +120,9 @@ def connect(
         )
     if not _gate.is_installed:
         _gate.install()
-    attempt = Forming(address, process_index, process_count, time.monotonic() + timeout_s)
-    formings.set_current(attempt)
-    found: list[Connection] = []
+    attempt = FormingAttempt(address, process_index, process_count, time.monotonic() + timeout_s)
+    formings.set_current_wait(attempt)
+    found: list[WorldConnection] = []
     thread = threading.Thread(
         target=_form, args=(attempt, bind_host, found), name="resilient-jax-forming", daemon=True
     )
@@ -130,25 +130,25 @@ def connect(
     try:
         in_time = attempt.settled.wait(timeout_s)
         if not in_time and attempt.give_up():
-            formings.release(attempt)
-            raise formings.failed(attempt, attempt.stage, None)
+            formings.end_attempt(attempt)
+            raise formings.make_forming_error(attempt, attempt.stage, None)
         if attempt.interrupted:
             raise FormingInterrupted(f"{attempt}: given up while {attempt.stage}")
         if attempt.error is not None:
-            raise formings.failed(attempt, attempt.stage, attempt.error) from attempt.error
+            raise formings.make_forming_error(attempt, attempt.stage, attempt.error) from attempt.error
     except (FormingInterrupted, FormingFailed):
-        formings.set_current(None)
+        formings.set_current_wait(None)
         _abandoned[:] = [*(t for t in _abandoned if t.is_alive()), thread]
         raise
     (connection,) = found
     client = jax_distributed.global_state.client
     host, _, port = attempt.address.rpartition(":")
-    formings.set_current(CliqueRelease(client, (host, int(port)), connection.gloo, attempt.known_key))
+    formings.set_current_wait(CliqueInterrupter(client, (host, int(port)), connection.gloo, attempt.listener_key))
     jax.devices()  # so that other platforms, too, are there when we return
     return connection
 
 
-def disconnect(gloo: GlooSockets, *, is_borrowed: bool = False) -> Leftovers:
+def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCounts:
     """Leaves the world: its backend, client and programs are dropped, and `connect` works again.
 
     What was traced is kept, if no device is in it: a function that was jitted once is compiled again for the
@@ -177,14 +177,14 @@ def disconnect(gloo: GlooSockets, *, is_borrowed: bool = False) -> Leftovers:
         gc.collect()
         if _alive(backends):
             gc.collect()  # the first pass ended functions; their traces, and what those held, go with the second
-        if _alive(backends) and not is_borrowed:
-            forget_traces()  # a constant in one of them may be what holds it
+        if _alive(backends) and not is_backend_in_use:
+            clear_traces()  # a constant in one of them may be what holds it
             gc.collect()
     finally:
         left.set()
         aborter.join()
-        formings.set_current(None)
-    return Leftovers(backends=_alive(backends), clients=_alive(clients))
+        formings.set_current_wait(None)
+    return LeakCounts(backends=_alive(backends), clients=_alive(clients))
 
 
 def _alive(references: Sequence[Callable[[], object]]) -> int:
@@ -213,7 +213,7 @@ def _forget() -> None:
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
 
 
-def _form(attempt: Forming, bind_host: str | None, found: list[Connection]) -> None:
+def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
     """Runs on a thread of its own, which may be abandoned at any line."""
     try:
         _join(attempt, bind_host, found)
@@ -224,35 +224,35 @@ def _form(attempt: Forming, bind_host: str | None, found: list[Connection]) -> N
         attempt.client = None
 
 
-def _join(attempt: Forming, bind_host: str | None, found: list[Connection]) -> None:
+def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
     client, reference = formings.new_client(
         attempt.address, attempt.process_index, math.ceil(attempt.remaining_s())
     )
     with attempt.lock:
-        attempt.check()
+        attempt.raise_if_interrupted()
         attempt.client = client
     client.connect()
-    attempt.reach(Stage.EXCHANGING_TOPOLOGY)
+    attempt.enter_stage(FormingStage.EXCHANGING_TOPOLOGY)
     # Alone, XLA's own in-process collectives do: nobody can die in them, and gloo between the devices of one
     # process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
     alone = attempt.process_count == 1
     collectives, own = (None, frozenset()) if alone else _make_collectives(client, bind_host)
-    client.key_value_set(attempt.known_key, json.dumps(sorted(own)))
+    client.key_value_set(attempt.listener_key, json.dumps(sorted(own)))
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
     with attempt.lock:
-        attempt.check()
+        attempt.raise_if_interrupted()
         _install(attempt, client, backend)
         _clients.append(reference)
         found.append(
-            Connection(
+            WorldConnection(
                 address=attempt.address,
                 process_index=attempt.process_index,
                 process_count=attempt.process_count,
-                gloo=GlooSockets(own=own, peers=peers),
+                gloo=GlooSockets(own_listeners=own, peer_listeners=peers),
             )
         )
-        attempt.stage = Stage.FORMED
+        attempt.stage = FormingStage.FORMED
         attempt.settled.set()
 
 
@@ -261,17 +261,17 @@ def _make_collectives(
 ) -> tuple[Collectives, frozenset[Endpoint]]:
     """Gives gloo and its listener: the one endpoint that this process began to listen on meanwhile."""
     opened: frozenset[Endpoint] = frozenset()
-    for _ in range(LISTENER_TRIES):
-        before = listening_endpoints()
+    for _ in range(MAX_LISTENER_ATTEMPTS):
+        before = find_listening_endpoints()
         collectives = jaxlib_runtime.make_gloo_tcp_collectives(distributed_client=client, hostname=bind_host)
-        opened = listening_endpoints() - before
+        opened = find_listening_endpoints() - before
         if len(opened) == 1:
             return collectives, opened
         del collectives  # another thread opened one too: which is gloo's cannot be told, so again
-    raise RuntimeError(f"gloo's listener cannot be told in {LISTENER_TRIES} tries; found {sorted(opened)}")
+    raise RuntimeError(f"gloo's listener cannot be told in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}")
 
 
-def _peer_endpoints(attempt: Forming, client: RuntimeClient) -> frozenset[Endpoint]:
+def _peer_endpoints(attempt: FormingAttempt, client: RuntimeClient) -> frozenset[Endpoint]:
     """Waits until every peer has published; so nobody exchanges topology before all are here."""
     found: set[Endpoint] = set()
     for index in range(attempt.process_count):
@@ -279,23 +279,23 @@ def _peer_endpoints(attempt: Forming, client: RuntimeClient) -> frozenset[Endpoi
             continue
         found |= {
             (host, port)
-            for host, port in json.loads(_wait_for(attempt, client, f"{formings.GLOO_KEY}/{index}"))
+            for host, port in json.loads(_wait_for(attempt, client, f"{formings.GLOO_LISTENERS_KEY}/{index}"))
         }
     return frozenset(found)
 
 
-def _wait_for(attempt: Forming, client: RuntimeClient, key: str) -> str:
+def _wait_for(attempt: FormingAttempt, client: RuntimeClient, key: str) -> str:
     while True:
         with attempt.lock:
-            attempt.check()
+            attempt.raise_if_interrupted()
         try:
-            return client.blocking_key_value_get(key, POLL_MS)
+            return client.blocking_key_value_get(key, POLL_TIMEOUT_MS)
         except JaxRuntimeError as error:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
                 raise
 
 
-def _make_cpu_backend(attempt: Forming, client: RuntimeClient, collectives: Collectives) -> Backend:
+def _make_cpu_backend(attempt: FormingAttempt, client: RuntimeClient, collectives: Collectives) -> Backend:
     """Gives what `xla_bridge.make_cpu_client` gives, from arguments and not from JAX's global state."""
     minutes = max(1, math.ceil(attempt.remaining_s() / 60))
     count = xla_bridge.num_cpu_devices.value
@@ -312,17 +312,17 @@ def _make_cpu_backend(attempt: Forming, client: RuntimeClient, collectives: Coll
     )
 
 
-def _install(attempt: Forming, client: RuntimeClient, backend: Backend) -> None:
+def _install(attempt: FormingAttempt, client: RuntimeClient, backend: Backend) -> None:
     """Puts client and backend where JAX looks for them."""
     state = jax_distributed.global_state
     state.client = client
     state.process_id, state.num_processes = attempt.process_index, attempt.process_count
     state.coordinator_address = attempt.address
-    _gate.put(backend)
+    _gate.set_backend(backend)
 
 
 @atexit.register
 def _await_abandoned() -> None:
     """A thread that comes back from C++ while the interpreter is being torn down ends the process badly."""
     for thread in _abandoned:
-        thread.join(JOIN_AT_EXIT_S)
+        thread.join(JOIN_AT_EXIT_TIMEOUT_S)

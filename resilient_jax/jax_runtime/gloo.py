@@ -18,44 +18,44 @@ Endpoint = tuple[str, int]
 class GlooSockets:
     """What tells gloo's connections of one world from all other sockets of this process."""
 
-    own: frozenset[Endpoint] = frozenset()
+    own_listeners: frozenset[Endpoint] = frozenset()
     """Our listeners."""
-    peers: frozenset[Endpoint] = frozenset()
+    peer_listeners: frozenset[Endpoint] = frozenset()
     """Listeners of the other processes of the world."""
-    spared: frozenset[tuple[Endpoint, Endpoint]] = frozenset()
+    local_clique: frozenset[tuple[Endpoint, Endpoint]] = frozenset()
     """Connections (our end, other end) of the clique of our own devices; see `local_clique`."""
 
 
-def listening_endpoints() -> frozenset[Endpoint]:
+def find_listening_endpoints() -> frozenset[Endpoint]:
     """Gives the TCP endpoints that this process listens on now."""
     found = set()
-    for descriptor in socket_descriptors():
-        with duplicate(descriptor) as copy:
+    for descriptor in list_socket_descriptors():
+        with DuplicateSocket(descriptor) as copy:
             if copy is not None and is_listener(copy):
-                endpoint = local_endpoint(copy)
+                endpoint = find_local_endpoint(copy)
                 if endpoint is not None:
                     found.add(endpoint)
     return frozenset(found)
 
 
-def self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoint]]:
+def find_self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoint]]:
     """Gives gloo's connections of this process with itself, both ends of each."""
     found = set()
-    for descriptor in socket_descriptors():
-        with duplicate(descriptor) as copy:
+    for descriptor in list_socket_descriptors():
+        with DuplicateSocket(descriptor) as copy:
             if copy is None or is_listener(copy):
                 continue
-            here, there = local_endpoint(copy), remote_endpoint(copy)
+            here, there = find_local_endpoint(copy), find_remote_endpoint(copy)
             if here is not None and there is not None:
                 found.add((here, there))
     return frozenset(
         (here, there)
         for here, there in found
-        if (there, here) in found and (here in gloo.own or there in gloo.own)
+        if (there, here) in found and (here in gloo.own_listeners or there in gloo.own_listeners)
     )
 
 
-def socket_descriptors() -> Iterator[int]:
+def list_socket_descriptors() -> Iterator[int]:
     """Gives the numbers of this process's socket descriptors; some may be gone when you look."""
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -65,7 +65,7 @@ def socket_descriptors() -> Iterator[int]:
             continue
 
 
-class duplicate:
+class DuplicateSocket:
     """A socket object on a duplicate of `descriptor`, or None if it is gone or no TCP socket.
 
     The duplicate pins the socket that is looked at: the number itself may be closed and given to
@@ -99,22 +99,22 @@ def is_listener(endpoint: socket.socket) -> bool:
     return bool(endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def local_endpoint(connection: socket.socket) -> Endpoint | None:
+def find_local_endpoint(connection: socket.socket) -> Endpoint | None:
     """Gives the socket's own end, None if it has none."""
     try:
-        return plain(connection.getsockname())
+        return normalize_endpoint(connection.getsockname())
     except OSError:
         return None
 
 
-def remote_endpoint(connection: socket.socket) -> Endpoint | None:
+def find_remote_endpoint(connection: socket.socket) -> Endpoint | None:
     """Gives the socket's other end, None if it is not connected."""
     try:
-        return plain(connection.getpeername())
+        return normalize_endpoint(connection.getpeername())
     except OSError:
         return None
 
 
-def plain(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
+def normalize_endpoint(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
     """Gives a socket name as an endpoint, without IPv6 flow and scope."""
     return name[0].removeprefix("::ffff:"), name[1]

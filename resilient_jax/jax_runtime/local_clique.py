@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.jax_runtime.gloo import GlooSockets, self_connections
+from resilient_jax.jax_runtime.gloo import GlooSockets, find_self_connections
 
 
 def form_local_clique(gloo: GlooSockets) -> GlooSockets:
@@ -27,16 +27,16 @@ def form_local_clique(gloo: GlooSockets) -> GlooSockets:
     Call it right after `connect`, before any other collective. Costs one tiny program.
     """
     devices = jax.local_devices()
-    if len(devices) == 1 or not gloo.own:
+    if len(devices) == 1 or not gloo.own_listeners:
         return gloo
     mesh = Mesh(np.array(devices), ("local",))
     ones = np.ones((len(devices),), np.float32)
     cut = NamedSharding(mesh, P("local"))
     spread = jax.make_array_from_callback(ones.shape, cut, lambda index: ones[index])
-    before = self_connections(gloo)
+    before = find_self_connections(gloo)
     total = jax.jit(_total, out_shardings=NamedSharding(mesh, P()))(spread)
     total.block_until_ready()
-    return dataclasses.replace(gloo, spared=self_connections(gloo) - before)
+    return dataclasses.replace(gloo, spared=find_self_connections(gloo) - before)
 
 
 def _total(values: jax.Array) -> jax.Array:

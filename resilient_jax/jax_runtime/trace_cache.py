@@ -21,6 +21,6 @@ def keep_traces() -> Iterator[None]:
         util._caches[partial_eval.trace_to_jaxpr] = name
 
 
-def forget_traces() -> None:
+def clear_traces() -> None:
     """Drops them after all: one of them holds a device, if anything of JAX does."""
     partial_eval.trace_to_jaxpr.cache_clear()

@@ -24,7 +24,7 @@ GPU_ENVIRONMENT: Final = {
 }
 
 
-def worker_environment(
+def make_worker_environment(
     *,
     platform: Platform | None,
     devices_per_host: int | None,
@@ -88,7 +88,7 @@ def worker_environment(
     return {name: value for name, value in found.items() if base.get(name) != value}
 
 
-def counts_devices(environment: Mapping[str, str]) -> bool:
+def has_device_count(environment: Mapping[str, str]) -> bool:
     """Whether the user's `XLA_FLAGS` say how many CPU devices a process makes."""
     return _DEVICE_COUNT.search(environment.get("XLA_FLAGS", "")) is not None
 

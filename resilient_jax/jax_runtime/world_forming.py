@@ -23,25 +23,25 @@ import weakref
 from collections.abc import Callable
 from typing import Final, assert_never
 
-from resilient_jax.jax_runtime.clique_interruption import UNREADABLE, CliqueRelease, answers
+from resilient_jax.jax_runtime.clique_interruption import UNREADABLE_VALUE, CliqueInterrupter, is_service_alive
 from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient, jaxlib_runtime
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S: Final = 86400
+HEARTBEAT_TIMEOUT_S: Final = 86400
 """JAX's own failure detector kills the process when it fires: ours decides instead."""
-SHUTDOWN_S: Final = 5
+SHUTDOWN_TIMEOUT_S: Final = 5
 STAND_IN_TIMEOUT_S: Final = 1
 """For the client that pushes ours out; it ends 5 s later than this (the agent's own grace)."""
 CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
 CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
 
 
-GLOO_KEY: Final = "resilient_jax/gloo"
+GLOO_LISTENERS_KEY: Final = "resilient_jax/gloo"
 
 
-class Stage(enum.StrEnum):
+class FormingStage(enum.StrEnum):
     """How far the forming of a world has come."""
 
     REGISTERING = "registering"
@@ -49,7 +49,7 @@ class Stage(enum.StrEnum):
     FORMED = "formed"
 
 
-class Forming:
+class FormingAttempt:
     """One attempt to join a world; shared by the caller, the thread that forms, and the guard."""
 
     def __init__(self, address: str, process_index: int, process_count: int, deadline_s: float) -> None:
@@ -61,26 +61,26 @@ class Forming:
         self.client: RuntimeClient | None = None
         self.lock = threading.Lock()
         """Guards `stage`, `error`, `interrupted`, `client`, and everything done only if not interrupted."""
-        self.stage = Stage.REGISTERING
+        self.stage = FormingStage.REGISTERING
         self.error: BaseException | None = None
         self.interrupted = False
         self.settled = threading.Event()
 
     @property
-    def known_key(self) -> str:
+    def listener_key(self) -> str:
         """Where we publish our gloo listener before we wait for anything."""
-        return f"{GLOO_KEY}/{self.process_index}"
+        return f"{GLOO_LISTENERS_KEY}/{self.process_index}"
 
     def remaining_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())
 
-    def reach(self, stage: Stage) -> None:
+    def enter_stage(self, stage: FormingStage) -> None:
         """Notes progress; raises FormingInterrupted if nobody waits for it any more."""
         with self.lock:
-            self.check()
+            self.raise_if_interrupted()
             self.stage = stage
 
-    def check(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raises FormingInterrupted if the attempt was given up; hold the lock."""
         if self.interrupted:
             raise FormingInterrupted(f"{self}: given up while {self.stage}")
@@ -106,11 +106,11 @@ class Forming:
 
 
 _living: list[Callable[[], object]] = []
-_current: Forming | CliqueRelease | None = None
+_current: FormingAttempt | CliqueInterrupter | None = None
 _current_lock = threading.Lock()  # guards _current, and is held while cliques are released
 
 
-def set_current(forming: Forming | CliqueRelease | None) -> None:
+def set_current_wait(forming: FormingAttempt | CliqueInterrupter | None) -> None:
     """Says what `interrupt_forming` would end: an attempt, or the cliques of a world."""
     global _current
     with _current_lock:
@@ -134,36 +134,36 @@ def interrupt_forming() -> bool:
     """
     with _current_lock:
         current = _current
-        if isinstance(current, CliqueRelease):
-            return current.release(time.monotonic()) > 0
+        if isinstance(current, CliqueInterrupter):
+            return current.interrupt(time.monotonic()) > 0
     if current is None or not current.give_up():
         return False
-    release(current)
+    end_attempt(current)
     return True
 
 
 def is_detached() -> bool:
     """Whether an interruption found the service dead and gave it up: go on in a new world only."""
     with _current_lock:
-        return isinstance(_current, CliqueRelease) and _current.detached
+        return isinstance(_current, CliqueInterrupter) and _current.is_detached
 
 
-def release(forming: Forming) -> None:
+def end_attempt(forming: FormingAttempt) -> None:
     """Ends the C++ wait of an abandoned attempt as well as can be, without blocking."""
     threading.Thread(target=_release, args=(forming,), name="resilient-jax-release", daemon=True).start()
 
 
-def _release(forming: Forming) -> None:
+def _release(forming: FormingAttempt) -> None:
     with forming.lock:
         stage = forming.stage
     try:
         match stage:
-            case Stage.REGISTERING:
+            case FormingStage.REGISTERING:
                 stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
                 stand_in.connect()
-            case Stage.EXCHANGING_TOPOLOGY:
+            case FormingStage.EXCHANGING_TOPOLOGY:
                 _spoil_topology(forming)
-            case Stage.FORMED:
+            case FormingStage.FORMED:
                 pass
             case _:
                 assert_never(stage)
@@ -171,13 +171,13 @@ def _release(forming: Forming) -> None:
         logger.debug("releasing %s: %s", forming, error)
 
 
-def _spoil_topology(forming: Forming) -> None:
+def _spoil_topology(forming: FormingAttempt) -> None:
     client = forming.client
-    if client is None or not answers(client, forming.known_key):
+    if client is None or not is_service_alive(client, forming.listener_key):
         return
-    client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE, True)
+    client.key_value_set_bytes(CPU_GLOBAL_TOPOLOGY_KEY, UNREADABLE_VALUE, True)
     for index in range(forming.process_count):
-        client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE, True)
+        client.key_value_set_bytes(f"{CPU_LOCAL_TOPOLOGY_KEY}/{index}", UNREADABLE_VALUE, True)
 
 
 def new_client(
@@ -200,8 +200,8 @@ def new_client(
         address,
         process_index,
         init_timeout=init_timeout_s,
-        shutdown_timeout=SHUTDOWN_S,
-        heartbeat_timeout=HEARTBEAT_S,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
         missed_heartbeat_callback=never_called,
         shutdown_on_destruction=False,
         use_compression=True,
@@ -211,7 +211,7 @@ def new_client(
     return client, reference
 
 
-def living_clients() -> int:
+def count_living_clients() -> int:
     """How many clients this process has, those of abandoned attempts and of leaked worlds included.
 
     While there is one, its connection must not be closed by anybody else: that would end the process.
@@ -220,7 +220,7 @@ def living_clients() -> int:
     return len(_living)
 
 
-def failed(forming: Forming, stage: Stage, error: BaseException | None) -> FormingFailed:
+def make_forming_error(forming: FormingAttempt, stage: FormingStage, error: BaseException | None) -> FormingFailed:
     """Gives the error for an attempt that did not come through."""
     reason = "not everybody came in time" if error is None else f"{type(error).__name__}: {error}"
     return FormingFailed(

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SMALLEST: Final = 1024
+MIN_SHARDED_SIZE: Final = 1024
 """Numbers in a leaf that is worth a cut: below it, names and offsets of pieces outweigh what they hold. Numbers and not
 bytes, so that a gradient is cut as its parameter is, whatever their types."""
 
-Table = tuple[tuple[str, tuple[int, ...], P], ...]
+ParameterSpecs = tuple[tuple[str, tuple[int, ...], P], ...]
 """Path, shape and spec of each parameter."""
 
 
@@ -35,55 +35,55 @@ class Placement(abc.ABC):
     mesh: Mesh | AbstractMesh
 
     @abc.abstractmethod
-    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
         """Which dims of a leaf are cut, over which axes. Its path is as `jax.tree_util.keystr` writes it."""
 
     def __call__(self, path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         """Where the leaf lies."""
-        return NamedSharding(self.mesh, self.spec(path, leaf))
+        return NamedSharding(self.mesh, self.partition_spec(path, leaf))
 
-    def on(self, mesh: Mesh | AbstractMesh) -> Self:
+    def with_mesh(self, mesh: Mesh | AbstractMesh) -> Self:
         """The same over another mesh, with devices or its shape alone."""
         return dataclasses.replace(self, mesh=mesh)
 
-    def without_devices(self) -> Self:
+    def with_abstract_mesh(self) -> Self:
         """The same over the mesh's shape."""
-        return self.on(self.mesh.abstract_mesh)
+        return self.with_mesh(self.mesh.abstract_mesh)
 
 
-class Complete(Placement):
+class ReplicatedPlacement(Placement):
     """Every leaf whole on every device of the mesh."""
 
     __slots__ = ()
 
-    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
         """No dim."""
         return P()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ByParameter(Placement):
+class ParameterPlacement(Placement):
     """Every leaf cut as a table says of the parameter whose path ends its own and whose shape is its; others whole.
 
     Attributes:
         table: of the parameters.
     """
 
-    table: Table
+    parameter_specs: ParameterSpecs
 
-    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
         """That of the parameter with the longest path that fits."""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return P()
         fitting = [
             (parameter, spec)
-            for parameter, shape, spec in self.table
+            for parameter, shape, spec in self.parameter_specs
             if shape == tuple(leaf.shape) and path.endswith(parameter)
         ]
         return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else P()
 
 
-class FullySharded(Placement):
+class FullyShardedPlacement(Placement):
     """Every leaf cut over as many devices of the mesh as one of its dims divides by.
 
     Whole stay leaves of fewer than `SMALLEST` numbers, random keys, and those whose dims divide by no axis.
@@ -91,9 +91,9 @@ class FullySharded(Placement):
 
     __slots__ = ()
 
-    def spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
+    def partition_spec(self, path: str, leaf: jax.ShapeDtypeStruct) -> P:
         """One dim, over one or several axes: most devices first, then the mesh's first axes, then the largest dim."""
-        if math.prod(leaf.shape) < SMALLEST or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if math.prod(leaf.shape) < MIN_SHARDED_SIZE or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return P()
         # The first dim of the largest size, wherever several would do.
         dims = sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
@@ -112,7 +112,7 @@ class FullySharded(Placement):
         yield from sorted(sets, key=lambda axes: -math.prod(self.mesh.shape[axis] for axis in axes))
 
 
-def fully_sharded(mesh: Mesh | AbstractMesh) -> FullySharded:
+def fully_sharded(mesh: Mesh | AbstractMesh) -> FullyShardedPlacement:
     """A state of which each host has its share only: FSDP's parameters and optimizer state between steps.
 
     (Zhao et al. 2023, https://arxiv.org/abs/2304.11277; Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.)
@@ -126,4 +126,4 @@ def fully_sharded(mesh: Mesh | AbstractMesh) -> FullySharded:
     >>> [tuple(rule.spec("", jax.ShapeDtypeStruct(shape, jnp.float32))) for shape in ((160, 192), (160, 160), (9,))]
     [(None, ('host', 'local')), ('local',), ()]
     """
-    return FullySharded(mesh)
+    return FullyShardedPlacement(mesh)

@@ -10,18 +10,18 @@ from typing import Final, Literal
 import numpy as np
 
 from resilient_jax.errors import CallerError
-from resilient_jax.step.quotas import deal, indexes_of, unit_count
+from resilient_jax.step.quotas import distribute_units, microbatches_of_unit, count_units
 
-DATA: Final = "data"
+DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, if nobody says otherwise."""
-MOST_WIDTHS: Final = 4
+MAX_WIDTHS: Final = 4
 """Programs that a sum gets for the loss of a host."""
-MOST_LOSSES_OF: Final = 8
+MAX_HOSTS_FOR_ALL_LOSSES: Final = 8
 """Of so many hosts every loss is looked at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class AccumulationSpec:
     """What is added up. Parts of another job are of no use.
 
     Attributes:
@@ -34,17 +34,17 @@ class Job:
 
     name: str
     step: int
-    microbatches: int
-    unit: int
-    pooled: bool
+    num_microbatches: int
+    unit_size: int
+    is_pooled: bool
 
     @property
-    def units(self) -> int:
-        return unit_count(self.microbatches, self.unit)
+    def num_units(self) -> int:
+        return count_units(self.num_microbatches, self.unit_size)
 
-    def indexes_of(self, number: int) -> range:
+    def microbatches_of(self, number: int) -> range:
         """The microbatches of a unit."""
-        return indexes_of(number, self.microbatches, self.unit)
+        return microbatches_of_unit(number, self.num_microbatches, self.unit_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,47 +78,47 @@ class ReplicaShape:
                 'may be "devices") of which one is 1. A replica spans several hosts, or a host has several replicas'
             )
 
-    def count_on(self, devices: int) -> int:
+    def count_replicas_per_host(self, devices_per_host: int) -> int:
         """How many replicas a host with so many devices has, if none spans hosts.
 
         Raises:
             CallerError: its devices cannot be shared out evenly.
         """
-        count = devices if self.per_host == "devices" else self.per_host
-        if devices < count or devices % count:
+        count = devices_per_host if self.per_host == "devices" else self.per_host
+        if devices_per_host < count or devices_per_host % count:
             raise CallerError(
-                f"replicas: found {devices} devices on a host, expected a multiple of per_host={count}. Change one"
+                f"replicas: found {devices_per_host} devices on a host, expected a multiple of per_host={count}. Change one"
             )
         return count
 
-    def devices_of(self, devices: int) -> int:
+    def count_devices(self, devices_per_host: int) -> int:
         """How many devices a replica has where each host has so many."""
-        return devices * self.hosts // self.count_on(devices)
+        return devices_per_host * self.hosts // self.count_replicas_per_host(devices_per_host)
 
-    def axes_on(self, devices: int) -> dict[str, int]:
+    def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """The axes of the mesh of a replica that has so many devices.
 
         Raises:
             CallerError: they have others than `axes`.
         """
-        axes = dict(self.axes) or {DATA: devices}
-        if math.prod(axes.values()) != devices or next(iter(axes.values())) % self.hosts:
+        axes = dict(self.axes) or {DATA_AXIS: num_devices}
+        if math.prod(axes.values()) != num_devices or next(iter(axes.values())) % self.hosts:
             raise CallerError(
-                f"replicas: found axes {axes} for a replica of {devices} devices on {self.hosts} hosts, expected sizes "
+                f"replicas: found axes {axes} for a replica of {num_devices} devices on {self.hosts} hosts, expected sizes "
                 "that multiply to its devices, and a first one, which cuts examples, that its hosts divide"
             )
         return axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seat:
+class ReplicaLocation:
     """Where a replica is: the places of its hosts among the live ones, and which of its host's replicas it is."""
 
-    hosts: tuple[int, ...]
+    host_indexes: tuple[int, ...]
     slot: int = 0
 
 
-def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices: int = 1) -> tuple[Seat, ...]:
+def locate_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices_per_host: int = 1) -> tuple[ReplicaLocation, ...]:
     """The replicas that the live hosts can form.
 
     Replicas that span hosts keep their hosts: those that are still whole stay together, so that nothing is compiled
@@ -134,7 +134,7 @@ def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices: 
     """
     places = range(len(process_indexes))
     if shape.hosts == 1:
-        return tuple(Seat((place,), slot) for place in places for slot in range(shape.count_on(devices)))
+        return tuple(ReplicaLocation((place,), slot) for place in places for slot in range(shape.count_replicas_per_host(devices_per_host)))
     if len(process_indexes) < shape.hosts:
         raise CallerError(
             f"replicas: found {len(process_indexes)} live hosts, expected at least {shape.hosts}, which one replica "
@@ -146,7 +146,7 @@ def seat_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices: 
     whole = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
     rest = [place for block in by_block.values() if len(block) < shape.hosts for place in block]
     anew = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
-    return tuple(Seat(hosts) for hosts in sorted([*whole, *anew]))
+    return tuple(ReplicaLocation(hosts) for hosts in sorted([*whole, *anew]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +159,12 @@ class Assignment:
         owners: of each unit, the place of the host whose total counts.
     """
 
-    seats: tuple[Seat, ...]
-    dealt: tuple[tuple[int, ...], ...]
+    locations: tuple[ReplicaLocation, ...]
+    units_by_replica: tuple[tuple[int, ...], ...]
     owners: tuple[int, ...]
 
 
-def assign(job: Job, seats: tuple[Seat, ...], progress: np.ndarray, speeds: np.ndarray) -> Assignment:
+def assign_units(spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray, speeds: np.ndarray) -> Assignment:
     """What is complete stays where it is; the rest is dealt out, begun units to those who began them.
 
     Args:
@@ -174,24 +174,24 @@ def assign(job: Job, seats: tuple[Seat, ...], progress: np.ndarray, speeds: np.n
         speeds: float[hosts], in any unit.
     """
     owners = {}
-    for unit in range(job.units):
-        complete = np.flatnonzero(progress[:, unit] == len(job.indexes_of(unit)))
+    for unit in range(spec.num_units):
+        complete = np.flatnonzero(progress[:, unit] == len(spec.microbatches_of(unit)))
         if complete.size:
             owners[unit] = int(complete[0])
-    missing = [unit for unit in range(job.units) if unit not in owners]
+    missing = [unit for unit in range(spec.num_units) if unit not in owners]
     begun = {}
     for unit in missing:
-        best = max(range(len(seats)), key=lambda number: common_progress(progress, seats[number], unit))
-        if common_progress(progress, seats[best], unit):
+        best = max(range(len(locations)), key=lambda number: find_common_progress(progress, locations[number], unit))
+        if find_common_progress(progress, locations[best], unit):
             begun[unit] = best
-    dealt = deal(missing, speeds_of(seats, speeds), begun)
-    for seat, units in zip(seats, dealt, strict=True):
+    dealt = distribute_units(missing, replica_speeds(locations, speeds), begun)
+    for seat, units in zip(locations, dealt, strict=True):
         for turn, unit in enumerate(units):
-            owners[unit] = seat.hosts[turn % len(seat.hosts)]
-    return Assignment(seats=seats, dealt=dealt, owners=tuple(owners[unit] for unit in range(job.units)))
+            owners[unit] = seat.host_indexes[turn % len(seat.host_indexes)]
+    return Assignment(locations=locations, units_by_replica=dealt, owners=tuple(owners[unit] for unit in range(spec.num_units)))
 
 
-def widths_after_loss(job: Job, before: tuple[Seat, ...], after: tuple[Seat, ...]) -> set[int]:
+def predict_widths_after_loss(spec: AccumulationSpec, before: tuple[ReplicaLocation, ...], after: tuple[ReplicaLocation, ...]) -> set[int]:
     """How many units the host with the most may own where hosts are lost, in the first sum after that.
 
     As a step begins or ends, and between: one host may have added up all of its units and another none. Of many such
@@ -203,36 +203,36 @@ def widths_after_loss(job: Job, before: tuple[Seat, ...], after: tuple[Seat, ...
         after: the seats among those that are left.
     """
     hosts, left = _count_hosts(before), _count_hosts(after)
-    owners = assign(job, before, np.zeros((hosts, job.units), np.int32), np.ones(hosts)).owners
-    sizes = np.array([len(job.indexes_of(unit)) for unit in range(job.units)])
+    owners = assign_units(spec, before, np.zeros((hosts, spec.num_units), np.int32), np.ones(hosts)).owners
+    sizes = np.array([len(spec.microbatches_of(unit)) for unit in range(spec.num_units)])
     # Which hosts are lost makes as much of a difference as between the first and the last: most units and fewest.
-    ends = range(hosts) if hosts <= MOST_LOSSES_OF else (0, 1, hosts - 2, hosts - 1)
+    ends = range(hosts) if hosts <= MAX_HOSTS_FOR_ALL_LOSSES else (0, 1, hosts - 2, hosts - 1)
     widths, uneven = set(), set()
     for lost in itertools.combinations(ends, hosts - left):
         survivors = np.setdiff1d(np.arange(hosts), lost)
         at_end = (survivors[:, None] == np.array(owners)) * sizes
-        widths |= {_find_width(job, after, progress) for progress in (np.zeros_like(at_end), at_end)}
+        widths |= {_find_width(spec, after, progress) for progress in (np.zeros_like(at_end), at_end)}
         first = np.argmax((at_end > 0).sum(1))
-        uneven.add(_find_width(job, after, np.where(np.arange(left)[:, None] == first, at_end, 0)))
+        uneven.add(_find_width(spec, after, np.where(np.arange(left)[:, None] == first, at_end, 0)))
     least = min(widths)
-    return widths | set(range(least, min(max(uneven), least + MOST_WIDTHS - 1) + 1))
+    return widths | set(range(least, min(max(uneven), least + MAX_WIDTHS - 1) + 1))
 
 
-def _find_width(job: Job, seats: tuple[Seat, ...], progress: np.ndarray) -> int:
-    owners = assign(job, seats, progress, np.ones(_count_hosts(seats))).owners
+def _find_width(job: AccumulationSpec, seats: tuple[ReplicaLocation, ...], progress: np.ndarray) -> int:
+    owners = assign_units(job, seats, progress, np.ones(_count_hosts(seats))).owners
     return max(Counter(owners).values())
 
 
-def _count_hosts(seats: tuple[Seat, ...]) -> int:
-    return 1 + max(place for seat in seats for place in seat.hosts)
+def _count_hosts(seats: tuple[ReplicaLocation, ...]) -> int:
+    return 1 + max(place for seat in seats for place in seat.host_indexes)
 
 
-def common_progress(progress: np.ndarray, seat: Seat, unit: int) -> int:
+def find_common_progress(progress: np.ndarray, location: ReplicaLocation, unit: int) -> int:
     """How many microbatches of a unit every host of a replica has added up; 0 if they do not all have the same."""
-    counts = {int(count) for count in progress[list(seat.hosts), unit]}
+    counts = {int(count) for count in progress[list(location.host_indexes), unit]}
     return counts.pop() if len(counts) == 1 else 0
 
 
-def speeds_of(seats: Sequence[Seat], speeds: np.ndarray) -> list[float]:
+def replica_speeds(locations: Sequence[ReplicaLocation], speeds: np.ndarray) -> list[float]:
     """Of each replica: that of its slowest host."""
-    return [float(min(speeds[list(seat.hosts)])) for seat in seats]
+    return [float(min(speeds[list(seat.host_indexes)])) for seat in locations]

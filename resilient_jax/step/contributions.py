@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
-from resilient_jax.step.assignment import Job
+from resilient_jax.step.assignment import AccumulationSpec
 
 Tree = Any
 """A pytree of arrays."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class PartialSum:
     """A running sum.
 
     Attributes:
@@ -40,34 +40,34 @@ class Contributions:
         pooled: the units in the pooled parts.
     """
 
-    job: Job
-    parts: dict[int, Part] = dataclasses.field(default_factory=dict)
-    pooled: set[int] = dataclasses.field(default_factory=set)
+    spec: AccumulationSpec
+    partial_sums: dict[int, PartialSum] = dataclasses.field(default_factory=dict)
+    pooled_units: set[int] = dataclasses.field(default_factory=set)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begins again with nothing."""
-        self.parts.clear()
-        self.pooled.clear()
+        self.partial_sums.clear()
+        self.pooled_units.clear()
 
     def drop_unusable(self) -> None:
         """Forgets what is gone, donated by the user's function before it failed, or was never computed: its program was
         handed to the devices, and their collective was broken. Of a pooled job nobody could say which units that were.
         """
-        unusable = [number for number, part in self.parts.items() if not _is_usable(part.total)]
-        if unusable and self.job.pooled:
-            self.forget()
+        unusable = [number for number, part in self.partial_sums.items() if not _is_usable(part.total)]
+        if unusable and self.spec.is_pooled:
+            self.clear()
         for number in unusable:
-            self.parts.pop(number, None)
+            self.partial_sums.pop(number, None)
 
     def move_to_host(self) -> None:
         """Copies every part to host memory: the devices' backend is about to go."""
         self.drop_unusable()
-        for number, part in self.parts.items():
-            self.parts[number] = Part(part.count, jax.tree.map(np.array, part.total))
+        for number, part in self.partial_sums.items():
+            self.partial_sums[number] = PartialSum(part.count, jax.tree.map(np.array, part.total))
 
     def move_to_devices(self, like: Tree) -> None:
         """Puts parts that lie in host memory where the leaves of `like` lie."""
-        for number, part in self.parts.items():
+        for number, part in self.partial_sums.items():
             placed = jax.tree.map(
                 lambda leaf, origin: (
                     jax.device_put(leaf, origin.sharding) if isinstance(leaf, np.ndarray) else leaf
@@ -75,14 +75,14 @@ class Contributions:
                 part.total,
                 like,
             )
-            self.parts[number] = Part(part.count, placed)
+            self.partial_sums[number] = PartialSum(part.count, placed)
 
-    def progress(self) -> np.ndarray:
+    def count_progress(self) -> np.ndarray:
         """int32[units]: how many microbatches of each unit are added up here."""
-        found = np.zeros(self.job.units, np.int32)
-        for unit in self.pooled:
-            found[unit] = len(self.job.indexes_of(unit))
-        for unit, part in self.parts.items():
+        found = np.zeros(self.spec.num_units, np.int32)
+        for unit in self.pooled_units:
+            found[unit] = len(self.spec.microbatches_of(unit))
+        for unit, part in self.partial_sums.items():
             if unit >= 0:
                 found[unit] = part.count
         return found

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.jax_runtime.jaxlib_types import Device
 
-HOST, LOCAL = "host", "local"
+HOST_AXIS, LOCAL_AXIS = "host", "local"
 
 
 class HostGrid:
@@ -38,30 +38,30 @@ class HostGrid:
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
         width = min(len(of_host) for of_host in by_host.values())
-        self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST, LOCAL))
-        self.hosts = len(by_host)
-        self.row = sorted(by_host).index(process_index)
-        self.local = Mesh(np.array(by_host[process_index][:width]), (LOCAL,))
+        self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST_AXIS, LOCAL_AXIS))
+        self.num_hosts = len(by_host)
+        self.host_index = sorted(by_host).index(process_index)
+        self.local_mesh = Mesh(np.array(by_host[process_index][:width]), (LOCAL_AXIS,))
 
     def pack(self, leaves: Sequence[Any]) -> jax.Array:
         """[hosts, n]: all leaves, which are of one dtype, end to end, with their likes on the other hosts.
 
         Cut over a host's devices; n is filled up to a multiple of them.
         """
-        everywhere = NamedSharding(self.local, P())
-        packed = _pack(self.local)([jax.device_put(leaf, everywhere) for leaf in leaves])
+        everywhere = NamedSharding(self.local_mesh, P())
+        packed = _pack(self.local_mesh)([jax.device_put(leaf, everywhere) for leaf in leaves])
         return jax.make_array_from_single_device_arrays(
-            (self.hosts, packed.shape[1]),
-            NamedSharding(self.mesh, P(HOST, LOCAL)),
+            (self.num_hosts, packed.shape[1]),
+            NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS)),
             [shard.data for shard in packed.addressable_shards],
         )
 
     def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
         """What `pack` gives for leaves of these shapes."""
         size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
-        whole = size + -size % self.local.size
+        whole = size + -size % self.local_mesh.size
         return jax.ShapeDtypeStruct(
-            (self.hosts, whole), jnp.result_type(leaves[0]), sharding=NamedSharding(self.mesh, P(HOST, LOCAL))
+            (self.num_hosts, whole), jnp.result_type(leaves[0]), sharding=NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS))
         )
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
@@ -72,40 +72,40 @@ class HostGrid:
         else give a state of another sharding, and every program of the step would be compiled again for it.
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
-        found = _unpack(self.local, shapes)(flat)
+        found = _unpack(self.local_mesh, shapes)(flat)
         return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
 
     def gather(self, rows: jax.Array) -> jax.Array:
         """[hosts, n], cut over both, as this host's own array: every row, cut over this host's devices."""
-        return self.lower(_gather(self.mesh)(rows))
+        return self.to_local(_gather(self.mesh)(rows))
 
     def compile_gather(self, rows: jax.ShapeDtypeStruct) -> None:
         """Compiles what `gather` calls for such rows."""
         _make_gather(self.mesh).lower(rows).compile()
 
-    def compile_join(self, slices: jax.ShapeDtypeStruct, size: int) -> None:
+    def compile_join_slices(self, slices: jax.ShapeDtypeStruct, size: int) -> None:
         """Compiles what `join` calls for what was gathered from such slices."""
-        _join(self.local, size).lower(
+        _join(self.local_mesh, size).lower(
             jax.ShapeDtypeStruct(
-                slices.shape, slices.dtype, sharding=NamedSharding(self.local, P(None, LOCAL))
+                slices.shape, slices.dtype, sharding=NamedSharding(self.local_mesh, P(None, LOCAL_AXIS))
             )
         ).compile()
 
-    def join(self, slices: jax.Array, size: int) -> jax.Array:
+    def join_slices(self, slices: jax.Array, size: int) -> jax.Array:
         """[size] of [hosts, n / hosts], where each device has as many slices of its part; what filled them up goes."""
-        return _join(self.local, size)(slices)
+        return _join(self.local_mesh, size)(slices)
 
-    def lower(self, everywhere: jax.Array) -> jax.Array:
+    def to_local(self, everywhere: jax.Array) -> jax.Array:
         """An array that all hosts have, its last dim cut over a host's devices, as this host's own."""
-        spec = P(*[None] * (everywhere.ndim - 1), LOCAL)
+        spec = P(*[None] * (everywhere.ndim - 1), LOCAL_AXIS)
         return jax.make_array_from_single_device_arrays(
             everywhere.shape,
-            NamedSharding(self.local, spec),
+            NamedSharding(self.local_mesh, spec),
             [shard.data for shard in everywhere.addressable_shards],
         )
 
 
-def positions_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
+def group_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
     """Groups of leaves that can be packed into one vector."""
     groups: dict[Any, list[int]] = {}
     for position, leaf in enumerate(leaves):
@@ -125,7 +125,7 @@ def _lay_like(origin: object, total: jax.Array) -> jax.Array:
 
 
 def _make_gather(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL)))
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(None, LOCAL_AXIS)))
     def gather(rows: jax.Array) -> jax.Array:
         return rows
 
@@ -137,7 +137,7 @@ _gather = functools.cache(_make_gather)
 
 @functools.cache
 def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(None, LOCAL)))
+    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(None, LOCAL_AXIS)))
     def pack(leaves: list[jax.Array]) -> jax.Array:
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
         return jnp.pad(flat, (0, -flat.shape[0] % local.size))[None]
@@ -147,7 +147,7 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
 
 @functools.cache
 def _join(local: Mesh, size: int) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(LOCAL)))
+    @functools.partial(jax.jit, out_shardings=NamedSharding(local, P(LOCAL_AXIS)))
     def join(slices: jax.Array) -> jax.Array:
         by_device = slices.reshape(slices.shape[0], local.size, -1).swapaxes(0, 1).reshape(local.size, -1)
         return by_device[:, : size // local.size].reshape(-1)
@@ -174,7 +174,7 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
     return unpack
 
 
-def forget_programs() -> None:
+def clear_caches() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
     for cache in (_gather, _pack, _join, _unpack):
         cache.cache_clear()

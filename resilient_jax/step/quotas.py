@@ -13,24 +13,24 @@ from collections.abc import Mapping, Sequence
 from resilient_jax.errors import CallerError
 
 
-def unit_count(microbatches: int, unit: int) -> int:
+def count_units(num_microbatches: int, unit_size: int) -> int:
     """How many units of `unit` microbatches there are; the last may be shorter.
 
     Raises:
         CallerError: one of the numbers is below 1.
     """
-    for name, found in (("microbatches", microbatches), ("unit", unit)):
+    for name, found in (("microbatches", num_microbatches), ("unit", unit_size)):
         if found < 1:
             raise CallerError(f"{name}: found {found}, expected at least 1")
-    return -(-microbatches // unit)
+    return -(-num_microbatches // unit_size)
 
 
-def indexes_of(number: int, microbatches: int, unit: int) -> range:
+def microbatches_of_unit(unit: int, num_microbatches: int, unit_size: int) -> range:
     """The microbatches of unit `number`."""
-    return range(number * unit, min((number + 1) * unit, microbatches))
+    return range(unit * unit_size, min((unit + 1) * unit_size, num_microbatches))
 
 
-def share_out(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
+def apportion_units(num_units: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """How many of `count` equal pieces each host takes so that the last one is done soonest.
 
     Args:
@@ -44,15 +44,15 @@ def share_out(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
     shares = [0] * len(speeds)
     finish = [(1 / speed, host) for host, speed in enumerate(speeds)]
     heapq.heapify(finish)
-    for _ in range(count):
+    for _ in range(num_units):
         _, host = finish[0]
         shares[host] += 1
         heapq.heapreplace(finish, ((shares[host] + 1) / speeds[host], host))
     return tuple(shares)
 
 
-def deal(
-    missing: Sequence[int], speeds: Sequence[float], begun: Mapping[int, int] | None = None
+def distribute_units(
+    missing: Sequence[int], speeds: Sequence[float], host_of_begun_unit: Mapping[int, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Which of the `missing` units each host computes, all starting now.
 
@@ -65,10 +65,10 @@ def deal(
     Returns:
         For each host its units, those begun first; together exactly the missing ones.
     """
-    shares = share_out(len(missing), speeds)
+    shares = apportion_units(len(missing), speeds)
     dealt: list[list[int]] = [[] for _ in speeds]
     taken = set()
-    for unit, host in sorted((begun or {}).items()):
+    for unit, host in sorted((host_of_begun_unit or {}).items()):
         if unit in missing and len(dealt[host]) < shares[host]:
             dealt[host].append(unit)
             taken.add(unit)
@@ -79,7 +79,7 @@ def deal(
     return tuple(map(tuple, dealt))
 
 
-def refuse_overlaps(claims: Sequence[Sequence[int]]) -> tuple[bool, ...]:
+def accept_disjoint_claims(claims: Sequence[Sequence[int]]) -> tuple[bool, ...]:
     """Whose claim of finished units counts, if the sums cannot be taken apart: each that meets none before it.
 
     Two hosts have the same unit when one was left out of a generation and came back in the same step.
@@ -112,7 +112,7 @@ class Roles:
 
 def find_roles(microbatches: int, replicas: int) -> Roles:
     """The roles of the next step, after a failure: `G = min{g : W g >= B}`."""
-    unit_count(microbatches, replicas)
+    count_units(microbatches, replicas)
     per_replica = -(-microbatches // replicas)
     majors, minor = divmod(microbatches, per_replica)
     return Roles(
@@ -125,7 +125,7 @@ def extend_boundary_step(microbatches: int, contributed: int, survivors: int) ->
 
     `G_ext = min{g >= 1 : C + W g >= B}`; of the W survivors, `W G_ext - (B - C)` do one fewer.
     """
-    unit_count(microbatches, survivors)
+    count_units(microbatches, survivors)
     lacking = microbatches - contributed
     extra = max(1, -(-lacking // survivors))
     return extra, survivors * extra - lacking

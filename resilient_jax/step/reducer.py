@@ -22,32 +22,32 @@ import numpy as np
 from resilient_jax.compile.ahead_of_time import Check
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
-from resilient_jax.jax_runtime.compile_cache import serves_others
+from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.step.assignment import (
     Assignment,
     ReplicaShape,
-    Seat,
-    assign,
-    common_progress,
-    seat_replicas,
-    speeds_of,
-    widths_after_loss,
+    ReplicaLocation,
+    assign_units,
+    find_common_progress,
+    locate_replicas,
+    replica_speeds,
+    predict_widths_after_loss,
 )
-from resilient_jax.step.contributions import Contributions, Job, Part
+from resilient_jax.step.contributions import Contributions, AccumulationSpec, PartialSum
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.quotas import deal, refuse_overlaps
-from resilient_jax.step.reduction import HostSum, OrderedSum
+from resilient_jax.step.quotas import distribute_units, accept_disjoint_claims
+from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
 from resilient_jax.step.replicas import Replica, build_replicas
 
 Tree = TypeVar("Tree")
-AGREEMENT_SIZE = 256
-MEASURE_EVERY = 16
+PROGRESS_PADDING = 256
+SPEED_EXCHANGE_INTERVAL_STEPS = 16
 """Steps between two exchanges of measured speeds: one small all-reduce each, a millisecond."""
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """Where microbatches come from; `data.prefetch.Prefetcher` is one."""
 
     def expect(self, wanted: Sequence[tuple[int, int, tuple[int, int]]], /) -> None: ...
@@ -71,13 +71,13 @@ class Microbatch:
     batch: Any = None
 
 
-Add = Callable[[Tree, Microbatch], Tree]
+AccumulateFunction = Callable[[Tree, Microbatch], Tree]
 
 
-class Surroundings(Protocol):
+class StepHooks(Protocol):
     """What a sum needs of the world around it."""
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raises when this generation has ended."""
 
     def reach(self, place: FailPoint, index: int) -> bool:
@@ -85,7 +85,7 @@ class Surroundings(Protocol):
         ...
 
 
-class StepSums:
+class Reducer:
     """The sums of one generation.
 
     Attributes:
@@ -97,7 +97,7 @@ class StepSums:
         devices: Sequence[Device],
         process_index: ProcessIndex,
         kept: dict[str, Contributions],
-        surroundings: Surroundings,
+        surroundings: StepHooks,
     ) -> None:
         by_host: dict[int, list[Device]] = {}
         for device in devices:
@@ -110,7 +110,7 @@ class StepSums:
         self._surroundings = surroundings
         self._agreed: set[str] = set()
         """Of which sums all know what the others had added up when this generation began."""
-        self._replicas: dict[ReplicaShape, tuple[tuple[Seat, ...], dict[int, Replica]]] = {}
+        self._replicas: dict[ReplicaShape, tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]] = {}
         self._first_calls = _FirstCalls()
         self._seconds = np.ones(len(by_host), np.float32)
         """For a microbatch, of each host; only their ratio counts."""
@@ -119,7 +119,7 @@ class StepSums:
         """Since speeds were compared."""
         self.owners: tuple[int, ...] = ()
 
-    def seats(self, shape: ReplicaShape) -> tuple[Seat, ...]:
+    def locate_replicas(self, shape: ReplicaShape) -> tuple[ReplicaLocation, ...]:
         """Where the replicas of this generation are."""
         return self._arrange(shape)[0]
 
@@ -128,62 +128,62 @@ class StepSums:
         """Whether any sum used a replica on several hosts."""
         return any(shape.hosts > 1 for shape in self._replicas)
 
-    def _arrange(self, shape: ReplicaShape) -> tuple[tuple[Seat, ...], dict[int, Replica]]:
+    def _arrange(self, shape: ReplicaShape) -> tuple[tuple[ReplicaLocation, ...], dict[int, Replica]]:
         if shape not in self._replicas:
-            seats = seat_replicas(self._process_indexes, shape, min(map(len, self._by_place)))
+            seats = locate_replicas(self._process_indexes, shape, min(map(len, self._by_place)))
             self._replicas[shape] = seats, build_replicas(seats, self._by_place, self._me, shape)
         return self._replicas[shape]
 
-    def sum_hosts(self, tree: Tree) -> Tree:
+    def all_reduce(self, tree: Tree) -> Tree:
         """The sum over hosts of each leaf."""
-        total = HostSum(self._grid)(tree)
+        total = AllReduce(self._grid)(tree)
         jax.block_until_ready(total)
-        self._surroundings.check()
+        self._surroundings.raise_if_ended()
         return total
 
-    def sum_microbatches(
+    def accumulate_microbatches(
         self,
-        job: Job,
-        add: Add[Tree],
+        spec: AccumulationSpec,
+        accumulate_fn: AccumulateFunction[Tree],
         zeros: Tree,
         *,
-        data: Batches | None,
-        shape: ReplicaShape,
-        by_speed: bool,
+        data: BatchSource | None,
+        replica_shape: ReplicaShape,
+        balance_by_speed: bool,
     ) -> Tree:
         """See `World.sum_microbatches`."""
-        mine = self._take_up(job, zeros)
-        seats, replicas = self._arrange(shape)
+        mine = self._take_up(spec, zeros)
+        seats, replicas = self._arrange(replica_shape)
         progress = self._agree(mine)
-        if by_speed and job.step % MEASURE_EVERY == 0:
+        if balance_by_speed and spec.step % SPEED_EXCHANGE_INTERVAL_STEPS == 0:
             self._compare_speeds()
-        assignment = assign(job, seats, progress, 1 / self._seconds)
+        assignment = assign_units(spec, seats, progress, 1 / self._seconds)
         if data is not None:
-            _announce(data, job, seats, replicas, assignment.dealt, 1 / self._seconds)
+            _announce(data, spec, seats, replicas, assignment.units_by_replica, 1 / self._seconds)
         self._compute(
             mine,
             replicas,
             assignment,
             progress,
-            _Adder(add, job, data, self._surroundings, self._first_calls),
+            _Adder(accumulate_fn, spec, data, self._surroundings, self._first_calls),
             zeros,
         )
-        self.owners = tuple(assignment.owners[index // job.unit] for index in range(job.microbatches))
+        self.owners = tuple(assignment.owners[index // spec.unit_size] for index in range(spec.num_microbatches))
         self._surroundings.reach(FailPoint.BEFORE_REDUCE, ANY_INDEX)
-        if job.pooled:
+        if spec.is_pooled:
             total = self._sum_pooled(mine, zeros)
         else:
-            parts = {u: mine.parts[u].total for u, owner in enumerate(assignment.owners) if owner == self._me}
-            total = OrderedSum(self._grid)(parts, assignment.owners, zeros)
+            parts = {u: mine.partial_sums[u].total for u, owner in enumerate(assignment.owners) if owner == self._me}
+            total = OrderedAllReduce(self._grid)(parts, assignment.owners, zeros)
         jax.block_until_ready(total)
-        self._surroundings.check()
+        self._surroundings.raise_if_ended()
         self._surroundings.reach(FailPoint.AFTER_REDUCE, ANY_INDEX)
         return total
 
-    def _take_up(self, job: Job, zeros: Any) -> Contributions:  # noqa: ANN401 - a tree
+    def _take_up(self, job: AccumulationSpec, zeros: Any) -> Contributions:  # noqa: ANN401 - a tree
         """What this host has added up of this job already, on its devices."""
         kept = self._kept.get(job.name)
-        if kept is None or kept.job != job:
+        if kept is None or kept.spec != job:
             kept = Contributions(job)
         kept.drop_unusable()
         kept.move_to_devices(zeros)
@@ -195,20 +195,20 @@ class StepSums:
 
         Asked only at a generation's first sum of this name: in all others everybody begins with nothing.
         """
-        progress = np.zeros((len(self._by_place), mine.job.units), np.int32)
-        if mine.job.name in self._agreed:
-            mine.forget()  # of a first try at this very sum, which failed: everything is added up again
+        progress = np.zeros((len(self._by_place), mine.spec.num_units), np.int32)
+        if mine.spec.name in self._agreed:
+            mine.clear()  # of a first try at this very sum, which failed: everything is added up again
             return progress
-        progress[self._me] = mine.progress()
+        progress[self._me] = mine.count_progress()
         padded = np.zeros(_agreement_size(progress.size), np.int32)
         padded[: progress.size] = progress.reshape(-1)
-        found = np.asarray(self.sum_hosts(padded))[: progress.size].reshape(progress.shape)
-        self._agreed.add(mine.job.name)
-        if mine.job.pooled:
-            accepted = refuse_overlaps([np.flatnonzero(row).tolist() for row in found])
+        found = np.asarray(self.all_reduce(padded))[: progress.size].reshape(progress.shape)
+        self._agreed.add(mine.spec.name)
+        if mine.spec.is_pooled:
+            accepted = accept_disjoint_claims([np.flatnonzero(row).tolist() for row in found])
             found = np.where(np.array(accepted)[:, None], found, 0)
             if not accepted[self._me]:
-                mine.forget()
+                mine.clear()
         return found
 
     def _compare_speeds(self) -> None:
@@ -219,7 +219,7 @@ class StepSums:
         self._has_computed = False
         seconds = np.zeros(len(self._by_place), np.float32)
         seconds[self._me] = self._own_seconds
-        found = np.asarray(self.sum_hosts(seconds))
+        found = np.asarray(self.all_reduce(seconds))
         if found.all():  # else somebody has computed nothing yet
             self._seconds = found
 
@@ -237,10 +237,10 @@ class StepSums:
         shares = []
         for number, replica in replicas.items():
             begun = {
-                u: common_progress(progress, assignment.seats[number], u) for u in assignment.dealt[number]
+                u: find_common_progress(progress, assignment.locations[number], u) for u in assignment.units_by_replica[number]
             }
-            keeps = replica.part[0] == 0 or not mine.job.pooled
-            pool = min([0, *mine.parts]) - 1 - len(shares)
+            keeps = replica.data_shard[0] == 0 or not mine.spec.is_pooled
+            pool = min([0, *mine.partial_sums]) - 1 - len(shares)
             shares.append(
                 functools.partial(_compute_share, mine, replica, begun, adder, zeros, pool if keeps else None)
             )
@@ -251,20 +251,20 @@ class StepSums:
             with ThreadPoolExecutor(len(shares), "resilient-jax-replica") as threads:
                 for done in [threads.submit(share) for share in shares]:
                     done.result()
-        jax.block_until_ready([part.total for part in mine.parts.values()])
-        count = sum(len(mine.job.indexes_of(u)) for number in replicas for u in assignment.dealt[number])
+        jax.block_until_ready([part.total for part in mine.partial_sums.values()])
+        count = sum(len(mine.spec.microbatches_of(u)) for number in replicas for u in assignment.units_by_replica[number])
         if count:
             self._own_seconds = (time.monotonic() - started_s) / count
             self._has_computed = True
 
     def _sum_pooled(self, mine: Contributions, zeros: Tree) -> Tree:
         where = jax.tree.map(lambda leaf: leaf.sharding, zeros)
-        totals = [jax.device_put(mine.parts[number].total, where) for number in sorted(mine.parts)]
-        return HostSum(self._grid)(functools.reduce(_add_trees, totals, zeros))
+        totals = [jax.device_put(mine.partial_sums[number].total, where) for number in sorted(mine.partial_sums)]
+        return AllReduce(self._grid)(functools.reduce(_add_trees, totals, zeros))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SumCall:
+class AccumulationCall:
     """A sum over all microbatches as it is called now, to compile ahead what it will need among fewer hosts.
 
     Attributes:
@@ -277,62 +277,62 @@ class SumCall:
 
     devices: Sequence[Device]
     process_index: ProcessIndex
-    job: Job
-    shape: ReplicaShape
+    spec: AccumulationSpec
+    replica_shape: ReplicaShape
     like: Any
 
-    def compile_for(self, count: int, shape: ReplicaShape, check: Check) -> bool:
+    def compile_for_hosts(self, num_hosts: int, replica_shape_after: ReplicaShape, check: Check) -> bool:
         """Compiles, for the persistent cache, the exchanges between that many hosts. False: it would be of no use.
 
         What is compiled for some hosts serves any as many (on CPU: see `compile_cache`). More than live now cannot be
         compiled for: nobody has their devices.
         """
         hosts = sorted({device.process_index for device in self.devices})
-        if count > len(hosts) or not serves_others(self.devices[0]):
+        if num_hosts > len(hosts) or not is_portable_cache_on(self.devices[0]):
             return False
         hosts.remove(self.process_index)
-        chosen = {self.process_index, *hosts[: count - 1]}
+        chosen = {self.process_index, *hosts[: num_hosts - 1]}
         grid = HostGrid([d for d in self.devices if d.process_index in chosen], self.process_index)
-        per_host = grid.local.size
+        per_host = grid.local_mesh.size
         try:
-            before = seat_replicas(range(len(hosts) + 1), self.shape, per_host)
-            after = seat_replicas(range(count), shape, per_host)
+            before = locate_replicas(range(len(hosts) + 1), self.replica_shape, per_host)
+            after = locate_replicas(range(num_hosts), replica_shape_after, per_host)
         except CallerError:  # such a world is refused, with the reason, when it comes
             return False
-        summing = HostSum(grid)
+        summing = AllReduce(grid)
         # What all have added up, and whether to stop (the trainer): asked as a generation begins.
-        for numbers in (_agreement_size(count * self.job.units), 1):
+        for numbers in (_agreement_size(num_hosts * self.spec.num_units), 1):
             summing.compile(np.zeros(numbers, np.int32), check)
-        if self.job.pooled:
+        if self.spec.is_pooled:
             summing.compile(self.like, check)
         else:
-            for width in widths_after_loss(self.job, before, after):
-                OrderedSum(grid).compile(self.job.units, width, self.like, check)
+            for width in predict_widths_after_loss(self.spec, before, after):
+                OrderedAllReduce(grid).compile(self.spec.num_units, width, self.like, check)
         return True
 
 
 def _agreement_size(numbers: int) -> int:
     """Of a vector for so many: mostly the same for fewer hosts, so that its programs are there already."""
-    return -(-numbers // AGREEMENT_SIZE) * AGREEMENT_SIZE
+    return -(-numbers // PROGRESS_PADDING) * PROGRESS_PADDING
 
 
 def _announce(
-    data: Batches,
-    job: Job,
-    seats: Sequence[Seat],
+    data: BatchSource,
+    job: AccumulationSpec,
+    seats: Sequence[ReplicaLocation],
     replicas: dict[int, Replica],
     dealt: Sequence[Sequence[int]],
     speeds: np.ndarray,
 ) -> None:
     """Says what will be read: what this host computes now, and what it will in the next step if nobody dies."""
-    everything = list(range(job.units))
-    following = deal(everything, speeds_of(seats, speeds))
+    everything = list(range(job.num_units))
+    following = distribute_units(everything, replica_speeds(seats, speeds))
 
     def wanted(step: int, by_replica: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, tuple[int, int]]]:
         for number, replica in replicas.items():
             for unit in by_replica[number]:
-                for index in job.indexes_of(unit):
-                    yield step, index, replica.part
+                for index in job.microbatches_of(unit):
+                    yield step, index, replica.data_shard
 
     data.expect([*wanted(job.step, dealt), *wanted(job.step + 1, following)])
 
@@ -360,10 +360,10 @@ class _Adder:
 
     def __init__(
         self,
-        add: Add[Any],
-        job: Job,
-        data: Batches | None,
-        surroundings: Surroundings,
+        add: AccumulateFunction[Any],
+        job: AccumulationSpec,
+        data: BatchSource | None,
+        surroundings: StepHooks,
         first_calls: _FirstCalls,
     ) -> None:
         self._add = add
@@ -374,15 +374,15 @@ class _Adder:
 
     def __call__(self, replica: Replica, total: Any, index: int) -> Any:  # noqa: ANN401 - a tree
         step = self._job.step
-        self._surroundings.check()
+        self._surroundings.raise_if_ended()
         self._surroundings.reach(FailPoint.BEFORE_MICROBATCH, index)
-        batch = self._data.get(step, index, replica.part) if self._data is not None else None
+        batch = self._data.get(step, index, replica.data_shard) if self._data is not None else None
         microbatch = Microbatch(step=step, index=index, replica=replica, batch=batch)
         with self._first_calls.in_turn(self._job.name, replica):
             total = self._add(total, microbatch)
         if self._surroundings.reach(FailPoint.AFTER_MICROBATCH, index):
             total = jax.tree.map(_spoil, total)
-        if replica.part != (0, 1):
+        if replica.data_shard != (0, 1):
             jax.block_until_ready(total)  # one program with collectives at a time: see jax_runtime's README
         return total
 
@@ -410,22 +410,22 @@ def _compute_share(
         zeros: the total of nothing.
         pool: the number of the pooled part, if the job is pooled; None: another host of the replica keeps it.
     """
-    nothing = replica.lift(zeros)
-    if mine.job.pooled:
+    nothing = replica.to_replica(zeros)
+    if mine.spec.is_pooled:
         total = nothing
         for unit in begun:
-            for index in mine.job.indexes_of(unit):
+            for index in mine.spec.microbatches_of(unit):
                 total = adder(replica, total, index)
             if pool is not None:
-                mine.parts[pool] = Part(0, replica.lower(total))
-                mine.pooled.add(unit)
+                mine.partial_sums[pool] = PartialSum(0, replica.to_local(total))
+                mine.pooled_units.add(unit)
         return
     for unit, count in begun.items():
-        total = _lay_like(nothing, replica.lift(mine.parts[unit].total)) if count else nothing
-        for index in mine.job.indexes_of(unit)[count:]:
+        total = _lay_like(nothing, replica.to_replica(mine.partial_sums[unit].total)) if count else nothing
+        for index in mine.spec.microbatches_of(unit)[count:]:
             total = adder(replica, total, index)
             count += 1
-            mine.parts[unit] = Part(count, replica.lower(total))
+            mine.partial_sums[unit] = PartialSum(count, replica.to_local(total))
 
 
 def _lay_like(like: Tree, total: Tree) -> Tree:

@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.compile.ahead_of_time import Check
 from resilient_jax.step import host_grid, resharding
-from resilient_jax.step.host_grid import HOST, LOCAL, HostGrid, positions_by_dtype
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid, group_by_dtype
 
 Tree = TypeVar("Tree")
 
 
-class HostSum:
+class AllReduce:
     """Sums over the hosts of one generation, in any order."""
 
     def __init__(self, grid: HostGrid) -> None:
@@ -37,13 +37,13 @@ class HostSum:
 
     def __call__(self, tree: Tree) -> Tree:
         """The sum over hosts of each leaf, where the leaf lay."""
-        if self._grid.hosts == 1:
+        if self._grid.num_hosts == 1:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
         totals: list[Any] = [None] * len(leaves)
-        for positions in positions_by_dtype(leaves):
+        for positions in group_by_dtype(leaves):
             origins = [leaves[i] for i in positions]
-            total = self._grid.lower(_reduce(self._grid.mesh)(self._grid.pack(origins)))
+            total = self._grid.to_local(_reduce(self._grid.mesh)(self._grid.pack(origins)))
             for position, leaf in zip(positions, self._grid.unpack(total, origins), strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
@@ -51,13 +51,13 @@ class HostSum:
     def compile(self, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
         """Compiles, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
         leaves = jax.tree.leaves(like)
-        for positions in positions_by_dtype(leaves) if self._grid.hosts > 1 else ():
+        for positions in group_by_dtype(leaves) if self._grid.num_hosts > 1 else ():
             check()
             packed = self._grid.abstract_pack([leaves[i] for i in positions])
             _make_reduce(self._grid.mesh).lower(packed).compile()
 
 
-class OrderedSum:
+class OrderedAllReduce:
     """Adds up the units of one step in the order of their numbers, wherever they are."""
 
     def __init__(self, grid: HostGrid) -> None:
@@ -73,45 +73,45 @@ class OrderedSum:
             like: a tree with the shapes, dtypes and shardings of a part.
         """
         grid = self._grid
-        slots = [[u for u, owner in enumerate(owners) if owner == host] for host in range(grid.hosts)]
+        slots = [[u for u, owner in enumerate(owners) if owner == host] for host in range(grid.num_hosts)]
         width = max(map(len, slots))
         where = np.array([owner * width + slots[owner].index(u) for u, owner in enumerate(owners)], np.int32)
         origins, treedef = jax.tree.flatten(like)
-        columns = [jax.tree.leaves(parts[unit]) for unit in slots[grid.row]]
+        columns = [jax.tree.leaves(parts[unit]) for unit in slots[grid.host_index]]
         totals: list[Any] = [None] * len(origins)
-        for positions in positions_by_dtype(origins):
+        for positions in group_by_dtype(origins):
             rows = [grid.pack([column[i] for i in positions]) for column in columns]
             if not rows:  # more hosts than units
                 rows = [grid.pack([np.zeros(origins[i].shape, origins[i].dtype) for i in positions])]
             # A host with fewer units than others fills up with what nobody looks at.
             slices = _add_in_order(grid.mesh)(rows + rows[:1] * (width - len(rows)), where)
             jax.block_until_ready(slices)
-            flat = grid.join(grid.gather(slices), rows[0].shape[1])
+            flat = grid.join_slices(grid.gather(slices), rows[0].shape[1])
             found = grid.unpack(flat, [origins[i] for i in positions])
             for position, leaf in zip(positions, found, strict=True):
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
 
-    def compile(self, units: int, width: int, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
+    def compile(self, num_units: int, width: int, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
         """Compiles, for the persistent cache, what depends on the number of hosts in a sum of so many units, of which
         the host with the most owns `width`.
         """
         grid, leaves = self._grid, jax.tree.leaves(like)
-        cut = NamedSharding(grid.mesh, P(HOST, LOCAL))
-        for positions in positions_by_dtype(leaves):
+        cut = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
+        for positions in group_by_dtype(leaves):
             row = grid.abstract_pack([leaves[i] for i in positions])
             check()
-            add = _make_add_in_order(grid.mesh).lower([row] * width, np.zeros(units, np.int32))
+            add = _make_add_in_order(grid.mesh).lower([row] * width, np.zeros(num_units, np.int32))
             add.compile()
             slices = jax.ShapeDtypeStruct(add.out_info.shape, add.out_info.dtype, sharding=cut)
             check()
             grid.compile_gather(slices)
             check()
-            grid.compile_join(slices, row.shape[1])
+            grid.compile_join_slices(slices, row.shape[1])
 
 
 def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(LOCAL)))
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(LOCAL_AXIS)))
     def reduce(stacked: jax.Array) -> jax.Array:
         return stacked.sum(axis=0)
 
@@ -119,14 +119,14 @@ def _make_reduce(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
 
 
 def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
-    hosts = mesh.shape[HOST]
+    hosts = mesh.shape[HOST_AXIS]
 
     @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=mesh.abstract_mesh,  # its trace would else keep the devices, and be forgotten with all others
-        in_specs=(P(HOST, LOCAL), P()),
-        out_specs=P(HOST, LOCAL),
+        in_specs=(P(HOST_AXIS, LOCAL_AXIS), P()),
+        out_specs=P(HOST_AXIS, LOCAL_AXIS),
         check_vma=False,
     )
     def add_in_order(units: list[jax.Array], where: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
         mine = jnp.concatenate(units)
         slots, size = mine.shape
         cut = jnp.pad(mine, ((0, 0), (0, -size % hosts))).reshape(slots, hosts, -1)
-        rows = jax.lax.all_to_all(cut, HOST, split_axis=1, concat_axis=0, tiled=True)[:, 0]
+        rows = jax.lax.all_to_all(cut, HOST_AXIS, split_axis=1, concat_axis=0, tiled=True)[:, 0]
         is_narrow = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
         wide = jnp.float32 if is_narrow else rows.dtype
         total = jax.lax.fori_loop(
@@ -153,9 +153,9 @@ _reduce = functools.cache(_make_reduce)
 _add_in_order = functools.cache(_make_add_in_order)
 
 
-def forget_programs() -> None:
+def clear_caches() -> None:
     """Drops every cached program and mesh: their devices are about to go."""
-    host_grid.forget_programs()
-    resharding.forget_programs()
+    host_grid.clear_caches()
+    resharding.clear_caches()
     for cache in (_reduce, _add_in_order):
         cache.cache_clear()

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.step.assignment import ReplicaShape, Seat
+from resilient_jax.step.assignment import ReplicaShape, ReplicaLocation
 
 Tree = TypeVar("Tree")
 _looking = threading.Lock()
@@ -42,7 +42,7 @@ class Replica:
         axes: Mapping[str, int],
     ) -> None:
         self.mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
-        self.part = part
+        self.data_shard = part
         self._local = tuple(local)
         self._devices = frozenset(devices)
         self._everywhere = NamedSharding(self.mesh, P())
@@ -50,7 +50,7 @@ class Replica:
         self._cut = NamedSharding(self.mesh, P(self._examples))
         self._here = NamedSharding(Mesh(np.array(local), ("local",)), P())
 
-    def lift(self, tree: Tree) -> Tree:
+    def to_replica(self, tree: Tree) -> Tree:
         """Local arrays, equal on all hosts of the replica, over its mesh; those that lie there stay as they are."""
         return jax.tree.map(self._lift, tree)
 
@@ -89,7 +89,7 @@ class Replica:
     def _names_of(spec: P) -> set[str]:
         return {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name}
 
-    def lower(self, tree: Tree) -> Tree:
+    def to_local(self, tree: Tree) -> Tree:
         """This host's copy of arrays that are replicated over the mesh."""
         return jax.tree.map(self._lower, tree)
 
@@ -104,7 +104,7 @@ class Replica:
         copies = [shard.data for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, self._here, copies)
 
-    def place(self, batch: Tree) -> Tree:
+    def place_batch(self, batch: Tree) -> Tree:
         """This host's rows of a microbatch, numpy arrays, as arrays that are cut over the mesh along dim 0.
 
         Raises:
@@ -114,17 +114,17 @@ class Replica:
 
     def _place(self, rows: Any) -> jax.Array:  # noqa: ANN401 - any array
         rows = np.asarray(rows)
-        cuts = self.mesh.shape[self._examples] // self.part[1]
+        cuts = self.mesh.shape[self._examples] // self.data_shard[1]
         if rows.ndim == 0 or rows.shape[0] % cuts:
             found = f"{rows.shape[0]} rows" if rows.ndim else "a single number"
             raise CallerError(
                 f"a microbatch: found {found} for this host, expected a multiple of {cuts}, the parts that its replica "
                 "cuts them into here. Change the microbatch's size or the devices per host"
             )
-        if self.part == (0, 1):
+        if self.data_shard == (0, 1):
             return jax.device_put(rows, self._cut)
         return jax.make_array_from_process_local_data(
-            self._cut, rows, (rows.shape[0] * self.part[1], *rows.shape[1:])
+            self._cut, rows, (rows.shape[0] * self.data_shard[1], *rows.shape[1:])
         )
 
 
@@ -142,7 +142,7 @@ def _on_each(leaf: Any, devices: Sequence[Device]) -> list[jax.Array]:  # noqa: 
 
 
 def build_replicas(
-    seats: Sequence[Seat], by_place: Sequence[Sequence[Device]], me: int, shape: ReplicaShape
+    locations: Sequence[ReplicaLocation], devices_by_host: Sequence[Sequence[Device]], host_index: int, replica_shape: ReplicaShape
 ) -> dict[int, Replica]:
     """The replicas that the host at place `me` belongs to, by their numbers.
 
@@ -151,13 +151,13 @@ def build_replicas(
         by_place: the devices of each live host.
     """
     found = {}
-    for number, seat in enumerate(seats):
-        if me not in seat.hosts:
+    for number, seat in enumerate(locations):
+        if host_index not in seat.host_indexes:
             continue
-        mine = list(by_place[me])
-        width = len(mine) // shape.count_on(len(mine))
+        mine = list(devices_by_host[host_index])
+        width = len(mine) // replica_shape.count_replicas_per_host(len(mine))
         local = mine[seat.slot * width : (seat.slot + 1) * width]
-        devices = local if len(seat.hosts) == 1 else [d for place in seat.hosts for d in by_place[place]]
-        part = (seat.hosts.index(me), len(seat.hosts))
-        found[number] = Replica(devices, local, part, shape.axes_on(len(devices)))
+        devices = local if len(seat.host_indexes) == 1 else [d for place in seat.host_indexes for d in devices_by_host[place]]
+        part = (seat.host_indexes.index(host_index), len(seat.host_indexes))
+        found[number] = Replica(devices, local, part, replica_shape.mesh_axes(len(devices)))
     return found

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.step.host_grid import HOST, LOCAL, HostGrid
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid
 
 Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pieces:
+class ShardGrid:
     """How one leaf is cut: a grid of boxes of one shape.
 
     Attributes:
@@ -38,22 +38,22 @@ class Pieces:
     """
 
     shape: tuple[int, ...]
-    piece: tuple[int, ...]
-    holders: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    shard_holders: tuple[int, ...]
 
-    def join(self, rows: jax.Array) -> jax.Array:
+    def join_shards(self, rows: jax.Array) -> jax.Array:
         """The leaf from [devices, numbers of a piece]."""
-        if self.holders != tuple(range(rows.shape[0])):
-            rows = rows[np.array(self.holders)]
-        counts = [whole // part for whole, part in zip(self.shape, self.piece, strict=True)]
+        if self.shard_holders != tuple(range(rows.shape[0])):
+            rows = rows[np.array(self.shard_holders)]
+        counts = [whole // part for whole, part in zip(self.shape, self.shard_shape, strict=True)]
         ndim = len(counts)
-        boxes = rows.reshape(*counts, *self.piece)
+        boxes = rows.reshape(*counts, *self.shard_shape)
         return boxes.transpose([axis for dim in range(ndim) for axis in (dim, ndim + dim)]).reshape(
             self.shape
         )
 
 
-def find_pieces(sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]) -> Pieces | None:
+def find_shard_grid(sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]) -> ShardGrid | None:
     """How `devices`, numbered in their order, hold a leaf; None: together they lack some of it."""
     starts = _find_starts(sharding, shape)
     holder_of: dict[tuple[int, ...], int] = {}
@@ -61,10 +61,10 @@ def find_pieces(sharding: NamedSharding, shape: tuple[int, ...], devices: Sequen
         holder_of.setdefault(starts[device], number)
     if len(holder_of) < len(set(starts.values())):
         return None
-    return Pieces(shape, sharding.shard_shape(shape), tuple(holder_of[start] for start in sorted(holder_of)))
+    return ShardGrid(shape, sharding.shard_shape(shape), tuple(holder_of[start] for start in sorted(holder_of)))
 
 
-def gather(tree: Tree, local: NamedSharding) -> Tree:
+def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
     """Complete copies of leaves that are cut over hosts, or over this host's devices. Every host must call it.
 
     Leaves that are whole here already are not copied: they share their memory with the tree's.
@@ -75,26 +75,26 @@ def gather(tree: Tree, local: NamedSharding) -> Tree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
-    groups: dict[tuple[Any, bool], list[tuple[int, Pieces]]] = {}
+    groups: dict[tuple[Any, bool], list[tuple[int, ShardGrid]]] = {}
     for position, leaf in enumerate(leaves):
         if leaf.is_fully_replicated:
-            found[position] = _lay(leaf, local)
+            found[position] = _lay(leaf, local_sharding)
         else:
             pieces, is_here = _locate(leaf.sharding, leaf.shape)
             groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
     for (_, is_here), members in groups.items():
         grid = _grid(leaves[members[0][0]].sharding.mesh)
-        row = _pack(grid.local)([_stack(leaves[position], grid) for position, _ in members])
+        row = _pack(grid.local_mesh)([_stack(leaves[position], grid) for position, _ in members])
         rows = row if is_here else grid.gather(_as_row(row, grid))
         jax.block_until_ready(rows)
-        joined = _join(grid.local, tuple(pieces for _, pieces in members))(rows)
+        joined = _join(grid.local_mesh, tuple(pieces for _, pieces in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
-            found[position] = _lay(leaf, local)
+            found[position] = _lay(leaf, local_sharding)
     jax.block_until_ready(found)
     return jax.tree.unflatten(treedef, found)
 
 
-def cut(tree: Tree, placement: Placement) -> Tree:
+def shard_tree(tree: Tree, placement: Placement) -> Tree:
     """The tree as `placement` says, from copies that every host has; nothing is sent.
 
     Leaves that stay whole are not copied: they share their memory with the tree's.
@@ -110,9 +110,9 @@ def cut(tree: Tree, placement: Placement) -> Tree:
     targets = [placement(jax.tree_util.keystr(path), leaf) for path, leaf in paths_and_leaves]
     cuts = [position for position, target in enumerate(targets) if not target.is_fully_replicated]
     if cuts:
-        here = tuple(grid.local.devices.flat)
+        here = tuple(grid.local_mesh.devices.flat)
         starts = [_find_starts(targets[i], leaves[i].shape) for i in cuts]
-        stacks = _cut(grid.local, tuple(targets[i].shard_shape(leaves[i].shape) for i in cuts))(
+        stacks = _cut(grid.local_mesh, tuple(targets[i].shard_shape(leaves[i].shape) for i in cuts))(
             [leaves[i] for i in cuts], [np.array([of[d] for d in here], np.int32) for of in starts]
         )
         for position, stack in zip(cuts, stacks, strict=True):
@@ -141,18 +141,18 @@ def _lay(leaf: jax.Array, where: NamedSharding) -> jax.Array:
 def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
     """This host's pieces of a leaf one below the other, each where it lies."""
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-    pieces = [by_device[device] for device in grid.local.devices.flat]
+    pieces = [by_device[device] for device in grid.local_mesh.devices.flat]
     first, *others = pieces[0].shape
     return jax.make_array_from_single_device_arrays(
-        (len(pieces) * first, *others), NamedSharding(grid.local, P(LOCAL)), pieces
+        (len(pieces) * first, *others), NamedSharding(grid.local_mesh, P(LOCAL_AXIS)), pieces
     )
 
 
 def _as_row(row: jax.Array, grid: HostGrid) -> jax.Array:
     """[1, n] of this host as its row of [hosts, n]."""
     return jax.make_array_from_single_device_arrays(
-        (grid.hosts, row.shape[1]),
-        NamedSharding(grid.mesh, P(HOST, LOCAL)),
+        (grid.num_hosts, row.shape[1]),
+        NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS)),
         [shard.data for shard in row.addressable_shards],
     )
 
@@ -172,13 +172,13 @@ def _find_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device
 
 
 @functools.cache
-def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Pieces, bool]:
+def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid, bool]:
     """A leaf's pieces, and whether this host has all of them: then they are numbered by its devices alone."""
     grid = _grid(sharding.mesh)
-    here = find_pieces(sharding, shape, list(grid.local.devices.flat))
+    here = find_shard_grid(sharding, shape, list(grid.local_mesh.devices.flat))
     if here is not None:
         return here, True
-    everywhere = find_pieces(sharding, shape, list(grid.mesh.devices.flat))
+    everywhere = find_shard_grid(sharding, shape, list(grid.mesh.devices.flat))
     assert everywhere is not None, "all devices of a mesh have all of a leaf"
     return everywhere, False
 
@@ -189,8 +189,8 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @functools.partial(
         jax.shard_map,
         mesh=local.abstract_mesh,  # its trace would else keep the devices
-        in_specs=P(LOCAL),
-        out_specs=P(None, LOCAL),
+        in_specs=P(LOCAL_AXIS),
+        out_specs=P(None, LOCAL_AXIS),
         check_vma=False,
     )
     def pack(pieces: list[jax.Array]) -> jax.Array:
@@ -201,7 +201,7 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
 
 
 @functools.cache
-def _join(local: Mesh, leaves: tuple[Pieces, ...]) -> Any:  # noqa: ANN401 - a jitted function
+def _join(local: Mesh, leaves: tuple[ShardGrid, ...]) -> Any:  # noqa: ANN401 - a jitted function
     everywhere = NamedSharding(local, P())
 
     @functools.partial(jax.jit, out_shardings=everywhere)
@@ -211,8 +211,8 @@ def _join(local: Mesh, leaves: tuple[Pieces, ...]) -> Any:  # noqa: ANN401 - a j
         by_device = rows.reshape(rows.shape[0] * local.size, -1)
         found, start = [], 0
         for pieces in leaves:
-            size = math.prod(pieces.piece)
-            found.append(pieces.join(by_device[:, start : start + size]))
+            size = math.prod(pieces.shard_shape)
+            found.append(pieces.join_shards(by_device[:, start : start + size]))
             start += size
         return found
 
@@ -227,8 +227,8 @@ def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN4
     @functools.partial(
         jax.shard_map,
         mesh=local.abstract_mesh,
-        in_specs=(P(), P(LOCAL)),
-        out_specs=P(LOCAL),
+        in_specs=(P(), P(LOCAL_AXIS)),
+        out_specs=P(LOCAL_AXIS),
         check_vma=False,
     )
     def cut(leaves: list[jax.Array], starts: list[jax.Array]) -> list[jax.Array]:
@@ -240,7 +240,7 @@ def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN4
     return cut
 
 
-def forget_programs() -> None:
+def clear_caches() -> None:
     """Drops every cached program, mesh and sharding: their devices are about to go."""
     for cache in (_grid, _find_starts, _locate, _pack, _join, _cut):
         cache.cache_clear()

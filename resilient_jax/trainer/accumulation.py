@@ -30,14 +30,14 @@ def make_adder(
     def add(total: Tree, microbatch: Microbatch) -> Tree:
         replica = microbatch.replica
         if replica.mesh not in lifted:  # two threads have two replicas
-            lifted[replica.mesh] = replica.lift(variables)
+            lifted[replica.mesh] = replica.to_replica(variables)
         step = microbatch.step if as_step is None else as_step
         return accumulate(
             total,
             lifted[replica.mesh],
-            replica.place(microbatch.batch),
+            replica.place_batch(microbatch.batch),
             locate(step, microbatch.index),
-            laid=placement.on(replica.mesh.abstract_mesh),
+            laid=placement.with_mesh(replica.mesh.abstract_mesh),
         )
 
     return add

@@ -20,8 +20,8 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.program_cost.program_analysis import profile_of
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StateCuts
-from resilient_jax.sharding.placements import ByParameter, Complete, Placement, Table
-from resilient_jax.step.assignment import DATA, ReplicaShape
+from resilient_jax.sharding.placements import ParameterPlacement, ReplicatedPlacement, Placement, ParameterSpecs
+from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import abstract_of
 from resilient_jax.trainer.fit_config import Order
@@ -69,7 +69,7 @@ class Arranger:
             CallerError: no plan fits; a host is not in the topology.
         """
         if self.planner is None:
-            return Arrangement(shape=self._order.sharing.replicas, placement=Complete(world.local_mesh(DATA)))
+            return Arrangement(shape=self._order.sharing.replicas, placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)))
         plan = self.planner.plan_for(world.hosts)
         self.planner.check_devices(world)
         self._say(world, plan)
@@ -78,7 +78,7 @@ class Arranger:
     def _say(self, world: World, plan: Plan) -> None:
         last, self._last = self._last, plan
         if last is None or last.shape != plan.shape:
-            world.note(
+            world.record_event(
                 EventKind.PLAN_CHOSEN,
                 plan=plan.shape,
                 before=last.shape if last is not None else "",
@@ -96,7 +96,7 @@ class Planner:
         given = self._planning.topology
         self._topology = given if isinstance(given, Topology) else load_topology(Path(given))
         self._profile: ProgramCost | None = self._planning.profile
-        self._tables: dict[tuple[int, ...], Table] = {}
+        self._tables: dict[tuple[int, ...], ParameterSpecs] = {}
         self._plans: dict[tuple[HostName, ...], Plan] = {}
 
     def plan_for(self, hosts: tuple[HostName, ...]) -> Plan:
@@ -166,11 +166,11 @@ class Planner:
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         return Arrangement(
             shape=ReplicaShape(per_host=per_host, axes=axes),
-            placement=ByParameter(mesh, self._find_table(sizes, params)),
+            placement=ParameterPlacement(mesh, self._find_table(sizes, params)),
             plan=plan,
         )
 
-    def _find_table(self, sizes: dict[Axis, int], params: Tree) -> Table:
+    def _find_table(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._tables:
             specs = StateCuts(self.profile, sizes, self._planning.naming).specs(params)

@@ -40,39 +40,39 @@ def restore_newest(
         StateError: the hosts see different checkpoints, or other things than checkpoints are there, or the newest that
             can be read holds another state.
     """
-    store.wait(world.note, world.check)
+    store.wait(world.record_event, world.raise_if_ended)
     world.agree(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
     listing = store.look()
     refused: dict[int, str] = {}
     for name in listing.unfinished:
         path = str(store.path(0).with_name(name))
-        world.note(EventKind.CHECKPOINT_REFUSED, path=path, reason="its save was not finished")
+        world.record_event(EventKind.CHECKPOINT_REFUSED, path=path, reason="its save was not finished")
     while True:
         step = agree_on_checkpoint(world, listing.older_than(min(refused) if refused else None), checkpoints)
         if step is None:
             _check_nothing_is_there(listing, refused, checkpoints)
-            _check_may_begin(world.lost, checkpoints)
+            _check_may_begin(world.state_loss, checkpoints)
             return None
         bytes_before = store.bytes_read
         state, reason = _try_load(world, store, step, abstract, sharding)
         readers = int(world.agree(np.array([state is not None], np.int32))[0])
         if readers == len(world.hosts):
-            detail: dict[str, Any] = {"steps_lost": world.lost.step - step} if world.lost is not None else {}
+            detail: dict[str, Any] = {"steps_lost": world.state_loss.step - step} if world.state_loss is not None else {}
             nbytes = store.bytes_read - bytes_before
-            world.note(
+            world.record_event(
                 EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.path(step)), bytes=nbytes, **detail
             )
             return step, state
         refused[step] = reason or ELSEWHERE
         logger.warning("the checkpoint %s is skipped: %s", store.path(step), refused[step])
-        world.note(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.path(step)), reason=refused[step])
+        world.record_event(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.path(step)), reason=refused[step])
 
 
 def _try_load(
     world: World, store: OrbaxStore, step: int, abstract: Tree, sharding: ShardingRule | None
 ) -> tuple[Tree | None, str | None]:
     try:
-        return store.load(step, abstract, sharding, world.check), None
+        return store.load(step, abstract, sharding, world.raise_if_ended), None
     except CheckpointUnreadable as error:
         return None, str(error).removeprefix(f"the checkpoint {store.path(step)}: ")
 

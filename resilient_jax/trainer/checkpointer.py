@@ -34,17 +34,17 @@ class Saving:
     def save(self, keeping: Keeping, state: TrainingState, step: int) -> None:
         """Begins to save the committed state, if it is time. Every host must call it: all of them gather it."""
         world = keeping.world
-        self._store.report(world.note)
+        self._store.report(world.record_event)
         if not self._checkpoints.is_due(step, self._steps):
             return
         if world.host_index == 0 and step == self._steps:
-            self._store.wait(world.note, world.check)  # no step comes after it that might be saved instead
+            self._store.wait(world.record_event, world.raise_if_ended)  # no step comes after it that might be saved instead
         self._start(keeping, state, step)
 
     def _start(self, keeping: Keeping, state: TrainingState, step: int) -> None:
         whole = keeping.gather(state)
         if keeping.world.host_index == 0:
-            self._store.start_saving(step, whole, keeping.world.note)
+            self._store.start_saving(step, whole, keeping.world.record_event)
 
     def finish(self, keeping: Keeping, state: TrainingState) -> None:
         """Returns on every host when the state that training ended with, at whichever step, is on storage.
@@ -57,12 +57,12 @@ class Saving:
         world, step = keeping.world, int(state.step)
         saves = world.host_index == 0
         if saves:
-            self._store.finish(world.note, world.check)
+            self._store.finish(world.record_event, world.raise_if_ended)
         is_missing = saves and step > 0 and not self._store.has(step)
         if int(world.agree(np.array([is_missing], np.int32))[0]):
             self._start(keeping, state, step)
             if saves:
-                self._store.finish(world.note, world.check)
+                self._store.finish(world.record_event, world.raise_if_ended)
             world.agree(np.zeros(1, np.int32))
 
     def close(self) -> None:

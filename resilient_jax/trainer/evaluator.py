@@ -39,14 +39,14 @@ class Evaluator:
         self, world: World, variables: Variables, placement: Placement, replicas: ReplicaShape
     ) -> dict[str, float]:
         """The means over all microbatches."""
-        total = world.sum_microbatches(
+        total = world.accumulate_microbatches(
             self._microbatches,
             make_adder(self._program.accumulate, variables, placement, as_step=EVALUATION),
             zeros_like(self._program.abstract_total, placement),
             data=self._data,
-            unit=self._sharing.unit,
+            unit_size=self._sharing.unit,
             reproducible=self._sharing.reproducible,
-            replicas=replicas,
+            replica_shape=replicas,
             name="evaluate",
         )
         return read_metrics(total, self._microbatches)

@@ -15,7 +15,7 @@ from resilient_jax.trainer.loss_function import Loss
 from resilient_jax.trainer.planner import Planning
 from resilient_jax.trainer.step_programs import Recipe
 from resilient_jax.trainer.step_report import Callback
-from resilient_jax.worker.world import ONE_HOST
+from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
 
 
 class StateSharing(enum.StrEnum):
@@ -50,7 +50,7 @@ class Sharing:
 
     unit: int = 1
     reproducible: bool = True
-    replicas: ReplicaShape = ONE_HOST
+    replicas: ReplicaShape = ONE_REPLICA_PER_HOST
     by_speed: bool = False
     state: StateSharing | str = StateSharing.COMPLETE
 

@@ -194,15 +194,15 @@ class Fitting:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
         """
         order, sharing, world = self._order, self._order.sharing, keeping.world
-        total = world.sum_microbatches(
+        total = world.accumulate_microbatches(
             order.recipe.microbatches,
             make_adder(programs.accumulate, keeping.gather(variables), keeping.arrangement.placement),
             zeros,
             data=self._data,
-            unit=sharing.unit,
+            unit_size=sharing.unit,
             reproducible=sharing.reproducible,
-            replicas=keeping.arrangement.shape,
-            by_speed=sharing.by_speed,
+            replica_shape=keeping.arrangement.shape,
+            balance_by_speed=sharing.by_speed,
         )
         judge(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())
         measures, found = programs.measure(total)

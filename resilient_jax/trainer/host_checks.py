@@ -15,8 +15,8 @@ def check_devices(world: World, order: Order, shape: ReplicaShape) -> None:
     Raises:
         CallerError: says the numbers.
     """
-    devices = shape.devices_of(len(world.local_devices))
-    cuts = next(iter(shape.axes_on(devices).values()))
+    devices = shape.count_devices(len(world.local_devices))
+    cuts = next(iter(shape.mesh_axes(devices).values()))
     sizes = {"microbatch_size": order.microbatch_size}
     if order.evaluation is not None:
         size = order.evaluation.microbatch_size or order.microbatch_size
@@ -35,7 +35,7 @@ def check_replicas(world: World, order: Order, shape: ReplicaShape) -> None:
     Raises:
         CallerError: says the numbers.
     """
-    replicas, microbatches = world.replica_count(shape), order.recipe.microbatches
+    replicas, microbatches = world.count_replicas(shape), order.recipe.microbatches
     if microbatches < replicas:
         size = order.microbatch_size
         raise CallerError(

@@ -21,7 +21,7 @@ def judge(world: World, recipe: Recipe, step: int, bad: Sequence[int]) -> None:
     if not bad:
         return
     policy = recipe.numerics.non_finite
-    names = ", ".join(f"{index} (host {world.computed_by(index)})" for index in bad)
+    names = ", ".join(f"{index} (host {world.host_of_microbatch(index)})" for index in bad)
     found = f"step {step}: found a loss, gradient or statistic that is not finite in the microbatches {names}"
     if policy == NonFinite.STOP or (policy == NonFinite.SKIP and len(bad) == recipe.microbatches):
         raise NonFiniteError(
@@ -30,9 +30,9 @@ def judge(world: World, recipe: Recipe, step: int, bad: Sequence[int]) -> None:
             "the mean, as long as there are others",
             step=step,
             microbatch=bad[0],
-            host=world.computed_by(bad[0]),
+            host=world.host_of_microbatch(bad[0]),
         )
     done = "left out of the step's mean" if policy == NonFinite.SKIP else "used as they are"
-    world.note(EventKind.NONFINITE, step=step, microbatches=names, done=done)
+    world.record_event(EventKind.NONFINITE, step=step, microbatches=names, done=done)
     if world.host_index == 0:
         logger.warning("%s; %s", found, done)

@@ -15,8 +15,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.step.assignment import Job, Seat
-from resilient_jax.step.reducer import SumCall
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
+from resilient_jax.step.reducer import AccumulationCall
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.trainer.arrangement import Arrangement, Planner
 from resilient_jax.trainer.fit_config import Order
@@ -36,12 +36,12 @@ class Forecast:
 
     def __init__(self, planner: Planner, order: Order, programs: Programs, example: Tree) -> None:
         self._planner, self._programs, self._example = planner, programs, example
-        self._job = Job(
+        self._job = AccumulationSpec(
             name="",
             step=0,
-            microbatches=order.recipe.microbatches,
-            unit=order.sharing.unit,
-            pooled=not order.sharing.reproducible,
+            num_microbatches=order.recipe.microbatches,
+            unit_size=order.sharing.unit,
+            is_pooled=not order.sharing.reproducible,
         )
         """A step's, for its shape."""
 
@@ -53,11 +53,11 @@ class Forecast:
             now: which is compiled already.
         """
         known: set[Key] = {_key_of(now)}  # of this generation: what was compiled for another has gone with it
-        summing = SumCall(
+        summing = AccumulationCall(
             devices=world.devices,
             process_index=world.process_index,
-            job=self._job,
-            shape=now.shape,
+            spec=self._job,
+            replica_shape=now.shape,
             like=self._programs.abstract_total,
         )
         for hosts in likely_hosts(world.hosts, self._planner.all_hosts):
@@ -69,7 +69,7 @@ class Forecast:
         known: set[Key],
         hosts: tuple[HostName, ...],
         devices: list[Device],
-        summing: SumCall,
+        summing: AccumulationCall,
         check: Check,
     ) -> bool:
         """False: there was nothing to do."""
@@ -84,7 +84,7 @@ class Forecast:
             known.add(_key_of(then))
             has_compiled = True
         if (then.shape, len(hosts)) not in known:
-            has_compiled |= summing.compile_for(len(hosts), then.shape, check)
+            has_compiled |= summing.compile_for_hosts(len(hosts), then.shape, check)
             known.add((then.shape, len(hosts)))
         return has_compiled
 
@@ -113,17 +113,17 @@ def compile_step(
 ) -> None:
     """Lowers and compiles what a step of an arrangement calls on this host's devices."""
     shape, placement = arrangement.shape, arrangement.placement
-    seats = [Seat((0,), slot) for slot in range(shape.count_on(len(devices)))]
+    seats = [ReplicaLocation((0,), slot) for slot in range(shape.count_replicas_per_host(len(devices)))]
     for replica in build_replicas(seats, [devices], 0, shape).values():
         check()
-        there = placement.on(replica.mesh)
+        there = placement.with_mesh(replica.mesh)
         rows = NamedSharding(replica.mesh, P(replica.mesh.axis_names[0]))
         programs.accumulate.lower(
             _shapes(programs.abstract_total, there),
             _shapes(programs.abstract_state.variables, there),
             jax.tree.map(lambda leaf, to=rows: _shape(leaf, to), example),
             np.zeros(2, np.uint32),
-            laid=there.without_devices(),
+            laid=there.with_abstract_mesh(),
         ).compile()
     total = _shapes(programs.abstract_total, placement)
     check()
@@ -136,7 +136,7 @@ def compile_step(
         _shapes(programs.abstract_state, placement),
         (total.gradients, total.statistics),
         measures,
-        where=placement.without_devices(),
+        where=placement.with_abstract_mesh(),
     ).compile()
 
 
@@ -152,7 +152,7 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - 
 
 def _key_of(arrangement: Arrangement) -> Key:
     """Without devices: what is remembered outlives them."""
-    return arrangement.shape, arrangement.placement.without_devices()
+    return arrangement.shape, arrangement.placement.with_abstract_mesh()
 
 
 def _describe(now: tuple[HostName, ...], then: tuple[HostName, ...]) -> str:

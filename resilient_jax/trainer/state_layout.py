@@ -20,7 +20,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.step import resharding
-from resilient_jax.step.host_grid import HOST, LOCAL
+from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS
 from resilient_jax.trainer.arrangement import Arrangement
 from resilient_jax.trainer.fit_config import StateSharing
 from resilient_jax.trainer.step_programs import Programs
@@ -109,7 +109,7 @@ class CompleteState(Keeping):
         self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
     ) -> TrainingState:
         """On this host's devices."""
-        return programs.update(state, sums, measures, where=self.placement.without_devices())
+        return programs.update(state, sums, measures, where=self.placement.with_abstract_mesh())
 
     def protect(self, state: TrainingState) -> None:
         """The other hosts have it."""
@@ -119,7 +119,7 @@ class ShardedState(Keeping):
     """Every host has its share; snapshots hold what a dead host had."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
-        mesh = world.mesh({HOST: len(world.hosts), LOCAL: -1})
+        mesh = world.mesh({HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1})
         super().__init__(world, fully_sharded(mesh), arrangement)
         self._update: Compiled | None = None
 
@@ -133,27 +133,27 @@ class ShardedState(Keeping):
 
     def gather(self, tree: Tree) -> Tree:
         """From all hosts."""
-        return resharding.gather(tree, self.local)
+        return resharding.replicate_tree(tree, self.local)
 
     def cut(self, tree: Tree) -> Tree:
         """Each device takes its pieces."""
-        return resharding.cut(tree, self.placement)
+        return resharding.shard_tree(tree, self.placement)
 
     def update(
         self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
     ) -> TrainingState:
         """Each device its pieces, when the last snapshot's copy is over."""
         if self._update is None:
-            where = self.placement.without_devices()
+            where = self.placement.with_abstract_mesh()
             self._update = programs.update.lower(state, sums, measures, where=where).compile()
             self._say_collectives(self._update.as_text() or "")
-        self.world.finish_snapshot()
+        self.world.wait_until_finished()
         return self._update(state, sums, measures)
 
     def _say_collectives(self, update: str) -> None:
         if not (found := sorted(set(COLLECTIVE.findall(update)))):
             return
-        self.world.note(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
+        self.world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
         if self.world.host_index == 0:
             logger.warning(
                 "the optimizer's update of a sharded state looks across devices (%s): what it adds up is added in an "
@@ -178,7 +178,7 @@ def _note_shares(world: World, state: TrainingState) -> None:
     """Says how much of the state this host has, and how much of that every host has: what could not be cut."""
     leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
     here = [_bytes_here(leaf) for leaf in leaves]
-    world.note(
+    world.record_event(
         EventKind.STATE_SHARDED,
         bytes=sum(leaf.nbytes for leaf in leaves),
         bytes_here=sum(here),

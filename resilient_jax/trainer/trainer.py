@@ -23,7 +23,7 @@ from resilient_jax.trainer.progress_bar import ProgressBar, is_wanted
 from resilient_jax.trainer.step_programs import Recipe, read_optimizer
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.worker.run import run
-from resilient_jax.worker.world import ONE_HOST
+from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
 
 MAX_SEED = 2**32
 """Seeds are 32 bits wide wherever they go: JAX's keys, the shuffle."""
@@ -167,7 +167,7 @@ class Trainer:
         try:
             run(
                 fitting.train,
-                newest_checkpoint=fitting.find_checkpoint if self._checkpoints is not None else None,
+                find_latest_checkpoint=fitting.find_checkpoint if self._checkpoints is not None else None,
             )
         finally:
             fitting.close()
@@ -178,7 +178,7 @@ class Trainer:
 
 
 def _check_planning(sharing: Sharing) -> None:
-    if sharing.replicas != ONE_HOST or sharing.state != StateSharing.COMPLETE:
+    if sharing.replicas != ONE_REPLICA_PER_HOST or sharing.state != StateSharing.COMPLETE:
         raise CallerError(
             f"planning: found Sharing(replicas={sharing.replicas}, state={sharing.state!r}), expected neither to "
             "be given: the plan says how many replicas a host has, and each host keeps the whole state, cut over its "

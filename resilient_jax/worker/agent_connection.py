@@ -48,8 +48,8 @@ from resilient_jax.protocol.worker_messages import (
 
 ABORT_INTERVAL_S = 0.02
 """A collective that begins after an abort finds other sockets: so the abort is repeated until unwound."""
-ALIVE_INTERVAL_S = 1.0
-LEASE_CHECK_S = 0.25
+HEARTBEAT_INTERVAL_S = 1.0
+LEASE_CHECK_INTERVAL_S = 0.25
 """How late the guard may notice that the host's lease ran out and nobody said so."""
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -68,7 +68,7 @@ class Interrupt(Protocol):
     def __call__(self) -> None: ...
 
 
-class AgentLink:
+class AgentConnection:
     """Orders in, reports out."""
 
     def __init__(self, descriptor: int, host: HostName, interrupt: Interrupt) -> None:
@@ -96,11 +96,11 @@ class AgentLink:
 
     # For the main thread.
 
-    def be_ready(self, endpoint: str) -> None:
+    def report_ready(self, endpoint: str) -> None:
         """Asks to join: from now on a `Form` may come."""
         self._change(state=WorkerState.IDLE, endpoint=endpoint)
 
-    def wait_form(self) -> FormWorld | StopWorker:
+    def wait_for_order(self) -> FormWorld | StopWorker:
         """The next world to train in, or the end of the job."""
         with self._lock:
             while True:
@@ -128,7 +128,7 @@ class AgentLink:
                     return form
                 self._lock.wait()
 
-    def formed(self, world: WorldId, step: int, *, holds_state: bool) -> None:
+    def report_formed(self, world: WorldId, step: int, *, holds_state: bool) -> None:
         """The world is built, and it is known where the state of `step` is: here, whole, if `holds_state`."""
         with self._lock:
             self._next_step = step
@@ -149,19 +149,19 @@ class AgentLink:
                     return
                 self._lock.wait()
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raises GenerationEnded if the generation has ended."""
         if self._interrupted:
             raise GenerationEnded
 
-    def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """`step` steps are done; `holds_state`: this host holds their whole state."""
         self._send(StepCommitted(step=step, metrics=metrics))
         if not self._report.has_finished_step:
             self._change(steady=True, holds_state=holds_state, step=step)
-            self.happened(EventKind.STEP_COMMITTED, step=step)
+            self.record_event(EventKind.STEP_COMMITTED, step=step)
 
-    def wait_snapshot_server(self) -> str:
+    def wait_for_snapshot_server(self) -> str:
         """Where this host's snapshot server listens; the agent starts it now if need be.
 
         Raises:
@@ -176,7 +176,7 @@ class AgentLink:
                 self._lock.wait()
             return self._snapshot_server
 
-    def go_idle(
+    def report_idle(
         self,
         *,
         step: int,
@@ -205,29 +205,29 @@ class AgentLink:
             )
             self._send_report()
 
-    def fail(self, failure: WorkerFailure, *, step: int) -> None:
+    def report_failure(self, failure: WorkerFailure, *, step: int) -> None:
         """Says why this process is about to end."""
         self._change(failure=failure, step=step)
 
-    def sees_checkpoint(self, step: int | None) -> None:
+    def report_checkpoint(self, step: int | None) -> None:
         """The newest checkpoint on storage is now of this step; None: there is none."""
         self._change(checkpoint=step, is_looking=False)
 
-    def will_look(self) -> None:
+    def announce_checkpoint_polling(self) -> None:
         """Whenever this worker is idle, `sees_checkpoint` will follow; a decision about a lost state waits for it."""
         self._looks = True
         self._change(is_looking=True)
 
-    def left_world(self) -> None:
+    def report_world_left(self) -> None:
         """No coordination service is connected any more."""
         self._change(world=None)
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether the generation that the main thread works in has ended."""
         return self._interrupted
 
-    def happened(self, kind: EventKind, **detail: str | float | bool) -> Event:
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """Writes an event to the host's log, through the agent: that survives our death."""
         event = Event(
             kind=kind,
@@ -255,7 +255,7 @@ class AgentLink:
             selector.register(self._socket, selectors.EVENT_READ)
             alive_at_s = time.monotonic()
             while True:
-                wait_s = ABORT_INTERVAL_S if self._must_interrupt() else LEASE_CHECK_S
+                wait_s = ABORT_INTERVAL_S if self._must_interrupt() else LEASE_CHECK_INTERVAL_S
                 if selector.select(wait_s):
                     data = self._receive()
                     if not data:
@@ -266,7 +266,7 @@ class AgentLink:
                         self._obey(ORDER_DECODER.decode(message))
                 self._hold_if_lease_ran_out()
                 self._interrupt_if_needed()
-                if time.monotonic() - alive_at_s > ALIVE_INTERVAL_S:
+                if time.monotonic() - alive_at_s > HEARTBEAT_INTERVAL_S:
                     alive_at_s = time.monotonic()
                     self._send(Heartbeat())
 
@@ -280,7 +280,7 @@ class AgentLink:
         """The agent may be stopped: then nobody tells us that the others count this host as dead."""
         running = self._report.state is WorkerState.RUNNING and not self._interrupted
         if running and time.monotonic() > self._leased_until_s:
-            self.happened(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
+            self.record_event(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
             self._obey(HoldTraining())
 
     def _interrupt_if_needed(self) -> None:
@@ -341,7 +341,7 @@ class AgentLink:
             self._boundary = order.boundary_step
 
     def _refuse(self, number: GenerationNumber) -> None:
-        self.happened(EventKind.GENERATION_STALE, refused=number, newest=self._newest)
+        self.record_event(EventKind.GENERATION_STALE, refused=number, newest=self._newest)
 
     def _say_if_busy(self) -> None:
         """A compilation cannot be interrupted: say so, so that nobody takes it for a hang."""

@@ -12,19 +12,19 @@ from typing import Final
 
 from resilient_jax.events import EventKind
 
-NewestCheckpoint = Callable[[], int | None]
+FindLatestCheckpoint = Callable[[], int | None]
 """Gives the step of the newest finished checkpoint on storage; None: there is none. Called on another thread."""
-AGAIN_S: Final = 1.0
+POLL_INTERVAL_S: Final = 1.0
 """Between two looks; a few fit into the time that lost hosts get to come back."""
-REASON_CHARACTERS: Final = 200
+MAX_REASON_LENGTH: Final = 200
 
 
-class Lookout:
+class CheckpointPoller:
     """Looks from `begin` to `end`, as often as that happens; its thread dies with the process."""
 
     def __init__(
         self,
-        find: NewestCheckpoint | None,
+        find: FindLatestCheckpoint | None,
         tell: Callable[[int | None], None],
         note: Callable[..., object],
     ) -> None:
@@ -39,7 +39,7 @@ class Lookout:
         self._at_once = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
+    def resume(self) -> None:
         """The worker is about to wait. What the next look sees is told, whether it has changed or not."""
         if self._find is None:
             return
@@ -50,7 +50,7 @@ class Lookout:
             self._thread = threading.Thread(target=self._look, name="resilient-jax-lookout", daemon=True)
             self._thread.start()
 
-    def end(self) -> None:
+    def pause(self) -> None:
         """It goes on; a look that has begun may still be told of."""
         self._is_idle.clear()
 
@@ -63,7 +63,7 @@ class Lookout:
             if is_new or seen != self._seen:
                 self._seen = seen
                 self._tell(seen)
-            self._at_once.wait(AGAIN_S)
+            self._at_once.wait(POLL_INTERVAL_S)
 
     def _look_once(self) -> int | None:
         assert self._find is not None
@@ -71,7 +71,7 @@ class Lookout:
             seen, failure = self._find(), ""
             seen = None if seen is None else operator.index(seen)  # may be numpy's
         except Exception as error:  # a function of the user's, on a thread of ours: it becomes an event
-            seen, failure = None, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
+            seen, failure = None, f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]
         if failure and failure != self._failure:
             self._note(EventKind.CHECKPOINT_POLL_FAILED, reason=failure)
         self._failure = failure

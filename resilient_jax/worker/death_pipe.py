@@ -12,12 +12,12 @@ import threading
 from typing import Final
 
 CLONE_FILES: Final = 0x400
-MOST_DESCRIPTORS: Final = 2**31 - 1
+MAX_DESCRIPTOR: Final = 2**31 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def lay_tripwire(descriptor: int) -> str | None:
+def isolate_death_pipe(descriptor: int) -> str | None:
     """Moves `descriptor`, the write end of a pipe, out of this process's table into that of a thread.
 
     Returns:
@@ -44,6 +44,6 @@ def _hold(descriptor: int, problem: list[str], ready: threading.Event) -> None:
         return
     # The copies of all other descriptors must go: they would hold every socket open that is closed elsewhere.
     os.closerange(0, descriptor)
-    os.closerange(descriptor + 1, MOST_DESCRIPTORS)
+    os.closerange(descriptor + 1, MAX_DESCRIPTOR)
     ready.set()
     _libc.pause()  # for ever; no Python code may run here any more: this thread has no files

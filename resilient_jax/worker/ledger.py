@@ -18,9 +18,9 @@ import numpy as np
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, ENTRY_ENCODER, MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
 from resilient_jax.state.flat_state import HeldState, Leaf, assemble
 
-LANES: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Odd numbers, one for each half of the sum: the golden ratio, and the second prime of xxHash64."""
-WORD: Final = 2**64
+WORD_MODULUS: Final = 2**64
 
 
 class Ledger:
@@ -41,7 +41,7 @@ class Ledger:
         directory = os.environ.get(LEDGER_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
-    def committed(
+    def record_commit(
         self,
         held: HeldState,
         generation: int,
@@ -59,13 +59,13 @@ class Ledger:
                 step=held.step - 1,
                 num_hosts=hosts,
                 monotonic_s=time.monotonic(),
-                state_sha256=digest(held),
-                additive_digest=add_up(held, is_first=is_first),
+                state_sha256=compute_sha256(held),
+                additive_digest=compute_additive_digest(held, is_first=is_first),
                 owners={name: tuple(hosts_of) for name, hosts_of in owners.items()},
             )
         )
 
-    def restored(self, held: HeldState, generation: int, hosts: int, *, is_first: bool) -> None:
+    def record_restore(self, held: HeldState, generation: int, hosts: int, *, is_first: bool) -> None:
         """`held` is what this host goes on from."""
         self._write(
             RestoreEntry(
@@ -75,12 +75,12 @@ class Ledger:
                 num_steps=held.step,
                 num_hosts=hosts,
                 monotonic_s=time.monotonic(),
-                state_sha256=digest(held),
-                additive_digest=add_up(held, is_first=is_first),
+                state_sha256=compute_sha256(held),
+                additive_digest=compute_additive_digest(held, is_first=is_first),
             )
         )
 
-    def begun(self, step: int, index: int, generation: int) -> None:
+    def record_microbatch(self, step: int, index: int, generation: int) -> None:
         """A microbatch is about to be computed."""
         self._write(
             MicrobatchEntry(host=self._host, pid=os.getpid(), generation=generation, step=step, index=index)
@@ -90,7 +90,7 @@ class Ledger:
         os.write(self._descriptor, ENTRY_ENCODER.encode(line) + b"\n")
 
 
-def digest(held: HeldState) -> str:
+def compute_sha256(held: HeldState) -> str:
     """SHA-256 of all leaves with their names and types; empty if this host has not all of the state."""
     if not held.is_complete:
         return ""
@@ -101,14 +101,14 @@ def digest(held: HeldState) -> str:
     return found.hexdigest()
 
 
-def add_up(held: HeldState, *, is_first: bool) -> str:
+def compute_additive_digest(held: HeldState, *, is_first: bool) -> str:
     """The additive digest of this host's part; of all of the state, where the host has all of it."""
-    total = [0] * len(LANES)
+    total = [0] * len(LANE_MULTIPLIERS)
     for leaf in held.leaves:
         seed = zlib.crc32(_name_of(leaf))
         for start, data in _parts(leaf.value, held.is_complete, is_first):
             for lane, mixed in enumerate(_mix(data, start, leaf.value.shape, seed)):
-                total[lane] = (total[lane] + mixed) % WORD
+                total[lane] = (total[lane] + mixed) % WORD_MODULUS
     return f"{total[0]:016x}{total[1]:016x}"
 
 
@@ -152,7 +152,7 @@ def _mix(data: np.ndarray, start: Sequence[int], shape: Sequence[int], seed: int
         places += along.reshape([-1 if a == axis else 1 for a in range(data.ndim)])
         stride *= shape[axis]
     sums = []
-    for lane in LANES:
+    for lane in LANE_MULTIPLIERS:
         x = places.reshape(-1) * np.uint64(lane) + np.uint64(seed)
         x ^= bits.astype(np.uint64) * np.uint64(lane ^ 0x5851F42D4C957F2D | 1)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

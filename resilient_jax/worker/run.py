@@ -20,11 +20,11 @@ from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import (
-    Connection,
+    WorldConnection,
     connect,
     disconnect,
-    end_worlds,
-    is_in_use,
+    close_backend_gate,
+    is_backend_initialized,
 )
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.local_clique import form_local_clique
@@ -47,22 +47,22 @@ from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.state.transfer import StateServer, Transfer, fetch_state
 from resilient_jax.step import reduction
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.worker.agent_connection import AgentLink, GenerationEnded
-from resilient_jax.worker.checkpoint_poller import Lookout, NewestCheckpoint
-from resilient_jax.worker.death_pipe import lay_tripwire
+from resilient_jax.worker.agent_connection import AgentConnection, GenerationEnded
+from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestCheckpoint
+from resilient_jax.worker.death_pipe import isolate_death_pipe
 from resilient_jax.worker.ledger import Ledger
-from resilient_jax.worker.standalone import SoloLink
-from resilient_jax.worker.world import StateHolder, World
+from resilient_jax.worker.standalone import StandaloneControl
+from resilient_jax.worker.world import CommittedState, World
 
-Train = Callable[[World], None]
+TrainFunction = Callable[[World], None]
 
-SPARE_LOCAL_CLIQUE_S: Final = 1.5
+LOCAL_CLIQUE_GRACE_S: Final = 1.5
 """gloo gives up within 0.5 s, with large arrays in flight; a main thread that is not out by then waits for something
 else."""
 _has_run = False
 
 
-def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> None:
+def run(train_fn: TrainFunction, *, find_latest_checkpoint: FindLatestCheckpoint | None = None) -> None:
     """Trains until `train` has returned on every host; survives the death of any of them.
 
     Started by an agent (`resilient-jax launch`, `resilient-jax agent`), this calls `train(world)` anew in
@@ -100,10 +100,10 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
     descriptor = os.environ.pop(AGENT_CONNECTION_VARIABLE, None)
     settings_text = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if descriptor is None or settings_text is None:
-        _run_alone(train)  # there is nobody else who might hold the state
+        _run_alone(train_fn)  # there is nobody else who might hold the state
         return
     _has_run = True
-    if is_in_use():
+    if is_backend_initialized():
         raise CallerError(
             "run: found that this script has used JAX's devices already, expected none in use: they come with a world, "
             "and go with it. Make arrays inside `train`, or in the function that `restore_or_init` or the trainer "
@@ -111,19 +111,19 @@ def run(train: Train, *, newest_checkpoint: NewestCheckpoint | None = None) -> N
         )
     settings = msgspec.json.decode(settings_text, type=WorkerSettings)
     tripwire = os.environ.pop(DEATH_PIPE_VARIABLE, None)
-    with contextlib.closing(_Worker(int(descriptor), settings, newest_checkpoint)) as worker:
-        worker.run(train, int(tripwire) if tripwire is not None else None)
+    with contextlib.closing(_Worker(int(descriptor), settings, find_latest_checkpoint)) as worker:
+        worker.run(train_fn, int(tripwire) if tripwire is not None else None)
 
 
-def _run_alone(train: Train) -> None:
+def _run_alone(train: TrainFunction) -> None:
     host = HostName("localhost")
     train(
         World(
             generation=GenerationNumber(1),
             hosts={ProcessIndex(0): host},
             process_index=ProcessIndex(0),
-            holder=StateHolder(),
-            link=SoloLink(host),
+            holder=CommittedState(),
+            link=StandaloneControl(host),
             change=str(WorldChange.REFORM),
             reason="started without an agent",
             ledger=Ledger.from_environment(host),
@@ -135,12 +135,12 @@ class _Worker:
     """One worker's life between its agent's orders."""
 
     def __init__(
-        self, descriptor: int, settings: WorkerSettings, newest_checkpoint: NewestCheckpoint | None
+        self, descriptor: int, settings: WorkerSettings, newest_checkpoint: FindLatestCheckpoint | None
     ) -> None:
         self._settings = settings
         self._credentials = Credentials.from_paths(settings.token, settings.tls)
-        self._holder = StateHolder()
-        self._connection: Connection | None = None
+        self._holder = CommittedState()
+        self._connection: WorldConnection | None = None
         self._events: list[Event] = []
         self._fault_points = FailPoints.from_environment(settings.host)
         self._ledger = Ledger.from_environment(settings.host)
@@ -149,10 +149,10 @@ class _Worker:
         self._replicas_span_hosts = False
         self._server = StateServer(settings.address, self._credentials, program_folder())
         self._transfer = Transfer()
-        self._link = AgentLink(descriptor, settings.host, self._interrupt)
-        self._lookout = Lookout(newest_checkpoint, self._link.sees_checkpoint, self._link.happened)
+        self._link = AgentConnection(descriptor, settings.host, self._interrupt)
+        self._lookout = CheckpointPoller(newest_checkpoint, self._link.report_checkpoint, self._link.record_event)
         if newest_checkpoint is not None:
-            self._link.will_look()
+            self._link.announce_checkpoint_polling()
         self._snapshots = Snapshotter(
             int(os.environ.pop(SNAPSHOT_CONNECTION_VARIABLE)),
             settings.host,
@@ -162,23 +162,23 @@ class _Worker:
             self._link,
             self._reach,
         )
-        self._compiling = Compiling(settings.host, self._credentials, self._link.happened)
+        self._compiling = Compiling(settings.host, self._credentials, self._link.record_event)
         self._ahead = AheadCompiler(self._compiling.compiled_ahead, self._compiling.refused_ahead)
         if (warning := share_compilation_cache(self._compiling, settings.compile_cache_bytes)) is not None:
-            self._link.happened(EventKind.COMPILE_CACHE_DISABLED, why=warning)
+            self._link.record_event(EventKind.COMPILE_CACHE_DISABLED, why=warning)
 
-    def run(self, train: Train, tripwire: int | None) -> None:
-        leave_the_background()
-        if tripwire is not None and (problem := lay_tripwire(tripwire)) is not None:
-            self._link.happened(EventKind.DEATH_PIPE_DISABLED, why=problem)
+    def run(self, train: TrainFunction, tripwire: int | None) -> None:
+        restore_normal_priority()
+        if tripwire is not None and (problem := isolate_death_pipe(tripwire)) is not None:
+            self._link.record_event(EventKind.DEATH_PIPE_DISABLED, why=problem)
         gc.collect()
         gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
-        self._link.be_ready(self._server.endpoint)
+        self._link.report_ready(self._server.endpoint)
         done = False
         while True:
-            self._lookout.begin()
-            order = self._link.wait_form()
-            self._lookout.end()
+            self._lookout.resume()
+            order = self._link.wait_for_order()
+            self._lookout.pause()
             if isinstance(order, StopWorker):
                 if order.reason != "done" or not done:  # what follows `run` in the script counts on `train`
                     raise SystemExit(JOB_OVER_EXIT_CODE)
@@ -190,8 +190,8 @@ class _Worker:
             if self._local_clique_broken or is_detached() or (self._replicas_span_hosts and not done):
                 # A clique that the next generation needs is broken, the local one or that of a whole replica: no
                 # shrink in place.
-                self._link.left_world()
-            self._link.go_idle(
+                self._link.report_world_left()
+            self._link.report_idle(
                 step=self._holder.step,
                 holds_state=self._holder.holds_state,
                 snapshot=snapshot,
@@ -202,9 +202,9 @@ class _Worker:
     def close(self) -> None:
         """Ends what would disturb the end of this process."""
         self._ahead.close()
-        end_worlds()
+        close_backend_gate()
 
-    def _live_through(self, order: FormWorld, train: Train) -> tuple[bool, WorkerFailure | None]:
+    def _live_through(self, order: FormWorld, train: TrainFunction) -> tuple[bool, WorkerFailure | None]:
         """One generation. Leaves no reference to its arrays or exceptions behind."""
         try:
             world = self._form(order)
@@ -217,7 +217,7 @@ class _Worker:
         except GenerationEnded:
             return False, None
         except Exception as error:
-            if self._link.interrupted:
+            if self._link.is_interrupted:
                 return False, None
             text = "".join(traceback.format_exception(error))
             if isinstance(error, SnapshotLost):
@@ -227,12 +227,12 @@ class _Worker:
                 self._note(EventKind.COLLECTIVE_FAILED, error=_first_line(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
             self._note(EventKind.USER_ERROR, error=_first_line(error))
-            self._link.fail(WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._holder.step)
+            self._link.report_failure(WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._holder.step)
             raise
 
     def _finish_snapshots(self, order: FormWorld) -> SnapshotId | None:
         """At a planned change: the committed state in a snapshot, if no host has it whole."""
-        if self._link.interrupted or self._holder.holds_state:
+        if self._link.is_interrupted or self._holder.holds_state:
             return None
         try:
             return self._snapshots.flush(order.generation.number, self._holder.state)
@@ -258,7 +258,7 @@ class _Worker:
         if connection is None:
             return
         gloo = connection.gloo
-        if gloo.spared and now_s - self._interrupting_since_s > SPARE_LOCAL_CLIQUE_S:
+        if gloo.local_clique and now_s - self._interrupting_since_s > LOCAL_CLIQUE_GRACE_S:
             gloo = dataclasses.replace(gloo, spared=frozenset())
             self._local_clique_broken = True
         abort_collectives(gloo)
@@ -275,14 +275,14 @@ class _Worker:
             self._reform(order)
         else:
             self._hand_over(generation, in_place=True)
-        self._link.check()
+        self._link.raise_if_ended()
         self._note(
             EventKind.WORLD_FORMED,
             change=str(generation.change),
             hosts=len(generation.members),
             seconds=time.monotonic() - started_s,
         )
-        self._link.formed(generation.world, self._holder.step, holds_state=self._holder.holds_state)
+        self._link.report_formed(generation.world, self._holder.step, holds_state=self._holder.holds_state)
         member = generation.find_member(order.host)
         assert member is not None, "the agent sends a form only to members"
         return World(
@@ -307,7 +307,7 @@ class _Worker:
         generation = order.generation
         self._hand_over(generation, in_place=False)
         self._leave_world()
-        self._link.check()
+        self._link.raise_if_ended()
         member = generation.find_member(order.host)
         assert member is not None, "the agent sends a form only to members"
         self._reach(FailPoint.BEFORE_CONNECT)
@@ -327,16 +327,16 @@ class _Worker:
         """Ends with the state of `generation.step` here: kept, or fetched from a host that has it."""
         host = self._settings.host
         if generation.snapshot is not None:
-            self._holder.restore_from(generation.snapshot)
+            self._holder.set_snapshot_plan(generation.snapshot)
             if not in_place:
                 self._move_contributions_to_host()
             return
         if host in generation.receivers:
-            self._holder.forget()  # an older state is of no use, and its arrays are in the way
+            self._holder.clear()  # an older state is of no use, and its arrays are in the way
             self._holder.state = self._fetch(generation)
             return
         if not generation.sources:
-            self._holder.forget()  # the job begins, again if it must: nobody's state counts
+            self._holder.clear()  # the job begins, again if it must: nobody's state counts
             return
         held = self._holder.state
         assert held is not None, "whoever is not behind holds the state"
@@ -363,7 +363,7 @@ class _Worker:
             position,
             self._credentials,
             self._transfer,
-            self._link.check,
+            self._link.raise_if_ended,
             self._on_source_refused,
         )
         if held.step != generation.step:
@@ -382,14 +382,14 @@ class _Worker:
         self._note(EventKind.STATE_SOURCE_FAILED, source=source.host, error=str(error))
 
     def _leave_world(self) -> None:
-        reduction.forget_programs()
+        reduction.clear_caches()
         connection, self._connection = self._connection, None
         if connection is None:
             return
         started_s = time.monotonic()
         is_idle = self._ahead.wait(LEAVING_S)
-        leftovers = disconnect(connection.gloo, is_borrowed=not is_idle)
-        self._link.left_world()
+        leftovers = disconnect(connection.gloo, is_backend_in_use=not is_idle)
+        self._link.report_world_left()
         self._note(
             EventKind.WORLD_LEFT,
             seconds=time.monotonic() - started_s,
@@ -411,10 +411,10 @@ class _Worker:
             self._fault_points.hit(place, step)
 
     def _note(self, kind: EventKind, **detail: str | float | bool) -> None:
-        self._events.append(self._link.happened(kind, **detail))
+        self._events.append(self._link.record_event(kind, **detail))
 
 
-def leave_the_background() -> None:
+def restore_normal_priority() -> None:
     """Gives all threads of this process normal priority: its agent may have started it with the lowest."""
     for _ in range(2):  # a thread that was born while the first turn ran is found by the second
         for thread in os.listdir("/proc/self/task"):

@@ -7,7 +7,7 @@ from resilient_jax.events import Event, EventKind
 
 
 @dataclasses.dataclass(slots=True)
-class SoloLink:
+class StandaloneControl:
     """Lets every step start; keeps events to itself."""
 
     host: str
@@ -15,13 +15,13 @@ class SoloLink:
     def begin_step(self, step: int) -> None:
         """Every step may start."""
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Nothing ends a generation here."""
 
-    def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
         """Nobody is told."""
 
-    def happened(self, kind: EventKind, **detail: str | float | bool) -> Event:
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
         """The event, written nowhere."""
         return Event(
             kind=kind, host=self.host, monotonic_s=time.monotonic(), wall_s=time.time(), detail=dict(detail)

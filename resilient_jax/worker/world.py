@@ -30,34 +30,34 @@ from resilient_jax.state.flat_state import (
 )
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter
-from resilient_jax.step.assignment import Job, ReplicaShape
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.contributions import Contributions
-from resilient_jax.step.quotas import unit_count
-from resilient_jax.step.reducer import Batches, Microbatch, StepSums, SumCall
+from resilient_jax.step.quotas import count_units
+from resilient_jax.step.reducer import BatchSource, Microbatch, Reducer, AccumulationCall
 from resilient_jax.worker.ledger import Ledger
 
 Tree = TypeVar("Tree")
-SETTLED_S = 2.0
+PRECOMPILE_DELAY_S = 2.0
 """Seconds into a world before its losses are prepared for: until then other hosts may be about to join it."""
-ONE_HOST = ReplicaShape()
+ONE_REPLICA_PER_HOST = ReplicaShape()
 """A replica on each host."""
 
 
-class StepLink(Protocol):
+class TrainingControl(Protocol):
     """What a world needs of the line to the agent."""
 
     def begin_step(self, step: int) -> None: ...
-    def check(self) -> None: ...
-    def committed(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None: ...
-    def happened(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
+    def raise_if_ended(self) -> None: ...
+    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None: ...
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
 
 
-class StateHolder:
+class CommittedState:
     """The one place that holds what outlives a generation: the committed state, and the step in flight."""
 
     def __init__(self) -> None:
         self.state: HeldState | None = None
-        self.snapshot: SnapshotPlan | None = None
+        self.snapshot_plan: SnapshotPlan | None = None
         """Where the committed state is, until `restore_or_init` has read it."""
         self.contributions: dict[str, Contributions] = {}
         """By the name of the sum."""
@@ -67,29 +67,29 @@ class StateHolder:
     @property
     def step(self) -> int:
         """How many steps are committed."""
-        if self.snapshot is not None:
-            return self.snapshot.id.step
+        if self.snapshot_plan is not None:
+            return self.snapshot_plan.id.step
         return self.state.step if self.state is not None else self.first_step
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no committed state."""
-        return self.state is None and self.snapshot is None
+        return self.state is None and self.snapshot_plan is None
 
     @property
     def holds_state(self) -> bool:
         """Whether the committed state is here, whole."""
         return self.state is not None and self.state.is_complete
 
-    def restore_from(self, plan: SnapshotPlan) -> None:
+    def set_snapshot_plan(self, plan: SnapshotPlan) -> None:
         """The committed state is that of a snapshot. What was added up in its step so far stays of use."""
         self.state = None
-        self.snapshot = plan
+        self.snapshot_plan = plan
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drops everything: what counts is elsewhere, or nowhere."""
         self.state = None
-        self.snapshot = None
+        self.snapshot_plan = None
         self.contributions.clear()
         self.first_step = 0
 
@@ -116,8 +116,8 @@ class World:
         generation: GenerationNumber,
         hosts: Mapping[ProcessIndex, HostName],
         process_index: ProcessIndex,
-        holder: StateHolder,
-        link: StepLink,
+        holder: CommittedState,
+        link: TrainingControl,
         change: str,
         reason: str,
         lost: StateLoss | None = None,
@@ -134,7 +134,7 @@ class World:
         self.process_index = process_index
         self.change = change
         self.reason = reason
-        self.lost = lost
+        self.state_loss = lost
         self._events = tuple(events)
         self._fault_points = fault_points
         self._ledger = ledger
@@ -147,10 +147,10 @@ class World:
         self._link = link
         self._step: int | None = None
         self._is_resumed = False
-        self._sums: StepSums | None = None
+        self._sums: Reducer | None = None
         self._sums_made: dict[str, tuple[HostName, ...]] = {}
         """In this step: who computed each microbatch."""
-        self._sum_calls: dict[str, SumCall] = {}
+        self._sum_calls: dict[str, AccumulationCall] = {}
         self._is_foreseen = True
         """Whether all sums that were called are expected to be called among fewer hosts."""
 
@@ -195,7 +195,7 @@ class World:
         """A mesh over this host's devices alone: programs on it outlive every change of membership."""
         return _mesh(self.local_devices, axes, f"host {self.host}")
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, num_steps: int) -> Iterator[int]:
         """The steps that are left, from the first that is not committed up to `total`, exclusive.
 
         Between two steps is where hosts join and leave: a loop that does not use this is never grown.
@@ -204,16 +204,16 @@ class World:
             StateError: the job was to go on from a checkpoint, and nobody has said `resume_at`.
         """
         if self._holder.is_empty and not self._is_resumed:
-            _refuse_to_begin_anew(self.lost)
-        for step in range(self._holder.step, total):
+            _refuse_to_begin_anew(self.state_loss)
+        for step in range(self._holder.step, num_steps):
             self._link.begin_step(step)
             self._step = step
             self._sums_made.clear()
             self._foresee_losses()
             yield step
-            self._link.check()
+            self._link.raise_if_ended()
 
-    def restore_or_init(self, init: Callable[[], Tree], sharding: ShardingRule | None = None) -> Tree:
+    def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None = None) -> Tree:
         """The state to go on from: what was committed last, else `init()`.
 
         Args:
@@ -225,13 +225,13 @@ class World:
         Raises:
             StateError: the committed state does not fit `init`, or cannot be placed; or `init` cannot be traced.
         """
-        self._link.check()
-        abstract = describe(init)  # even where it is not needed: its errors must not wait for a failure
-        if self._holder.snapshot is not None:
-            return self._restore_snapshot(self._holder.snapshot, abstract, sharding)
+        self._link.raise_if_ended()
+        abstract = describe(init_fn)  # even where it is not needed: its errors must not wait for a failure
+        if self._holder.snapshot_plan is not None:
+            return self._restore_snapshot(self._holder.snapshot_plan, abstract, sharding)
         held = self._holder.state
         if held is None:
-            return place_initial(init(), sharding)
+            return place_initial(init_fn(), sharding)
         self._enter_restored(held)
         return restore(abstract, held, sharding)
 
@@ -240,7 +240,7 @@ class World:
         started_s = time.monotonic()
         with contextlib.closing(self._snapshots.open_reader(plan)) as reader:
             _, state = restore_snapshot(abstract, reader, sharding, failpoint=self._reach_at)
-            self._link.happened(
+            self._link.record_event(
                 EventKind.SNAPSHOT_RESTORED,
                 step=plan.id.step,
                 seconds=time.monotonic() - started_s,
@@ -249,7 +249,7 @@ class World:
                 decoded=reader.bytes_decoded,
             )
         self._holder.state = hold(plan.id.step, state)
-        self._holder.snapshot = None
+        self._holder.snapshot_plan = None
         self._enter_restored(self._holder.state)
         return state
 
@@ -276,12 +276,12 @@ class World:
         if self._snapshots is not None:
             self._snapshots.take(self, hold(self._holder.step, state))
 
-    def finish_snapshot(self) -> None:
+    def wait_until_finished(self) -> None:
         """Returns when the last snapshot is copied: from then on its arrays may be donated."""
         if self._snapshots is not None:
             self._snapshots.wait_until_copied()
 
-    def host_of(self, device: Device) -> HostName:
+    def host_of_device(self, device: Device) -> HostName:
         """The host that a device of this world belongs to."""
         return self._hosts_by_index[ProcessIndex(device.process_index)]
 
@@ -308,14 +308,14 @@ class World:
         jax.block_until_ready(state)
         self._holder.state = hold(self._step + 1, state)
         self._holder.contributions.clear()
-        self._link.committed(
+        self._link.report_commit(
             self._step + 1,
             {name: float(value) for name, value in metrics.items()},
             holds_state=self._holder.holds_state,
         )
         self._on_commit()
         if self._ledger is not None:
-            self._ledger.committed(
+            self._ledger.record_commit(
                 self._holder.state,
                 self.generation,
                 len(self.hosts),
@@ -324,7 +324,7 @@ class World:
             )
         self._reach(FailPoint.AFTER_COMMIT)
 
-    def sum(self, tree: Tree) -> Tree:
+    def all_reduce(self, tree: Tree) -> Tree:
         """The sum over live hosts of each leaf, which lies where the leaf lay; one all-reduce.
 
         Every live host must call it, with the same shapes. The order of summation depends on the
@@ -333,19 +333,19 @@ class World:
         Returns when the result is there, so that a step that goes on has been reduced on this host.
         """
         self._reach(FailPoint.BEFORE_REDUCE)
-        return self._get_sums().sum_hosts(tree)
+        return self._get_sums().all_reduce(tree)
 
-    def sum_microbatches(
+    def accumulate_microbatches(
         self,
-        count: int,
-        add: Callable[[Tree, Microbatch], Tree],
+        num_microbatches: int,
+        accumulate_fn: Callable[[Tree, Microbatch], Tree],
         zeros: Tree,
         *,
-        data: Batches | None = None,
-        unit: int = 1,
+        data: BatchSource | None = None,
+        unit_size: int = 1,
         reproducible: bool = True,
-        replicas: ReplicaShape = ONE_HOST,
-        by_speed: bool = False,
+        replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST,
+        balance_by_speed: bool = False,
         name: str = "train",
     ) -> Tree:
         """The sum over all microbatches of a step, each computed once by some live host.
@@ -383,51 +383,51 @@ class World:
                 "into one tree, or give the other sum another name"
             )
         _check_zeros(zeros)
-        unit_count(count, unit)
-        job = Job(name=name, step=self._step, microbatches=count, unit=unit, pooled=not reproducible)
-        total = self._get_sums().sum_microbatches(
-            job, add, zeros, data=data, shape=replicas, by_speed=by_speed
+        count_units(num_microbatches, unit_size)
+        job = AccumulationSpec(name=name, step=self._step, num_microbatches=num_microbatches, unit_size=unit_size, is_pooled=not reproducible)
+        total = self._get_sums().accumulate_microbatches(
+            job, accumulate_fn, zeros, data=data, replica_shape=replica_shape, balance_by_speed=balance_by_speed
         )
         self._sums_made[name] = tuple(self.hosts[place] for place in self._get_sums().owners)
         if name not in self._sum_calls:
-            self._sum_calls[name] = SumCall(
+            self._sum_calls[name] = AccumulationCall(
                 devices=self.devices,
                 process_index=self.process_index,
-                job=job,
-                shape=replicas,
+                spec=job,
+                replica_shape=replica_shape,
                 like=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), zeros),
             )
             self._is_foreseen = False
         return total
 
-    def replica_count(self, replicas: ReplicaShape = ONE_HOST) -> int:
+    def count_replicas(self, replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST) -> int:
         """How many replicas the live hosts have.
 
         Raises:
             CallerError: too few hosts for a single one.
         """
-        return len(self._get_sums().seats(replicas))
+        return len(self._get_sums().locate_replicas(replica_shape))
 
     @property
     def replicas_span_hosts(self) -> bool:
         """Whether programs of this generation talk to other hosts while they compute microbatches."""
         return self._sums is not None and self._sums.replicas_span_hosts
 
-    def computed_by(self, index: int) -> HostName:
+    def host_of_microbatch(self, index: int) -> HostName:
         """The host that computed microbatch `index` of the last `sum_microbatches`."""
         return self.hosts[self._get_sums().owners[index]]
 
     def agree(self, tree: Tree) -> Tree:
         """The sum over hosts of small numpy arrays, as numpy arrays: for comparing what the hosts have found."""
-        return jax.tree.map(np.asarray, self._get_sums().sum_hosts(tree))
+        return jax.tree.map(np.asarray, self._get_sums().all_reduce(tree))
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Ends the train function here if its generation has ended; for whoever waits long, to call now and then."""
-        self._link.check()
+        self._link.raise_if_ended()
 
-    def note(self, kind: EventKind, **detail: str | float | bool) -> None:
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> None:
         """Writes an event to this host's log."""
-        self._link.happened(kind, **detail)
+        self._link.record_event(kind, **detail)
 
     def resume_at(self, step: int) -> None:
         """Counts steps from here, as long as nothing is committed: for a state that comes from storage.
@@ -445,10 +445,10 @@ class World:
         if self._holder.is_empty:
             self._holder.first_step = first_step
 
-    def compile_ahead(self, jobs: Iterable[AheadJob], after_s: float = 0.0) -> None:
+    def compile_ahead(self, jobs: Iterable[AheadJob], delay_s: float = 0.0) -> None:
         """Compiles these in the background while training goes on; what waits is forgotten with this world."""
         if self._ahead is not None:
-            self._ahead.expect(jobs, after_s)
+            self._ahead.expect(jobs, delay_s)
 
     def _foresee_losses(self) -> None:
         """What the sums of this world will call when one host is lost, and two, is compiled meanwhile."""
@@ -456,16 +456,16 @@ class World:
             return
         self._is_foreseen = True
         jobs = [
-            AheadJob(f"sums over {count} hosts", functools.partial(call.compile_for, count, call.shape))
+            AheadJob(f"sums over {count} hosts", functools.partial(call.compile_for_hosts, count, call.replica_shape))
             for count in (len(self.hosts) - 1, len(self.hosts) - 2)
             if count > 0
             for call in self._sum_calls.values()
         ]
-        self.compile_ahead(jobs, SETTLED_S)
+        self.compile_ahead(jobs, PRECOMPILE_DELAY_S)
 
-    def _get_sums(self) -> StepSums:
+    def _get_sums(self) -> Reducer:
         if self._sums is None:
-            self._sums = StepSums(
+            self._sums = Reducer(
                 self.devices, self.process_index, self._holder.contributions, _Surroundings(self)
             )
         return self._sums
@@ -478,12 +478,12 @@ class World:
         if self._step is None:
             return False
         if self._ledger is not None and place is FailPoint.BEFORE_MICROBATCH:
-            self._ledger.begun(self._step, index, self.generation)
+            self._ledger.record_microbatch(self._step, index, self.generation)
         return self._fault_points is not None and self._fault_points.hit(place, self._step, index)
 
     def _enter_restored(self, held: HeldState) -> None:
         if self._ledger is not None:
-            self._ledger.restored(held, self.generation, len(self.hosts), is_first=self.host_index == 0)
+            self._ledger.record_restore(held, self.generation, len(self.hosts), is_first=self.host_index == 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -493,7 +493,7 @@ class _Surroundings:
     world: World
 
     def check(self) -> None:
-        self.world._link.check()
+        self.world._link.raise_if_ended()
 
     def reach(self, place: FailPoint, index: int) -> bool:
         return self.world._reach(place, index)

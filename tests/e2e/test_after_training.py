@@ -19,7 +19,7 @@ from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
-from resilient_jax.jax_runtime.worker_environment import worker_environment
+from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, GenerationPhase
 from resilient_jax.store.memory import MemoryStore
@@ -145,7 +145,7 @@ def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
             command=(str(SCRIPT), str(tmp_path)),
             environment={
                 **os.environ,
-                **worker_environment(
+                **make_worker_environment(
                     platform="cpu",
                     devices_per_host=1,
                     cache_dir=str(tmp_path / "cache"),

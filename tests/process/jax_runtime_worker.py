@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.jax_runtime import distributed, world_forming
 from resilient_jax.jax_runtime.abort import abort_collectives
-from resilient_jax.jax_runtime.compile_cache import NoHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.gloo import GlooSockets
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeClient
@@ -107,7 +107,7 @@ def register_and(signal_number: int, address: str, index: int, count: int) -> No
     """Comes as far as the exchange of topology, and no further."""
     client, _ = world_forming.new_client(address, index, 20)
     client.connect()
-    client.key_value_set(f"{world_forming.GLOO_KEY}/{index}", '[["127.0.0.1", 1]]')
+    client.key_value_set(f"{world_forming.GLOO_LISTENERS_KEY}/{index}", '[["127.0.0.1", 1]]')
     os.kill(os.getpid(), signal_number)
 
 
@@ -244,7 +244,7 @@ def begin_using() -> None:
 
 def end_worlds() -> dict:
     """As a worker does at its end; its user may go on with JAX, on any thread."""
-    distributed.end_worlds()
+    distributed.close_backend_gate()
     return {"devices": len(jax.devices())}
 
 
@@ -256,7 +256,7 @@ def count_uses() -> dict:
 def disconnect(is_borrowed: bool = False) -> dict:
     connection, state["connection"], state["kept"] = state["connection"], None, None
     gloo = connection.gloo if connection is not None else GlooSockets()
-    left = distributed.disconnect(gloo, is_borrowed=is_borrowed)
+    left = distributed.disconnect(gloo, is_backend_in_use=is_borrowed)
     return {"backends": left.backends, "clients": left.clients}
 
 
@@ -294,11 +294,11 @@ def use_user_sockets() -> dict:
 
 
 def count_clients() -> dict:
-    return {"clients": world_forming.living_clients()}
+    return {"clients": world_forming.count_living_clients()}
 
 
 def share_cache() -> dict:
-    return {"warning": share_compilation_cache(NoHooks(), 2**30)}
+    return {"warning": share_compilation_cache(NullCacheHooks(), 2**30)}
 
 
 def kill_self() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_jax.jax_runtime.worker_environment import worker_environment
+from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("jax_runtime_worker.py")
@@ -80,7 +80,7 @@ class Worker(Child):
 
     def __init__(self, cache_dir: str | None = None) -> None:
         base = dict(os.environ)
-        ours = worker_environment(
+        ours = make_worker_environment(
             platform="cpu", devices_per_host=2, cache_dir=cache_dir, collective_timeout_s=60.0, base=base
         )
         super().__init__(sys.executable, str(WORKER), env=base | ours)

@@ -5,10 +5,10 @@ import struct
 
 import pytest
 
-from resilient_jax.jax_runtime.clique_interruption import UNREADABLE, missing_keys, parse_rank
+from resilient_jax.jax_runtime.clique_interruption import UNREADABLE_VALUE, find_missing_keys, parse_rank
 from resilient_jax.jax_runtime.failures import FormingInterrupted, is_collective_failure
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError
-from resilient_jax.jax_runtime.worker_environment import worker_environment
+from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 
 FAILURES = [
     "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer",
@@ -46,7 +46,7 @@ def test_an_error_that_came_from_a_lost_peer_is_recognised() -> None:
 
 
 def test_the_users_flags_win_and_ours_are_added() -> None:
-    found = worker_environment(
+    found = make_worker_environment(
         platform="cpu",
         devices_per_host=None,
         cache_dir="/c",
@@ -73,7 +73,7 @@ def test_the_users_flags_win_and_ours_are_added() -> None:
     ],
 )
 def test_the_devices_that_were_asked_for_win_over_the_users_flags(theirs: str, merged: list[str]) -> None:
-    found = worker_environment(
+    found = make_worker_environment(
         platform="cpu",
         devices_per_host=2,
         cache_dir=None,
@@ -88,7 +88,7 @@ def test_the_devices_that_were_asked_for_win_over_the_users_flags(theirs: str, m
 
 
 def test_on_gpu_nccl_does_not_end_the_process() -> None:
-    found = worker_environment(
+    found = make_worker_environment(
         platform="gpu",
         devices_per_host=None,
         cache_dir=None,
@@ -113,11 +113,11 @@ def test_what_gloo_publishes_is_read() -> None:
     assert parse_rank(value) == (("127.0.0.2", 40715), (6, 7, 8))
 
 
-@pytest.mark.parametrize("value", [b"", b"\0" * 7, UNREADABLE, struct.pack("<QQ", 0, 10**9), b"\0" * 40])
+@pytest.mark.parametrize("value", [b"", b"\0" * 7, UNREADABLE_VALUE, struct.pack("<QQ", 0, 10**9), b"\0" * 40])
 def test_bytes_that_gloo_did_not_publish_are_not_read(value: bytes) -> None:
     assert parse_rank(value) is None
 
 
 def test_only_ranks_that_have_not_published_are_missing() -> None:
     published = {"0,1,2048": {0: b"", 2: b""}, "0,1": {0: b"", 1: b""}}
-    assert missing_keys(published) == ["cpu:gloo/0,1,2048/1"]
+    assert find_missing_keys(published) == ["cpu:gloo/0,1,2048/1"]

@@ -10,7 +10,7 @@ import pytest
 
 from resilient_jax.compile.ahead_of_time import AheadCompiler, AheadJob, is_ahead
 from resilient_jax.ids import HostName
-from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX, drop_oldest
+from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX, evict_oldest
 from resilient_jax.trainer.speculative_compilation import likely_hosts
 
 PATIENCE_S = 60.0
@@ -141,10 +141,10 @@ def test_a_full_cache_drops_what_was_used_longest_ago_and_never_the_newest(tmp_p
     half.write_bytes(bytes(5000))
     abandoned.write_bytes(bytes(5000))
     os.utime(abandoned, (1000, 1000))
-    assert drop_oldest(tmp_path, 2500) == 1
+    assert evict_oldest(tmp_path, 2500) == 1
     assert half.exists()
     assert not abandoned.exists()
     assert not (tmp_path / f"oldest{CACHE_SUFFIX}").exists()
-    assert drop_oldest(tmp_path, 10) == 1
+    assert evict_oldest(tmp_path, 10) == 1
     assert (tmp_path / f"old{CACHE_SUFFIX}").exists()
     assert (tmp_path / "not-ours").exists()

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.step import resharding
-from resilient_jax.step.resharding import cut, find_pieces, gather
+from resilient_jax.step.resharding import shard_tree, find_shard_grid, replicate_tree
 
 MESHES = {
     "hosts and devices": {"host": 4, "local": 2},
@@ -27,7 +27,7 @@ MESHES = {
 @pytest.fixture(autouse=True, scope="module")
 def forget(eight_devices):  # noqa: F811 - that fixture
     yield
-    resharding.forget_programs()
+    resharding.clear_caches()
 
 
 @pytest.fixture(params=MESHES)
@@ -59,7 +59,7 @@ def assert_same(found, expected):
 
 def test_what_is_cut_lies_as_the_placement_says_and_has_the_same_numbers(mesh):
     tree, place = make_tree(), fully_sharded(mesh)
-    found = cut(tree, place)
+    found = shard_tree(tree, place)
     assert_same(found, tree)
     assert {name: leaf.sharding for name, leaf in found.items()} == {
         name: place(name, leaf) for name, leaf in tree.items()
@@ -69,22 +69,22 @@ def test_what_is_cut_lies_as_the_placement_says_and_has_the_same_numbers(mesh):
 
 def test_gathering_gives_back_what_was_cut(mesh):
     tree = make_tree()
-    found = gather(cut(tree, fully_sharded(mesh)), here())
+    found = replicate_tree(shard_tree(tree, fully_sharded(mesh)), here())
     assert_same(found, tree)
     assert {leaf.sharding for leaf in found.values()} == {here()}
 
 
 def test_random_keys_go_to_and_fro(mesh):
     key = jax.device_put(jax.random.key(3), here())
-    found = gather(cut({"key": key}, fully_sharded(mesh)), here())["key"]
+    found = replicate_tree(shard_tree({"key": key}, fully_sharded(mesh)), here())["key"]
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
 
 
 def test_the_second_time_nothing_is_compiled(mesh, caplog):
     tree, place = make_tree(), fully_sharded(mesh)
-    gather(cut(tree, place), here())
+    replicate_tree(shard_tree(tree, place), here())
     with jax.log_compiles():
-        gather(cut(tree, place), here())
+        replicate_tree(shard_tree(tree, place), here())
     assert "Compiling" not in caplog.text
 
 
@@ -100,9 +100,9 @@ class ByHand(Placement):
 def test_a_leaf_that_is_cut_in_several_dims_in_any_order_is_put_together():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
     tree = {"x": jax.device_put(np.arange(4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8), here())}
-    found = cut(tree, ByHand(mesh))
+    found = shard_tree(tree, ByHand(mesh))
     assert_same(found, tree)
-    assert_same(gather(found, here()), tree)
+    assert_same(replicate_tree(found, here()), tree)
 
 
 @settings(max_examples=60)
@@ -115,7 +115,7 @@ def test_pieces_of_any_devices_that_have_all_of_a_leaf_join_to_it(data, name):
     leaf = np.arange(8 * 16 * 8, dtype=np.float32).reshape(8, 16, 8)
     sharding = NamedSharding(mesh, P(*cuts))
     devices = data.draw(st.permutations(jax.devices()))[: data.draw(st.integers(1, 8))]
-    pieces = find_pieces(sharding, leaf.shape, devices)
+    pieces = find_shard_grid(sharding, leaf.shape, devices)
     index = sharding.devices_indices_map(leaf.shape)
     covered = np.zeros(leaf.shape, bool)
     for device in devices:
@@ -123,4 +123,4 @@ def test_pieces_of_any_devices_that_have_all_of_a_leaf_join_to_it(data, name):
     assert (pieces is not None) == covered.all()
     if pieces is not None:
         rows = np.stack([leaf[index[device]].reshape(-1) for device in devices])
-        np.testing.assert_array_equal(pieces.join(jnp.asarray(rows)), leaf)
+        np.testing.assert_array_equal(pieces.join_shards(jnp.asarray(rows)), leaf)

@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.step.assignment import Job
-from resilient_jax.step.contributions import Contributions, Part
+from resilient_jax.step.assignment import AccumulationSpec
+from resilient_jax.step.contributions import Contributions, PartialSum
 from tests.support.eight_devices import eight_devices as eight_devices
 
 
 def job(*, pooled=False):
-    return Job(name="train", step=3, microbatches=4, unit=1, pooled=pooled)
+    return AccumulationSpec(name="train", step=3, num_microbatches=4, unit_size=1, is_pooled=pooled)
 
 
 def whole():
@@ -55,15 +55,15 @@ def forget_the_failure():
 
 @pytest.mark.parametrize("lost", [donated, never_computed])
 def test_a_part_that_is_not_there_is_dropped_and_the_others_stay(lost):
-    kept = Contributions(job(), {0: Part(1, whole()), 1: Part(1, lost()), 2: Part(1, whole())})
+    kept = Contributions(job(), {0: PartialSum(1, whole()), 1: PartialSum(1, lost()), 2: PartialSum(1, whole())})
     kept.move_to_host()
-    assert kept.progress().tolist() == [1, 0, 1, 0]
-    assert isinstance(kept.parts[0].total["w"], np.ndarray)
+    assert kept.count_progress().tolist() == [1, 0, 1, 0]
+    assert isinstance(kept.partial_sums[0].total["w"], np.ndarray)
 
 
 @pytest.mark.parametrize("lost", [donated, never_computed])
 def test_of_pooled_parts_all_are_dropped_for_nobody_knows_which_units_were_in_it(lost):
-    kept = Contributions(job(pooled=True), {-1: Part(0, whole()), -2: Part(0, lost())}, {0, 1})
+    kept = Contributions(job(pooled=True), {-1: PartialSum(0, whole()), -2: PartialSum(0, lost())}, {0, 1})
     kept.drop_unusable()
-    assert not kept.parts
-    assert kept.progress().tolist() == [0, 0, 0, 0]
+    assert not kept.partial_sums
+    assert kept.count_progress().tolist() == [0, 0, 0, 0]

@@ -14,6 +14,6 @@ def test_a_host_with_more_devices_than_the_others_gives_some_and_has_its_sums_on
     numbers = np.arange(6, dtype=np.float32)
     origin = jax.device_put(numbers, NamedSharding(Mesh(np.array(devices), ("data",)), P()))
     grid = HostGrid(devices[:2], 0)
-    (found,) = grid.unpack(grid.lower(grid.pack([origin]))[0], [origin])
+    (found,) = grid.unpack(grid.to_local(grid.pack([origin]))[0], [origin])
     assert found.sharding == origin.sharding
     assert np.array_equal(found, numbers)

@@ -8,7 +8,7 @@ import pytest
 
 from resilient_jax.events import EventKind
 from resilient_jax.worker import checkpoint_poller
-from resilient_jax.worker.checkpoint_poller import Lookout
+from resilient_jax.worker.checkpoint_poller import CheckpointPoller
 
 DEADLINE_S = 20.0
 
@@ -33,7 +33,7 @@ class Storage:
         self.noted.put((kind, detail))
 
     def lookout(self):
-        return Lookout(self.find, self.told.put, self.note)
+        return CheckpointPoller(self.find, self.told.put, self.note)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def _looks_often(monkeypatch):
 def test_what_is_seen_while_the_worker_is_idle_is_told_when_it_changes():
     storage = Storage()
     watch = storage.lookout()
-    watch.begin()
+    watch.resume()
     for answer in (None, None, 3, 3, 5):
         storage.answers.put(answer)
     assert [storage.told.get(timeout=DEADLINE_S) for _ in range(3)] == [None, 3, 5]
@@ -53,9 +53,9 @@ def test_what_is_seen_while_the_worker_is_idle_is_told_when_it_changes():
 def test_storage_that_hangs_holds_nobody_up():
     storage = Storage()
     watch = storage.lookout()
-    watch.begin()
-    watch.end()
-    watch.begin()
+    watch.resume()
+    watch.pause()
+    watch.resume()
     storage.answers.put(4)
     assert storage.told.get(timeout=DEADLINE_S) == 4
 
@@ -63,12 +63,12 @@ def test_storage_that_hangs_holds_nobody_up():
 def test_nothing_is_looked_at_while_the_worker_trains():
     storage = Storage()
     watch = storage.lookout()
-    watch.begin()
+    watch.resume()
     storage.answers.put(4)
     assert storage.told.get(timeout=DEADLINE_S) == 4
-    watch.end()
+    watch.pause()
     storage.answers.put(4)  # of a look that had begun
-    watch.begin()
+    watch.resume()
     storage.answers.put(6)
     assert set(iter(lambda: storage.told.get(timeout=DEADLINE_S), 6)) <= {4}, (
         "told again, for it is idle anew"
@@ -79,17 +79,17 @@ def test_what_has_not_changed_is_told_once_each_time_the_worker_becomes_idle():
     storage = Storage()
     watch = storage.lookout()
     for _ in range(2):
-        watch.begin()
+        watch.resume()
         for _ in range(3):
             storage.answers.put(4)
         assert storage.told.get(timeout=DEADLINE_S) == 4
-        watch.end()
+        watch.pause()
 
 
 def test_a_look_that_fails_is_an_event_and_the_next_is_made_all_the_same():
     storage = Storage()
     watch = storage.lookout()
-    watch.begin()
+    watch.resume()
     storage.answers.put(4)
     storage.answers.put(OSError("stale file handle"))
     storage.answers.put(OSError("stale file handle"))
@@ -103,16 +103,16 @@ def test_a_look_that_fails_is_an_event_and_the_next_is_made_all_the_same():
 
 def test_a_job_without_checkpoints_has_no_thread_for_them():
     before = threading.active_count()
-    watch = Lookout(None, lambda step: None, lambda kind, **detail: None)
-    watch.begin()
-    watch.end()
+    watch = CheckpointPoller(None, lambda step: None, lambda kind, **detail: None)
+    watch.resume()
+    watch.pause()
     assert threading.active_count() == before
 
 
 def test_a_step_of_numpys_is_a_step():
     storage = Storage()
     storage.answers.put(np.int64(7))
-    storage.lookout().begin()
+    storage.lookout().resume()
     told = storage.told.get(timeout=DEADLINE_S)
     assert (told, type(told)) == (7, int)
     storage.answers.put(7)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.sharding.placements import SMALLEST, Complete, fully_sharded
+from resilient_jax.sharding.placements import MIN_SHARDED_SIZE, ReplicatedPlacement, fully_sharded
 
 shapes = st.lists(st.sampled_from([1, 2, 3, 5, 7, 12, 64, 96, 160, 192]), max_size=4).map(tuple)
 sizes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)
@@ -50,8 +50,8 @@ PATH = "['x']"
 @given(sizes, shapes)
 def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(sizes, shape):
     mesh = mesh_of(*sizes)
-    cuts = cuts_of(fully_sharded(mesh).spec(PATH, leaf_of(*shape)))
-    best = max(possible_cuts(mesh, shape), default=1) if math.prod(shape) >= SMALLEST else 1
+    cuts = cuts_of(fully_sharded(mesh).partition_spec(PATH, leaf_of(*shape)))
+    best = max(possible_cuts(mesh, shape), default=1) if math.prod(shape) >= MIN_SHARDED_SIZE else 1
     assert len(cuts) <= 1
     pieces = [math.prod(mesh.shape[axis] for axis in axes) for _, axes in cuts]
     assert math.prod(pieces) == best
@@ -61,7 +61,7 @@ def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(
 @given(sizes, shapes)
 def test_it_is_the_largest_dim_that_divides_so(sizes, shape):
     mesh = mesh_of(*sizes)
-    for dim, axes in cuts_of(fully_sharded(mesh).spec(PATH, leaf_of(*shape))):
+    for dim, axes in cuts_of(fully_sharded(mesh).partition_spec(PATH, leaf_of(*shape))):
         pieces = math.prod(mesh.shape[axis] for axis in axes)
         assert shape[dim] == max(size for size in shape if size % pieces == 0)
 
@@ -78,25 +78,25 @@ def test_it_is_the_largest_dim_that_divides_so(sizes, shape):
     ],
 )
 def test_hosts_come_before_the_devices_of_a_host(hosts, local, shape, expected):
-    assert fully_sharded(mesh_of(hosts, local)).spec(PATH, leaf_of(*shape)) == expected
+    assert fully_sharded(mesh_of(hosts, local)).partition_spec(PATH, leaf_of(*shape)) == expected
 
 
 def test_gradients_and_moments_lie_where_their_parameter_lies_whatever_their_type():
     place = fully_sharded(mesh_of(4, 2))
     types = (jnp.bfloat16, jnp.float32, jnp.int8)
-    assert len({place.spec(PATH, leaf_of(64, 16, dtype=dtype)) for dtype in types}) == 1
+    assert len({place.partition_spec(PATH, leaf_of(64, 16, dtype=dtype)) for dtype in types}) == 1
 
 
 def test_small_leaves_and_random_keys_stay_whole():
     place = fully_sharded(mesh_of(4, 2))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4096))
     assert (
-        place.spec(PATH, leaf_of())
-        == place.spec(PATH, leaf_of(SMALLEST - 8))
-        == place.spec(PATH, keys)
+        place.partition_spec(PATH, leaf_of())
+        == place.partition_spec(PATH, leaf_of(MIN_SHARDED_SIZE - 8))
+        == place.partition_spec(PATH, keys)
         == P()
     )
-    assert place.spec(PATH, leaf_of(SMALLEST)) != P()
+    assert place.partition_spec(PATH, leaf_of(MIN_SHARDED_SIZE)) != P()
 
 
 def test_placements_are_equal_if_they_place_alike():
@@ -105,4 +105,4 @@ def test_placements_are_equal_if_they_place_alike():
     assert one == same
     assert hash(one) == hash(same)
     assert one != other
-    assert one != Complete(mesh_of(4, 2))
+    assert one != ReplicatedPlacement(mesh_of(4, 2))

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from resilient_jax.errors import CallerError
 from resilient_jax.step.quotas import (
     Roles,
-    deal,
+    distribute_units,
     deal_by_roles,
     extend_boundary_step,
     find_roles,
-    indexes_of,
-    refuse_overlaps,
-    share_out,
-    unit_count,
+    microbatches_of_unit,
+    accept_disjoint_claims,
+    apportion_units,
+    count_units,
 )
 
 speeds = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=9)
@@ -22,13 +22,13 @@ speeds = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=9)
 
 @given(st.integers(1, 300), st.integers(1, 20))
 def test_units_are_the_microbatches_in_order(microbatches: int, unit: int) -> None:
-    units = range(unit_count(microbatches, unit))
-    assert [i for u in units for i in indexes_of(u, microbatches, unit)] == list(range(microbatches))
+    units = range(count_units(microbatches, unit))
+    assert [i for u in units for i in microbatches_of_unit(u, microbatches, unit)] == list(range(microbatches))
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_equal_hosts_differ_by_one_at_most(count: int, hosts: int) -> None:
-    shares = share_out(count, [1.0] * hosts)
+    shares = apportion_units(count, [1.0] * hosts)
     assert sum(shares) == count
     assert max(shares) - min(shares) <= 1
 
@@ -44,14 +44,14 @@ def test_no_other_division_is_done_sooner(count: int, speeds: list[float]) -> No
         return [(n, *rest) for n in range(left + 1) for rest in divisions(left - n, hosts - 1)]
 
     best = min(map(makespan, divisions(count, len(speeds))))
-    assert makespan(share_out(count, speeds)) <= best * (1 + 1e-9)
+    assert makespan(apportion_units(count, speeds)) <= best * (1 + 1e-9)
 
 
 @given(st.sets(st.integers(0, 100)), speeds, st.data())
 def test_what_is_missing_is_dealt_exactly_once(missing: set[int], speeds: list[float], data) -> None:
     hosts = st.integers(0, len(speeds) - 1)
     begun = data.draw(st.dictionaries(st.integers(0, 100), hosts, max_size=5))
-    dealt = deal(sorted(missing), speeds, begun)
+    dealt = distribute_units(sorted(missing), speeds, begun)
     assert sorted(unit for units in dealt for unit in units) == sorted(missing)
     for host, units in enumerate(dealt):
         mine = [unit for unit, owner in begun.items() if owner == host and unit in missing]
@@ -68,7 +68,7 @@ def test_every_microbatch_once_however_many_die_in_a_step(microbatches: int, hos
             break
         missing = [unit for unit in range(microbatches) if unit not in done]
         names = sorted(alive)
-        dealt = deal(missing, [1.0] * len(names))
+        dealt = distribute_units(missing, [1.0] * len(names))
         for name, units in zip(names, dealt, strict=True):
             alive[name] |= set(units[: data.draw(st.integers(1, 3))])
         if len(alive) > 1 and data.draw(st.booleans()):
@@ -78,7 +78,7 @@ def test_every_microbatch_once_however_many_die_in_a_step(microbatches: int, hos
 
 
 def test_a_survivor_goes_on_with_what_it_had_begun() -> None:
-    assert deal([2, 3, 4, 5], [1.0, 1.0], begun={5: 0, 4: 1}) == ((5, 2), (4, 3))
+    assert distribute_units([2, 3, 4, 5], [1.0, 1.0], host_of_begun_unit={5: 0, 4: 1}) == ((5, 2), (4, 3))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ def test_the_papers_boundary_step() -> None:
 @pytest.mark.parametrize("speeds", [[], [1.0, 0.0], [1.0, float("nan")]])
 def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
     with pytest.raises(CallerError, match="expected a positive number"):
-        share_out(3, speeds)
+        apportion_units(3, speeds)
 
 
 def test_no_microbatches_are_refused() -> None:
     with pytest.raises(CallerError, match="microbatches: found 0"):
-        unit_count(0, 1)
+        count_units(0, 1)
 
 
 def test_of_two_sums_with_the_same_unit_the_first_counts() -> None:
-    assert refuse_overlaps([[0, 1], [2], [1, 3], [], [3]]) == (True, True, False, True, True)
+    assert accept_disjoint_claims([[0, 1], [2], [1, 3], [], [3]]) == (True, True, False, True, True)

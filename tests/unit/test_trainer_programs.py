@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
-from resilient_jax.sharding.placements import Complete
+from resilient_jax.sharding.placements import ReplicatedPlacement
 from resilient_jax.trainer.loss_function import read_loss
 from resilient_jax.trainer.model_adapters import adapt
 from resilient_jax.trainer.numerics import Numerics
@@ -51,13 +51,13 @@ def build(model=linear, loss=squared, optimizer=None, **numerics):
 def run_step(programs, state, batches=BATCHES, step=0):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     here = NamedSharding(mesh, P())
-    state, total = jax.device_put(state, here), zeros_like(programs.abstract_total, Complete(mesh))
+    state, total = jax.device_put(state, here), zeros_like(programs.abstract_total, ReplicatedPlacement(mesh))
     for index, batch in enumerate(batches):
         placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
         where = locate(step, index)
-        total = programs.accumulate(total, state.variables, placed, where, laid=Complete(mesh.abstract_mesh))
+        total = programs.accumulate(total, state.variables, placed, where, laid=ReplicatedPlacement(mesh.abstract_mesh))
     measures, metrics = programs.measure(total)
-    where = Complete(mesh.abstract_mesh)
+    where = ReplicatedPlacement(mesh.abstract_mesh)
     # A copy: the programs that are tested are given the state again.
     copy = jax.tree.map(jnp.copy, state)
     after = programs.update(copy, (total.gradients, total.statistics), measures, where=where)

@@ -22,7 +22,7 @@ WIDTH, STEPS = 48, 3
 @pytest.fixture(autouse=True)
 def forget(eight_devices):  # noqa: F811 - that fixture
     yield
-    reduction.forget_programs()
+    reduction.clear_caches()
 
 
 def make_params(key):

@@ -7,8 +7,8 @@ import pytest
 from resilient_jax.errors import StateError
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.protocol.records import StateLoss
-from resilient_jax.worker.standalone import SoloLink
-from resilient_jax.worker.world import StateHolder, World
+from resilient_jax.worker.standalone import StandaloneControl
+from resilient_jax.worker.world import CommittedState, World
 
 
 def world(*, lost=None, holder=None):
@@ -17,8 +17,8 @@ def world(*, lost=None, holder=None):
         generation=GenerationNumber(3),
         hosts={ProcessIndex(0): host},
         process_index=ProcessIndex(0),
-        holder=holder or StateHolder(),
-        link=SoloLink(host),
+        holder=holder or CommittedState(),
+        link=StandaloneControl(host),
         change="reform",
         reason="a test",
         lost=lost,
@@ -47,7 +47,7 @@ def test_a_loop_may_begin_anew_where_that_was_asked_for():
 
 
 def test_a_state_that_was_committed_since_needs_no_checkpoint():
-    holder = StateHolder()
+    holder = CommittedState()
     first = world(lost=LOST, holder=holder)
     first.resume_at(5)
     next(first.steps(8))
@@ -80,7 +80,7 @@ def test_a_sum_that_failed_may_be_made_again(reproducible):
         return total + 1.0
 
     def sum_all():
-        return alone.sum_microbatches(4, add, jnp.zeros(()), reproducible=reproducible)
+        return alone.accumulate_microbatches(4, add, jnp.zeros(()), reproducible=reproducible)
 
     steps = alone.steps(2)
     next(steps)

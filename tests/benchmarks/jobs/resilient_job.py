@@ -44,8 +44,8 @@ class Job:
                 rows = [tokens_of(microbatch.step, first + row) for row in range(size)]
                 return accumulate(total, params, np.concatenate(rows))
 
-            loss, gradients = world.sum_microbatches(
-                SEQUENCES // size, add, zeros, unit=file["unit"], reproducible=file["reproducible"]
+            loss, gradients = world.accumulate_microbatches(
+                SEQUENCES // size, add, zeros, unit_size=file["unit"], reproducible=file["reproducible"]
             )
             state = apply(state, gradients, SEQUENCES // size)
             world.commit(state, loss=float(loss) * size / SEQUENCES)

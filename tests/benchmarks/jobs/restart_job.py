@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from resilience_record import Faults, Recorder, read_job
 from transformer import MICROBATCHES, OPTIMIZER, Params, init_params, loss_of, tokens_of
 
-from resilient_jax.jax_runtime.compile_cache import NoHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 
 CHECKPOINTS_KEPT = 2
 CACHE_BYTES = 2**32
@@ -96,7 +96,7 @@ def train(folder: Path, file: dict[str, Any]) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     file = read_job(folder)
-    if (problem := share_compilation_cache(NoHooks(), CACHE_BYTES)) is not None:
+    if (problem := share_compilation_cache(NullCacheHooks(), CACHE_BYTES)) is not None:
         sys.exit(f"restart_job: the compilation cache is not shared: {problem}")
     connect(file["heartbeat_s"])
     train(folder, file)

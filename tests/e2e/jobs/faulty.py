@@ -47,7 +47,7 @@ def train(world: rj.World) -> None:
     for step in world.steps(20):
         if step == BAD_STEP:
             fail(step, world.host)
-        state = state + world.sum_microbatches(4, add, zeros)
+        state = state + world.accumulate_microbatches(4, add, zeros)
         world.commit(state)
 
 

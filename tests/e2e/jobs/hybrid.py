@@ -33,7 +33,7 @@ def train(world: rj.World) -> None:
     mesh = world.mesh({"hosts": len(world.hosts), "local": -1})
     state = world.restore_or_init(init_state, sharding=NamedSharding(mesh, P("local")))
     for step in world.steps(NEVER):
-        is_last = world.sum(jnp.array([(WORK / "stop").exists()], jnp.int32)) == len(world.hosts)
+        is_last = world.all_reduce(jnp.array([(WORK / "stop").exists()], jnp.int32)) == len(world.hosts)
         if is_last:
             numbers = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
             found = {

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.sharding.placements import fully_sharded
-from resilient_jax.step.resharding import cut, gather
+from resilient_jax.step.resharding import shard_tree, replicate_tree
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
@@ -79,7 +79,7 @@ def train(world: rj.World) -> None:
     zeros = jax.device_put(
         (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), whole
     )
-    restored = digest(gather(state, whole))
+    restored = digest(replicate_tree(state, whole))
     with (WORK / f"steps-{world.host}-{os.getpid()}.jsonl").open("a") as log:
 
         def say(step: int, digest: str, **more: Any) -> None:
@@ -89,26 +89,26 @@ def train(world: rj.World) -> None:
         for step in world.steps(NEVER):
             if step >= stop_at():
                 np.savez(
-                    WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(gather(state, whole)))
+                    WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(replicate_tree(state, whole)))
                 )
                 return
             if restored:
                 say(step - 1, restored, restored=True)
                 restored = ""
-            params = gather(state["params"], whole)
+            params = replicate_tree(state["params"], whole)
 
             def add(total: Any, microbatch: rj.Microbatch, params: Any = params) -> Any:
                 key = (microbatch.step, microbatch.index)
                 rows = np.random.default_rng(key).standard_normal((ROWS, SIZE), np.float32)
                 replica = microbatch.replica
-                return accumulate(total, replica.lift(params), replica.place(rows))
+                return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
 
-            _, gradients = world.sum_microbatches(MICROBATCHES, add, zeros, unit=2)
-            state = update(state, cut(gradients, rule))
+            _, gradients = world.accumulate_microbatches(MICROBATCHES, add, zeros, unit_size=2)
+            state = update(state, shard_tree(gradients, rule))
             world.commit(state)
             world.snapshot(state)
             shares = [s.data.nbytes for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards]
-            say(step, digest(gather(state, whole)), restored=False, bytes_here=sum(shares))
+            say(step, digest(replicate_tree(state, whole)), restored=False, bytes_here=sum(shares))
             time.sleep(PACE_S)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.reduction import HostSum, OrderedSum
+from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
 
 SHAPES = {"odd": (7, 3), "one": (), "long": (1000,), "empty": (0, 4)}
 DTYPES = (np.float32, jnp.bfloat16, np.int32)
@@ -49,13 +49,13 @@ def train(world: rj.World) -> None:
             if owner == world.host_index
         }
         like = jax.device_put(part_of(0), place)
-        total = OrderedSum(grid)(mine, owners, like)
+        total = OrderedAllReduce(grid)(mine, owners, like)
         for name, found in total.items():
             expected = add_in_order([part_of(unit)[name] for unit in range(len(owners))])
             assert found.dtype == expected.dtype, (name, found.dtype)
             assert found.sharding == like[name].sharding, name
             assert np.asarray(found).tobytes() == expected.tobytes(), (owners, name, found, expected)
-    summed = HostSum(grid)(jax.device_put(part_of(world.host_index), here))
+    summed = AllReduce(grid)(jax.device_put(part_of(world.host_index), here))
     for name, found in summed.items():
         expected = add_in_order([part_of(host)[name] for host in range(3)])
         np.testing.assert_allclose(np.asarray(found, np.float64), expected.astype(np.float64), rtol=2e-2)

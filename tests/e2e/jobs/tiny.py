@@ -151,17 +151,17 @@ def train(world: rj.World) -> None:
                 print(json.dumps({"step": microbatch.step, "index": microbatch.index}), file=log, flush=True)
                 time.sleep(SLOW_S if WORDS.get("slow") == world.host else 0)
                 replica = microbatch.replica
-                return accumulate(total, replica.lift(params), replica.place(microbatch.batch))
+                return accumulate(total, replica.to_replica(params), replica.place_batch(microbatch.batch))
 
-            loss, gradients = world.sum_microbatches(
+            loss, gradients = world.accumulate_microbatches(
                 MICROBATCHES,
                 add,
                 zeros,
                 data=open_data(world.host),
-                unit=UNIT,
+                unit_size=UNIT,
                 reproducible=REPRODUCIBLE,
-                replicas=REPLICAS,
-                by_speed="slow" in WORDS,
+                replica_shape=REPLICAS,
+                balance_by_speed="slow" in WORDS,
             )
             state = apply(state, gradients)
             world.commit(state, loss=float(loss) / MICROBATCHES)
@@ -173,7 +173,7 @@ def train(world: rj.World) -> None:
                 "traced": traces,
                 "programs": program_count(accumulate),
                 "devices": len(world.local_devices),
-                "owners": [world.computed_by(index) for index in range(MICROBATCHES)],
+                "owners": [world.host_of_microbatch(index) for index in range(MICROBATCHES)],
             }
             print(json.dumps(line), file=steps, flush=True)
             time.sleep(REST_S if count > BRISK_STEPS and len(world.hosts) < ALL_HOSTS else PACE_S)
