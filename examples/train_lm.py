@@ -36,7 +36,7 @@ def make_trainer(
     return rj.Trainer(
         model=lambda rngs: ByteLM(settings.model, rngs),
         optimizer=make_optimizer(settings.optimizer),
-        loss=loss,
+        loss_fn=loss,
         data=draw,
         batch_size=settings.microbatches * settings.sequences,
         microbatch_size=settings.sequences,
@@ -51,10 +51,10 @@ def share_work(settings: Settings, folder: Path) -> dict[str, Any]:
     """Says how devices work together, or that a plan is to be searched for those at hand."""
     if settings.plan.topology is not None:
         topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
-        return {"planning": rj.Planning(topology=topology, compile_ahead=ahead)}
+        return {"planning": rj.Planner(topology=topology, compile_ahead=ahead)}
     # The model is small: each device takes microbatches of its own, and has nothing to say to the others.
     replicas = rj.ReplicaShape(per_host="devices")
-    return {"sharing": rj.Sharing(replicas=replicas, state=settings.state.sharing)}
+    return {"sharing": rj.Parallelism(replica_shape=replicas, state=settings.state.sharing)}
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
@@ -68,7 +68,7 @@ def read_checkpoints(arguments: argparse.Namespace) -> rj.Checkpoints | None:
     """Gives when to save the state, and where, if it is to be saved."""
     if arguments.checkpoints is None:
         return None
-    return rj.Checkpoints(directory=arguments.checkpoints, every=arguments.checkpoint_every)
+    return rj.Checkpoints(directory=arguments.checkpoints, save_interval_steps=arguments.checkpoint_every)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -102,7 +102,7 @@ def main() -> int:
     if result.host_index == 0:
         print(f"final loss {result.metrics['loss']:.6f} after {result.step} steps")
         if arguments.digest:
-            print(f"sha256 of the parameters {result.sha256}")
+            print(f"sha256 of the parameters {result.params_sha256}")
     return 0
 
 

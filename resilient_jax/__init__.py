@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from resilient_jax.data.microbatches import microbatch_data as microbatch_data
+    from resilient_jax.data.microbatches import make_microbatch_data as make_microbatch_data
     from resilient_jax.data.packing import PackedDocuments as PackedDocuments
     from resilient_jax.data.prefetcher import Prefetcher as Prefetcher
     from resilient_jax.errors import NonFiniteError as NonFiniteError
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from resilient_jax.topology.file_loader import load_topology as load_topology
     from resilient_jax.topology.topology import Topology as Topology
     from resilient_jax.trainer.checkpoints import Checkpoints as Checkpoints
-    from resilient_jax.trainer.early_stopping import EarlyStop as EarlyStop
+    from resilient_jax.trainer.early_stopping import EarlyStopping as EarlyStopping
     from resilient_jax.trainer.evaluation import Evaluation as Evaluation
-    from resilient_jax.trainer.fit_config import Reading as Reading
-    from resilient_jax.trainer.fit_config import Sharing as Sharing
+    from resilient_jax.trainer.fit_config import ReadOptions as ReadOptions
+    from resilient_jax.trainer.fit_config import Parallelism as Parallelism
     from resilient_jax.trainer.fit_result import FitResult as FitResult
     from resilient_jax.trainer.numerics import Numerics as Numerics
-    from resilient_jax.trainer.planner import Planning as Planning
+    from resilient_jax.trainer.planner import Planner as Planner
     from resilient_jax.trainer.step_report import StepReport as StepReport
     from resilient_jax.trainer.trainer import Trainer as Trainer
-    from resilient_jax.trainer.tree_digest import digest as digest
+    from resilient_jax.trainer.tree_digest import digest_tree as digest_tree
     from resilient_jax.worker.run import run as run
     from resilient_jax.worker.world import World as World
 
@@ -75,7 +75,7 @@ _HOME = {
 
 __all__ = [
     "Checkpoints",
-    "EarlyStop",
+    "EarlyStopping",
     "Evaluation",
     "FitResult",
     "Microbatch",
@@ -84,22 +84,22 @@ __all__ = [
     "Numerics",
     "PackedDocuments",
     "Plan",
-    "Planning",
+    "Planner",
     "Prefetcher",
     "ProgramCost",
-    "Reading",
+    "ReadOptions",
     "ReplicaShape",
     "ResilientJaxError",
-    "Sharing",
+    "Parallelism",
     "StepReport",
     "Topology",
     "Trainer",
     "TransformerShape",
     "World",
-    "digest",
+    "digest_tree",
     "load_model_shape",
     "load_topology",
-    "microbatch_data",
+    "make_microbatch_data",
     "profile_of",
     "analyze_transformer",
     "replan",

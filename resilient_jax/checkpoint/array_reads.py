@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from resilient_jax.checkpoint.stored_tree import Key, Piece, align, view
+from resilient_jax.checkpoint.stored_tree import PathKey, StoredBox, align_offset, view_array
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import whole_box
 
@@ -22,7 +22,7 @@ BATCH_BYTES: Final = 64 * 2**20
 alone, as a whole share."""
 
 
-class Arriving:
+class ArrayRead:
     """One array of a state.
 
     Attributes:
@@ -31,7 +31,7 @@ class Arriving:
 
     def __init__(
         self,
-        path: tuple[Key, ...],
+        path: tuple[PathKey, ...],
         wanted: jax.ShapeDtypeStruct,
         sharding: Sharding | None,
         *,
@@ -43,47 +43,47 @@ class Arriving:
         self._share = HostShards(self._shape, sharding) if sharding is not None else None
         self._is_stored = is_stored
         self._boxes = self._share.boxes if self._share is not None else [whole_box(self._shape)]
-        self.pieces: list[Piece] = []
+        self.boxes: list[StoredBox] = []
 
     @property
     def nbytes(self) -> int:
         """That this host needs."""
         return sum(box.size for box in self._boxes) * self._dtype.itemsize
 
-    def lay_out(self, offset: int) -> int:
+    def assign_offsets(self, offset: int) -> int:
         """Gives its boxes their places in memory from `offset` on; gives where they end."""
-        self.pieces = []
+        self.boxes = []
         for box in self._boxes if self._is_stored else ():
-            offset = align(offset)
-            self.pieces.append(Piece(path=self._path, dtype=str(self._dtype), box=box, offset=offset))
-            offset += self.pieces[-1].nbytes
+            offset = align_offset(offset)
+            self.boxes.append(StoredBox(path=self._path, dtype=str(self._dtype), box=box, offset=offset))
+            offset += self.boxes[-1].nbytes
         return offset
 
-    def place(self, memory: mmap.mmap) -> np.ndarray | jax.Array:
+    def build_array(self, memory: mmap.mmap) -> np.ndarray | jax.Array:
         """The array, of copies: the memory may be used again."""
-        copies = {piece.box: np.array(view(piece, memory)) for piece in self.pieces}
+        copies = {piece.box: np.array(view_array(piece, memory)) for piece in self.boxes}
         if not self._is_stored:
             copies = {box: np.zeros(box.shape, self._dtype) for box in self._boxes}
         return copies[whole_box(self._shape)] if self._share is None else self._share.assemble(copies)
 
 
-def batches(arrays: Sequence[Arriving]) -> Iterator[list[Arriving]]:
+def split_into_batches(arrays: Sequence[ArrayRead]) -> Iterator[list[ArrayRead]]:
     """Arrays in their order, in batches whose boxes have their places in memory."""
-    batch: list[Arriving] = []
+    batch: list[ArrayRead] = []
     end = 0
     for array in arrays:
-        if batch and align(end) + array.nbytes > BATCH_BYTES:
+        if batch and align_offset(end) + array.nbytes > BATCH_BYTES:
             yield batch
             batch, end = [], 0
-        end = array.lay_out(end)
+        end = array.assign_offsets(end)
         batch.append(array)
     if batch:
         yield batch
 
 
-def size_of(batch: Sequence[Arriving]) -> int:
+def count_bytes(batch: Sequence[ArrayRead]) -> int:
     """Bytes of memory that a batch takes."""
-    return max((piece.offset + piece.nbytes for array in batch for piece in array.pieces), default=0)
+    return max((piece.offset + piece.nbytes for array in batch for piece in array.boxes), default=0)
 
 
 def is_empty(leaf: Any) -> bool:  # noqa: ANN401 - anything with a shape

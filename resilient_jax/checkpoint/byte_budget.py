@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 
-class Budget:
+class ByteBudget:
     """So many bytes; whoever needs more than all of them gets all, and is alone."""
 
     def __init__(self, limit_bytes: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from resilient_jax.checkpoint.array_reads import Arriving, is_empty
-from resilient_jax.checkpoint.stored_tree import Key, Leaf, Tree, name_path
+from resilient_jax.checkpoint.array_reads import ArrayRead, is_empty
+from resilient_jax.checkpoint.stored_tree import PathKey, StoredLeaf, Tree, make_orbax_path
 from resilient_jax.errors import StateError
 from resilient_jax.state.flat_state import ShardingRule, is_random_key
 
@@ -19,7 +19,7 @@ SHOWN: Final = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedCheckpoint:
     """A checkpoint that fits, still without its numbers.
 
     Attributes:
@@ -27,7 +27,7 @@ class Matched:
         abstract: the wanted tree.
     """
 
-    arrays: tuple[Arriving, ...]
+    arrays: tuple[ArrayRead, ...]
     abstract: Tree
 
     def build(self, found: Sequence[Any]) -> Tree:
@@ -38,7 +38,7 @@ class Matched:
         )
 
 
-def match(leaves: Iterable[Leaf], abstract: Tree, sharding: ShardingRule | None, folder: Path) -> Matched:
+def match_checkpoint(leaves: Iterable[StoredLeaf], abstract: Tree, sharding: ShardingRule | None, folder: Path) -> MatchedCheckpoint:
     """Which stored array goes where.
 
     Args:
@@ -50,15 +50,15 @@ def match(leaves: Iterable[Leaf], abstract: Tree, sharding: ShardingRule | None,
     Raises:
         StateError: it is another state; names leaves.
     """
-    found = {_join(leaf.path): leaf for leaf in leaves if not leaf.empty}
+    found = {_join(leaf.path): leaf for leaf in leaves if not leaf.empty_container}
     wanted = jax.tree_util.tree_leaves_with_path(abstract)
-    raw = {_join(name_path(path)): _raw(leaf) for path, leaf in wanted}
+    raw = {_join(make_orbax_path(path)): _raw(leaf) for path, leaf in wanted}
     _check(folder, {name: leaf for name, leaf in raw.items() if not is_empty(leaf)}, found)
-    return Matched(
+    return MatchedCheckpoint(
         tuple(
-            Arriving(
-                name_path(path),
-                raw[_join(name_path(path))],
+            ArrayRead(
+                make_orbax_path(path),
+                raw[_join(make_orbax_path(path))],
                 sharding(jax.tree_util.keystr(path), leaf) if callable(sharding) else sharding,
                 is_stored=not is_empty(leaf),
             )
@@ -68,7 +68,7 @@ def match(leaves: Iterable[Leaf], abstract: Tree, sharding: ShardingRule | None,
     )
 
 
-def _check(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, Leaf]) -> None:
+def _check(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, StoredLeaf]) -> None:
     differences = [f"no {name}" for name in sorted(wanted.keys() - found.keys())]
     differences += [f"{name}, which is not in it" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & found.keys()):
@@ -84,7 +84,7 @@ def _check(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, Leaf]) -
         )
 
 
-def _join(path: Iterable[Key]) -> str:
+def _join(path: Iterable[PathKey]) -> str:
     return "/".join(key.name for key in path)
 
 

@@ -4,18 +4,18 @@ import dataclasses
 from pathlib import Path
 from typing import Final
 
-METADATA: Final = "_METADATA"
+METADATA_FILE: Final = "_METADATA"
 """Orbax's description of the tree, one of the last files of a checkpoint."""
 TEMPORARY_MARK: Final = ".orbax-checkpoint-tmp"
 """In the names of checkpoints that were never finished, Orbax's and ours."""
-MANAGED_ITEM: Final = "default"
+MANAGER_ITEM: Final = "default"
 """Where Orbax's `CheckpointManager` puts the tree, inside of the folder of a step."""
-SHOWN: Final = 5
+MAX_SHOWN: Final = 5
 """How many foreign names are told of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
+class DirectoryListing:
     """The entries of a directory.
 
     Attributes:
@@ -29,15 +29,15 @@ class Listing:
     unfinished: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
 
-    def older_than(self, step: int | None) -> int | None:
+    def find_newest_before(self, step: int | None) -> int | None:
         """The newest step below `step`; of all, if that is None. None: there is none."""
         return max((s for s in self.steps if step is None or s < step), default=None)
 
 
-def look_into(directory: Path) -> Listing:
+def list_directory(directory: Path) -> DirectoryListing:
     """The entries of a directory; none if it does not exist."""
     if not directory.is_dir():
-        return Listing()
+        return DirectoryListing()
     steps: list[int] = []
     unfinished: list[str] = []
     foreign: list[str] = []
@@ -46,11 +46,11 @@ def look_into(directory: Path) -> Listing:
             unfinished.append(entry.name)
         elif entry.name.isdecimal() and entry.is_dir():
             steps.append(int(entry.name))
-        elif entry.name == METADATA or (entry.is_dir() and not entry.name.startswith(".")):
+        elif entry.name == METADATA_FILE or (entry.is_dir() and not entry.name.startswith(".")):
             foreign.append(entry.name)
-    return Listing(tuple(sorted(steps, reverse=True)), tuple(unfinished), tuple(foreign))
+    return DirectoryListing(tuple(sorted(steps, reverse=True)), tuple(unfinished), tuple(foreign))
 
 
-def find_tree(folder: Path) -> Path | None:
+def find_tree_folder(folder: Path) -> Path | None:
     """Where the tree of a checkpoint is, written by a `Checkpointer` or a `CheckpointManager`; None: there is none."""
-    return next((place for place in (folder, folder / MANAGED_ITEM) if (place / METADATA).is_file()), None)
+    return next((place for place in (folder, folder / MANAGER_ITEM) if (place / METADATA_FILE).is_file()), None)

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-DIGESTS: Final = "resilient_jax.sha256"
+DIGESTS_FILE: Final = "resilient_jax.sha256"
 """The file's name, in a checkpoint's folder."""
 SEPARATOR: Final = "  "
 
@@ -18,27 +18,27 @@ def write_digests(folder: Path) -> int:
     """Writes the digests of all files below `folder`; gives how many bytes these have."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{_digest(path)}{SEPARATOR}{path.relative_to(folder).as_posix()}\n" for path in files]
-    (folder / DIGESTS).write_text("".join(lines), "utf-8")
+    (folder / DIGESTS_FILE).write_text("".join(lines), "utf-8")
     return sum(path.stat().st_size for path in files)
 
 
 def has_digests(folder: Path) -> bool:
     """Whether there are any: plain Orbax writes none."""
-    return (folder / DIGESTS).is_file()
+    return (folder / DIGESTS_FILE).is_file()
 
 
 def find_damage(folder: Path) -> str | None:
     """What differs from the digests, for a person; None: nothing does. Only files that they name are looked at."""
     try:
-        lines = (folder / DIGESTS).read_text("utf-8").splitlines()
+        lines = (folder / DIGESTS_FILE).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        return f"{DIGESTS} cannot be read ({error})"
+        return f"{DIGESTS_FILE} cannot be read ({error})"
     if not lines:
-        return f"{DIGESTS} is empty"
+        return f"{DIGESTS_FILE} is empty"
     for line in lines:
         digest, _, name = line.partition(SEPARATOR)
         if not name:
-            return f"{DIGESTS} has a line without a file: {line[:80]!r}"
+            return f"{DIGESTS_FILE} has a line without a file: {line[:80]!r}"
         path = folder / name
         if not path.is_file():
             return f"the file {name} is missing"
@@ -47,7 +47,7 @@ def find_damage(folder: Path) -> str | None:
         except OSError as error:
             return f"the file {name} cannot be read ({error})"
         if found != digest:
-            return f"the file {name} ({path.stat().st_size} bytes) has the SHA-256 {found}, but {DIGESTS} says {digest}"
+            return f"the file {name} ({path.stat().st_size} bytes) has the SHA-256 {found}, but {DIGESTS_FILE} says {digest}"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from resilient_jax.checkpoint.stored_tree import Leaf, Tree, allocate, flatten, lay_out, view
+from resilient_jax.checkpoint.stored_tree import StoredLeaf, Tree, allocate_memory, flatten_tree, assign_offsets, view_array
 from resilient_jax.errors import StateError
 from resilient_jax.state.flat_state import is_random_key
 
@@ -22,7 +22,7 @@ class HostCopy:
     def __init__(self) -> None:
         self._memory: tuple[int, mmap.mmap] | None = None
 
-    def take(self, state: Tree) -> tuple[list[Leaf], int]:
+    def copy(self, state: Tree) -> tuple[list[StoredLeaf], int]:
         """Copies a state over the last one; gives where its leaves lie, and the descriptor, which stays ours.
 
         Args:
@@ -31,17 +31,17 @@ class HostCopy:
         Raises:
             StateError: there is only a part of an array here.
         """
-        flat = [(path, _raw(leaf)) for path, leaf in flatten(state)]
+        flat = [(path, _raw(leaf)) for path, leaf in flatten_tree(state)]
         pieces = [_pieces(array) for _, array in flat]
         for _, piece in itertools.chain(*pieces):
             if isinstance(piece, jax.Array):
                 piece.copy_to_host_async()
-        leaves, nbytes = lay_out(flat)
+        leaves, nbytes = assign_offsets(flat)
         descriptor, memory = self._provide(nbytes)
         for leaf, of_leaf in zip(leaves, pieces, strict=True):
-            if not leaf.empty:
+            if not leaf.empty_container:
                 for index, piece in of_leaf:
-                    view(leaf, memory)[index] = np.asarray(piece)
+                    view_array(leaf, memory)[index] = np.asarray(piece)
         return leaves, descriptor
 
     def free(self) -> None:
@@ -54,7 +54,7 @@ class HostCopy:
         if self._memory is not None and len(self._memory[1]) < nbytes:
             self.free()
         if self._memory is None:
-            descriptor = allocate(nbytes)
+            descriptor = allocate_memory(nbytes)
             self._memory = descriptor, mmap.mmap(descriptor, 0)
         return self._memory
 

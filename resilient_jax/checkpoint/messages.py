@@ -5,10 +5,10 @@ The numbers are in memory of the worker's, whose descriptor goes with the order.
 
 import msgspec
 
-from resilient_jax.checkpoint.stored_tree import Leaf, Piece
+from resilient_jax.checkpoint.stored_tree import StoredLeaf, StoredBox
 
 
-class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Order: write a checkpoint; the state is in the memory that comes with it. Then drop old ones.
 
     Attributes:
@@ -18,12 +18,12 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     directory: str
     step: int
-    keep: int
+    max_to_keep: int
     distrusted: tuple[int, ...]
-    leaves: list[Leaf]
+    leaves: list[StoredLeaf]
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It is on storage.
 
     Attributes:
@@ -34,17 +34,17 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     step: int
     nbytes: int
-    seconds: float
+    duration_s: float
     existed: bool = False
 
 
-class Verify(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Order: verify a checkpoint, and say what is in it."""
 
     folder: str
 
 
-class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It is whole, as far as can be told without its numbers.
 
     Attributes:
@@ -52,26 +52,26 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         by_digests: of all its files. Without, damaged numbers are not noticed; plain Orbax writes none.
     """
 
-    leaves: list[Leaf]
-    by_digests: bool
+    leaves: list[StoredLeaf]
+    has_digests: bool
 
 
-class Read(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ReadBoxesRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Order: put these boxes of its arrays into the memory that comes with this."""
 
     folder: str
-    pieces: list[Piece]
+    boxes: list[StoredBox]
 
 
-class WereRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ReadBoxesReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """They are there."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FailureReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order could not be carried out."""
 
     reason: str
 
 
-Order = Save | Verify | Read
-Answer = Saved | Verified | WereRead | Failed
+Request = SaveRequest | VerifyRequest | ReadBoxesRequest
+Reply = SaveReply | VerifyReply | ReadBoxesReply | FailureReply

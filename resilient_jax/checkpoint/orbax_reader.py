@@ -18,62 +18,62 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from resilient_jax.checkpoint.byte_budget import Budget
-from resilient_jax.checkpoint.directory_listing import METADATA, find_tree
+from resilient_jax.checkpoint.byte_budget import ByteBudget
+from resilient_jax.checkpoint.directory_listing import METADATA_FILE, find_tree_folder
 from resilient_jax.checkpoint.file_digests import find_damage, has_digests
-from resilient_jax.checkpoint.stored_tree import Key, Leaf, Piece, flatten, lay_out, name_path, view
+from resilient_jax.checkpoint.stored_tree import PathKey, StoredLeaf, StoredBox, flatten_tree, assign_offsets, make_orbax_path, view_array
 from resilient_jax.errors import CheckpointUnreadable
 from resilient_jax.state.index_box import IndexBox, whole_box
 
 REASON_CHARACTERS: Final = 300
-DECODED_BYTES: Final = 128 * 2**20
+MAX_DECODED_BYTES: Final = 128 * 2**20
 """Of chunks, at once; a chunk that is larger comes alone. Enough to keep all cores busy."""
 
-Take = Callable[[np.ndarray], None]
+TakeBox = Callable[[np.ndarray], None]
 """Is given a box's numbers."""
 
 
-def describe(folder: Path) -> tuple[list[Leaf], bool]:
+def inspect_checkpoint(folder: Path) -> tuple[list[StoredLeaf], bool]:
     """The leaves of a checkpoint, and whether digests have vouched for all its files.
 
     Raises:
         CheckpointUnreadable: it is incomplete, damaged or none.
     """
-    place = find_tree(folder)
+    place = find_tree_folder(folder)
     if place is None:
-        raise CheckpointUnreadable(f"it has no {METADATA}: it is incomplete, or no checkpoint of Orbax")
+        raise CheckpointUnreadable(f"it has no {METADATA_FILE}: it is incomplete, or no checkpoint of Orbax")
     verified = has_digests(folder)
     if verified and (damage := find_damage(folder)) is not None:
         raise CheckpointUnreadable(damage)
     with _open(folder, _BoxHandler()) as (_, tree):
-        leaves, _ = lay_out(flatten(jax.tree.map(_as_abstract, tree)))
+        leaves, _ = assign_offsets(flatten_tree(jax.tree.map(_as_abstract, tree)))
         return leaves, verified
 
 
-def read(folder: Path, pieces: Sequence[Piece], memory: mmap.mmap) -> None:
+def read_boxes(folder: Path, boxes: Sequence[StoredBox], memory: mmap.mmap) -> None:
     """Puts boxes of a checkpoint's arrays where they belong in this memory.
 
     Raises:
         CheckpointUnreadable: its numbers cannot be read.
     """
-    wanted: dict[tuple[Key, ...], list[tuple[IndexBox, Take]]] = {}
-    for piece in pieces:
-        target = view(piece, memory)
+    wanted: dict[tuple[PathKey, ...], list[tuple[IndexBox, TakeBox]]] = {}
+    for piece in boxes:
+        target = view_array(piece, memory)
         wanted.setdefault(piece.path, []).append(
             (piece.box, lambda numbers, target=target: np.copyto(target, numbers))
         )
     _restore(folder, wanted)
 
 
-def check_whole(folder: Path) -> None:
+def check_readable(folder: Path) -> None:
     """Reads every number of a checkpoint that no digest vouches for.
 
     Raises:
         CheckpointUnreadable: it is incomplete, damaged or none.
     """
-    leaves, verified = describe(folder)
+    leaves, verified = inspect_checkpoint(folder)
     if not verified:
-        found = [leaf for leaf in leaves if not leaf.empty]
+        found = [leaf for leaf in leaves if not leaf.empty_container]
         _restore(folder, {leaf.path: [(whole_box(leaf.shape), lambda numbers: None)] for leaf in found})
 
 
@@ -81,7 +81,7 @@ def check_whole(folder: Path) -> None:
 class _BoxArgs(ocp.RestoreArgs):
     """Which boxes of an array are wanted, and who takes them."""
 
-    boxes: Sequence[tuple[IndexBox, Take]] = ()
+    boxes: Sequence[tuple[IndexBox, TakeBox]] = ()
 
 
 class _BoxHandler(ocp.type_handlers.NumpyHandler):
@@ -90,7 +90,7 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
     async def deserialize(
         self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
     ) -> Sequence[np.ndarray]:
-        budget = Budget(DECODED_BYTES)
+        budget = ByteBudget(MAX_DECODED_BYTES)
         ends = await asyncio.gather(
             *(
                 _read_array(info, wanted.boxes, budget)
@@ -106,7 +106,7 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
 
 
 async def _read_array(
-    info: ocp.type_handlers.ParamInfo, boxes: Sequence[tuple[IndexBox, Take]], budget: Budget
+    info: ocp.type_handlers.ParamInfo, boxes: Sequence[tuple[IndexBox, TakeBox]], budget: ByteBudget
 ) -> None:
     spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint))
     array = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
@@ -128,7 +128,7 @@ def _decoded_bytes(array: ts.TensorStore, box: IndexBox) -> int:
 @contextlib.contextmanager
 def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """What restores a tree of arguments, and the tree as Orbax describes it; what fails inside is our error."""
-    place = find_tree(folder)
+    place = find_tree_folder(folder)
     assert place is not None, "it was described before"
     # Whatever is stored was written by one of these; all arrays and numbers are read by ours.
     types = ocp.type_handlers
@@ -144,7 +144,7 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
         with contextlib.closing(ocp.Checkpointer(orbax)) as checkpointer:
             metadata: Any = checkpointer.metadata(place).item_metadata
             if metadata is None:
-                raise CheckpointUnreadable(f"its {METADATA} does not describe a tree")
+                raise CheckpointUnreadable(f"its {METADATA_FILE} does not describe a tree")
 
             def restore(arguments: Any) -> None:  # noqa: ANN401 - a tree
                 checkpointer.restore(place, args=ocp.args.PyTreeRestore(restore_args=arguments))
@@ -158,11 +158,11 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
         ) from error
 
 
-def _restore(folder: Path, wanted: Mapping[tuple[Key, ...], Sequence[tuple[IndexBox, Take]]]) -> None:
+def _restore(folder: Path, wanted: Mapping[tuple[PathKey, ...], Sequence[tuple[IndexBox, TakeBox]]]) -> None:
     with _open(folder, _BoxHandler()) as (restore, tree):
         restore(
             jax.tree_util.tree_map_with_path(
-                lambda path, _: _BoxArgs(restore_type=np.ndarray, boxes=wanted.get(name_path(path), ())), tree
+                lambda path, _: _BoxArgs(restore_type=np.ndarray, boxes=wanted.get(make_orbax_path(path), ())), tree
             )
         )
 

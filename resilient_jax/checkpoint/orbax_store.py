@@ -17,38 +17,38 @@ from typing import Final
 import jax
 import numpy as np
 
-from resilient_jax.checkpoint.array_reads import Arriving, batches, size_of
-from resilient_jax.checkpoint.checkpoint_match import match
-from resilient_jax.checkpoint.directory_listing import Listing, find_tree, look_into
+from resilient_jax.checkpoint.array_reads import ArrayRead, split_into_batches, count_bytes
+from resilient_jax.checkpoint.checkpoint_match import match_checkpoint
+from resilient_jax.checkpoint.directory_listing import DirectoryListing, find_tree_folder, list_directory
 from resilient_jax.checkpoint.host_copy import HostCopy
 from resilient_jax.checkpoint.messages import (
-    Answer,
-    Failed,
-    Order,
-    Read,
-    Save,
-    Saved,
-    Verified,
-    Verify,
-    WereRead,
+    Reply,
+    FailureReply,
+    Request,
+    ReadBoxesRequest,
+    SaveRequest,
+    SaveReply,
+    VerifyReply,
+    VerifyRequest,
+    ReadBoxesReply,
 )
-from resilient_jax.checkpoint.storage_connection import StorageLine
-from resilient_jax.checkpoint.stored_tree import Tree, allocate
+from resilient_jax.checkpoint.storage_connection import StorageConnection
+from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
 from resilient_jax.errors import CheckpointFailed, CheckpointUnreadable
 from resilient_jax.events import EventKind
 from resilient_jax.state.flat_state import ShardingRule
 
 logger = logging.getLogger(__name__)
 
-Note = Callable[..., object]
+RecordEvent = Callable[..., object]
 """Takes an `EventKind` and details."""
 TIMEOUT_S: Final = 1800.0
-POLL_S: Final = 0.1
-CLOSE_S: Final = 60.0
+POLL_INTERVAL_S: Final = 0.1
+CLOSE_TIMEOUT_S: Final = 60.0
 """What a save in flight gets when training has failed."""
 
 
-def note_nothing(kind: EventKind, **detail: object) -> None:
+def ignore_event(kind: EventKind, **detail: object) -> None:
     """For whoever keeps no events."""
 
 
@@ -75,11 +75,11 @@ class OrbaxStore:
         timeout_s: for one save or load; then it has failed.
     """
 
-    def __init__(self, directory: str | Path, keep: int, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, directory: str | Path, max_to_keep: int, timeout_s: float = TIMEOUT_S) -> None:
         self._directory = Path(directory).absolute()
-        self._keep = keep
+        self._keep = max_to_keep
         self._timeout_s = timeout_s
-        self._line: StorageLine | None = None
+        self._line: StorageConnection | None = None
         self._copy = HostCopy()
         self._in_flight: _InFlight | None = None
         self._failure: str | None = None
@@ -90,26 +90,26 @@ class OrbaxStore:
 
     # Looking.
 
-    def look(self) -> Listing:
+    def list_directory(self) -> DirectoryListing:
         """What is in the directory, by names alone."""
-        return look_into(self._directory)
+        return list_directory(self._directory)
 
-    def find_newest(self) -> int | None:
+    def find_newest_step(self) -> int | None:
         """The step of the newest checkpoint, by names alone; None: there is none."""
-        return max((step for step in self.look().steps if self.has(step)), default=None)
+        return max((step for step in self.list_directory().steps if self.has_checkpoint(step)), default=None)
 
-    def has(self, step: int) -> bool:
+    def has_checkpoint(self, step: int) -> bool:
         """Whether a checkpoint of this step was finished; that it can be read is another question."""
-        return find_tree(self.path(step)) is not None
+        return find_tree_folder(self.get_folder(step)) is not None
 
-    def path(self, step: int) -> Path:
+    def get_folder(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
         return self._directory / str(step)
 
     # Saving.
 
     @property
-    def process(self) -> int | None:
+    def process_id(self) -> int | None:
         """The id of the storage process; None: it was not needed yet, or has ended."""
         return self._line.pid if self._line is not None else None
 
@@ -118,7 +118,7 @@ class OrbaxStore:
         """Whether a save is in flight, as far as was seen."""
         return self._in_flight is not None
 
-    def start_saving(self, step: int, state: Tree, note: Note = note_nothing) -> bool:
+    def start_save(self, step: int, state: Tree, record_event: RecordEvent = ignore_event) -> bool:
         """Copies the state into memory of ours, and has it written. Returns when it is copied.
 
         Gives False, and an event, if the save before is still in flight: then this one is skipped.
@@ -128,19 +128,19 @@ class OrbaxStore:
             state: arrays of which this process's devices have all.
             note: takes events.
         """
-        self.report(note)
+        self.poll_save(record_event)
         if self._in_flight is not None:
             since_s = time.monotonic() - self._in_flight.started_s
             logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._in_flight.step)
-            note(EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s)
+            record_event(EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s)
             return False
         started_s = time.monotonic()
-        leaves, descriptor = self._copy.take(state)
+        leaves, descriptor = self._copy.copy(state)
         self._in_flight = _InFlight(step, started_s)
-        order = Save(
+        order = SaveRequest(
             directory=str(self._directory),
             step=step,
-            keep=self._keep,
+            max_to_keep=self._keep,
             distrusted=tuple(self._distrusted),
             leaves=leaves,
         )
@@ -148,14 +148,14 @@ class OrbaxStore:
             self._connect().send(order, descriptor)
         except CheckpointFailed as error:
             self._drop_line()
-            self._end_save(Failed(reason=str(error)), note)
+            self._end_save(FailureReply(reason=str(error)), record_event)
         return True
 
-    def report(self, note: Note = note_nothing) -> None:
+    def poll_save(self, record_event: RecordEvent = ignore_event) -> None:
         """Notes what has become of the save in flight, if that is known. Waits for nothing."""
-        self._wait_save(note, timeout_s=0.0)
+        self._wait_save(record_event, timeout_s=0.0)
 
-    def wait(self, note: Note = note_nothing, check: Callable[[], None] | None = None) -> None:
+    def wait_until_finished(self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None) -> None:
         """Returns when no save is in flight.
 
         Args:
@@ -163,19 +163,19 @@ class OrbaxStore:
             check: called while it waits; may raise, to wait no longer.
         """
         while self._in_flight is not None:
-            self._wait_save(note, POLL_S)
+            self._wait_save(record_event, POLL_INTERVAL_S)
             if check is not None:
                 check()
 
-    def finish(self, note: Note = note_nothing, check: Callable[[], None] | None = None) -> None:
+    def wait_until_saved(self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None) -> None:
         """Returns when no save is in flight, and the last one is on storage; arguments as those of `wait`.
 
         Raises:
             CheckpointFailed: the last save failed; says why.
         """
-        self.wait(note, check)
+        self.wait_until_finished(record_event, check)
         if self._failure is not None:
-            newest = self.find_newest()
+            newest = self.find_newest_step()
             there = (
                 "there is none on storage" if newest is None else f"the newest on storage is of step {newest}"
             )
@@ -190,32 +190,32 @@ class OrbaxStore:
         Raises:
             CheckpointFailed: it is not; says why.
         """
-        self.wait()
-        self.start_saving(step, state)
-        self.finish()
+        self.wait_until_finished()
+        self.start_save(step, state)
+        self.wait_until_saved()
 
     def close(self) -> None:
         """Ends the process, which may finish its save, and frees the memory."""
-        deadline_s = time.monotonic() + CLOSE_S
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         try:
-            self.wait(check=lambda: _check_deadline(deadline_s))
+            self.wait_until_finished(check=lambda: _check_deadline(deadline_s))
         except CheckpointFailed as error:
             logger.warning("checkpoints in %s: %s", self._directory, error)
         self._drop_line()
         self._copy.free()
 
-    def _wait_save(self, note: Note, timeout_s: float) -> None:
+    def _wait_save(self, note: RecordEvent, timeout_s: float) -> None:
         if self._in_flight is None:
             return
         answer = self._receive(timeout_s, self._in_flight.started_s)
         if answer is not None:
             self._end_save(answer, note)
 
-    def _end_save(self, answer: Answer, note: Note) -> None:
+    def _end_save(self, answer: Reply, note: RecordEvent) -> None:
         assert self._in_flight is not None
         step, self._in_flight = self._in_flight.step, None
-        path = str(self.path(step))
-        if isinstance(answer, Saved):
+        path = str(self.get_folder(step))
+        if isinstance(answer, SaveReply):
             self._failure = None
             self._distrusted.discard(step)
             note(
@@ -223,11 +223,11 @@ class OrbaxStore:
                 step=step,
                 path=path,
                 bytes=answer.nbytes,
-                seconds=answer.seconds,
+                seconds=answer.duration_s,
                 existed=answer.existed,
             )
         else:
-            reason = answer.reason if isinstance(answer, Failed) else "an answer to another order"
+            reason = answer.reason if isinstance(answer, FailureReply) else "an answer to another order"
             self._failure = f"step {step}: {reason}"
             logger.warning("the checkpoint %s could not be written: %s", path, reason)
             note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
@@ -253,52 +253,52 @@ class OrbaxStore:
             CheckpointUnreadable: it is incomplete or damaged; says how. It is not counted among those to keep.
             StateError: it is whole, but holds another state; names a leaf.
         """
-        self.wait(check=check)
+        self.wait_until_finished(check=check)
         patience = _Patience(time.monotonic(), check)
         try:
-            found = self._ask(Verify(folder=str(self.path(step))), patience)
-            if not isinstance(found, Verified):
+            found = self._ask(VerifyRequest(folder=str(self.get_folder(step))), patience)
+            if not isinstance(found, VerifyReply):
                 raise _unreadable(found)
-            if not found.by_digests:
+            if not found.has_digests:
                 logger.warning(
-                    "the checkpoint %s has no digests: damaged numbers would not be seen", self.path(step)
+                    "the checkpoint %s has no digests: damaged numbers would not be seen", self.get_folder(step)
                 )
-            matched = match(found.leaves, abstract, sharding, self.path(step))
+            matched = match_checkpoint(found.leaves, abstract, sharding, self.get_folder(step))
             return matched.build(self._read(step, matched.arrays, patience))
         except CheckpointUnreadable as error:
             self._distrusted.add(step)
-            raise CheckpointUnreadable(f"the checkpoint {self.path(step)}: {error}") from error
+            raise CheckpointUnreadable(f"the checkpoint {self.get_folder(step)}: {error}") from error
 
     def _read(
-        self, step: int, arrays: Sequence[Arriving], patience: _Patience
+        self, step: int, arrays: Sequence[ArrayRead], patience: _Patience
     ) -> list[np.ndarray | jax.Array]:
         """The arrays, batch by batch through one piece of memory."""
-        size = max(map(size_of, batches(arrays)), default=0)
-        descriptor = allocate(size)
+        size = max(map(count_bytes, split_into_batches(arrays)), default=0)
+        descriptor = allocate_memory(size)
         try:
             memory = mmap.mmap(descriptor, 0)
             placed: list[np.ndarray | jax.Array] = []
-            for batch in batches(arrays):
-                pieces = [piece for array in batch for piece in array.pieces]
-                answer = self._ask(Read(folder=str(self.path(step)), pieces=pieces), patience, descriptor)
-                if not isinstance(answer, WereRead):
+            for batch in split_into_batches(arrays):
+                pieces = [piece for array in batch for piece in array.boxes]
+                answer = self._ask(ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=pieces), patience, descriptor)
+                if not isinstance(answer, ReadBoxesReply):
                     raise _unreadable(answer)
-                placed += [array.place(memory) for array in batch]
+                placed += [array.build_array(memory) for array in batch]
                 self.bytes_read += sum(piece.nbytes for piece in pieces)
             return placed
         finally:
             os.close(descriptor)
 
-    def _ask(self, order: Order, patience: _Patience, descriptor: int | None = None) -> Answer:
+    def _ask(self, order: Request, patience: _Patience, descriptor: int | None = None) -> Reply:
         """Gives an order, and waits for its answer. If that is broken off the process ends, too: it owes an answer."""
         try:
             self._connect().send(order, descriptor)
-            while (answer := self._receive(POLL_S, patience.since_s)) is None:
+            while (answer := self._receive(POLL_INTERVAL_S, patience.since_s)) is None:
                 if patience.check is not None:
                     patience.check()
         except CheckpointFailed as error:
             self._drop_line()
-            answer = Failed(reason=str(error))
+            answer = FailureReply(reason=str(error))
         except BaseException:
             self._drop_line()
             raise
@@ -306,37 +306,37 @@ class OrbaxStore:
 
     # The process.
 
-    def _connect(self) -> StorageLine:
+    def _connect(self) -> StorageConnection:
         """The line for a new order: one whose process has died since the last is replaced."""
         if self._line is not None and self._line.has_ended:
             self._drop_line()
         if self._line is None:
-            self._line = StorageLine()
+            self._line = StorageConnection()
         return self._line
 
     def _drop_line(self) -> None:
         line, self._line = self._line, None
         if line is not None:
-            line.end()
+            line.close()
 
-    def _receive(self, timeout_s: float, started_s: float) -> Answer | None:
+    def _receive(self, timeout_s: float, started_s: float) -> Reply | None:
         """The answer to the order in flight; that the process died, or took too long, is one, too."""
         assert self._line is not None, "an order is in flight"
         try:
-            answer = self._line.poll(timeout_s)
+            answer = self._line.receive(timeout_s)
         except CheckpointFailed as error:
             self._drop_line()
-            return Failed(reason=str(error))
+            return FailureReply(reason=str(error))
         if answer is None and time.monotonic() - started_s > self._timeout_s:
             self._drop_line()
-            return Failed(reason=f"it took more than {self._timeout_s:g} s, and was given up")
+            return FailureReply(reason=f"it took more than {self._timeout_s:g} s, and was given up")
         return answer
 
 
-def _unreadable(answer: Answer) -> CheckpointUnreadable:
-    return CheckpointUnreadable(answer.reason if isinstance(answer, Failed) else "an answer to another order")
+def _unreadable(answer: Reply) -> CheckpointUnreadable:
+    return CheckpointUnreadable(answer.reason if isinstance(answer, FailureReply) else "an answer to another order")
 
 
 def _check_deadline(deadline_s: float) -> None:
     if time.monotonic() > deadline_s:
-        raise CheckpointFailed(f"a save was not done within {CLOSE_S:g} s after training had ended")
+        raise CheckpointFailed(f"a save was not done within {CLOSE_TIMEOUT_S:g} s after training had ended")

@@ -18,20 +18,20 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from resilient_jax.checkpoint.directory_listing import TEMPORARY_MARK, find_tree, look_into
+from resilient_jax.checkpoint.directory_listing import TEMPORARY_MARK, find_tree_folder, list_directory
 from resilient_jax.checkpoint.file_digests import write_digests
-from resilient_jax.checkpoint.orbax_reader import check_whole
+from resilient_jax.checkpoint.orbax_reader import check_readable
 from resilient_jax.checkpoint.stored_tree import Tree
 from resilient_jax.errors import CheckpointUnreadable
 
-LOCK: Final = "lock"
-CONTENT: Final = "content"
+LOCK_FILE: Final = "lock"
+CONTENT_FOLDER: Final = "content"
 CHUNK_BYTES: Final = 8 * 2**20
 """Of an array, at most, in one chunk: a host that reads a share of it decodes the chunks that the share touches. Orbax
 cuts the largest dims first; much smaller ones cost time for each."""
 
 
-def write(directory: Path, step: int, tree: Tree) -> int | None:
+def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
     """Writes the checkpoint of a step; gives its bytes. None: a whole one was there.
 
     Raises:
@@ -42,7 +42,7 @@ def write(directory: Path, step: int, tree: Tree) -> int | None:
         return None
     directory.mkdir(parents=True, exist_ok=True)
     with _temporary(directory, step) as folder:
-        content = folder / CONTENT
+        content = folder / CONTENT_FOLDER
         _save(content, tree)
         nbytes = write_digests(content)
         _flush(content)
@@ -53,7 +53,7 @@ def write(directory: Path, step: int, tree: Tree) -> int | None:
     return nbytes
 
 
-def clear_away(directory: Path, step: int, keep: int, distrusted: Collection[int]) -> None:
+def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrusted: Collection[int]) -> None:
     """Drops old checkpoints, and what dead writers have left.
 
     Args:
@@ -62,12 +62,12 @@ def clear_away(directory: Path, step: int, keep: int, distrusted: Collection[int
         keep: how many to keep; the newest of those up to `step`.
         distrusted: steps that do not count as kept.
     """
-    found = [s for s in look_into(directory).steps if s <= step and find_tree(directory / str(s)) is not None]
-    kept = [s for s in found if s not in distrusted][:keep]
+    found = [s for s in list_directory(directory).steps if s <= step and find_tree_folder(directory / str(s)) is not None]
+    kept = [s for s in found if s not in distrusted][:max_to_keep]
     for old in (s for s in found if s < min(kept, default=0)):
         # Renamed first: half of a checkpoint must not look like one.
         (directory / str(old)).rename(directory / f"{old}{TEMPORARY_MARK}-old")
-    for name in look_into(directory).unfinished:
+    for name in list_directory(directory).unfinished:
         if not _is_being_written(directory / name):
             shutil.rmtree(directory / name, ignore_errors=True)
 
@@ -85,7 +85,7 @@ def _save(folder: Path, tree: Tree) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        check_whole(folder)
+        check_readable(folder)
     except CheckpointUnreadable:
         return False
     return True
@@ -97,7 +97,7 @@ def _temporary(directory: Path, step: int) -> Iterator[Path]:
     folder = directory / f"{step}{TEMPORARY_MARK}-{socket.gethostname()}-{os.getpid()}"
     folder.mkdir()
     try:
-        with (folder / LOCK).open("w") as lock:
+        with (folder / LOCK_FILE).open("w") as lock:
             with contextlib.suppress(OSError):  # a file system without locks: others may take us for dead
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
@@ -107,7 +107,7 @@ def _temporary(directory: Path, step: int) -> Iterator[Path]:
 
 def _is_being_written(folder: Path) -> bool:
     try:
-        with (folder / LOCK).open("r+") as lock:
+        with (folder / LOCK_FILE).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

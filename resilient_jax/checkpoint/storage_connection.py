@@ -18,18 +18,18 @@ from typing import Final
 
 import msgspec
 
-from resilient_jax.checkpoint.messages import Answer, Order
+from resilient_jax.checkpoint.messages import Reply, Request
 from resilient_jax.errors import CheckpointFailed
 from resilient_jax.snapshot.fd_connection import FdConnection
 
 MODULE: Final = "resilient_jax.checkpoint.storage_process"
 FOREIGN_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "RESILIENT_JAX_")
 """Of environment variables that are about the worker's devices and world."""
-EXIT_S: Final = 10.0
+EXIT_TIMEOUT_S: Final = 10.0
 """Between the end of a process's socket and its own."""
 
 
-class StorageLine:
+class StorageConnection:
     """A storage process and the socket to it; whoever made it ends it, on the same thread: then it dies."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class StorageLine:
             )
         self._descriptor = mine.fileno()
         self._link = FdConnection(mine.detach())
-        self._answers = msgspec.msgpack.Decoder(Answer)
+        self._answers = msgspec.msgpack.Decoder(Reply)
 
     @property
     def pid(self) -> int:
@@ -57,7 +57,7 @@ class StorageLine:
         """Whether the process is gone; an answer may still be there to be read."""
         return self._process.poll() is not None
 
-    def send(self, order: Order, descriptor: int | None = None) -> None:
+    def send(self, order: Request, descriptor: int | None = None) -> None:
         """Gives an order; does not wait for it, nor for the process to be up.
 
         Raises:
@@ -68,7 +68,7 @@ class StorageLine:
         except OSError as error:
             raise CheckpointFailed(self._why_gone()) from error
 
-    def poll(self, timeout_s: float) -> Answer | None:
+    def receive(self, timeout_s: float) -> Reply | None:
         """The next answer; None: not within the time.
 
         Raises:
@@ -82,7 +82,7 @@ class StorageLine:
         (message,) = messages  # one order at a time, one answer
         return self._answers.decode(message)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the process, whatever it does. A save that was not answered yet then leaves nothing that counts."""
         self._link.close()
         self._process.kill()
@@ -90,7 +90,7 @@ class StorageLine:
 
     def _why_gone(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_S)
+            self._process.wait(EXIT_TIMEOUT_S)
         return (
             f"the storage process {self.pid} ended with code {self._process.returncode}; see what it printed"
         )

@@ -18,19 +18,19 @@ from typing import Final, assert_never
 import msgspec
 
 from resilient_jax.checkpoint.messages import (
-    Answer,
-    Failed,
-    Order,
-    Read,
-    Save,
-    Saved,
-    Verified,
-    Verify,
-    WereRead,
+    Reply,
+    FailureReply,
+    Request,
+    ReadBoxesRequest,
+    SaveRequest,
+    SaveReply,
+    VerifyReply,
+    VerifyRequest,
+    ReadBoxesReply,
 )
-from resilient_jax.checkpoint.orbax_reader import describe, read
-from resilient_jax.checkpoint.orbax_writer import clear_away, write
-from resilient_jax.checkpoint.stored_tree import nest, value
+from resilient_jax.checkpoint.orbax_reader import inspect_checkpoint, read_boxes
+from resilient_jax.checkpoint.orbax_writer import remove_old_checkpoints, write_checkpoint
+from resilient_jax.checkpoint.stored_tree import build_tree, view_leaf
 from resilient_jax.errors import ResilientJaxError
 from resilient_jax.snapshot.fd_connection import FdConnection
 
@@ -39,61 +39,61 @@ NICENESS: Final = 5
 REASON_CHARACTERS: Final = 500
 
 
-def main(descriptor: int, parent: int) -> None:
+def run_storage_process(descriptor: int, parent_pid: int) -> None:
     """Serves until the worker is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         return  # it died before the kernel knew to tell us
     with contextlib.suppress(OSError):  # training goes first
         os.nice(NICENESS)
     link = FdConnection(descriptor)
-    orders = msgspec.msgpack.Decoder(Order)
+    orders = msgspec.msgpack.Decoder(Request)
     while messages := link.receive():
         for data in messages:
             _answer(link, orders.decode(data))
             gc.collect()  # Orbax has cycles, and they hold the state
 
 
-def _answer(link: FdConnection, order: Order) -> None:
-    memory = link.take_descriptor() if isinstance(order, Save | Read) else None
+def _answer(link: FdConnection, order: Request) -> None:
+    memory = link.take_descriptor() if isinstance(order, SaveRequest | ReadBoxesRequest) else None
     try:
         answer = _carry_out(order, memory)
     except ResilientJaxError as error:
-        answer = Failed(reason=str(error))
+        answer = FailureReply(reason=str(error))
     except Exception as error:  # the process boundary
         traceback.print_exc()
-        answer = Failed(reason=f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
+        answer = FailureReply(reason=f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
     if memory is not None:
         os.close(memory)
     link.send(answer)
 
 
-def _carry_out(order: Order, memory: int | None) -> Answer:
+def _carry_out(order: Request, memory: int | None) -> Reply:
     match order:
-        case Save():
+        case SaveRequest():
             assert memory is not None, "it came with the order"
             return _save(order, memory)
-        case Verify():
-            leaves, by_digests = describe(Path(order.folder))
-            return Verified(leaves=leaves, by_digests=by_digests)
-        case Read():
+        case VerifyRequest():
+            leaves, by_digests = inspect_checkpoint(Path(order.folder))
+            return VerifyReply(leaves=leaves, has_digests=by_digests)
+        case ReadBoxesRequest():
             assert memory is not None, "it came with the order"
-            read(Path(order.folder), order.pieces, mmap.mmap(memory, 0))
-            return WereRead()
+            read_boxes(Path(order.folder), order.boxes, mmap.mmap(memory, 0))
+            return ReadBoxesReply()
         case _:
             assert_never(order)
 
 
-def _save(order: Save, memory: int) -> Saved:
+def _save(order: SaveRequest, memory: int) -> SaveReply:
     started_s = time.monotonic()
     directory = Path(order.directory)
     numbers = mmap.mmap(memory, 0, prot=mmap.PROT_READ)  # unmapped with the last array on it
-    nbytes = write(directory, order.step, nest((leaf.path, value(leaf, numbers)) for leaf in order.leaves))
-    clear_away(directory, order.step, order.keep, order.distrusted)
-    return Saved(
-        step=order.step, nbytes=nbytes or 0, existed=nbytes is None, seconds=time.monotonic() - started_s
+    nbytes = write_checkpoint(directory, order.step, build_tree((leaf.path, view_leaf(leaf, numbers)) for leaf in order.leaves))
+    remove_old_checkpoints(directory, order.step, order.max_to_keep, order.distrusted)
+    return SaveReply(
+        step=order.step, nbytes=nbytes or 0, existed=nbytes is None, duration_s=time.monotonic() - started_s
     )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    run_storage_process(int(sys.argv[1]), int(sys.argv[2]))

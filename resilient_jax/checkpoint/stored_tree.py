@@ -21,14 +21,14 @@ ALIGNMENT_BYTES: Final = 64
 MEMORY_NAME: Final = "rj-checkpoint"
 
 
-class Key(NamedTuple):
+class PathKey(NamedTuple):
     """One step down a tree."""
 
     name: str
     is_index: bool
 
 
-class Leaf(msgspec.Struct, frozen=True, kw_only=True):
+class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
     """An array, and where its numbers begin, in C order; or an empty container.
 
     Attributes:
@@ -38,18 +38,18 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
             Orbax refuses it.
     """
 
-    path: tuple[Key, ...]
+    path: tuple[PathKey, ...]
     dtype: str = ""
     shape: tuple[int, ...] = ()
     offset: int = 0
-    empty: str = ""
+    empty_container: str = ""
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.empty else np.dtype(self.dtype).itemsize * math.prod(self.shape)
+        return 0 if self.empty_container else np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
     """A box of an array, and where its numbers begin, in C order.
 
     Attributes:
@@ -57,7 +57,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of the array.
     """
 
-    path: tuple[Key, ...]
+    path: tuple[PathKey, ...]
     dtype: str
     box: IndexBox
     offset: int
@@ -74,63 +74,63 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 _EMPTY: Final[Mapping[str, Any]] = {"none": None, "dict": {}, "list": [], "tuple": ()}
 
 
-def name_path(path: Iterable[Any]) -> tuple[Key, ...]:
+def make_orbax_path(path: Iterable[Any]) -> tuple[PathKey, ...]:
     """A path of JAX's as Orbax writes it."""
-    keys: list[Key] = []
+    keys: list[PathKey] = []
     for key in path:
         match key:
             case jax.tree_util.SequenceKey():
-                keys.append(Key(str(key.idx), is_index=True))
+                keys.append(PathKey(str(key.idx), is_index=True))
             case jax.tree_util.FlattenedIndexKey():
-                keys.append(Key(str(key.key), is_index=True))
+                keys.append(PathKey(str(key.key), is_index=True))
             case jax.tree_util.GetAttrKey():
-                keys.append(Key(key.name, is_index=False))
+                keys.append(PathKey(key.name, is_index=False))
             case _:
-                keys.append(Key(str(key.key), is_index=False))
+                keys.append(PathKey(str(key.key), is_index=False))
     return tuple(keys)
 
 
-def flatten(tree: Tree) -> list[tuple[tuple[Key, ...], Any]]:
+def flatten_tree(tree: Tree) -> list[tuple[tuple[PathKey, ...], Any]]:
     """Paths with arrays, and with the empty containers."""
     return [
-        (name_path(path), leaf)
+        (make_orbax_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container)
     ]
 
 
-def lay_out(flat: Iterable[tuple[tuple[Key, ...], Any]]) -> tuple[list[Leaf], int]:
+def assign_offsets(flat: Iterable[tuple[tuple[PathKey, ...], Any]]) -> tuple[list[StoredLeaf], int]:
     """Where each leaf goes, and how many bytes there are in all."""
-    leaves: list[Leaf] = []
+    leaves: list[StoredLeaf] = []
     end = 0
     for path, leaf in flat:
         empty = _name_empty(leaf)
         if empty:
-            leaves.append(Leaf(path=path, empty=empty))
+            leaves.append(StoredLeaf(path=path, empty_container=empty))
             continue
-        offset = align(end)
-        leaves.append(Leaf(path=path, dtype=str(leaf.dtype), shape=tuple(leaf.shape), offset=offset))
+        offset = align_offset(end)
+        leaves.append(StoredLeaf(path=path, dtype=str(leaf.dtype), shape=tuple(leaf.shape), offset=offset))
         end = offset + leaves[-1].nbytes
     return leaves, end
 
 
-def align(offset: int) -> int:
+def align_offset(offset: int) -> int:
     """The first place from here where an array may begin."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def view(of: Leaf | Piece, memory: mmap.mmap) -> np.ndarray:
+def view_array(of: StoredLeaf | StoredBox, memory: mmap.mmap) -> np.ndarray:
     """The numbers of an array, or of a box of one, in this memory."""
     return np.ndarray(of.shape, np.dtype(of.dtype), buffer=memory, offset=of.offset)
 
 
-def value(leaf: Leaf, memory: mmap.mmap) -> Any:  # noqa: ANN401 - an array, or an empty container
+def view_leaf(leaf: StoredLeaf, memory: mmap.mmap) -> Any:  # noqa: ANN401 - an array, or an empty container
     """The leaf, in this memory."""
-    return _EMPTY[leaf.empty] if leaf.empty else view(leaf, memory)
+    return _EMPTY[leaf.empty_container] if leaf.empty_container else view_array(leaf, memory)
 
 
-def nest(flat: Iterable[tuple[tuple[Key, ...], Any]]) -> Tree:
+def build_tree(flat: Iterable[tuple[tuple[PathKey, ...], Any]]) -> Tree:
     """The tree of dicts and lists."""
-    root: dict[Key, Any] = {}
+    root: dict[PathKey, Any] = {}
     for path, leaf in flat:
         node = root
         for key in path[:-1]:
@@ -139,18 +139,18 @@ def nest(flat: Iterable[tuple[tuple[Key, ...], Any]]) -> Tree:
     return _close(root)
 
 
-def allocate(size: int) -> int:
+def allocate_memory(size: int) -> int:
     """A descriptor of so many bytes of memory that no other user can open, and that nobody has to clear away."""
     descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
     os.truncate(descriptor, max(size, 1))
     return descriptor
 
 
-class _Node(dict[Key, Any]):
+class _Node(dict[PathKey, Any]):
     """A container in the making; other dicts are leaves."""
 
 
-def _close(node: dict[Key, Any]) -> Tree:
+def _close(node: dict[PathKey, Any]) -> Tree:
     closed = {key: _close(child) if isinstance(child, _Node) else child for key, child in node.items()}
     if any(key.is_index for key in closed):
         return [closed[key] for key in sorted(closed, key=lambda key: int(key.name))]

@@ -19,19 +19,19 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ExampleLayout:
     """Tree, shapes and dtypes."""
 
     structure: Any  # a PyTreeDef, which to a type checker is a variable, not a type
     leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
 
-class FirstLayout:
+class LayoutChecker:
     """Remembers the layout it sees first, and holds all others to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _first: threads read ahead, and one of them is first
-        self._first: tuple[str, Layout] | None = None
+        self._first: tuple[str, ExampleLayout] | None = None
 
     def check(self, tree: Tree, name: str) -> list[np.ndarray]:
         """The leaves of `tree` as arrays, in the order that `rebuild` takes them.
@@ -47,7 +47,7 @@ class FirstLayout:
         arrays = [_to_array(leaf, tree, position, name) for position, leaf in enumerate(leaves)]
         if not arrays:
             raise DataError(f"{name}: found {tree!r}, which holds no arrays; expected arrays or numbers")
-        layout = Layout(structure=structure, leaves=tuple((array.shape, array.dtype) for array in arrays))
+        layout = ExampleLayout(structure=structure, leaves=tuple((array.shape, array.dtype) for array in arrays))
         with self._lock:
             if self._first is None:
                 self._first = (name, layout)
@@ -84,7 +84,7 @@ def _holds_numbers(dtype: np.dtype) -> bool:
     return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.type is not np.void)
 
 
-def _describe_difference(tree: Tree, found: Layout, expected: Layout) -> str:
+def _describe_difference(tree: Tree, found: ExampleLayout, expected: ExampleLayout) -> str:
     if found.structure != expected.structure:
         return f"found the tree {found.structure}, expected {expected.structure}"
     for path, ours, theirs in zip(_paths(tree), found.leaves, expected.leaves, strict=True):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from resilient_jax.data.example_layout import FirstLayout, Tree
-from resilient_jax.data.microbatch_rows import WHOLE, Part, run_of
+from resilient_jax.data.example_layout import LayoutChecker, Tree
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, slice_rows
 from resilient_jax.errors import DataError
 
 
@@ -15,7 +15,7 @@ class FunctionData:
     It must give the same for the same arguments on every host and after a restart; nobody can check that.
     """
 
-    def __init__(self, function: Callable[[int, int], Tree], *, size: int | None = None) -> None:
+    def __init__(self, function: Callable[[int, int], Tree], *, microbatch_size: int | None = None) -> None:
         """Calls nothing yet.
 
         Args:
@@ -23,10 +23,10 @@ class FunctionData:
             size: how many examples it gives; None: as many as it gives the first time.
         """
         self._function = function
-        self._size = size
-        self._layout = FirstLayout()
+        self._size = microbatch_size
+        self._layout = LayoutChecker()
 
-    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+    def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
         """The function's result; of a part its rows, though the whole is computed.
 
         Raises:
@@ -35,7 +35,7 @@ class FunctionData:
         """
         name = f"step {step}, microbatch {index}"
         leaves = self._layout.check(self._function(step, index), name)
-        run = run_of(self._count(leaves, name), part)
+        run = slice_rows(self._count(leaves, name), part)
         return self._layout.rebuild([leaf[run] for leaf in leaves])
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:

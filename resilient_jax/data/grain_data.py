@@ -10,10 +10,10 @@ element would be no function of its number any more. So a hole is an error.
 
 import numpy as np
 
-from resilient_jax.data.example_layout import FirstLayout, Tree
+from resilient_jax.data.example_layout import LayoutChecker, Tree
 from resilient_jax.data.function_data import FunctionData
-from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one, positions_of
-from resilient_jax.data.random_access import RandomAccess, measure, read_examples, read_item
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers, list_positions
+from resilient_jax.data.random_access import RandomAccessSource, count_at_least_one_item, read_examples, read_item
 
 
 def is_grain_map_dataset(source: object) -> bool:
@@ -27,26 +27,26 @@ def is_grain_map_dataset(source: object) -> bool:
 class GrainData:
     """Microbatches of `size` elements: row k of a microbatch is element `(step * microbatches + index) * size + k`."""
 
-    def __init__(self, dataset: RandomAccess, *, microbatches: int, size: int) -> None:
+    def __init__(self, dataset: RandomAccessSource, *, num_microbatches: int, microbatch_size: int) -> None:
         """Reads nothing yet.
 
         Raises:
             DataError: the dataset is empty, or a number is below 1.
         """
-        check_at_least_one(microbatches=microbatches, size=size)
+        check_positive_integers(microbatches=num_microbatches, size=microbatch_size)
         self._dataset = dataset
-        self._length = measure(dataset)
-        self._microbatches = microbatches
-        self._size = size
-        self._layout = FirstLayout()
+        self._length = count_at_least_one_item(dataset)
+        self._microbatches = num_microbatches
+        self._size = microbatch_size
+        self._layout = LayoutChecker()
 
-    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+    def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
         """Each leaf of the elements, stacked: [rows, ...].
 
         Raises:
             DataError: no such microbatch or part, or an element is filtered out, no tree of arrays, or different.
         """
-        positions = positions_of(step, index, part, microbatches=self._microbatches, size=self._size)
+        positions = list_positions(step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size)
         return read_examples(self._dataset, list(positions), self._length, self._layout)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
@@ -54,7 +54,7 @@ class GrainData:
         return None
 
 
-def batched_grain_data(dataset: RandomAccess, *, microbatches: int) -> FunctionData:
+def make_batched_grain_data(dataset: RandomAccessSource, *, num_microbatches: int) -> FunctionData:
     """Microbatches from a dataset that is batched already: element `step * microbatches + index` is one.
 
     Batch it with `drop_remainder=True`, or after `repeat()`: else the last microbatch of each epoch is shorter than the
@@ -63,11 +63,11 @@ def batched_grain_data(dataset: RandomAccess, *, microbatches: int) -> FunctionD
     Raises:
         DataError: the dataset is empty, or `microbatches` is below 1.
     """
-    check_at_least_one(microbatches=microbatches)
-    length = measure(dataset)
+    check_positive_integers(microbatches=num_microbatches)
+    length = count_at_least_one_item(dataset)
 
     def read_microbatch(step: int, index: int) -> Tree:
-        (number,) = positions_of(step, index, WHOLE, microbatches=microbatches, size=1)
+        (number,) = list_positions(step, index, ALL_ROWS, num_microbatches=num_microbatches, microbatch_size=1)
         return read_item(dataset, number, length)
 
     return FunctionData(read_microbatch)

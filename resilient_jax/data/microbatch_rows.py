@@ -4,13 +4,13 @@ from numbers import Integral
 
 from resilient_jax.errors import DataError
 
-Part = tuple[int, int]
+RowPart = tuple[int, int]
 """(k, n): the k-th of n equal runs of a microbatch's rows."""
 
-WHOLE: Part = (0, 1)
+ALL_ROWS: RowPart = (0, 1)
 
 
-def run_of(rows: int, part: Part) -> slice:
+def slice_rows(rows: int, part: RowPart) -> slice:
     """The rows of `part`, among `rows` of them.
 
     Raises:
@@ -27,7 +27,7 @@ def run_of(rows: int, part: Part) -> slice:
     return slice(k * rows // n, (k + 1) * rows // n)
 
 
-def positions_of(step: int, index: int, part: Part, *, microbatches: int, size: int) -> range:
+def list_positions(step: int, index: int, part: RowPart, *, num_microbatches: int, microbatch_size: int) -> range:
     """Positions, counted from the first row of step 0, of the rows of one part of a microbatch.
 
     Position `(step * microbatches + index) * size + k` is row k. No two microbatches share a position.
@@ -35,16 +35,16 @@ def positions_of(step: int, index: int, part: Part, *, microbatches: int, size: 
     Raises:
         DataError: there is no such step, microbatch or part.
     """
-    if step < 0 or not 0 <= index < microbatches:
+    if step < 0 or not 0 <= index < num_microbatches:
         raise DataError(
-            f"step {step}, microbatch {index}: expected a step from 0 and a microbatch from 0 to {microbatches - 1}"
+            f"step {step}, microbatch {index}: expected a step from 0 and a microbatch from 0 to {num_microbatches - 1}"
         )
-    run = run_of(size, part)
-    first = (step * microbatches + index) * size
+    run = slice_rows(microbatch_size, part)
+    first = (step * num_microbatches + index) * microbatch_size
     return range(first + run.start, first + run.stop)
 
 
-def check_whole(**numbers: object) -> None:
+def check_integers(**numbers: object) -> None:
     """Refuses what is no integer: a float would be cut, or fail where nobody can tell which it was.
 
     Raises:
@@ -55,13 +55,13 @@ def check_whole(**numbers: object) -> None:
             raise DataError(f"{name}: found {found!r} ({type(found).__name__}), expected a whole number")
 
 
-def check_at_least_one(**numbers: int) -> None:
+def check_positive_integers(**numbers: int) -> None:
     """Refuses numbers below 1, and what is no integer.
 
     Raises:
         DataError: names the first of them.
     """
-    check_whole(**numbers)
+    check_integers(**numbers)
     for name, found in numbers.items():
         if found < 1:
             raise DataError(f"{name}: found {found}, expected at least 1")

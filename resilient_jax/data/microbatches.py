@@ -7,12 +7,12 @@ import numpy as np
 
 from resilient_jax.data.example_layout import Tree
 from resilient_jax.data.function_data import FunctionData
-from resilient_jax.data.grain_data import GrainData, batched_grain_data, is_grain_map_dataset
-from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one
+from resilient_jax.data.grain_data import GrainData, make_batched_grain_data, is_grain_map_dataset
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers
 from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import DataError
 
-EXPECTED = (
+EXPECTED_SOURCES = (
     "expected (1) a function batch(step, index) that gives a microbatch, (2) a source with __len__ and __getitem__, "
     "such as a list, an array or a map-style dataset, (3) a Grain MapDataset, or (4) an object with the methods "
     "batch(step, index, part) and lengths(step, index)"
@@ -25,7 +25,7 @@ class MicrobatchData(Protocol):
     Pure: the same arguments give the same numbers, on every host and after every restart.
     """
 
-    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+    def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
         """A pytree of numpy arrays whose first dimension counts the examples.
 
         Args:
@@ -40,11 +40,11 @@ class MicrobatchData(Protocol):
         ...
 
 
-def microbatch_data(
+def make_microbatch_data(
     source: Any,  # noqa: ANN401 - four kinds of things, told apart here
     *,
-    microbatches: int,
-    size: int | None,
+    num_microbatches: int,
+    microbatch_size: int | None,
     seed: int = 0,
     shuffle: bool | None = None,
 ) -> MicrobatchData:
@@ -67,28 +67,28 @@ def microbatch_data(
     >>> data.batch(step=1, index=0), data.batch(step=1, index=0, part=(1, 2))
     (array([14, 10]), array([10]))
     """
-    check_at_least_one(microbatches=microbatches, size=1 if size is None else size)
+    check_positive_integers(microbatches=num_microbatches, size=1 if microbatch_size is None else microbatch_size)
     if is_grain_map_dataset(source):
         _refuse_shuffle(shuffle, source, "Call shuffle on the dataset before it is batched")
-        if size is None:
-            return batched_grain_data(source, microbatches=microbatches)
-        return GrainData(source, microbatches=microbatches, size=size)
+        if microbatch_size is None:
+            return make_batched_grain_data(source, num_microbatches=num_microbatches)
+        return GrainData(source, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
     if isinstance(source, type | Mapping):
         raise DataError(_describe_refusal(source))
     if callable(getattr(source, "batch", None)) and callable(getattr(source, "lengths", None)):
         _refuse_shuffle(shuffle, source, "Shuffle inside of it")
         return source
     if hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__"):
-        if size is None:
+        if microbatch_size is None:
             raise DataError(
                 f"size: found None for a source of examples ({type(source).__name__}), expected how many examples a "
                 "microbatch has"
             )
         shuffled = shuffle is not False
-        return RandomAccessData(source, microbatches=microbatches, size=size, seed=seed, shuffle=shuffled)
+        return RandomAccessData(source, num_microbatches=num_microbatches, microbatch_size=microbatch_size, seed=seed, shuffle=shuffled)
     if callable(source):
         _refuse_shuffle(shuffle, source, "Shuffle inside of it")
-        return FunctionData(source, size=size)
+        return FunctionData(source, microbatch_size=microbatch_size)
     raise DataError(_describe_refusal(source))
 
 
@@ -102,8 +102,8 @@ def _refuse_shuffle(shuffle: bool | None, source: object, remedy: str) -> None:
 
 def _describe_refusal(source: object) -> str:
     if isinstance(source, type):
-        return f"data: found the class {source.__name__} itself, {EXPECTED}. Give an object of the class"
-    found = f"data: found a {type(source).__name__}, {EXPECTED}. "
+        return f"data: found the class {source.__name__} itself, {EXPECTED_SOURCES}. Give an object of the class"
+    found = f"data: found a {type(source).__name__}, {EXPECTED_SOURCES}. "
     if isinstance(source, Mapping):
         return found + "Give one of its values, or a list of examples, each a mapping"
     return found + (

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient_jax.data.example_layout import Tree
-from resilient_jax.data.microbatch_rows import check_at_least_one, check_whole
-from resilient_jax.data.random_access import RandomAccess, count_items, name_of, read_item
+from resilient_jax.data.microbatch_rows import check_positive_integers, check_integers
+from resilient_jax.data.random_access import RandomAccessSource, count_items, describe_item, read_item
 from resilient_jax.errors import DataError
 
-TOKENS = np.iinfo(np.int32)
+TOKEN_RANGE = np.iinfo(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,17 +33,17 @@ class Packing:
     documents: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int32]
-    bounds: npt.NDArray[np.int64]
+    row_bounds: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.row_bounds) - 1
 
-    def pieces(self, row: int) -> range:
+    def list_pieces(self, row: int) -> range:
         """The numbers of the pieces in a row."""
-        return range(int(self.bounds[row]), int(self.bounds[row + 1]))
+        return range(int(self.row_bounds[row]), int(self.row_bounds[row + 1]))
 
 
-def pack_documents(lengths: npt.ArrayLike, context: int) -> Packing:
+def pack_documents(lengths: npt.ArrayLike, context_length: int) -> Packing:
     """Which documents go into which row of `context` tokens, in their order.
 
     A document longer than the context is cut into pieces of that length and a rest. An empty one goes nowhere.
@@ -55,16 +55,16 @@ def pack_documents(lengths: npt.ArrayLike, context: int) -> Packing:
     Raises:
         DataError: the context is below 1, or a length below 0; one of them is not whole.
     """
-    check_at_least_one(context=context)
+    check_positive_integers(context=context_length)
     whole = _read_lengths(lengths)
     if whole.size and whole.min() < 0:
         raise DataError(f"document {int(whole.argmin())}: found length {whole.min()}, expected at least 0")
-    counts = -(-whole // context)
+    counts = -(-whole // context_length)
     documents = np.repeat(np.arange(len(whole)), counts)
-    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
-    pieces = np.minimum(whole[documents] - starts, context)
+    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * context_length
+    pieces = np.minimum(whole[documents] - starts, context_length)
     return Packing(
-        documents=documents, starts=starts, lengths=pieces.astype(np.int32), bounds=_fill(pieces, context)
+        documents=documents, starts=starts, lengths=pieces.astype(np.int32), row_bounds=_fill(pieces, context_length)
     )
 
 
@@ -102,9 +102,9 @@ class PackedDocuments:
 
     def __init__(
         self,
-        documents: RandomAccess,
-        context: int,
-        pad: int = 0,
+        documents: RandomAccessSource,
+        context_length: int,
+        pad_token: int = 0,
         *,
         document_lengths: Sequence[int] | None = None,
     ) -> None:
@@ -120,13 +120,13 @@ class PackedDocuments:
         Raises:
             DataError: a document is no row of integers; more or fewer lengths than documents; a bad number.
         """
-        check_whole(pad=pad)
-        if not TOKENS.min <= pad <= TOKENS.max:
-            raise DataError(f"pad: found {pad}, expected a 32-bit token")
+        check_integers(pad=pad_token)
+        if not TOKEN_RANGE.min <= pad_token <= TOKEN_RANGE.max:
+            raise DataError(f"pad: found {pad_token}, expected a 32-bit token")
         self._documents = documents
         self._count = count_items(documents)
-        self._context = context
-        self._pad = pad
+        self._context = context_length
+        self._pad = pad_token
         if document_lengths is None:
             document_lengths = [len(self._read(number)) for number in range(self._count)]
         self._document_lengths = _read_lengths(document_lengths)
@@ -134,7 +134,7 @@ class PackedDocuments:
             raise DataError(
                 f"document_lengths: found {len(self._document_lengths)}, expected {self._count}, one for each document"
             )
-        self._packing = pack_documents(self._document_lengths, context)
+        self._packing = pack_documents(self._document_lengths, context_length)
 
     def __len__(self) -> int:
         return len(self._packing)
@@ -146,7 +146,7 @@ class PackedDocuments:
         segments = np.zeros(self._context, np.int32)
         positions = np.zeros(self._context, np.int32)
         first = 0
-        for segment, piece in enumerate(self._packing.pieces(row), start=1):
+        for segment, piece in enumerate(self._packing.list_pieces(row), start=1):
             length = int(self._packing.lengths[piece])
             run = slice(first, first + length)
             tokens[run] = self._read_piece(piece)
@@ -157,7 +157,7 @@ class PackedDocuments:
 
     def lengths(self, row: int) -> npt.NDArray[np.int32]:
         """int32: lengths of the pieces in a row, in tokens. Reads no document."""
-        pieces = self._packing.pieces(row)
+        pieces = self._packing.list_pieces(row)
         return self._packing.lengths[pieces.start : pieces.stop]
 
     def _read_piece(self, piece: int) -> np.ndarray:
@@ -165,7 +165,7 @@ class PackedDocuments:
         document = self._read(number)
         if len(document) != self._document_lengths[number]:
             raise DataError(
-                f"{name_of(self._documents, number)}: found {len(document)} tokens, expected "
+                f"{describe_item(self._documents, number)}: found {len(document)} tokens, expected "
                 f"{self._document_lengths[number]}, its length when the rows were packed"
             )
         start = int(self._packing.starts[piece])
@@ -177,21 +177,21 @@ class PackedDocuments:
             document = np.asarray(item)
         except ValueError as error:
             raise DataError(
-                f"{name_of(self._documents, number)}: found no array ({error}), expected tokens: integers, in one "
+                f"{describe_item(self._documents, number)}: found no array ({error}), expected tokens: integers, in one "
                 "dimension"
             ) from error
         if document.ndim == 1 and not document.size:
             return document.astype(np.int32)  # an empty list has no dtype of its own
         if document.ndim != 1 or document.dtype.kind not in "iu":
             raise DataError(
-                f"{name_of(self._documents, number)}: found {document.dtype}{list(document.shape)}, expected tokens: "
+                f"{describe_item(self._documents, number)}: found {document.dtype}{list(document.shape)}, expected tokens: "
                 "integers, in one dimension"
             )
         if not np.can_cast(document.dtype, np.int32) and not (
-            TOKENS.min <= document.min() <= document.max() <= TOKENS.max
+            TOKEN_RANGE.min <= document.min() <= document.max() <= TOKEN_RANGE.max
         ):
             raise DataError(
-                f"{name_of(self._documents, number)}: found tokens from {document.min()} to {document.max()}, expected "
+                f"{describe_item(self._documents, number)}: found tokens from {document.min()} to {document.max()}, expected "
                 "32-bit ones"
             )
         return document

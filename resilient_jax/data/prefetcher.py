@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 
 from resilient_jax.data.example_layout import Tree
-from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers
 from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import DataError
 
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-Wanted = tuple[int, int, Part]
+MicrobatchKey = tuple[int, int, RowPart]
 """(step, index, part) of a microbatch."""
 
 
@@ -43,7 +43,7 @@ class Prefetcher:
     Any method may be called from any thread.
     """
 
-    def __init__(self, data: MicrobatchData, *, ahead: int = 8, threads: int = 2) -> None:
+    def __init__(self, data: MicrobatchData, *, buffer_size: int = 8, num_threads: int = 2) -> None:
         """Starts the threads, which wait for `expect`.
 
         Args:
@@ -54,23 +54,23 @@ class Prefetcher:
         Raises:
             DataError: a number is below 1.
         """
-        check_at_least_one(ahead=ahead, threads=threads)
+        check_positive_integers(ahead=buffer_size, threads=num_threads)
         self._data = data
-        self._ahead = ahead
+        self._ahead = buffer_size
         self._changed = threading.Condition()  # guards all below, and says that they changed
-        self._queue: OrderedDict[Wanted, None] = OrderedDict()  # expected and not begun
-        self._reads: dict[Wanted, Future[Tree]] = {}  # begun, done or not
-        self._asked: set[Wanted] = set()  # of those in _reads
-        self._expected: set[Wanted] = set()
+        self._queue: OrderedDict[MicrobatchKey, None] = OrderedDict()  # expected and not begun
+        self._reads: dict[MicrobatchKey, Future[Tree]] = {}  # begun, done or not
+        self._asked: set[MicrobatchKey] = set()  # of those in _reads
+        self._expected: set[MicrobatchKey] = set()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._read_ahead, name=f"resilient-jax-data-{number}", daemon=True)
-            for number in range(threads)
+            for number in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def expect(self, wanted: Sequence[Wanted]) -> None:
+    def expect(self, wanted: Sequence[MicrobatchKey]) -> None:
         """Says what will be asked for, in that order; replaces what was said before.
 
         What is read or being read and still wanted is kept, unless its read has failed; the rest is forgotten. So after
@@ -91,7 +91,7 @@ class Prefetcher:
             self._queue = OrderedDict.fromkeys(key for key in wanted if key not in self._reads)
             self._changed.notify_all()
 
-    def get(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+    def get(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
         """The microbatch; waits until it is read, as long as the source takes.
 
         Asked again before the next `expect`, it is the same arrays: do not write into them. One that nobody expected is
@@ -152,7 +152,7 @@ class Prefetcher:
     ) -> None:
         self.close()
 
-    def _begin(self, key: Wanted) -> Future[Tree]:
+    def _begin(self, key: MicrobatchKey) -> Future[Tree]:
         self._queue.pop(key, None)
         read: Future[Tree] = Future()
         self._reads[key] = read
@@ -164,7 +164,7 @@ class Prefetcher:
             self._read(*begun)
             del begun  # else an idle thread would hold the last microbatch in memory
 
-    def _wait_next(self) -> tuple[Wanted, Future[Tree]] | None:
+    def _wait_next(self) -> tuple[MicrobatchKey, Future[Tree]] | None:
         """The next expected microbatch, begun; None: closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._queue and self._has_room()))
@@ -176,13 +176,13 @@ class Prefetcher:
     def _has_room(self) -> bool:
         return len(self._reads) - len(self._asked) < self._ahead
 
-    def _read(self, key: Wanted, read: Future[Tree]) -> None:
+    def _read(self, key: MicrobatchKey, read: Future[Tree]) -> None:
         try:
             read.set_result(self._data.batch(*key))
         except BaseException as error:  # the thread's boundary: whoever waits must get it, or waits for ever
             read.set_exception(error)
 
-    def _forget_unless_wanted(self, key: Wanted, read: Future[Tree]) -> None:
+    def _forget_unless_wanted(self, key: MicrobatchKey, read: Future[Tree]) -> None:
         with self._changed:
             if self._reads.get(key) is read and (key not in self._expected or _has_failed(read)):
                 del self._reads[key]

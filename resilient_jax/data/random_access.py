@@ -4,13 +4,13 @@ from typing import Protocol
 
 import numpy as np
 
-from resilient_jax.data.example_layout import FirstLayout, Tree
-from resilient_jax.data.microbatch_rows import WHOLE, Part, check_at_least_one, check_whole, positions_of
+from resilient_jax.data.example_layout import LayoutChecker, Tree
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers, check_integers, list_positions
 from resilient_jax.data.shuffle import permute
 from resilient_jax.errors import DataError
 
 
-class RandomAccess(Protocol):
+class RandomAccessSource(Protocol):
     """A list, an array, a memory map, a dataset of another library."""
 
     def __len__(self) -> int: ...
@@ -25,7 +25,7 @@ class RandomAccessData:
     """
 
     def __init__(
-        self, source: RandomAccess, *, microbatches: int, size: int, seed: int = 0, shuffle: bool = True
+        self, source: RandomAccessSource, *, num_microbatches: int, microbatch_size: int, seed: int = 0, shuffle: bool = True
     ) -> None:
         """Takes the source's length as it is now.
 
@@ -39,17 +39,17 @@ class RandomAccessData:
         Raises:
             DataError: the source is empty, or has no length; a number is below 1, or not whole.
         """
-        check_at_least_one(microbatches=microbatches, size=size)
-        check_whole(seed=seed)
+        check_positive_integers(microbatches=num_microbatches, size=microbatch_size)
+        check_integers(seed=seed)
         self._source = source
-        self._length = measure(source)
-        self._microbatches = microbatches
-        self._size = size
+        self._length = count_at_least_one_item(source)
+        self._microbatches = num_microbatches
+        self._size = microbatch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._layout = FirstLayout()
+        self._layout = LayoutChecker()
 
-    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+    def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
         """Each leaf of the examples, stacked: [rows, ...].
 
         Raises:
@@ -62,12 +62,12 @@ class RandomAccessData:
         lengths_of = getattr(self._source, "lengths", None)
         if not callable(lengths_of):
             return None
-        numbers = self._numbers(step, index, WHOLE)
+        numbers = self._numbers(step, index, ALL_ROWS)
         return np.concatenate([np.asarray(lengths_of(number), np.int32) for number in numbers])
 
-    def _numbers(self, step: int, index: int, part: Part) -> list[int]:
+    def _numbers(self, step: int, index: int, part: RowPart) -> list[int]:
         """The source's numbers of the items, row by row."""
-        positions = positions_of(step, index, part, microbatches=self._microbatches, size=self._size)
+        positions = list_positions(step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size)
         numbers: list[int] = []
         while positions:
             epoch, first = divmod(positions.start, self._length)
@@ -79,7 +79,7 @@ class RandomAccessData:
         return numbers
 
 
-def count_items(source: RandomAccess) -> int:
+def count_items(source: RandomAccessSource) -> int:
     """The length of a source, which may be 0.
 
     Raises:
@@ -94,7 +94,7 @@ def count_items(source: RandomAccess) -> int:
         ) from error
 
 
-def measure(source: RandomAccess) -> int:
+def count_at_least_one_item(source: RandomAccessSource) -> int:
     """The length of a source.
 
     Raises:
@@ -109,7 +109,7 @@ def measure(source: RandomAccess) -> int:
     return length
 
 
-def read_item(source: RandomAccess, number: int, length: int) -> Tree:
+def read_item(source: RandomAccessSource, number: int, length: int) -> Tree:
     """Item `number` of a source.
 
     Raises:
@@ -119,28 +119,28 @@ def read_item(source: RandomAccess, number: int, length: int) -> Tree:
         item = source[number]
     except (IndexError, KeyError) as error:
         raise DataError(
-            f"{name_of(source, number)}: found {error!r}, expected an item. Either the source is shorter than promised "
+            f"{describe_item(source, number)}: found {error!r}, expected an item. Either the source is shorter than promised "
             f"(its length was {length}): let its __len__ say how many items it gives, by the numbers 0, 1, 2, ...; or "
             "its own code fails: see the error above"
         ) from error
     if item is None:
         raise DataError(
-            f"{name_of(source, number)}: found None, expected an example. If a filter took it out: filter before "
+            f"{describe_item(source, number)}: found None, expected an example. If a filter took it out: filter before "
             "training, and give a source of what is left"
         )
     return item
 
 
-def read_examples(source: RandomAccess, numbers: list[int], length: int, layout: FirstLayout) -> Tree:
+def read_examples(source: RandomAccessSource, numbers: list[int], length: int, layout: LayoutChecker) -> Tree:
     """The items of these numbers, at least one, stacked leaf by leaf.
 
     Raises:
         DataError: an item is missing, is no tree of arrays, or has another layout than the first.
     """
-    rows = [layout.check(read_item(source, number, length), name_of(source, number)) for number in numbers]
+    rows = [layout.check(read_item(source, number, length), describe_item(source, number)) for number in numbers]
     return layout.rebuild([np.stack(leaves) for leaves in zip(*rows, strict=True)])
 
 
-def name_of(source: object, number: int) -> str:
+def describe_item(source: object, number: int) -> str:
     """What to call an item in a message."""
     return f"item {number} of {type(source).__name__}"

@@ -13,18 +13,18 @@ The order of the training data hangs on every constant here: the tests pin it, a
 import numpy as np
 import numpy.typing as npt
 
-from resilient_jax.data.microbatch_rows import check_whole
+from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.errors import DataError
 
 ROUNDS = 12
 """Four make a good shuffle of a large range (Luby and Rackoff); a range of five needs twelve for all orders alike."""
-GAMMA = 0x9E3779B97F4A7C15
+WEYL_INCREMENT = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2**64 divided by the golden ratio, made odd."""
-MASK = 2**64 - 1
+MAX_UINT64 = 2**64 - 1
 MAX_LENGTH = 2**62
 """Positions are int64."""
 
-Words = npt.NDArray[np.uint64]
+Uint64Array = npt.NDArray[np.uint64]
 
 
 def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -47,11 +47,11 @@ def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.N
     >>> permute(range(6), 6, seed=0, epoch=0).tolist()
     [3, 5, 4, 1, 0, 2]
     """
-    check_whole(n=n, seed=seed, epoch=epoch)
+    check_integers(n=n, seed=seed, epoch=epoch)
     values = np.array(positions, np.int64, ndmin=1)
     if not 1 <= n <= MAX_LENGTH or (values.size and not 0 <= values.min() <= values.max() < n):
         raise DataError(f"permute: found positions {values} and n = {n}, expected positions from 0 to n - 1")
-    if not 0 <= seed <= MASK or not 0 <= epoch <= MASK:
+    if not 0 <= seed <= MAX_UINT64 or not 0 <= epoch <= MAX_UINT64:
         raise DataError(f"permute: found seed {seed} and epoch {epoch}, expected both from 0 to 2**64 - 1")
     keys = _round_keys(seed, epoch)
     bits = (n - 1).bit_length()
@@ -61,26 +61,26 @@ def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.N
     return words.astype(np.int64)
 
 
-def _encipher(words: Words, bits: int, keys: Words) -> Words:
+def _encipher(words: Uint64Array, bits: int, keys: Uint64Array) -> Uint64Array:
     """Permutes [0, 2**bits): each round changes one half by what the other is, so it can be undone."""
     right_bits = bits // 2
     left_bits = bits - right_bits
     shift, right_mask, left_mask = (np.uint64(n) for n in (right_bits, 2**right_bits - 1, 2**left_bits - 1))
     left, right = words >> shift, words & right_mask
     for to_left, to_right in keys.reshape(-1, 2):
-        left = left ^ (mix(right + to_left) & left_mask)
-        right = right ^ (mix(left + to_right) & right_mask)
+        left = left ^ (mix_words(right + to_left) & left_mask)
+        right = right ^ (mix_words(left + to_right) & right_mask)
     return left << shift | right
 
 
-def _round_keys(seed: int, epoch: int) -> Words:
+def _round_keys(seed: int, epoch: int) -> Uint64Array:
     # Mixed one after the other: with `seed + epoch`, epoch 1 of seed 0 would be epoch 0 of seed 1.
-    key = mix(np.array([seed], np.uint64))
-    key = mix(key + np.array([epoch], np.uint64))
-    return mix(key + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GAMMA))
+    key = mix_words(np.array([seed], np.uint64))
+    key = mix_words(key + np.array([epoch], np.uint64))
+    return mix_words(key + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(WEYL_INCREMENT))
 
 
-def mix(words: Words) -> Words:
+def mix_words(words: Uint64Array) -> Uint64Array:
     """SplitMix64's finaliser, a permutation of the 64-bit words. uint64[n] with n >= 1 to uint64[n]."""
     # Arrays wrap around silently, as this needs; scalars would warn.
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

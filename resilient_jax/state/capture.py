@@ -23,7 +23,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.state.copy_sources import CopyTask, is_on_accelerator, plan_copies, start_host_transfer
-from resilient_jax.state.flat_state import Leaf
+from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.interfaces import EventRecorder, PartServer, FailPointHook, ignore_failpoint
 from resilient_jax.state.part_copy import copy_into_part
 from resilient_jax.state.state_partition import StatePartition, check_same_structure
@@ -46,7 +46,7 @@ class _Order:
 
     id: SnapshotId
     state_cut: StatePartition
-    leaves: Sequence[Leaf]
+    leaves: Sequence[FlatLeaf]
     texts: Mapping[str, str]
     tasks: list[CopyTask] | None
     """None: still to be found out, from the leaves."""
@@ -120,7 +120,7 @@ class SnapshotCapture:
         self,
         id: SnapshotId,
         partition: StatePartition,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[FlatLeaf],
         strings: Mapping[str, str] = NO_STRINGS,
     ) -> None:
         """Begins to take a snapshot, unless one before it still reads its arrays. Returns at once.

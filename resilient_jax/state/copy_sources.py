@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 from resilient_jax.errors import StateError
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.snapshot.manifest import LeafSlice
-from resilient_jax.state.flat_state import Leaf
+from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_boxes, whole_box
 
 
@@ -52,7 +52,7 @@ class CopyTask(NamedTuple):
         return self.offset + self.box.size * self.itemsize
 
 
-def plan_copies(leaves: Sequence[Leaf], slices: Sequence[LeafSlice]) -> list[CopyTask]:
+def plan_copies(leaves: Sequence[FlatLeaf], slices: Sequence[LeafSlice]) -> list[CopyTask]:
     """What there is to copy on this host.
 
     Raises:
@@ -66,7 +66,7 @@ SourceCache = dict[tuple[Sharding, tuple[int, ...], IndexBox], list[tuple[IndexB
 """Of a sharding, a shape and a piece: what is held, what of that is wanted, which shards have it. Layers are alike."""
 
 
-def _plan(leaf: Leaf, piece: LeafSlice, turn: int, known: SourceCache) -> CopyTask:
+def _plan(leaf: FlatLeaf, piece: LeafSlice, turn: int, known: SourceCache) -> CopyTask:
     box = IndexBox(piece.start, piece.stop)
     sources = tuple(_find_sources(leaf, box, turn, known))
     covered = sum(source.wanted.size for source in sources)
@@ -79,7 +79,7 @@ def _plan(leaf: Leaf, piece: LeafSlice, turn: int, known: SourceCache) -> CopyTa
     return CopyTask(leaf.path, box, leaf.value.dtype.itemsize, piece.offset, sources)
 
 
-def _find_sources(leaf: Leaf, box: IndexBox, turn: int, known: SourceCache) -> list[CopySource]:
+def _find_sources(leaf: FlatLeaf, box: IndexBox, turn: int, known: SourceCache) -> list[CopySource]:
     """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
     value = leaf.value
     if isinstance(value, np.ndarray):
@@ -104,7 +104,7 @@ def _find_sources(leaf: Leaf, box: IndexBox, turn: int, known: SourceCache) -> l
     ]
 
 
-def is_on_accelerator(leaves: Sequence[Leaf]) -> bool:
+def is_on_accelerator(leaves: Sequence[FlatLeaf]) -> bool:
     """Whether any leaf lies where the CPU cannot read it in place."""
     return any(
         isinstance(leaf.value, jax.Array) and next(iter(leaf.value.sharding.device_set)).platform != "cpu"

@@ -22,7 +22,7 @@ ShardingRule = Sharding | Callable[[str, jax.ShapeDtypeStruct], Sharding]
 """One sharding for all leaves, or a function of a leaf's path and abstract value."""
 
 
-NEEDS_NUMBERS = (
+CONCRETIZATION_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -36,7 +36,7 @@ def is_random_key(leaf: Any) -> bool:  # noqa: ANN401 - any array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LeafType:
+class FlatLeafType:
     """What a leaf is held as.
 
     Attributes:
@@ -49,7 +49,7 @@ class LeafType:
     dtype: np.dtype[Any]
     key_impl: str | None = None
 
-    def as_seen(self) -> jax.ShapeDtypeStruct:
+    def make_abstract(self) -> jax.ShapeDtypeStruct:
         """As it is in the user's tree: random keys are keys there."""
         data = jax.ShapeDtypeStruct(self.shape, self.dtype)
         if self.key_impl is None:
@@ -58,7 +58,7 @@ class LeafType:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class FlatLeaf:
     """One array of a state.
 
     Attributes:
@@ -72,12 +72,12 @@ class Leaf:
     key_impl: str | None = None
 
     @property
-    def type(self) -> LeafType:
-        return LeafType(self.value.shape, self.value.dtype, self.key_impl)
+    def type(self) -> FlatLeafType:
+        return FlatLeafType(self.value.shape, self.value.dtype, self.key_impl)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HeldState:
+class FlatState:
     """The state after `step` committed steps.
 
     Attributes:
@@ -86,8 +86,8 @@ class HeldState:
     """
 
     step: int
-    leaves: tuple[Leaf, ...]
-    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    leaves: tuple[FlatLeaf, ...]
+    strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ def _is_here(value: jax.Array | np.ndarray) -> bool:
     return len(boxes) * math.prod(value.sharding.shard_shape(value.shape)) == value.size
 
 
-def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
+def flatten_state(step: int, tree: Any) -> FlatState:  # noqa: ANN401 - any pytree
     """Takes hold of a pytree of arrays and texts. The caller must not donate or change them while it is held.
 
     Raises:
@@ -115,14 +115,14 @@ def hold(step: int, tree: Any) -> HeldState:  # noqa: ANN401 - any pytree
     """
     paths_and_values, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = [(jax.tree_util.keystr(path), value) for path, value in paths_and_values]
-    return HeldState(
+    return FlatState(
         step=step,
         leaves=tuple(_leaf(path, value) for path, value in named if not isinstance(value, str)),
-        texts={path: str(value) for path, value in named if isinstance(value, str)},
+        strings={path: str(value) for path, value in named if isinstance(value, str)},
     )
 
 
-def describe(init: Callable[[], Tree]) -> Tree:
+def make_abstract_state(init: Callable[[], Tree]) -> Tree:
     """What `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; texts are as it makes them.
 
     Raises:
@@ -136,7 +136,7 @@ def describe(init: Callable[[], Tree]) -> Tree:
 
     try:
         abstract = jax.eval_shape(make_arrays)
-    except NEEDS_NUMBERS as error:
+    except CONCRETIZATION_ERRORS as error:
         raise StateError(
             f"the function that makes the initial state cannot be traced ({str(error).splitlines()[0]}): expected "
             "jax.numpy where it works on JAX's arrays, and no decision that hangs on their numbers. After a failure it "
@@ -150,7 +150,7 @@ def describe(init: Callable[[], Tree]) -> Tree:
     )
 
 
-def _leaf(path: str, value: object) -> Leaf:
+def _leaf(path: str, value: object) -> FlatLeaf:
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise StateError(
@@ -163,7 +163,7 @@ def _leaf(path: str, value: object) -> Leaf:
         # JAX lists an array's parts when first asked for them, and of two threads that ask at once one may see half of
         # the list (jax 0.10.2). From here on others may ask: the thread that copies a snapshot.
         _ = value.addressable_shards
-        return Leaf(path=path, value=value, key_impl=key_impl)
+        return FlatLeaf(path=path, value=value, key_impl=key_impl)
     array = np.asarray(value)
     if array.dtype.kind in "USOMm" or array.dtype.type is np.void:
         raise StateError(
@@ -172,7 +172,7 @@ def _leaf(path: str, value: object) -> Leaf:
         )
     if not array.dtype.isnative:  # copies are bytes, read again by the name of the type
         array = array.astype(array.dtype.newbyteorder("="))
-    return Leaf(path=path, value=_as_jax_has_it(path, array))
+    return FlatLeaf(path=path, value=_as_jax_has_it(path, array))
 
 
 def _as_jax_has_it(path: str, array: np.ndarray) -> np.ndarray:
@@ -189,18 +189,18 @@ def _as_jax_has_it(path: str, array: np.ndarray) -> np.ndarray:
     return narrow
 
 
-def to_host(held: HeldState) -> HeldState:
+def copy_to_host(state: FlatState) -> FlatState:
     """A copy in host memory that needs no device any more.
 
     Raises:
         StateError: a leaf is spread over several hosts, so that none can copy all of it.
     """
     return dataclasses.replace(
-        held, leaves=tuple(dataclasses.replace(leaf, value=_host_copy(leaf)) for leaf in held.leaves)
+        state, leaves=tuple(dataclasses.replace(leaf, value=_host_copy(leaf)) for leaf in state.leaves)
     )
 
 
-def _host_copy(leaf: Leaf) -> np.ndarray:
+def _host_copy(leaf: FlatLeaf) -> np.ndarray:
     """A copy, never a view: on CPU `np.asarray` of a device array is its own memory."""
     value = leaf.value
     if isinstance(value, np.ndarray):
@@ -209,10 +209,10 @@ def _host_copy(leaf: Leaf) -> np.ndarray:
         return np.array(value)
     if value.is_fully_replicated:
         return np.array(value.addressable_data(0))
-    return assemble(leaf.path, value)
+    return assemble_array(leaf.path, value)
 
 
-def assemble(path: str, value: jax.Array) -> np.ndarray:
+def assemble_array(path: str, value: jax.Array) -> np.ndarray:
     """The whole array, of the parts on this host's devices.
 
     Raises:
@@ -232,7 +232,7 @@ def assemble(path: str, value: jax.Array) -> np.ndarray:
     return whole
 
 
-def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> Tree:
+def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | None) -> Tree:
     """The held state in the tree of `abstract`, placed for the present mesh.
 
     Args:
@@ -243,13 +243,13 @@ def restore(abstract: Tree, held: HeldState, sharding: ShardingRule | None) -> T
     Raises:
         StateError: structure, shape or dtype differ; names the first leaf that does.
     """
-    by_path = {leaf.path: leaf for leaf in held.leaves}
-    matched = match(abstract, {path: leaf.type for path, leaf in by_path.items()}, held.texts, sharding)
+    by_path = {leaf.path: leaf for leaf in state.leaves}
+    matched = match_state(abstract, {path: leaf.type for path, leaf in by_path.items()}, state.strings, sharding)
     return matched.build([_place(path, by_path[path].value, target) for path, target in matched.leaves])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Matched(Generic[Tree]):
+class MatchedState(Generic[Tree]):
     """A state that fits what the init function makes, still without its values.
 
     Attributes:
@@ -259,7 +259,7 @@ class Matched(Generic[Tree]):
     """
 
     leaves: tuple[tuple[str, Sharding | None], ...]
-    types: tuple[LeafType, ...]
+    types: tuple[FlatLeafType, ...]
     tree: Tree
 
     def build(self, arrays: Sequence[jax.Array]) -> Tree:
@@ -271,9 +271,9 @@ class Matched(Generic[Tree]):
         return jax.tree_util.tree_map(lambda leaf: leaf if isinstance(leaf, str) else next(values), self.tree)
 
 
-def match(
-    abstract: Tree, held: Mapping[str, LeafType], texts: Mapping[str, str], sharding: ShardingRule | None
-) -> Matched[Tree]:
+def match_state(
+    abstract: Tree, held: Mapping[str, FlatLeafType], strings: Mapping[str, str], sharding: ShardingRule | None
+) -> MatchedState[Tree]:
     """Which held leaf goes where in the tree of `abstract`.
 
     Args:
@@ -289,10 +289,10 @@ def match(
     all_wanted = {jax.tree_util.keystr(path): wanted for path, wanted in paths_and_wanted}
     arrays = {path: wanted for path, wanted in all_wanted.items() if not isinstance(wanted, str)}
     _check_same_paths(list(arrays), list(held))
-    _check_same_paths(list(all_wanted.keys() - arrays.keys()), list(texts))
+    _check_same_paths(list(all_wanted.keys() - arrays.keys()), list(strings))
     leaves = []
     for path, wanted in arrays.items():
-        found = held[path].as_seen()
+        found = held[path].make_abstract()
         if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             raise StateError(
                 f"the state's leaf {path} is {found.dtype}{list(found.shape)} where the init function "
@@ -300,9 +300,9 @@ def match(
             )
         leaves.append((path, sharding(path, wanted) if callable(sharding) else sharding))
     tree = jax.tree_util.tree_unflatten(
-        structure, [texts.get(path, leaf) for path, leaf in all_wanted.items()]
+        structure, [strings.get(path, leaf) for path, leaf in all_wanted.items()]
     )
-    return Matched(tuple(leaves), tuple(held[path] for path in arrays), tree)
+    return MatchedState(tuple(leaves), tuple(held[path] for path in arrays), tree)
 
 
 def _check_same_paths(wanted: list[str], found: list[str]) -> None:
@@ -340,7 +340,7 @@ def _move(path: str, value: jax.Array, sharding: Sharding) -> jax.Array:
         return jax.make_array_from_single_device_arrays(
             value.shape, sharding, [held[device][1] for device in wanted]
         )
-    whole = _host_copy(Leaf(path=path, value=value))
+    whole = _host_copy(FlatLeaf(path=path, value=value))
     return jax.make_array_from_callback(value.shape, sharding, lambda index: whole[index])
 
 
@@ -350,11 +350,11 @@ def _same(one: tuple[slice, ...], other: tuple[slice, ...] | None, shape: tuple[
     return all(a.indices(n) == b.indices(n) for a, b, n in zip(one, other, shape, strict=True))
 
 
-def place_initial(tree: Tree, sharding: ShardingRule | None) -> Tree:
+def place_initial_state(tree: Tree, sharding: ShardingRule | None) -> Tree:
     """A state that was just made by the init function, placed like a restored one.
 
     Also committed like one: a program compiled for arrays that may lie anywhere is compiled again for arrays
     that lie there, and that would be in the stall after the first failure.
     """
-    abstract = describe(lambda: tree)
-    return restore(abstract, to_host(hold(0, tree)), sharding)
+    abstract = make_abstract_state(lambda: tree)
+    return restore_state(abstract, copy_to_host(flatten_state(0, tree)), sharding)

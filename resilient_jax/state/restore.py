@@ -16,7 +16,7 @@ from resilient_jax.errors import MessageError, StateError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import LeafInfo, PartManifest
-from resilient_jax.state.flat_state import LeafType, ShardingRule, match
+from resilient_jax.state.flat_state import FlatLeafType, ShardingRule, match_state
 from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import IndexBox, whole_box
@@ -53,7 +53,7 @@ def restore_snapshot(
     """
     manifests = reader.read_manifests()
     first = _check_agree(manifests)
-    matched = match(
+    matched = match_state(
         abstract,
         {info.path: _type_of(info) for info in first.contents.leaves},
         first.contents.strings,
@@ -95,7 +95,7 @@ def _check_agree(manifests: Mapping[HostName, PartManifest]) -> PartManifest:
     return first
 
 
-def _type_of(info: LeafInfo) -> LeafType:
+def _type_of(info: LeafInfo) -> FlatLeafType:
     try:
         dtype = np.dtype(info.dtype)
     except TypeError as error:
@@ -103,7 +103,7 @@ def _type_of(info: LeafInfo) -> LeafType:
             f"the snapshot's leaf {info.path} is of dtype {info.dtype!r}, which this host's numpy and ml_dtypes do not "
             "know; install the versions that took the snapshot"
         ) from error
-    return LeafType(info.shape, dtype, info.key_impl)
+    return FlatLeafType(info.shape, dtype, info.key_impl)
 
 
 class _Wanted:

@@ -25,7 +25,7 @@ from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.parity_groups import describe_weaknesses, form_parity_groups
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import SnapshotCapture
-from resilient_jax.state.flat_state import HeldState
+from resilient_jax.state.flat_state import FlatState
 from resilient_jax.state.interfaces import FailPointHook
 from resilient_jax.state.snapshot_interval import compute_interval_steps
 from resilient_jax.state.state_partition import StatePartition, partition_state
@@ -126,7 +126,7 @@ class Snapshotter:
         self._blocked_s = 0.0
         """By the snapshots of this generation."""
 
-    def take(self, world: SnapshotWorld, state: HeldState) -> None:
+    def take(self, world: SnapshotWorld, state: FlatState) -> None:
         """Begins a snapshot of the committed state, if one is due; every host must call it after the same steps.
 
         Raises:
@@ -141,12 +141,12 @@ class Snapshotter:
         if opened.newest is None or state.step >= opened.newest.step + (opened.every or 1):
             self._take(opened, state)
 
-    def _take(self, opened: _Opened, held: HeldState) -> None:
+    def _take(self, opened: _Opened, held: FlatState) -> None:
         check_description_size(opened.described_bytes, held)
         self.wait_until_copied()
         started_s = time.monotonic()
         opened.newest = SnapshotId(held.step, opened.layout.generation)
-        self._capture.start(opened.newest, opened.cut, held.leaves, held.texts)
+        self._capture.start(opened.newest, opened.cut, held.leaves, held.strings)
         self._blocked_s += time.monotonic() - started_s
 
     def wait_until_copied(self) -> None:
@@ -163,7 +163,7 @@ class Snapshotter:
                 break
         self._blocked_s += time.monotonic() - started_s
 
-    def flush(self, generation: GenerationNumber, state: HeldState | None) -> SnapshotId | None:
+    def flush(self, generation: GenerationNumber, state: FlatState | None) -> SnapshotId | None:
         """Makes sure that the committed state is in a snapshot, before a planned change; gives its id.
 
         None if this generation takes none, or if it could not be done in time: then the others go back to the one
@@ -207,7 +207,7 @@ class Snapshotter:
 
     # A generation's layout.
 
-    def _open(self, world: SnapshotWorld, held: HeldState) -> _Opened:
+    def _open(self, world: SnapshotWorld, held: FlatState) -> _Opened:
         settings = self._settings
         peers = self._exchange(world, self._line.wait_snapshot_server())
         cut = partition_state(held.leaves, world.host_of, world.hosts)
@@ -263,7 +263,7 @@ class Snapshotter:
         return {host: _Peer(*text.split(" ", 1)) for host, text in zip(world.hosts, texts, strict=True)}
 
 
-def check_description_size(description_bytes: int, state: HeldState) -> None:
+def check_description_size(description_bytes: int, state: FlatState) -> None:
     """Refuses a state that a snapshot's messages cannot describe; each would be dropped, and nothing protected.
 
     Args:
@@ -273,7 +273,7 @@ def check_description_size(description_bytes: int, state: HeldState) -> None:
     Raises:
         CallerError: says what takes how much.
     """
-    sizes = {path: len(path.encode()) + len(text.encode()) for path, text in state.texts.items()}
+    sizes = {path: len(path.encode()) + len(text.encode()) for path, text in state.strings.items()}
     if description_bytes + sum(sizes.values()) <= MAX_DESCRIPTION_BYTES:
         return
     longest = max(sizes, key=sizes.__getitem__, default="")

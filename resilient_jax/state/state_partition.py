@@ -16,7 +16,7 @@ from resilient_jax.errors import StateError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafInfo, LeafSlice
-from resilient_jax.state.flat_state import Leaf
+from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.index_box import IndexBox, split_box, box_from_index, whole_box
 
 HostOf = Callable[[Device], HostName]
@@ -41,7 +41,7 @@ class StatePartition:
     replicated_on: tuple[HostName, ...]
 
 
-def partition_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[HostName]) -> StatePartition:
+def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence[HostName]) -> StatePartition:
     """The parts of all hosts, of equal size (to within one row of a leaf) where all hold the same.
 
     A leaf in host memory, or on the devices of one host only, is taken to be the same on every host, as a state is that
@@ -78,7 +78,7 @@ def partition_state(leaves: Sequence[Leaf], host_of: HostOf, hosts: Sequence[Hos
     )
 
 
-def check_same_structure(partition: StatePartition, leaves: Sequence[Leaf]) -> None:
+def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) -> None:
     """Refuses a state of another structure than the one that was cut.
 
     Raises:
@@ -93,7 +93,7 @@ def check_same_structure(partition: StatePartition, leaves: Sequence[Leaf]) -> N
             )
 
 
-def _is_like(leaf: Leaf, info: LeafInfo) -> bool:
+def _is_like(leaf: FlatLeaf, info: LeafInfo) -> bool:
     """A microsecond; to describe a leaf takes four, and training waits meanwhile."""
     value = leaf.value
     return (leaf.path, value.shape, leaf.key_impl) == (
@@ -104,7 +104,7 @@ def _is_like(leaf: Leaf, info: LeafInfo) -> bool:
 
 
 def _find_holdings(
-    leaf: Leaf,
+    leaf: FlatLeaf,
     host_of: HostOf,
     hosts: Sequence[HostName],
     known: dict[tuple[Sharding, tuple[int, ...]], BoxHolders],
@@ -134,7 +134,7 @@ def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[H
     return {box: tuple(host for host in hosts if host in holders[box]) for box in sorted(holders)}
 
 
-def _describe(leaf: Leaf) -> LeafInfo:
+def _describe(leaf: FlatLeaf) -> LeafInfo:
     return LeafInfo(leaf.path, leaf.value.dtype.name, tuple(leaf.value.shape), leaf.key_impl)
 
 

@@ -17,28 +17,28 @@ from resilient_jax.compile.program_exchange import ProgramFolder
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import StateSource
-from resilient_jax.state.flat_state import HeldState, Leaf
+from resilient_jax.state.flat_state import FlatState, FlatLeaf
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.method import Method
 from resilient_jax.transport.sync_channel import SyncChannel
 from resilient_jax.transport.sync_server import SyncServer
 
-CHUNK_BYTES = 2**22
+TRANSFER_CHUNK_BYTES = 2**22
 """Large enough that the cost of a message vanishes, small enough that four in flight are nothing."""
-OFFER_DEADLINE_S = 30.0
-FETCH_DEADLINE_S = 600.0
+OFFER_TIMEOUT_S = 30.0
+FETCH_TIMEOUT_S = 600.0
 SERVICE = "state"
-THREADS = 16
+NUM_THREADS = 16
 """Hosts that wait for a program to be compiled have one each, and must not keep the state from others."""
 
 
-class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
+class FetchStateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for the state that generation `generation` goes on from."""
 
     generation: GenerationNumber
 
 
-class LeafHeader(msgspec.Struct, frozen=True, kw_only=True):
+class TransferredLeaf(msgspec.Struct, frozen=True, kw_only=True):
     """What a leaf's bytes are; they follow in C order."""
 
     path: str
@@ -48,16 +48,16 @@ class LeafHeader(msgspec.Struct, frozen=True, kw_only=True):
     key_impl: str | None = None
 
 
-class FetchPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The manifest (first) and what is no array, then bytes of the leaves, in its order."""
 
     step: int = 0
-    manifest: tuple[LeafHeader, ...] | None = None
-    texts: dict[str, str] = {}
+    manifest: tuple[TransferredLeaf, ...] | None = None
+    strings: dict[str, str] = {}
     data: bytes = b""
 
 
-FETCH = Method("fetch", FetchRequest, FetchPart, is_streaming=True)
+FETCH_STATE = Method("fetch", FetchStateRequest, StateChunk, is_streaming=True)
 
 
 class StateServer:
@@ -67,9 +67,9 @@ class StateServer:
         self, host_address: str, credentials: Credentials, programs: ProgramFolder | None = None
     ) -> None:
         self._offered = threading.Condition()
-        self._offer: tuple[GenerationNumber, HeldState] | None = None
-        self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=THREADS)
-        self._server.add(SERVICE, {FETCH: self._fetch})
+        self._offer: tuple[GenerationNumber, FlatState] | None = None
+        self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=NUM_THREADS)
+        self._server.add(SERVICE, {FETCH_STATE: self._fetch})
         if programs is not None:
             self._server.add(program_exchange.SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve})
         self._server.start()
@@ -78,7 +78,7 @@ class StateServer:
     def endpoint(self) -> str:
         return self._server.address
 
-    def offer(self, generation: GenerationNumber, state: HeldState) -> None:
+    def offer(self, generation: GenerationNumber, state: FlatState) -> None:
         """Serves `state` (in host memory) to whoever asks for this generation."""
         with self._offered:
             self._offer = (generation, state)
@@ -93,15 +93,15 @@ class StateServer:
         """Serves nobody any more."""
         self._server.stop()
 
-    def _fetch(self, request: FetchRequest) -> Iterator[FetchPart]:
+    def _fetch(self, request: FetchStateRequest) -> Iterator[StateChunk]:
         state = self._wait_for_offer(request.generation)
         arrays = [np.ascontiguousarray(leaf.value) for leaf in state.leaves]
         views = [array.reshape(-1).view(np.uint8) for array in arrays]
-        yield FetchPart(
+        yield StateChunk(
             step=state.step,
-            texts=dict(state.texts),
+            strings=dict(state.strings),
             manifest=tuple(
-                LeafHeader(
+                TransferredLeaf(
                     path=leaf.path,
                     dtype=array.dtype.name,
                     shape=leaf.value.shape,  # of the leaf: ascontiguousarray gives a scalar one dim
@@ -112,13 +112,13 @@ class StateServer:
             ),
         )
         for view in views:
-            for start in range(0, view.size, CHUNK_BYTES):
-                yield FetchPart(data=view[start : start + CHUNK_BYTES].tobytes())
+            for start in range(0, view.size, TRANSFER_CHUNK_BYTES):
+                yield StateChunk(data=view[start : start + TRANSFER_CHUNK_BYTES].tobytes())
 
-    def _wait_for_offer(self, generation: GenerationNumber) -> HeldState:
+    def _wait_for_offer(self, generation: GenerationNumber) -> FlatState:
         with self._offered:
             found = self._offered.wait_for(
-                lambda: self._offer is not None and self._offer[0] >= generation, OFFER_DEADLINE_S
+                lambda: self._offer is not None and self._offer[0] >= generation, OFFER_TIMEOUT_S
             )
             if not found or self._offer is None or self._offer[0] != generation:
                 raise PeerUnreachable(
@@ -128,7 +128,7 @@ class StateServer:
             return self._offer[1]
 
 
-class Transfer:
+class CancellableTransfer:
     """What this process fetches now, so that another thread can end it: a peer that has stopped sends nothing."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Transfer:
         self._channel: SyncChannel | None = None
 
     @contextlib.contextmanager
-    def over(self, channel: SyncChannel) -> Iterator[SyncChannel]:
+    def use_channel(self, channel: SyncChannel) -> Iterator[SyncChannel]:
         """While this lasts it is this channel."""
         with channel:
             self._use(channel)
@@ -145,7 +145,7 @@ class Transfer:
             finally:
                 self._use(None)
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         """Has whoever waits for a peer raise PeerError."""
         with self._lock:
             if self._channel is not None:
@@ -159,12 +159,12 @@ class Transfer:
 def fetch_state(
     generation: GenerationNumber,
     sources: Sequence[StateSource],
-    first: int,
+    first_source: int,
     credentials: Credentials,
-    transfer: Transfer,
+    transfer: CancellableTransfer,
     check: Callable[[], None],
-    on_refused: Callable[[StateSource, PeerError], None],
-) -> HeldState:
+    on_source_failed: Callable[[StateSource, PeerError], None],
+) -> FlatState:
     """The state, from the first source that gives it whole; begins with `sources[first % len]`.
 
     Args:
@@ -176,13 +176,13 @@ def fetch_state(
         PeerUnreachable: no source gave it.
     """
     for turn in range(len(sources)):
-        source = sources[(first + turn) % len(sources)]
+        source = sources[(first_source + turn) % len(sources)]
         try:
-            with transfer.over(SyncChannel(source.endpoint, credentials)) as channel:
+            with transfer.use_channel(SyncChannel(source.endpoint, credentials)) as channel:
                 return _fetch_from(source, channel, generation, check)
         except PeerError as error:
             check()
-            on_refused(source, error)
+            on_source_failed(source, error)
     names = ", ".join(source.host for source in sources)
     raise PeerUnreachable(
         f"none of the hosts that hold the state of generation {generation} gave it: {names}"
@@ -191,8 +191,8 @@ def fetch_state(
 
 def _fetch_from(
     source: StateSource, channel: SyncChannel, generation: GenerationNumber, check: Callable[[], None]
-) -> HeldState:
-    parts = channel.stream(SERVICE, FETCH, FetchRequest(generation=generation), timeout_s=FETCH_DEADLINE_S)
+) -> FlatState:
+    parts = channel.stream(SERVICE, FETCH_STATE, FetchStateRequest(generation=generation), timeout_s=FETCH_TIMEOUT_S)
     head = next(parts, None)
     if head is None or head.manifest is None:
         raise MessageError(f"{source.host} began its state without a manifest")
@@ -208,14 +208,14 @@ def _fetch_from(
                 f"leaf {header.path} from {source.host} has CRC-32 {found:08x}, expected "
                 f"{header.crc32:08x}; the bytes were changed on the way or in memory"
             )
-        leaves.append(Leaf(path=header.path, value=array, key_impl=header.key_impl))
-    return HeldState(step=head.step, leaves=tuple(leaves), texts=head.texts)
+        leaves.append(FlatLeaf(path=header.path, value=array, key_impl=header.key_impl))
+    return FlatState(step=head.step, leaves=tuple(leaves), strings=head.strings)
 
 
 class _Bytes:
     """The data of a stream of parts, as one run of bytes."""
 
-    def __init__(self, parts: Iterator[FetchPart], check: Callable[[], None], source: StateSource) -> None:
+    def __init__(self, parts: Iterator[StateChunk], check: Callable[[], None], source: StateSource) -> None:
         self._parts = parts
         self._check = check
         self._source = source

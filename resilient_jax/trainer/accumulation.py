@@ -8,14 +8,14 @@ import jax
 from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.reducer import Microbatch
 from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.step_programs import locate
+from resilient_jax.trainer.step_programs import make_microbatch_id
 
 Tree = Any
 """A pytree of arrays."""
 
 
-def make_adder(
-    accumulate: Callable[..., Tree], variables: Variables, placement: Placement, as_step: int | None = None
+def make_microbatch_adder(
+    accumulate: Callable[..., Tree], variables: Variables, placement: Placement, key_step: int | None = None
 ) -> Callable[[Tree, Microbatch], Tree]:
     """Adds microbatches to a total. The variables are taken up to a replica's mesh once, not for each.
 
@@ -31,18 +31,18 @@ def make_adder(
         replica = microbatch.replica
         if replica.mesh not in lifted:  # two threads have two replicas
             lifted[replica.mesh] = replica.to_replica(variables)
-        step = microbatch.step if as_step is None else as_step
+        step = microbatch.step if key_step is None else key_step
         return accumulate(
             total,
             lifted[replica.mesh],
             replica.place_batch(microbatch.batch),
-            locate(step, microbatch.index),
+            make_microbatch_id(step, microbatch.index),
             laid=placement.with_mesh(replica.mesh.abstract_mesh),
         )
 
     return add
 
 
-def abstract_of(batch: Tree) -> Tree:
+def make_abstract(batch: Tree) -> Tree:
     """Its shapes, as they are on devices, which may have narrower types."""
     return jax.eval_shape(lambda tree: tree, batch)

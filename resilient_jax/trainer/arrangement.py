@@ -23,8 +23,8 @@ from resilient_jax.sharding.partition_specs import StateCuts
 from resilient_jax.sharding.placements import ParameterPlacement, ReplicatedPlacement, Placement, ParameterSpecs
 from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape
 from resilient_jax.topology import Topology, load_topology
-from resilient_jax.trainer.accumulation import abstract_of
-from resilient_jax.trainer.fit_config import Order
+from resilient_jax.trainer.accumulation import make_abstract
+from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.worker.world import World
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
@@ -41,7 +41,7 @@ class Arrangement:
         plan: that it follows; None: the user's own.
     """
 
-    shape: ReplicaShape
+    replica_shape: ReplicaShape
     placement: Placement
     plan: Plan | None = None
 
@@ -53,9 +53,9 @@ class Arranger:
         planner: None: nothing is planned.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self.planner = Planner(order) if order.planning is not None else None
+    def __init__(self, config: FitConfig) -> None:
+        self._order = config
+        self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
         self._last: Plan | None = None
 
     def arrange(self, world: World, params: Tree) -> Arrangement:
@@ -68,12 +68,12 @@ class Arranger:
         Raises:
             CallerError: no plan fits; a host is not in the topology.
         """
-        if self.planner is None:
-            return Arrangement(shape=self._order.sharing.replicas, placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)))
-        plan = self.planner.plan_for(world.hosts)
-        self.planner.check_devices(world)
+        if self.plan_searcher is None:
+            return Arrangement(replica_shape=self._order.parallelism.replica_shape, placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)))
+        plan = self.plan_searcher.find_plan(world.hosts)
+        self.plan_searcher.check_device_count(world)
         self._say(world, plan)
-        return self.planner.arrange(plan, world.local_devices, params)
+        return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
 
     def _say(self, world: World, plan: Plan) -> None:
         last, self._last = self._last, plan
@@ -87,19 +87,19 @@ class Arranger:
             )
 
 
-class Planner:
+class PlanSearcher:
     """Searches plans for one program, and lays out what they say; knows no world."""
 
-    def __init__(self, order: Order) -> None:
-        assert order.planning is not None
-        self._order, self._planning = order, order.planning
+    def __init__(self, config: FitConfig) -> None:
+        assert config.planner is not None
+        self._order, self._planning = config, config.planner
         given = self._planning.topology
         self._topology = given if isinstance(given, Topology) else load_topology(Path(given))
-        self._profile: ProgramCost | None = self._planning.profile
+        self._profile: ProgramCost | None = self._planning.program_cost
         self._tables: dict[tuple[int, ...], ParameterSpecs] = {}
         self._plans: dict[tuple[HostName, ...], Plan] = {}
 
-    def plan_for(self, hosts: tuple[HostName, ...]) -> Plan:
+    def find_plan(self, hosts: tuple[HostName, ...]) -> Plan:
         """The best plan for these hosts."""
         if hosts not in self._plans:
             unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
@@ -111,12 +111,12 @@ class Planner:
                 )
             absent = [host.name for host in self._topology.hosts if host.name not in hosts]
             self._plans[hosts] = search_host_local_plan(
-                self.profile,
+                self.program_cost,
                 self._topology.without(*absent) if absent else self._topology,
                 microbatch_size=self._order.microbatch_size,
-                global_batch=self._order.microbatch_size * self._order.recipe.microbatches,
+                global_batch=self._order.microbatch_size * self._order.recipe.num_microbatches,
                 calibration=self._planning.calibration,
-                axes=self._planning.axes,
+                axes=self._planning.axis_sizes,
             )
         return self._plans[hosts]
 
@@ -126,25 +126,25 @@ class Planner:
         return tuple(host.name for host in self._topology.hosts)
 
     @property
-    def profile(self) -> ProgramCost:
+    def program_cost(self) -> ProgramCost:
         """Of the program; measured when first asked for."""
         if self._profile is None:
             recipe = self._order.recipe
 
             def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
-                return recipe.loss(model, batch, jax.random.key(0))[0]
+                return recipe.loss_fn(model, batch, jax.random.key(0))[0]
 
             self._profile = profile_of(
                 self._order.model,
                 loss,
-                abstract_of(self._order.data.batch(0, 0)),
+                make_abstract(self._order.data.batch(0, 0)),
                 name=type(self._order.model).__name__,
                 optimizer=recipe.optimizer,
-                naming=self._planning.naming,
+                naming=self._planning.logical_axis_rules,
             )
         return self._profile
 
-    def check_devices(self, world: World) -> None:
+    def check_device_count(self, world: World) -> None:
         """Refuses a host that has other devices than the topology says.
 
         Raises:
@@ -157,7 +157,7 @@ class Planner:
                 f"{self._topology.name} says. Change --devices-per-host, or the topology"
             )
 
-    def arrange(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
+    def make_arrangement(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
         """What a plan means on a host with these devices."""
         sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
         axes = tuple((axis.value, size) for axis, size in sizes.items())
@@ -165,7 +165,7 @@ class Planner:
         grid = np.array(devices).reshape((per_host, *sizes.values()))
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         return Arrangement(
-            shape=ReplicaShape(per_host=per_host, axes=axes),
+            replica_shape=ReplicaShape(per_host=per_host, axes=axes),
             placement=ParameterPlacement(mesh, self._find_table(sizes, params)),
             plan=plan,
         )
@@ -173,7 +173,7 @@ class Planner:
     def _find_table(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._tables:
-            specs = StateCuts(self.profile, sizes, self._planning.naming).specs(params)
+            specs = StateCuts(self.program_cost, sizes, self._planning.logical_axis_rules).specs(params)
             leaves = jax.tree_util.tree_leaves_with_path(params)
             self._tables[key] = tuple(
                 (jax.tree_util.keystr(path), tuple(leaf.shape), spec)

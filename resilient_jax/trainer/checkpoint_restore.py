@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from resilient_jax.checkpoint.directory_listing import SHOWN, Listing
+from resilient_jax.checkpoint.directory_listing import MAX_SHOWN, DirectoryListing
 from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.errors import CheckpointUnreadable, StateError
 from resilient_jax.events import EventKind
@@ -17,7 +17,7 @@ from resilient_jax.trainer.training_state import Tree
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
-ELSEWHERE = "another host could not read it"
+UNREADABLE_ON_ANOTHER_HOST = "another host could not read it"
 
 
 def restore_newest(
@@ -40,15 +40,15 @@ def restore_newest(
         StateError: the hosts see different checkpoints, or other things than checkpoints are there, or the newest that
             can be read holds another state.
     """
-    store.wait(world.record_event, world.raise_if_ended)
+    store.wait_until_finished(world.record_event, world.raise_if_ended)
     world.agree(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
-    listing = store.look()
+    listing = store.list_directory()
     refused: dict[int, str] = {}
     for name in listing.unfinished:
-        path = str(store.path(0).with_name(name))
+        path = str(store.get_folder(0).with_name(name))
         world.record_event(EventKind.CHECKPOINT_REFUSED, path=path, reason="its save was not finished")
     while True:
-        step = agree_on_checkpoint(world, listing.older_than(min(refused) if refused else None), checkpoints)
+        step = agree_on_checkpoint(world, listing.find_newest_before(min(refused) if refused else None), checkpoints)
         if step is None:
             _check_nothing_is_there(listing, refused, checkpoints)
             _check_may_begin(world.state_loss, checkpoints)
@@ -60,12 +60,12 @@ def restore_newest(
             detail: dict[str, Any] = {"steps_lost": world.state_loss.step - step} if world.state_loss is not None else {}
             nbytes = store.bytes_read - bytes_before
             world.record_event(
-                EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.path(step)), bytes=nbytes, **detail
+                EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.get_folder(step)), bytes=nbytes, **detail
             )
             return step, state
-        refused[step] = reason or ELSEWHERE
-        logger.warning("the checkpoint %s is skipped: %s", store.path(step), refused[step])
-        world.record_event(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.path(step)), reason=refused[step])
+        refused[step] = reason or UNREADABLE_ON_ANOTHER_HOST
+        logger.warning("the checkpoint %s is skipped: %s", store.get_folder(step), refused[step])
+        world.record_event(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.get_folder(step)), reason=refused[step])
 
 
 def _try_load(
@@ -74,7 +74,7 @@ def _try_load(
     try:
         return store.load(step, abstract, sharding, world.raise_if_ended), None
     except CheckpointUnreadable as error:
-        return None, str(error).removeprefix(f"the checkpoint {store.path(step)}: ")
+        return None, str(error).removeprefix(f"the checkpoint {store.get_folder(step)}: ")
 
 
 def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
@@ -87,17 +87,17 @@ def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
         )
 
 
-def _check_nothing_is_there(listing: Listing, refused: dict[int, str], checkpoints: Checkpoints) -> None:
+def _check_nothing_is_there(listing: DirectoryListing, refused: dict[int, str], checkpoints: Checkpoints) -> None:
     """Refuses to begin anew where somebody has saved something."""
     if refused:
-        reasons = "; ".join(f"step {step}: {reason}" for step, reason in list(refused.items())[:SHOWN])
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in list(refused.items())[:MAX_SHOWN])
         raise CheckpointUnreadable(
             f"checkpoints: found {len(refused)} in {checkpoints.directory}, and none that every host can read "
             f"({reasons}). Bring one back from a copy, or give another directory to begin anew"
         )
     if listing.foreign:
         raise StateError(
-            f"checkpoints: found {', '.join(listing.foreign[:SHOWN])} in {checkpoints.directory}, expected folders "
+            f"checkpoints: found {', '.join(listing.foreign[:MAX_SHOWN])} in {checkpoints.directory}, expected folders "
             "named by their steps, or nothing. Give the directory above the steps' folders, or an empty one to begin "
             "anew"
         )

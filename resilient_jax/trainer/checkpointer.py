@@ -6,47 +6,47 @@ from resilient_jax.checkpoint.orbax_store import OrbaxStore
 from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.trainer.checkpoint_restore import restore_newest
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.state_layout import Keeping
+from resilient_jax.trainer.state_layout import StateLayout
 from resilient_jax.trainer.training_state import TrainingState, Tree
 from resilient_jax.worker.world import World
 
 
-class Saving:
+class Checkpointer:
     """Outlives generations, as a save in flight does; it holds no array.
 
     The first host of a generation saves. When that is another one than before, the former may still have a save in
     flight: they write into folders of their own.
     """
 
-    def __init__(self, checkpoints: Checkpoints, steps: int) -> None:
+    def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
         self._checkpoints = checkpoints
-        self._steps = steps
-        self._store = OrbaxStore(checkpoints.directory, checkpoints.keep, checkpoints.timeout_s)
+        self._steps = num_steps
+        self._store = OrbaxStore(checkpoints.directory, checkpoints.max_to_keep, checkpoints.timeout_s)
 
     def find_newest(self) -> int | None:
         """The step of the newest checkpoint that was finished, by names alone. May be called on any thread."""
-        return self._store.find_newest()
+        return self._store.find_newest_step()
 
     def restore(self, world: World, abstract: Tree, sharding: ShardingRule) -> tuple[int, Tree] | None:
         """The step and the state to go on from, if something is on storage; see `restore_newest`."""
         return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
 
-    def save(self, keeping: Keeping, state: TrainingState, step: int) -> None:
+    def save(self, keeping: StateLayout, state: TrainingState, step: int) -> None:
         """Begins to save the committed state, if it is time. Every host must call it: all of them gather it."""
         world = keeping.world
-        self._store.report(world.record_event)
+        self._store.poll_save(world.record_event)
         if not self._checkpoints.is_due(step, self._steps):
             return
         if world.host_index == 0 and step == self._steps:
-            self._store.wait(world.record_event, world.raise_if_ended)  # no step comes after it that might be saved instead
+            self._store.wait_until_finished(world.record_event, world.raise_if_ended)  # no step comes after it that might be saved instead
         self._start(keeping, state, step)
 
-    def _start(self, keeping: Keeping, state: TrainingState, step: int) -> None:
+    def _start(self, keeping: StateLayout, state: TrainingState, step: int) -> None:
         whole = keeping.gather(state)
         if keeping.world.host_index == 0:
-            self._store.start_saving(step, whole, keeping.world.record_event)
+            self._store.start_save(step, whole, keeping.world.record_event)
 
-    def finish(self, keeping: Keeping, state: TrainingState) -> None:
+    def ensure_final_saved(self, keeping: StateLayout, state: TrainingState) -> None:
         """Returns on every host when the state that training ended with, at whichever step, is on storage.
 
         If the host that was to save it is dead, the first of the others does: nobody is done before this is.
@@ -57,12 +57,12 @@ class Saving:
         world, step = keeping.world, int(state.step)
         saves = world.host_index == 0
         if saves:
-            self._store.finish(world.record_event, world.raise_if_ended)
-        is_missing = saves and step > 0 and not self._store.has(step)
+            self._store.wait_until_saved(world.record_event, world.raise_if_ended)
+        is_missing = saves and step > 0 and not self._store.has_checkpoint(step)
         if int(world.agree(np.array([is_missing], np.int32))[0]):
             self._start(keeping, state, step)
             if saves:
-                self._store.finish(world.record_event, world.raise_if_ended)
+                self._store.wait_until_saved(world.record_event, world.raise_if_ended)
             world.agree(np.zeros(1, np.int32))
 
     def close(self) -> None:

@@ -29,18 +29,18 @@ class Checkpoints:
     """
 
     directory: str | Path
-    every: int = 100
-    keep: int = 2
+    save_interval_steps: int = 100
+    max_to_keep: int = 2
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.keep < 1:
+        if self.save_interval_steps < 1 or self.max_to_keep < 1:
             raise CallerError(
-                f"checkpoints: found every={self.every}, keep={self.keep}, expected numbers of at least 1"
+                f"checkpoints: found every={self.save_interval_steps}, keep={self.max_to_keep}, expected numbers of at least 1"
             )
         if not self.timeout_s > 0:
             raise CallerError(f"checkpoints: found timeout_s={self.timeout_s}, expected a number above 0")
 
-    def is_due(self, step: int, last: int) -> bool:
+    def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to save when `step` steps are committed, of `last`."""
-        return step % self.every == 0 or step == last
+        return step % self.save_interval_steps == 0 or step == num_steps

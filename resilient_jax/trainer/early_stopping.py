@@ -6,11 +6,11 @@ import math
 import numpy as np
 
 from resilient_jax.errors import CallerError
-from resilient_jax.trainer.training_state import Patience
+from resilient_jax.trainer.training_state import EarlyStoppingState
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyStop:
+class EarlyStopping:
     """When to stop before the last step.
 
     What it remembers is in the training state, so it is the same after any failure, and after a resume.
@@ -37,12 +37,12 @@ class EarlyStop:
                 "least 1 and a min_delta of at least 0"
             )
 
-    def begin(self) -> Patience:
+    def make_initial_state(self) -> EarlyStoppingState:
         """Before the first evaluation."""
         worst = -math.inf if self.larger_is_better else math.inf
-        return Patience(np.array(worst, np.float32), np.array(0, np.int32))
+        return EarlyStoppingState(np.array(worst, np.float32), np.array(0, np.int32))
 
-    def judge(self, patience: Patience, metrics: dict[str, float]) -> tuple[Patience, bool, str]:
+    def update(self, state: EarlyStoppingState, metrics: dict[str, float]) -> tuple[EarlyStoppingState, bool, str]:
         """(what to remember now, whether to stop, why).
 
         A value that is NaN betters nothing.
@@ -55,11 +55,11 @@ class EarlyStop:
                 f"early stop: found the metrics {', '.join(sorted(metrics))}, expected {self.metric!r} among them. "
                 "Name one of these, or let the evaluation's loss return it"
             )
-        value, best = metrics[self.metric], float(patience.best)
+        value, best = metrics[self.metric], float(state.best_metric)
         sign = 1 if self.larger_is_better else -1
         if sign * value > sign * best + self.min_delta:
-            found = Patience(np.array(value, np.float32), np.array(0, np.int32))
+            found = EarlyStoppingState(np.array(value, np.float32), np.array(0, np.int32))
             return found, False, f"{self.metric} is the best so far"
-        bad = int(patience.bad) + 1
+        bad = int(state.patience_count) + 1
         reason = f"{self.metric} has not bettered {best:.6g} in {bad} evaluations"
-        return Patience(patience.best, np.array(bad, np.int32)), bad >= self.patience, reason
+        return EarlyStoppingState(state.best_metric, np.array(bad, np.int32)), bad >= self.patience, reason

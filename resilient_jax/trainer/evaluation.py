@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.data.microbatch_rows import WHOLE, Part
-from resilient_jax.data.microbatches import MicrobatchData, microbatch_data
+from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart
+from resilient_jax.data.microbatches import MicrobatchData, make_microbatch_data
 from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, Loss
-from resilient_jax.trainer.model_adapters import Model, Variables
+from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, LossFunction
+from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import Numerics, cast_floats
-from resilient_jax.trainer.step_programs import lay, microbatch_key
+from resilient_jax.trainer.step_programs import constrain_sharding, make_microbatch_key
 
 Tree = Any
 """A pytree of arrays."""
@@ -40,57 +40,57 @@ class Evaluation:
     """
 
     data: Any
-    every: int
+    interval_steps: int
     microbatch_size: int | None = None
-    microbatches: int | None = None
-    loss: Callable[..., Any] | None = None
+    num_microbatches: int | None = None
+    loss_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("every", "microbatch_size", "microbatches"):
             if (found := getattr(self, name)) is not None and found < 1:
                 raise CallerError(f"evaluation: found {name}={found}, expected at least 1")
 
-    def is_due(self, step: int, last: int) -> bool:
+    def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate when `step` steps are committed, of `last`."""
-        return step == last or (step > 0 and step % self.every == 0)
+        return step == num_steps or (step > 0 and step % self.interval_steps == 0)
 
-    def count_microbatches(self, size: int) -> int:
+    def count_microbatches(self, microbatch_size: int) -> int:
         """How many microbatches of `size` examples an evaluation has.
 
         Raises:
             CallerError: it cannot be told, or the source is no multiple.
         """
-        if self.microbatches is not None:
-            return self.microbatches
+        if self.num_microbatches is not None:
+            return self.num_microbatches
         if not isinstance(self.data, Sized):
             raise CallerError(
                 f"evaluation: found a {type(self.data).__name__} without a length as data, expected microbatches=, how "
                 "many to evaluate"
             )
-        count, rest = divmod(len(self.data), size)
+        count, rest = divmod(len(self.data), microbatch_size)
         if rest or not count:
             raise CallerError(
-                f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size {size}. Say "
+                f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size {microbatch_size}. Say "
                 f"microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
             )
         return count
 
-    def microbatches_of(self, size: int, seed: int) -> MicrobatchData:
+    def make_data(self, microbatch_size: int, seed: int) -> MicrobatchData:
         """The evaluation's data, the same in every step."""
-        count = self.count_microbatches(size)
-        data = microbatch_data(self.data, microbatches=count, size=size, seed=seed)
+        count = self.count_microbatches(microbatch_size)
+        data = make_microbatch_data(self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed)
         if isinstance(data, RandomAccessData):
-            data = microbatch_data(self.data, microbatches=count, size=size, seed=seed, shuffle=False)
-        return SameEachTime(data)
+            data = make_microbatch_data(self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed, shuffle=False)
+        return RepeatedStepData(data)
 
 
-class SameEachTime:
+class RepeatedStepData:
     """Data whose every step is its step 0."""
 
     def __init__(self, data: MicrobatchData) -> None:
         self._data = data
 
-    def batch(self, step: int, index: int, part: Part = WHOLE) -> Tree:
+    def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
         """The microbatch `index`, whatever the step."""
         return self._data.batch(0, index, part)
 
@@ -99,7 +99,7 @@ class SameEachTime:
         return self._data.lengths(0, index)
 
 
-class EvaluationTotal(NamedTuple):
+class EvaluationSums(NamedTuple):
     """Sums over microbatches: float32[] each."""
 
     loss: Any
@@ -115,43 +115,43 @@ class EvaluationProgram:
     """
 
     def __init__(
-        self, model: Model, loss: Loss, numerics: Numerics, seed: int, variables: Variables, example: Tree
+        self, model: ModelAdapter, loss_fn: LossFunction, numerics: Numerics, seed: int, variables: Variables, example: Tree
     ) -> None:
         """Traces the loss once, without a device.
 
         Raises:
             CallerError: the loss gives no scalar.
         """
-        self._model, self._loss, self._numerics, self._seed = model, loss, numerics, seed
+        self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
         self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
         where = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        self.abstract_total = jax.eval_shape(self._measure, variables, example, where)
+        self.abstract_sums = jax.eval_shape(self._measure, variables, example, where)
 
-    def _measure(self, variables: Variables, batch: Tree, where: jax.Array) -> EvaluationTotal:
-        model_key, loss_key = jax.random.split(microbatch_key(self._seed, where))
+    def _measure(self, variables: Variables, batch: Tree, where: jax.Array) -> EvaluationSums:
+        model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, where))
         bound = variables._replace(params=cast_floats(variables.params, self._numerics.compute_dtype))
         found, _ = self._model.apply(
             bound, model_key, lambda model: self._loss(model, batch, loss_key), training=False
         )
-        return EvaluationTotal(*found)
+        return EvaluationSums(*found)
 
     def _accumulate(
         self,
-        total: EvaluationTotal,
+        total: EvaluationSums,
         variables: Variables,
         batch: Tree,
         where: jax.Array,
         *,
         laid: Placement,
-    ) -> EvaluationTotal:
+    ) -> EvaluationSums:
         found = self._measure(variables, batch, where)
-        return lay(jax.tree.map(jnp.add, total, found), laid)
+        return constrain_sharding(jax.tree.map(jnp.add, total, found), laid)
 
 
-def read_metrics(total: EvaluationTotal, microbatches: int) -> dict[str, float]:
+def compute_metrics(total: EvaluationSums, num_microbatches: int) -> dict[str, float]:
     """The means, by their names with "eval_" in front."""
     sums = {"loss": total.loss, **total.metrics}
     return {
-        f"{EVALUATION_PREFIX}{name}": float(value) / microbatches
+        f"{EVALUATION_PREFIX}{name}": float(value) / num_microbatches
         for name, value in jax.device_get(sums).items()
     }

@@ -9,26 +9,26 @@ from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import CallerError
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.early_stopping import EarlyStop
+from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
-from resilient_jax.trainer.loss_function import Loss
-from resilient_jax.trainer.planner import Planning
+from resilient_jax.trainer.loss_function import LossFunction
+from resilient_jax.trainer.planner import Planner
 from resilient_jax.trainer.step_programs import Recipe
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
 
 
-class StateSharing(enum.StrEnum):
+class StateSharding(enum.StrEnum):
     """How the training state is kept between steps."""
 
-    COMPLETE = "complete"
+    REPLICATED = "complete"
     """Every host has all of it."""
     SHARDED = "sharded"
     """Every host has its share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class Parallelism:
     """How the microbatches of a step are shared out and added up; see `World.sum_microbatches`.
 
     Attributes:
@@ -48,21 +48,21 @@ class Sharing:
         CallerError: `state` is neither.
     """
 
-    unit: int = 1
+    unit_size: int = 1
     reproducible: bool = True
-    replicas: ReplicaShape = ONE_REPLICA_PER_HOST
-    by_speed: bool = False
-    state: StateSharing | str = StateSharing.COMPLETE
+    replica_shape: ReplicaShape = ONE_REPLICA_PER_HOST
+    balance_by_speed: bool = False
+    state: StateSharding | str = StateSharding.REPLICATED
 
     def __post_init__(self) -> None:
-        if self.state not in list(StateSharing):
+        if self.state not in list(StateSharding):
             raise CallerError(
-                f"sharing: found state={self.state!r}, expected one of {', '.join(StateSharing)}"
+                f"sharing: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """How the data is read.
 
     Attributes:
@@ -72,12 +72,12 @@ class Reading:
     """
 
     shuffle: bool | None = None
-    ahead: int = 8
-    threads: int = 2
+    prefetch_buffer_size: int = 8
+    num_threads: int = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class FitConfig:
     """All that one `fit` has to do; no arrays.
 
     Attributes:
@@ -88,17 +88,17 @@ class Order:
         evaluation: with its loss, data and microbatch size; None: none.
     """
 
-    steps: int
+    num_steps: int
     recipe: Recipe
     microbatch_size: int
     model: object
     data: MicrobatchData
-    sharing: Sharing
-    planning: Planning | None
-    reading: Reading
+    parallelism: Parallelism
+    planner: Planner | None
+    read_options: ReadOptions
     evaluation: Evaluation | None
-    evaluation_loss: Loss
-    early_stop: EarlyStop | None
+    evaluation_loss: LossFunction
+    early_stopping: EarlyStopping | None
     checkpoints: Checkpoints | None
     callbacks: Sequence[Callback]
-    log: str | Path | None
+    log_directory: str | Path | None

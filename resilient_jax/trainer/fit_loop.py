@@ -16,39 +16,39 @@ import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.trainer.accumulation import abstract_of, make_adder
+from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_adder
 from resilient_jax.trainer.arrangement import Arranger
-from resilient_jax.trainer.checkpointer import Saving
+from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
-from resilient_jax.trainer.fit_config import Order
-from resilient_jax.trainer.fit_result import FitResult, to_host_memory
-from resilient_jax.trainer.host_checks import check_devices, check_replicas
+from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.fit_result import FitResult, copy_to_numpy
+from resilient_jax.trainer.host_checks import check_microbatch_size, check_batch_size
 from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.nonfinite import judge
+from resilient_jax.trainer.nonfinite import handle_nonfinite
 from resilient_jax.trainer.progress_bar import ProgressBar
-from resilient_jax.trainer.speculative_compilation import Forecast
-from resilient_jax.trainer.state_layout import Keeping, keep_state
-from resilient_jax.trainer.step_programs import Programs, zeros_like
+from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
+from resilient_jax.trainer.state_layout import StateLayout, make_state_layout
+from resilient_jax.trainer.step_programs import StepPrograms, make_zeros
 from resilient_jax.trainer.step_report import JsonLog, StepReport
-from resilient_jax.trainer.training_state import Measures, Patience, Total, TrainingState
+from resilient_jax.trainer.training_state import StepSummary, EarlyStoppingState, MicrobatchSums, TrainingState
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
 
 
-class Fitting:
+class FitLoop:
     """One `fit`: `train` is called in every generation; the rest outlives them."""
 
-    def __init__(self, order: Order, bar: ProgressBar | None) -> None:
-        self._order = order
-        self._bar = bar
+    def __init__(self, config: FitConfig, progress_bar: ProgressBar | None) -> None:
+        self._order = config
+        self._bar = progress_bar
         self._log: JsonLog | None = None
         self._data: Prefetcher | None = None
-        self._programs: Programs | None = None
-        self._arranger = Arranger(order)
-        self._forecast: Forecast | None = None
+        self._programs: StepPrograms | None = None
+        self._arranger = Arranger(config)
+        self._forecast: SpeculativeCompiler | None = None
         self._evaluator: Evaluator | None = None
-        self._saving = Saving(order.checkpoints, order.steps) if order.checkpoints is not None else None
+        self._saving = Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
         self._metrics: dict[str, float] = {}
         self._stop: tuple[int, str] | None = None
         """After which step this host was told to stop, and why."""
@@ -60,51 +60,51 @@ class Fitting:
             if closable is not None:
                 closable.close()
 
-    def train(self, world: World) -> None:
+    def run_generation(self, world: World) -> None:
         """Trains from the last committed step to the last one, with the hosts that are there now."""
         order = self._order
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
-        check_devices(world, order, arrangement.shape)
-        keeping = keep_state(world, order.sharing.state, arrangement)
+        check_microbatch_size(world, order, arrangement.replica_shape)
+        keeping = make_state_layout(world, order.parallelism.state, arrangement)
         state = keeping.restore(programs.init, lambda placement: self._load(keeping, programs, placement))
-        zeros = zeros_like(programs.abstract_total, arrangement.placement)
+        zeros = make_zeros(programs.abstract_sums, arrangement.placement)
         is_ahead = False
         if not self._is_stopped(world, int(state.step)):
-            for step in world.steps(order.steps + (order.evaluation is not None)):
+            for step in world.steps(order.num_steps + (order.evaluation is not None)):
                 state = self._evaluate(keeping, state, step)
-                if step >= order.steps or self._stop is not None:
+                if step >= order.num_steps or self._stop is not None:
                     break
                 state = self._step(keeping, programs, state, step, zeros)
                 if self._forecast is not None and not is_ahead:
-                    world.compile_ahead(self._forecast.jobs(world, arrangement))
+                    world.compile_ahead(self._forecast.list_jobs(world, arrangement))
                     is_ahead = True
                 if self._stop is not None:
                     break
         if self._saving is not None:
-            self._saving.finish(keeping, state)
+            self._saving.ensure_final_saved(keeping, state)
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            variables=to_host_memory(keeping.gather(state.variables)),
-            stopped_because=self._stop[1] if self._stop is not None else None,
+            variables=copy_to_numpy(keeping.gather(state.variables)),
+            stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
         )
 
     # Beginning.
 
-    def _open(self, world: World) -> Programs:
+    def _open(self, world: World) -> StepPrograms:
         """What lives as long as this process; made in its first generation, for there was no device before."""
         if self._programs is not None:
             return self._programs
         order = self._order
-        example = abstract_of(order.data.batch(0, 0))
-        programs = Programs(order.recipe, example)
+        example = make_abstract(order.data.batch(0, 0))
+        programs = StepPrograms(order.recipe, example)
         if order.evaluation is not None:
             self._evaluator = Evaluator(order, programs)
-        self._data = Prefetcher(order.data, ahead=order.reading.ahead, threads=order.reading.threads)
-        if order.log is not None:
-            self._log = JsonLog(order.log, world.host)
+        self._data = Prefetcher(order.data, buffer_size=order.read_options.prefetch_buffer_size, num_threads=order.read_options.num_threads)
+        if order.log_directory is not None:
+            self._log = JsonLog(order.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.statistics):
             logger.warning(
                 "the model keeps statistics over the examples of a batch (batch normalisation). Every microbatch of %d "
@@ -112,22 +112,22 @@ class Fitting:
                 "step. So the weights do not depend on who computed what, but they do depend on the microbatch size: "
                 "this is not the same as one batch of all examples",
                 order.microbatch_size,
-                order.recipe.microbatches,
+                order.recipe.num_microbatches,
             )
         self._programs = programs
-        planner = self._arranger.planner
-        if planner is not None and order.planning is not None and order.planning.compile_ahead:
-            self._forecast = Forecast(planner, order, programs, example)
+        planner = self._arranger.plan_searcher
+        if planner is not None and order.planner is not None and order.planner.compile_ahead:
+            self._forecast = SpeculativeCompiler(planner, order, programs, example)
         return programs
 
-    def find_checkpoint(self) -> int | None:
+    def find_newest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint on storage. May be called on any thread."""
         return self._saving.find_newest() if self._saving is not None else None
 
-    def _load(self, keeping: Keeping, programs: Programs, placement: Placement) -> TrainingState | None:
+    def _load(self, keeping: StateLayout, programs: StepPrograms, placement: Placement) -> TrainingState | None:
         """The state where nothing is committed, from storage; None: the job begins."""
         world = keeping.world
-        check_replicas(world, self._order, keeping.arrangement.shape)
+        check_batch_size(world, self._order, keeping.arrangement.replica_shape)
         if self._saving is None:
             return None
         found = self._saving.restore(world, programs.abstract_state, placement)
@@ -149,7 +149,7 @@ class Fitting:
 
     # One step.
 
-    def _evaluate(self, keeping: Keeping, state: TrainingState, step: int) -> TrainingState:
+    def _evaluate(self, keeping: StateLayout, state: TrainingState, step: int) -> TrainingState:
         """Evaluates if it is time; gives the state with what early stopping remembers now."""
         order, evaluator = self._order, self._evaluator
         if evaluator is None or not evaluator.is_due(step):
@@ -159,19 +159,19 @@ class Fitting:
             keeping.world,
             keeping.gather(state.variables),
             keeping.arrangement.placement,
-            keeping.arrangement.shape,
+            keeping.arrangement.replica_shape,
         )
-        if order.early_stop is not None:
-            assert isinstance(state.patience, Patience), "it is made together with early_stop"
-            patience, stops, reason = order.early_stop.judge(jax.device_get(state.patience), metrics)
-            state = state._replace(patience=keeping.cut(jax.device_put(patience, keeping.local)))
-            if stops and step < order.steps:
+        if order.early_stopping is not None:
+            assert isinstance(state.early_stopping, EarlyStoppingState), "it is made together with early_stop"
+            patience, stops, reason = order.early_stopping.update(jax.device_get(state.early_stopping), metrics)
+            state = state._replace(patience=keeping.shard(jax.device_put(patience, keeping.local_sharding)))
+            if stops and step < order.num_steps:
                 self._stop = (step, f"early stop: {reason}")
         self._report(keeping.world, state, metrics, started_s, is_evaluation=True)
         return state
 
     def _step(
-        self, keeping: Keeping, programs: Programs, state: TrainingState, step: int, zeros: Total
+        self, keeping: StateLayout, programs: StepPrograms, state: TrainingState, step: int, zeros: MicrobatchSums
     ) -> TrainingState:
         started_s = time.monotonic()
         world = keeping.world
@@ -179,34 +179,34 @@ class Fitting:
         state = keeping.update(programs, state, sums, measures)
         del sums  # complete, or pieces of it: nothing of a step is to be held with the next state
         world.commit(state, **{**self._metrics, **metrics})
-        keeping.protect(state)
+        keeping.snapshot(state)
         if self._saving is not None:
             self._saving.save(keeping, state, step + 1)
         self._report(world, state, metrics, started_s, is_evaluation=False)
         return state
 
     def _sum(
-        self, keeping: Keeping, programs: Programs, variables: Variables, zeros: Total, step: int
-    ) -> tuple[tuple[Any, Any], Measures, dict[str, float]]:
+        self, keeping: StateLayout, programs: StepPrograms, variables: Variables, zeros: MicrobatchSums, step: int
+    ) -> tuple[tuple[Any, Any], StepSummary, dict[str, float]]:
         """(gradients and statistics, measures) of all microbatches, as they lie in a state, and the metrics.
 
         Raises:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
         """
-        order, sharing, world = self._order, self._order.sharing, keeping.world
+        order, sharing, world = self._order, self._order.parallelism, keeping.world
         total = world.accumulate_microbatches(
-            order.recipe.microbatches,
-            make_adder(programs.accumulate, keeping.gather(variables), keeping.arrangement.placement),
+            order.recipe.num_microbatches,
+            make_microbatch_adder(programs.accumulate, keeping.gather(variables), keeping.arrangement.placement),
             zeros,
             data=self._data,
-            unit_size=sharing.unit,
+            unit_size=sharing.unit_size,
             reproducible=sharing.reproducible,
-            replica_shape=keeping.arrangement.shape,
-            balance_by_speed=sharing.by_speed,
+            replica_shape=keeping.arrangement.replica_shape,
+            balance_by_speed=sharing.balance_by_speed,
         )
-        judge(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())
-        measures, found = programs.measure(total)
-        sums, measures = keeping.cut(((total.gradients, total.statistics), measures))
+        handle_nonfinite(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())
+        measures, found = programs.summarize(total)
+        sums, measures = keeping.shard(((total.gradients, total.statistics), measures))
         return sums, measures, {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _report(
@@ -224,7 +224,7 @@ class Fitting:
             step=int(state.step),
             state=state,
             metrics=metrics,
-            seconds=time.monotonic() - started_s,
+            duration_s=time.monotonic() - started_s,
             host_index=world.host_index,
             generation=world.generation,
             is_evaluation=is_evaluation,

@@ -9,7 +9,7 @@ import numpy as np
 
 from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.trainer.model_adapters import Variables
-from resilient_jax.trainer.tree_digest import digest
+from resilient_jax.trainer.tree_digest import digest_tree
 
 Tree = Any
 """A pytree of arrays."""
@@ -31,7 +31,7 @@ class FitResult:
     step: int
     metrics: Mapping[str, float]
     variables: Variables
-    stopped_because: str | None
+    stop_reason: str | None
     host_index: int
 
     @property
@@ -40,12 +40,12 @@ class FitResult:
         return self.variables.params
 
     @property
-    def sha256(self) -> str:
+    def params_sha256(self) -> str:
         """The digest of the parameters; see `digest`. Computed anew at each call."""
-        return digest(self.params)
+        return digest_tree(self.params)
 
 
-def to_host_memory(variables: Variables) -> Variables:
+def copy_to_numpy(variables: Variables) -> Variables:
     """Copies that need no device: on a CPU `np.asarray` would be the device's own memory."""
     return jax.tree.map(
         lambda leaf: np.array(jax.random.key_data(leaf) if is_random_key(leaf) else leaf), variables

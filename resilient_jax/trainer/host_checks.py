@@ -5,11 +5,11 @@ import numpy as np
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.fit_config import Order
+from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.worker.world import World
 
 
-def check_devices(world: World, order: Order, shape: ReplicaShape) -> None:
+def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) -> None:
     """Refuses microbatches that cannot be cut evenly over a replica.
 
     Raises:
@@ -17,9 +17,9 @@ def check_devices(world: World, order: Order, shape: ReplicaShape) -> None:
     """
     devices = shape.count_devices(len(world.local_devices))
     cuts = next(iter(shape.mesh_axes(devices).values()))
-    sizes = {"microbatch_size": order.microbatch_size}
-    if order.evaluation is not None:
-        size = order.evaluation.microbatch_size or order.microbatch_size
+    sizes = {"microbatch_size": config.microbatch_size}
+    if config.evaluation is not None:
+        size = config.evaluation.microbatch_size or config.microbatch_size
         sizes["the evaluation's microbatch_size"] = size
     for name, size in sizes.items():
         if size % cuts:
@@ -29,15 +29,15 @@ def check_devices(world: World, order: Order, shape: ReplicaShape) -> None:
             )
 
 
-def check_replicas(world: World, order: Order, shape: ReplicaShape) -> None:
+def check_batch_size(world: World, config: FitConfig, shape: ReplicaShape) -> None:
     """Refuses a job that begins with more replicas than microbatches.
 
     Raises:
         CallerError: says the numbers.
     """
-    replicas, microbatches = world.count_replicas(shape), order.recipe.microbatches
+    replicas, microbatches = world.count_replicas(shape), config.recipe.num_microbatches
     if microbatches < replicas:
-        size = order.microbatch_size
+        size = config.microbatch_size
         raise CallerError(
             f"batch_size: found {microbatches * size}, which is {microbatches} microbatches of {size}, expected at "
             f"least one for each of the {replicas} replicas on {len(world.hosts)} hosts. Take a batch_size of "

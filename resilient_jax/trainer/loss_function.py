@@ -12,13 +12,13 @@ from resilient_jax.errors import CallerError
 
 Metrics = dict[str, jax.Array]
 """float32[] each."""
-OURS: Final = frozenset({"loss", "grad_norm", "skipped", "self", "state"})
+RESERVED_METRICS: Final = frozenset({"loss", "grad_norm", "skipped", "self", "state"})
 """Names that the trainer gives, or that `World.commit` has for something else."""
 EVALUATION_PREFIX: Final = "eval_"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loss:
+class LossFunction:
     """A loss function, normalised: it takes a key and gives float32.
 
     Attributes:
@@ -41,7 +41,7 @@ class Loss:
         return _scalar(value), _check_metrics(metrics)
 
 
-def read_loss(function: object) -> Loss:
+def adapt_loss(function: object) -> LossFunction:
     """The user's loss function.
 
     Raises:
@@ -55,7 +55,7 @@ def read_loss(function: object) -> Loss:
         takes_key = "key" in inspect.signature(function).parameters
     except ValueError:  # a builtin
         takes_key = False
-    return Loss(function, takes_key)
+    return LossFunction(function, takes_key)
 
 
 def _scalar(value: object) -> jax.Array:
@@ -77,9 +77,9 @@ def _check_metrics(metrics: object) -> Metrics:
             f"loss: found {_describe(metrics)} as the second result, expected a dict of scalars by name"
         )
     for name, value in metrics.items():
-        if not isinstance(name, str) or name in OURS or name.startswith(EVALUATION_PREFIX):
+        if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith(EVALUATION_PREFIX):
             raise CallerError(
-                f"loss: found the metric {name!r}, expected a name other than {', '.join(sorted(OURS))} and without "
+                f"loss: found the metric {name!r}, expected a name other than {', '.join(sorted(RESERVED_METRICS))} and without "
                 f"{EVALUATION_PREFIX} in front. Rename it"
             )
         if (found := _describe(value)) != "a scalar":

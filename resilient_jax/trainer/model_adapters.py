@@ -19,10 +19,10 @@ from resilient_jax.errors import CallerError
 
 Tree = Any
 """A pytree of arrays."""
-Use = Callable[[Any], Any]
+UseModel = Callable[[Any], Any]
 """What is done with the model once it has its numbers."""
 
-STATISTICS = "batch_stats"
+BATCH_STATS = "batch_stats"
 """Linen's collection of statistics that reach across the examples of a batch."""
 
 
@@ -36,19 +36,19 @@ class Variables(NamedTuple):
     """
 
     params: Tree
-    statistics: Tree
-    constants: Tree
+    batch_stats: Tree
+    non_trainable: Tree
 
 
-class Model(abc.ABC):
+class ModelAdapter(abc.ABC):
     """A model without its numbers."""
 
     @abc.abstractmethod
-    def init(self, key: jax.Array, use: Use) -> Variables:
+    def init(self, key: jax.Array, use: UseModel) -> Variables:
         """The numbers to begin with; a pure function of the key. `use` shows what the model is called with."""
 
     @abc.abstractmethod
-    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
         """What `use(model)` gives, and the statistics after it.
 
         Args:
@@ -59,7 +59,7 @@ class Model(abc.ABC):
         """
 
 
-def adapt(model: object) -> Model:
+def adapt_model(model: object) -> ModelAdapter:
     """The model behind what the user gave.
 
     Args:
@@ -77,17 +77,17 @@ def adapt(model: object) -> Model:
             f"connected. Write model=lambda rngs: {name}(..., rngs=rngs)"
         )
     if isinstance(model, nn.Module):
-        return LinenModel(model)
+        return LinenAdapter(model)
     if callable(model):
         is_class = isinstance(model, type) and issubclass(model, nnx.Module)
-        return NnxModel(model) if is_class or "rngs" in _parameters(model) else PlainModel(model)
+        return NnxAdapter(model) if is_class or "rngs" in _parameters(model) else FunctionAdapter(model)
     raise CallerError(
         f"model: found a {type(model).__name__}, expected a function lambda rngs: Net(..., rngs=rngs) that makes an "
         "nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
     )
 
 
-class NnxModel(Model):
+class NnxAdapter(ModelAdapter):
     """An `nnx.Module`, made anew in every trace by its factory.
 
     Its random streams (`nnx.RngState`) are no state: every microbatch gets its own, from its key.
@@ -96,16 +96,16 @@ class NnxModel(Model):
     def __init__(self, factory: Callable[..., object]) -> None:
         self._factory = factory
 
-    def init(self, key: jax.Array, use: Use) -> Variables:
+    def init(self, key: jax.Array, use: UseModel) -> Variables:
         """The factory's numbers, drawn from `nnx.Rngs(key)`."""
         _, params, _, statistics, constants = _split(self._make(key))
         return Variables(params, statistics, constants)
 
-    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
         """See `Model`. Training uses the module in the mode that the factory left it in."""
         graph, _, streams, _, _ = self._shape
         net = nnx.merge(
-            graph, variables.params, _rekey(streams, key), variables.statistics, variables.constants
+            graph, variables.params, _rekey(streams, key), variables.batch_stats, variables.non_trainable
         )
         if not training:
             net.eval()
@@ -147,33 +147,33 @@ def _rekey(streams: Tree, key: jax.Array) -> Tree:
     return jax.tree.unflatten(treedef, fresh)
 
 
-class LinenModel(Model):
+class LinenAdapter(ModelAdapter):
     """A `flax.linen.Module`, bound while it is used. Its random numbers of all names come from the one key."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def init(self, key: jax.Array, use: Use) -> Variables:
+    def init(self, key: jax.Array, use: UseModel) -> Variables:
         """What the module makes when `use` calls it."""
         made = dict(nn.init(use, self._module)({"params": key}))
-        return Variables(made.pop("params", {}), made.pop(STATISTICS, {}), made)
+        return Variables(made.pop("params", {}), made.pop(BATCH_STATS, {}), made)
 
-    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
         """See `Model`. Linen has no mode: the loss says `train=` to its modules, or leaves it."""
         params, statistics, constants = variables
-        bound = {"params": params, STATISTICS: statistics, **constants}
+        bound = {"params": params, BATCH_STATS: statistics, **constants}
         # Linen draws from the stream "params" wherever one of another name is missing.
-        out, changed = nn.apply(use, self._module, mutable=[STATISTICS])(bound, rngs={"params": key})
-        return out, changed.get(STATISTICS, statistics)
+        out, changed = nn.apply(use, self._module, mutable=[BATCH_STATS])(bound, rngs={"params": key})
+        return out, changed.get(BATCH_STATS, statistics)
 
 
-class PlainModel(Model):
+class FunctionAdapter(ModelAdapter):
     """A tree of arrays, all of them parameters."""
 
     def __init__(self, make: Callable[[jax.Array], Tree]) -> None:
         self._make = make
 
-    def init(self, key: jax.Array, use: Use) -> Variables:
+    def init(self, key: jax.Array, use: UseModel) -> Variables:
         """The function's tree.
 
         Raises:
@@ -189,7 +189,7 @@ class PlainModel(Model):
                 )
         return Variables(params, {}, {})
 
-    def apply(self, variables: Variables, key: jax.Array, use: Use, *, training: bool) -> tuple[Any, Tree]:
+    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
         """See `Model`; the bound model is the tree."""
         return use(variables.params), {}
 

@@ -14,7 +14,7 @@ Tree = Any
 """A pytree of arrays."""
 
 
-class NonFinite(enum.StrEnum):
+class NonFinitePolicy(enum.StrEnum):
     """What is done about a microbatch whose loss, gradient or statistics have a NaN or an infinity."""
 
     STOP = "stop"
@@ -43,7 +43,7 @@ class Numerics:
     clip_norm: float | None = None
     compute_dtype: Any = None
     remat: bool = False
-    non_finite: NonFinite | str = NonFinite.STOP
+    non_finite: NonFinitePolicy | str = NonFinitePolicy.STOP
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
@@ -54,9 +54,9 @@ class Numerics:
             raise CallerError(
                 f"compute_dtype: found {self.compute_dtype}, expected a floating-point type, such as jnp.bfloat16"
             )
-        if self.non_finite not in list(NonFinite):
+        if self.non_finite not in list(NonFinitePolicy):
             raise CallerError(
-                f"non_finite: found {self.non_finite!r}, expected one of {', '.join(NonFinite)}"
+                f"non_finite: found {self.non_finite!r}, expected one of {', '.join(NonFinitePolicy)}"
             )
 
 
@@ -69,14 +69,14 @@ def cast_floats(tree: Tree, dtype: Any) -> Tree:  # noqa: ANN401 - what jnp take
     )
 
 
-def clip(gradients: Tree, norm: jax.Array, largest: float) -> Tree:
+def clip_by_norm(gradients: Tree, norm: jax.Array, max_norm: float) -> Tree:
     """The gradients, scaled down so that their global norm is `largest` at most: g min(1, largest / norm).
 
     As `optax.clip_by_global_norm`, but with a norm that is known: the gradients may be pieces.
     """
-    return jax.tree.map(lambda leaf: jnp.where(norm < largest, leaf, leaf / norm * largest), gradients)
+    return jax.tree.map(lambda leaf: jnp.where(norm < max_norm, leaf, leaf / norm * max_norm), gradients)
 
 
-def is_finite(tree: Tree) -> jax.Array:
+def is_all_finite(tree: Tree) -> jax.Array:
     """bool[]: whether no number in it is NaN or infinite."""
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))

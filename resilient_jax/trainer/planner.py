@@ -12,7 +12,7 @@ from resilient_jax.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
+class Planner:
     """Has the trainer search the fastest plan for the hosts at hand, in every generation.
 
     Replicas stay inside hosts, so that the loss of one leaves the others whole; inside, devices are cut along fsdp,
@@ -31,8 +31,8 @@ class Planning:
     """
 
     topology: Topology | Path | str
-    naming: Naming | None = None
-    profile: ProgramCost | None = None
+    logical_axis_rules: Naming | None = None
+    program_cost: ProgramCost | None = None
     calibration: Calibration = DEFAULT_CALIBRATION
-    axes: AxisSizes = dataclasses.field(default_factory=dict)
+    axis_sizes: AxisSizes = dataclasses.field(default_factory=dict)
     compile_ahead: bool = True

@@ -9,10 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from resilient_jax.protocol.worker_messages import AGENT_CONNECTION_VARIABLE
 from resilient_jax.trainer.step_report import StepReport
 
-REDRAWS_A_SECOND: Final = 10
+REDRAWS_PER_SECOND: Final = 10
 
 
-def is_wanted() -> bool:
+def is_progress_wanted() -> bool:
     """Whether a person looks, and nobody else shows them how far it is. To be asked before the run begins."""
     return AGENT_CONNECTION_VARIABLE not in os.environ and sys.stdout.isatty()
 
@@ -20,16 +20,16 @@ def is_wanted() -> bool:
 class ProgressBar:
     """Step, metrics and the time that is left; what is printed goes above it."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, num_steps: int) -> None:
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[metrics]}"),
-            refresh_per_second=REDRAWS_A_SECOND,
+            refresh_per_second=REDRAWS_PER_SECOND,
         )
-        self._task = self._progress.add_task("", total=steps, metrics="")
+        self._task = self._progress.add_task("", total=num_steps, metrics="")
         self._metrics: dict[str, float] = {}
         self._progress.start()
 

@@ -18,49 +18,49 @@ from resilient_jax.sharding.placements import Placement
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
 from resilient_jax.step.reducer import AccumulationCall
 from resilient_jax.step.replicas import build_replicas
-from resilient_jax.trainer.arrangement import Arrangement, Planner
-from resilient_jax.trainer.fit_config import Order
-from resilient_jax.trainer.step_programs import Programs
+from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
+from resilient_jax.trainer.fit_config import FitConfig
+from resilient_jax.trainer.step_programs import StepPrograms
 from resilient_jax.worker.world import World
 
 Tree = Any
 """A pytree."""
-MOST_PAIRS_OF: Final = 8
+MAX_HOSTS_FOR_ALL_PAIRS: Final = 8
 """Of so many hosts every pair is looked at; of more, neighbours: what counts is how many are left."""
 
 Key = tuple[object, ...]
 
 
-class Forecast:
+class SpeculativeCompiler:
     """What to compile ahead, for one process; remembers what it has."""
 
-    def __init__(self, planner: Planner, order: Order, programs: Programs, example: Tree) -> None:
+    def __init__(self, planner: PlanSearcher, config: FitConfig, programs: StepPrograms, example: Tree) -> None:
         self._planner, self._programs, self._example = planner, programs, example
         self._job = AccumulationSpec(
             name="",
             step=0,
-            num_microbatches=order.recipe.microbatches,
-            unit_size=order.sharing.unit,
-            is_pooled=not order.sharing.reproducible,
+            num_microbatches=config.recipe.num_microbatches,
+            unit_size=config.parallelism.unit_size,
+            is_pooled=not config.parallelism.reproducible,
         )
         """A step's, for its shape."""
 
-    def jobs(self, world: World, now: Arrangement) -> Iterator[AheadJob]:
+    def list_jobs(self, world: World, current: Arrangement) -> Iterator[AheadJob]:
         """For the likely next worlds, the likeliest first.
 
         Args:
             world: of this generation.
             now: which is compiled already.
         """
-        known: set[Key] = {_key_of(now)}  # of this generation: what was compiled for another has gone with it
+        known: set[Key] = {_key_of(current)}  # of this generation: what was compiled for another has gone with it
         summing = AccumulationCall(
             devices=world.devices,
             process_index=world.process_index,
             spec=self._job,
-            replica_shape=now.shape,
-            like=self._programs.abstract_total,
+            replica_shape=current.replica_shape,
+            like=self._programs.abstract_sums,
         )
-        for hosts in likely_hosts(world.hosts, self._planner.all_hosts):
+        for hosts in list_likely_hosts(world.hosts, self._planner.all_hosts):
             prepare = functools.partial(self._prepare, known, hosts, world.local_devices, summing)
             yield AheadJob(_describe(world.hosts, hosts), prepare)
 
@@ -74,22 +74,22 @@ class Forecast:
     ) -> bool:
         """False: there was nothing to do."""
         try:
-            plan = self._planner.plan_for(hosts)
+            plan = self._planner.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it comes
             return False
-        then = self._planner.arrange(plan, devices, self._programs.abstract_state.variables.params)
+        then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)
         has_compiled = False
         if _key_of(then) not in known:
             compile_step(self._programs, then, devices, self._example, check)
             known.add(_key_of(then))
             has_compiled = True
-        if (then.shape, len(hosts)) not in known:
-            has_compiled |= summing.compile_for_hosts(len(hosts), then.shape, check)
-            known.add((then.shape, len(hosts)))
+        if (then.replica_shape, len(hosts)) not in known:
+            has_compiled |= summing.compile_for_hosts(len(hosts), then.replica_shape, check)
+            known.add((then.replica_shape, len(hosts)))
         return has_compiled
 
 
-def likely_hosts(
+def list_likely_hosts(
     hosts: tuple[HostName, ...], all_hosts: Sequence[HostName]
 ) -> Iterator[tuple[HostName, ...]]:
     """Yields the hosts of likely next worlds: one fewer, one back, two fewer.
@@ -103,33 +103,33 @@ def likely_hosts(
     for back in all_hosts:
         if back not in hosts:
             yield (*hosts, back)
-    pairs = itertools.combinations(hosts, 2) if len(hosts) <= MOST_PAIRS_OF else itertools.pairwise(hosts)
+    pairs = itertools.combinations(hosts, 2) if len(hosts) <= MAX_HOSTS_FOR_ALL_PAIRS else itertools.pairwise(hosts)
     for pair in pairs if len(hosts) > 2 else ():
         yield tuple(host for host in hosts if host not in pair)
 
 
 def compile_step(
-    programs: Programs, arrangement: Arrangement, devices: list[Device], example: Tree, check: Check
+    programs: StepPrograms, arrangement: Arrangement, devices: list[Device], example: Tree, check: Check
 ) -> None:
     """Lowers and compiles what a step of an arrangement calls on this host's devices."""
-    shape, placement = arrangement.shape, arrangement.placement
+    shape, placement = arrangement.replica_shape, arrangement.placement
     seats = [ReplicaLocation((0,), slot) for slot in range(shape.count_replicas_per_host(len(devices)))]
     for replica in build_replicas(seats, [devices], 0, shape).values():
         check()
         there = placement.with_mesh(replica.mesh)
         rows = NamedSharding(replica.mesh, P(replica.mesh.axis_names[0]))
         programs.accumulate.lower(
-            _shapes(programs.abstract_total, there),
+            _shapes(programs.abstract_sums, there),
             _shapes(programs.abstract_state.variables, there),
             jax.tree.map(lambda leaf, to=rows: _shape(leaf, to), example),
             np.zeros(2, np.uint32),
             laid=there.with_abstract_mesh(),
         ).compile()
-    total = _shapes(programs.abstract_total, placement)
+    total = _shapes(programs.abstract_sums, placement)
     check()
-    measure = programs.measure.lower(total).compile()
+    measure = programs.summarize.lower(total).compile()
     measures, _ = jax.tree.map(
-        _shape, jax.eval_shape(programs.measure, programs.abstract_total), measure.output_shardings
+        _shape, jax.eval_shape(programs.summarize, programs.abstract_sums), measure.output_shardings
     )
     check()
     programs.update.lower(
@@ -152,7 +152,7 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - 
 
 def _key_of(arrangement: Arrangement) -> Key:
     """Without devices: what is remembered outlives them."""
-    return arrangement.shape, arrangement.placement.with_abstract_mesh()
+    return arrangement.replica_shape, arrangement.placement.with_abstract_mesh()
 
 
 def _describe(now: tuple[HostName, ...], then: tuple[HostName, ...]) -> str:

@@ -22,9 +22,9 @@ from resilient_jax.state.flat_state import is_random_key
 from resilient_jax.step import resharding
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS
 from resilient_jax.trainer.arrangement import Arrangement
-from resilient_jax.trainer.fit_config import StateSharing
-from resilient_jax.trainer.step_programs import Programs
-from resilient_jax.trainer.training_state import Measures, TrainingState
+from resilient_jax.trainer.fit_config import StateSharding
+from resilient_jax.trainer.step_programs import StepPrograms
+from resilient_jax.trainer.training_state import StepSummary, TrainingState
 from resilient_jax.worker.world import World
 
 Tree = TypeVar("Tree")
@@ -32,13 +32,13 @@ Tree = TypeVar("Tree")
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE: Final = re.compile(
+COLLECTIVE_PATTERN: Final = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
 """In the text of a compiled program."""
 
 
-class Keeping(abc.ABC):
+class StateLayout(abc.ABC):
     """What the loop does with a state, whichever way it is kept.
 
     Attributes:
@@ -52,7 +52,7 @@ class Keeping(abc.ABC):
         self.placement = placement
 
     @property
-    def local(self) -> NamedSharding:
+    def local_sharding(self) -> NamedSharding:
         """Whole on each of this host's devices."""
         return NamedSharding(self.arrangement.placement.mesh, P())
 
@@ -77,21 +77,21 @@ class Keeping(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cut(self, tree: Tree) -> Tree:
+    def shard(self, tree: Tree) -> Tree:
         """Leaves that every host has complete on its devices, as they lie in a state. Asks nobody."""
 
     @abc.abstractmethod
     def update(
-        self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
+        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
     ) -> TrainingState:
         """The next state; donates this one. Sums and measures lie as `cut` lays them."""
 
     @abc.abstractmethod
-    def protect(self, state: TrainingState) -> None:
+    def snapshot(self, state: TrainingState) -> None:
         """Does what else there is to do for a state that was committed, so that failures do not lose it."""
 
 
-class CompleteState(Keeping):
+class ReplicatedLayout(StateLayout):
     """Every host has all of it, and is all that a failure may leave."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
@@ -101,21 +101,21 @@ class CompleteState(Keeping):
         """It is complete here."""
         return tree
 
-    def cut(self, tree: Tree) -> Tree:
+    def shard(self, tree: Tree) -> Tree:
         """It lies so."""
         return tree
 
     def update(
-        self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
+        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
     ) -> TrainingState:
         """On this host's devices."""
         return programs.update(state, sums, measures, where=self.placement.with_abstract_mesh())
 
-    def protect(self, state: TrainingState) -> None:
+    def snapshot(self, state: TrainingState) -> None:
         """The other hosts have it."""
 
 
-class ShardedState(Keeping):
+class ShardedLayout(StateLayout):
     """Every host has its share; snapshots hold what a dead host had."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
@@ -133,14 +133,14 @@ class ShardedState(Keeping):
 
     def gather(self, tree: Tree) -> Tree:
         """From all hosts."""
-        return resharding.replicate_tree(tree, self.local)
+        return resharding.replicate_tree(tree, self.local_sharding)
 
-    def cut(self, tree: Tree) -> Tree:
+    def shard(self, tree: Tree) -> Tree:
         """Each device takes its pieces."""
         return resharding.shard_tree(tree, self.placement)
 
     def update(
-        self, programs: Programs, state: TrainingState, sums: tuple[Any, Any], measures: Measures
+        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
     ) -> TrainingState:
         """Each device its pieces, when the last snapshot's copy is over."""
         if self._update is None:
@@ -151,7 +151,7 @@ class ShardedState(Keeping):
         return self._update(state, sums, measures)
 
     def _say_collectives(self, update: str) -> None:
-        if not (found := sorted(set(COLLECTIVE.findall(update)))):
+        if not (found := sorted(set(COLLECTIVE_PATTERN.findall(update)))):
             return
         self.world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
         if self.world.host_index == 0:
@@ -163,14 +163,14 @@ class ShardedState(Keeping):
                 ", ".join(found),
             )
 
-    def protect(self, state: TrainingState) -> None:
+    def snapshot(self, state: TrainingState) -> None:
         """Takes a snapshot, if it is time for one."""
         self.world.snapshot(state)
 
 
-def keep_state(world: World, sharing: StateSharing | str, arrangement: Arrangement) -> Keeping:
+def make_state_layout(world: World, state_sharding: StateSharding | str, arrangement: Arrangement) -> StateLayout:
     """The state's keeping in this generation."""
-    kind = ShardedState if sharing == StateSharing.SHARDED else CompleteState
+    kind = ShardedLayout if state_sharding == StateSharding.SHARDED else ReplicatedLayout
     return kind(world, arrangement)
 
 

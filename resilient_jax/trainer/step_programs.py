@@ -26,14 +26,14 @@ import optax
 
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.trainer.loss_function import Loss, Metrics
-from resilient_jax.trainer.model_adapters import Model, Variables
-from resilient_jax.trainer.numerics import NonFinite, Numerics, cast_floats, clip, is_finite
-from resilient_jax.trainer.training_state import Measures, Patience, Total, TrainingState, refuse_drift
+from resilient_jax.trainer.loss_function import LossFunction, Metrics
+from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
+from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
+from resilient_jax.trainer.training_state import StepSummary, EarlyStoppingState, MicrobatchSums, TrainingState, check_same_types
 
 Tree = Any
 """A pytree of arrays."""
-EVALUATION: Final = 2**32 - 1
+EVALUATION_STEP: Final = 2**32 - 1
 """In place of the step in an evaluation's keys: it draws the same numbers each time, and never a step's."""
 
 
@@ -47,16 +47,16 @@ class Recipe:
         patience: what early stopping remembers at first; () without.
     """
 
-    model: Model
+    model: ModelAdapter
     optimizer: optax.GradientTransformation
-    loss: Loss
-    microbatches: int
+    loss_fn: LossFunction
+    num_microbatches: int
     seed: int
     numerics: Numerics
-    patience: Patience | tuple[()]
+    early_stopping: EarlyStoppingState | tuple[()]
 
 
-class Programs:
+class StepPrograms:
     """The programs of one recipe, for batches like one example.
 
     Attributes:
@@ -85,29 +85,29 @@ class Programs:
         self._example = example
         self.init = jax.jit(self._init)
         self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
-        self.measure = jax.jit(self._measure)
+        self.summarize = jax.jit(self._measure)
         self.update = jax.jit(self._update, static_argnames="where", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
-        self.abstract_total = self._total_shapes()
-        measures, _ = jax.eval_shape(self._measure, self.abstract_total)
-        sums = self.abstract_total.gradients, self.abstract_total.statistics
+        self.abstract_sums = self._total_shapes()
+        measures, _ = jax.eval_shape(self._measure, self.abstract_sums)
+        sums = self.abstract_sums.gradients, self.abstract_sums.batch_stats
         after = jax.eval_shape(self._update, self.abstract_state, sums, measures, where=None)
-        refuse_drift(self.abstract_state, after, "optimizer")
+        check_same_types(self.abstract_state, after, "optimizer")
 
     def _init(self) -> TrainingState:
         recipe = self._recipe
         # Linen makes its numbers when the loss calls it: any batch of the right shape will do.
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
         key = jax.random.key(recipe.seed)
-        variables = recipe.model.init(key, lambda model: recipe.loss(model, batch, key))
+        variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
         return TrainingState(
             step=jnp.zeros((), jnp.int32),
             variables=variables,
-            optimizer=recipe.optimizer.init(variables.params),
-            patience=jax.tree.map(jnp.asarray, recipe.patience),
+            opt_state=recipe.optimizer.init(variables.params),
+            early_stopping=jax.tree.map(jnp.asarray, recipe.early_stopping),
         )
 
-    def _total_shapes(self) -> Total:
+    def _total_shapes(self) -> MicrobatchSums:
         def wide(tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _wide(leaf.dtype)), tree)
 
@@ -115,13 +115,13 @@ class Programs:
         _, (metrics, statistics) = jax.eval_shape(
             lambda v, batch: self._loss(v.params, v, batch, jax.random.key(0)), variables, self._example
         )
-        refuse_drift(wide(variables.statistics), wide(statistics), "model")  # types are cast back
-        return Total(
+        check_same_types(wide(variables.statistics), wide(statistics), "model")  # types are cast back
+        return MicrobatchSums(
             gradients=wide(variables.params),
-            statistics=wide(variables.statistics),
+            batch_stats=wide(variables.statistics),
             loss=jax.ShapeDtypeStruct((), jnp.float32),
             metrics=wide(metrics),
-            bad=jax.ShapeDtypeStruct((self._recipe.microbatches,), jnp.float32),
+            non_finite=jax.ShapeDtypeStruct((self._recipe.num_microbatches,), jnp.float32),
         )
 
     def _loss(
@@ -132,63 +132,63 @@ class Programs:
         model_key, loss_key = jax.random.split(key)
         bound = variables._replace(params=cast_floats(params, recipe.numerics.compute_dtype))
         (loss, metrics), statistics = recipe.model.apply(
-            bound, model_key, lambda model: recipe.loss(model, batch, loss_key), training=True
+            bound, model_key, lambda model: recipe.loss_fn(model, batch, loss_key), training=True
         )
         return loss, (metrics, statistics)
 
     def _accumulate(
-        self, total: Total, variables: Variables, batch: Tree, where: jax.Array, *, laid: Placement
-    ) -> Total:
+        self, total: MicrobatchSums, variables: Variables, batch: Tree, where: jax.Array, *, laid: Placement
+    ) -> MicrobatchSums:
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-            return self._loss(params, variables, batch, microbatch_key(self._recipe.seed, where))
+            return self._loss(params, variables, batch, make_microbatch_key(self._recipe.seed, where))
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
         (loss, (metrics, statistics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables.params)
-        finite = is_finite((loss, gradients, statistics))
-        new = Total(gradients, statistics, loss, metrics, jnp.zeros_like(total.bad))
+        finite = is_all_finite((loss, gradients, statistics))
+        new = MicrobatchSums(gradients, statistics, loss, metrics, jnp.zeros_like(total.non_finite))
         new = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), new)
-        if self._recipe.numerics.non_finite == NonFinite.SKIP:
+        if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
         new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
         # The compiler would else be free to cut results as batches are cut.
-        return lay(jax.tree.map(jnp.add, total, new), laid)
+        return constrain_sharding(jax.tree.map(jnp.add, total, new), laid)
 
-    def _measure(self, total: Total) -> tuple[Measures, Metrics]:
+    def _measure(self, total: MicrobatchSums) -> tuple[StepSummary, Metrics]:
         """Of the mean: total / B. Without the microbatches that are skipped."""
-        skips, skipped = self._recipe.numerics.non_finite == NonFinite.SKIP, total.bad.sum()
-        count = jnp.float32(self._recipe.microbatches)
+        skips, skipped = self._recipe.numerics.non_finite == NonFinitePolicy.SKIP, total.non_finite.sum()
+        count = jnp.float32(self._recipe.num_microbatches)
         if skips:
             count = count - skipped
         norm = optax.tree.norm(_divide(total.gradients, count)).astype(jnp.float32)
         means = _divide({"loss": total.loss, **total.metrics}, count)
         metrics = {**means, "grad_norm": norm, **({"skipped": skipped} if skips else {})}
-        return Measures(count, norm, means["loss"]), metrics
+        return StepSummary(count, norm, means["loss"]), metrics
 
     def _update(
-        self, state: TrainingState, sums: tuple[Tree, Tree], measures: Measures, *, where: Placement | None
+        self, state: TrainingState, sums: tuple[Tree, Tree], measures: StepSummary, *, where: Placement | None
     ) -> TrainingState:
         """gradient = sum / count, clipped, through the optimizer; statistics are the mean."""
         recipe, params = self._recipe, state.variables.params
-        gradients, statistics = _divide(sums, measures.count)
+        gradients, statistics = _divide(sums, measures.num_microbatches)
         if recipe.numerics.clip_norm is not None:
-            gradients = clip(gradients, measures.norm, recipe.numerics.clip_norm)
+            gradients = clip_by_norm(gradients, measures.grad_norm, recipe.numerics.clip_norm)
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
-            _types_as_in(params, gradients), state.optimizer, params, value=measures.loss
+            _types_as_in(params, gradients), state.opt_state, params, value=measures.mean_loss
         )
         new = TrainingState(
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
-                statistics=_types_as_in(state.variables.statistics, statistics),
+                statistics=_types_as_in(state.variables.batch_stats, statistics),
             ),
-            optimizer=optimizer,
-            patience=state.patience,
+            opt_state=optimizer,
+            early_stopping=state.early_stopping,
         )
-        return new if where is None else lay(new, where)
+        return new if where is None else constrain_sharding(new, where)
 
 
-def read_optimizer(optimizer: object) -> optax.GradientTransformation:
+def check_optimizer(optimizer: object) -> optax.GradientTransformation:
     """The user's optimizer.
 
     Raises:
@@ -202,29 +202,29 @@ def read_optimizer(optimizer: object) -> optax.GradientTransformation:
     )
 
 
-def locate(step: int, index: int) -> np.ndarray:
+def make_microbatch_id(step: int, index: int) -> np.ndarray:
     """uint32[2]: which microbatch it is, as the programs take it: a change of either compiles nothing."""
     return np.array([step, index], np.uint32)
 
 
-def microbatch_key(seed: int, where: jax.Array) -> jax.Array:
+def make_microbatch_key(seed: int, microbatch_id: jax.Array) -> jax.Array:
     """The key of one microbatch: a pure function of (seed, step, index)."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), where[0]), where[1])
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), microbatch_id[0]), microbatch_id[1])
 
 
-def lay(tree: Tree, where: Placement) -> Tree:
+def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
     """The tree as a placement says, which has no devices."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, where(jax.tree_util.keystr(path), leaf)),
+        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, placement(jax.tree_util.keystr(path), leaf)),
         tree,
     )
 
 
-def zeros_like(abstract: Tree, where: Placement) -> Tree:
+def make_zeros(abstract: Tree, placement: Placement) -> Tree:
     """Zeros in these shapes. Made on the host: no program, so nothing to compile in a new generation."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.device_put(
-            np.zeros(leaf.shape, leaf.dtype), where(jax.tree_util.keystr(path), leaf)
+            np.zeros(leaf.shape, leaf.dtype), placement(jax.tree_util.keystr(path), leaf)
         ),
         abstract,
     )

@@ -29,7 +29,7 @@ class StepReport:
 
     step: int
     metrics: Mapping[str, float]
-    seconds: float
+    duration_s: float
     host_index: int
     generation: int
     is_evaluation: bool
@@ -56,7 +56,7 @@ class JsonLog:
         line = {
             "step": report.step,
             **report.metrics,
-            "seconds": round(report.seconds, 6),
+            "seconds": round(report.duration_s, 6),
             "generation": report.generation,
         }
         self._file.write(msgspec.json.encode(line))

@@ -6,21 +6,21 @@ from typing import Any
 
 import optax
 
-from resilient_jax.data.microbatch_rows import check_whole
-from resilient_jax.data.microbatches import microbatch_data
+from resilient_jax.data.microbatch_rows import check_integers
+from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import CallerError
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.early_stopping import EarlyStop
+from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
-from resilient_jax.trainer.fit_config import Order, Reading, Sharing, StateSharing
-from resilient_jax.trainer.fit_loop import Fitting
+from resilient_jax.trainer.fit_config import FitConfig, ReadOptions, Parallelism, StateSharding
+from resilient_jax.trainer.fit_loop import FitLoop
 from resilient_jax.trainer.fit_result import FitResult
-from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, read_loss
-from resilient_jax.trainer.model_adapters import adapt
+from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, adapt_loss
+from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.planner import Planning
-from resilient_jax.trainer.progress_bar import ProgressBar, is_wanted
-from resilient_jax.trainer.step_programs import Recipe, read_optimizer
+from resilient_jax.trainer.planner import Planner
+from resilient_jax.trainer.progress_bar import ProgressBar, is_progress_wanted
+from resilient_jax.trainer.step_programs import Recipe, check_optimizer
 from resilient_jax.trainer.step_report import Callback
 from resilient_jax.worker.run import run
 from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
@@ -58,20 +58,20 @@ class Trainer:
         *,
         model: object,
         optimizer: optax.GradientTransformation,
-        loss: Callable[..., Any],
+        loss_fn: Callable[..., Any],
         data: Any,  # noqa: ANN401 - four kinds of sources
         batch_size: int,
         microbatch_size: int,
         seed: int = 0,
         numerics: Numerics = Numerics(),  # noqa: B008 - frozen
-        sharing: Sharing = Sharing(),  # noqa: B008 - frozen
-        planning: Planning | None = None,
-        reading: Reading = Reading(),  # noqa: B008 - frozen
+        parallelism: Parallelism = Parallelism(),  # noqa: B008 - frozen
+        planner: Planner | None = None,
+        read_options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
         evaluation: Evaluation | None = None,
-        early_stop: EarlyStop | None = None,
+        early_stopping: EarlyStopping | None = None,
         checkpoints: Checkpoints | None = None,
         callbacks: Sequence[Callback] = (),
-        log: str | Path | None = None,
+        log_directory: str | Path | None = None,
     ) -> None:
         """Checks what can be checked without a device.
 
@@ -99,7 +99,7 @@ class Trainer:
         Raises:
             CallerError: an argument is wrong.
         """
-        check_whole(batch_size=batch_size, microbatch_size=microbatch_size, seed=seed)
+        check_integers(batch_size=batch_size, microbatch_size=microbatch_size, seed=seed)
         microbatches, rest = divmod(batch_size, microbatch_size) if microbatch_size > 0 else (0, 0)
         if rest or microbatches < 1:
             raise CallerError(
@@ -108,32 +108,32 @@ class Trainer:
             )
         if not 0 <= seed < MAX_SEED:
             raise CallerError(f"seed: found {seed}, expected a number from 0 to 2**32 - 1")
-        if early_stop is not None:
-            _check_early_stop(early_stop, evaluation)
-        if planning is not None:
-            _check_planning(sharing)
-        training_loss = read_loss(loss)
-        evaluation_loss = evaluation.loss if evaluation is not None else None
-        self._evaluation_loss = training_loss if evaluation_loss is None else read_loss(evaluation_loss)
+        if early_stopping is not None:
+            _check_early_stop(early_stopping, evaluation)
+        if planner is not None:
+            _check_planning(parallelism)
+        training_loss = adapt_loss(loss_fn)
+        evaluation_loss = evaluation.loss_fn if evaluation is not None else None
+        self._evaluation_loss = training_loss if evaluation_loss is None else adapt_loss(evaluation_loss)
         self._recipe = Recipe(
-            model=adapt(model),
-            optimizer=read_optimizer(optimizer),
-            loss=training_loss,
-            microbatches=microbatches,
+            model=adapt_model(model),
+            optimizer=check_optimizer(optimizer),
+            loss_fn=training_loss,
+            num_microbatches=microbatches,
             seed=seed,
             numerics=numerics,
-            patience=early_stop.begin() if early_stop is not None else (),
+            early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
         )
-        self._data = microbatch_data(
-            data, microbatches=microbatches, size=microbatch_size, seed=seed, shuffle=reading.shuffle
+        self._data = make_microbatch_data(
+            data, num_microbatches=microbatches, microbatch_size=microbatch_size, seed=seed, shuffle=read_options.shuffle
         )
         self._microbatch_size = microbatch_size
-        self._sharing, self._planning, self._reading = sharing, planning, reading
+        self._sharing, self._planning, self._reading = parallelism, planner, read_options
         self._model = model
-        self._evaluation, self._early_stop, self._checkpoints = evaluation, early_stop, checkpoints
-        self._callbacks, self._log = tuple(callbacks), log
+        self._evaluation, self._early_stop, self._checkpoints = evaluation, early_stopping, checkpoints
+        self._callbacks, self._log = tuple(callbacks), log_directory
 
-    def fit(self, steps: int) -> FitResult:
+    def fit(self, num_steps: int) -> FitResult:
         """Trains until `steps` steps are committed, counted from the beginning, also of an earlier job's checkpoint.
 
         Under an agent it returns when the job is done; without one it trains on this machine alone. A worker that was
@@ -144,30 +144,30 @@ class Trainer:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
             Exception: whatever the loss, the data or a callback raise, unchanged.
         """
-        check_whole(steps=steps)
-        if steps < 0:
-            raise CallerError(f"steps: found {steps}, expected 0 or more")
-        order = Order(
-            steps=steps,
+        check_integers(steps=num_steps)
+        if num_steps < 0:
+            raise CallerError(f"steps: found {num_steps}, expected 0 or more")
+        order = FitConfig(
+            num_steps=num_steps,
             recipe=self._recipe,
             microbatch_size=self._microbatch_size,
             data=self._data,
             model=self._model,
-            sharing=self._sharing,
-            planning=self._planning,
-            reading=self._reading,
+            parallelism=self._sharing,
+            planner=self._planning,
+            read_options=self._reading,
             evaluation=self._evaluation,
             evaluation_loss=self._evaluation_loss,
-            early_stop=self._early_stop,
+            early_stopping=self._early_stop,
             checkpoints=self._checkpoints,
             callbacks=self._callbacks,
-            log=self._log,
+            log_directory=self._log,
         )
-        fitting = Fitting(order, ProgressBar(steps) if is_wanted() else None)
+        fitting = FitLoop(order, ProgressBar(num_steps) if is_progress_wanted() else None)
         try:
             run(
-                fitting.train,
-                find_latest_checkpoint=fitting.find_checkpoint if self._checkpoints is not None else None,
+                fitting.run_generation,
+                find_latest_checkpoint=fitting.find_newest_checkpoint if self._checkpoints is not None else None,
             )
         finally:
             fitting.close()
@@ -177,16 +177,16 @@ class Trainer:
         return fitting.result
 
 
-def _check_planning(sharing: Sharing) -> None:
-    if sharing.replicas != ONE_REPLICA_PER_HOST or sharing.state != StateSharing.COMPLETE:
+def _check_planning(sharing: Parallelism) -> None:
+    if sharing.replica_shape != ONE_REPLICA_PER_HOST or sharing.state != StateSharding.REPLICATED:
         raise CallerError(
-            f"planning: found Sharing(replicas={sharing.replicas}, state={sharing.state!r}), expected neither to "
+            f"planning: found Sharing(replicas={sharing.replica_shape}, state={sharing.state!r}), expected neither to "
             "be given: the plan says how many replicas a host has, and each host keeps the whole state, cut over its "
             "devices. For a state that is cut over hosts leave planning out, or use Plan.compile in a loop of your own"
         )
 
 
-def _check_early_stop(early_stop: EarlyStop, evaluation: Evaluation | None) -> None:
+def _check_early_stop(early_stop: EarlyStopping, evaluation: Evaluation | None) -> None:
     if evaluation is None:
         raise CallerError("early_stop: found no evaluation, expected one: Evaluation(data=..., every=...)")
     if not early_stop.metric.startswith(EVALUATION_PREFIX):

@@ -12,7 +12,7 @@ Tree = Any
 """A pytree of arrays."""
 
 
-class Patience(NamedTuple):
+class EarlyStoppingState(NamedTuple):
     """What early stopping remembers.
 
     Attributes:
@@ -20,8 +20,8 @@ class Patience(NamedTuple):
         bad: int32[]: how many evaluations in a row have not bettered it.
     """
 
-    best: Any
-    bad: Any
+    best_metric: Any
+    patience_count: Any
 
 
 class TrainingState(NamedTuple):
@@ -36,11 +36,11 @@ class TrainingState(NamedTuple):
 
     step: jax.Array
     variables: Variables
-    optimizer: optax.OptState
-    patience: Patience | tuple[()]
+    opt_state: optax.OptState
+    early_stopping: EarlyStoppingState | tuple[()]
 
 
-class Total(NamedTuple):
+class MicrobatchSums(NamedTuple):
     """Sums over microbatches, in float32 at least. B is the number of microbatches in a step.
 
     Attributes:
@@ -52,13 +52,13 @@ class Total(NamedTuple):
     """
 
     gradients: Tree
-    statistics: Tree
+    batch_stats: Tree
     loss: Any
     metrics: dict[str, Any]
-    bad: Any
+    non_finite: Any
 
 
-class Measures(NamedTuple):
+class StepSummary(NamedTuple):
     """What the update needs to know of a whole step. So it looks across no leaf itself, and may have pieces of them.
 
     Attributes:
@@ -67,12 +67,12 @@ class Measures(NamedTuple):
         loss: float32[]: the mean.
     """
 
-    count: Any
-    norm: Any
-    loss: Any
+    num_microbatches: Any
+    grad_norm: Any
+    mean_loss: Any
 
 
-def refuse_drift(before: Tree, after: Tree, what: str) -> None:
+def check_same_types(before: Tree, after: Tree, what: str) -> None:
     """Refuses a state whose types change in a step: it would be compiled again, and could not be handed over.
 
     Raises:

@@ -9,7 +9,7 @@ import numpy as np
 from resilient_jax.state.flat_state import is_random_key
 
 
-def digest(tree: Any) -> str:  # noqa: ANN401 - any pytree
+def digest_tree(tree: Any) -> str:  # noqa: ANN401 - any pytree
     """SHA-256, in hex, of a tree's numbers with their paths, dtypes and shapes: equal only if they are, bit for bit.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, ENTRY_ENCODER, MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
-from resilient_jax.state.flat_state import HeldState, Leaf, assemble
+from resilient_jax.state.flat_state import FlatState, FlatLeaf, assemble_array
 
 LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Odd numbers, one for each half of the sum: the golden ratio, and the second prime of xxHash64."""
@@ -43,7 +43,7 @@ class Ledger:
 
     def record_commit(
         self,
-        held: HeldState,
+        held: FlatState,
         generation: int,
         hosts: int,
         owners: Mapping[str, Sequence[str]],
@@ -65,7 +65,7 @@ class Ledger:
             )
         )
 
-    def record_restore(self, held: HeldState, generation: int, hosts: int, *, is_first: bool) -> None:
+    def record_restore(self, held: FlatState, generation: int, hosts: int, *, is_first: bool) -> None:
         """`held` is what this host goes on from."""
         self._write(
             RestoreEntry(
@@ -90,7 +90,7 @@ class Ledger:
         os.write(self._descriptor, ENTRY_ENCODER.encode(line) + b"\n")
 
 
-def compute_sha256(held: HeldState) -> str:
+def compute_sha256(held: FlatState) -> str:
     """SHA-256 of all leaves with their names and types; empty if this host has not all of the state."""
     if not held.is_complete:
         return ""
@@ -101,7 +101,7 @@ def compute_sha256(held: HeldState) -> str:
     return found.hexdigest()
 
 
-def compute_additive_digest(held: HeldState, *, is_first: bool) -> str:
+def compute_additive_digest(held: FlatState, *, is_first: bool) -> str:
     """The additive digest of this host's part; of all of the state, where the host has all of it."""
     total = [0] * len(LANE_MULTIPLIERS)
     for leaf in held.leaves:
@@ -112,7 +112,7 @@ def compute_additive_digest(held: HeldState, *, is_first: bool) -> str:
     return f"{total[0]:016x}{total[1]:016x}"
 
 
-def _name_of(leaf: Leaf) -> bytes:
+def _name_of(leaf: FlatLeaf) -> bytes:
     return f"{leaf.path} {leaf.value.dtype} {leaf.value.shape} {leaf.key_impl}".encode()
 
 
@@ -121,7 +121,7 @@ def _whole(value: Any) -> np.ndarray:  # noqa: ANN401 - a jax or numpy array
         return np.asarray(value, order="C")
     if value.is_fully_replicated:
         return np.asarray(value.addressable_data(0), order="C")
-    return assemble("", value)
+    return assemble_array("", value)
 
 
 def _parts(

@@ -42,9 +42,9 @@ from resilient_jax.protocol.worker_messages import (
     StopWorker,
     WorkerSettings,
 )
-from resilient_jax.state.flat_state import HeldState, to_host
+from resilient_jax.state.flat_state import FlatState, copy_to_host
 from resilient_jax.state.snapshotter import Snapshotter
-from resilient_jax.state.transfer import StateServer, Transfer, fetch_state
+from resilient_jax.state.transfer import StateServer, CancellableTransfer, fetch_state
 from resilient_jax.step import reduction
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.agent_connection import AgentConnection, GenerationEnded
@@ -148,7 +148,7 @@ class _Worker:
         self._local_clique_broken = False
         self._replicas_span_hosts = False
         self._server = StateServer(settings.address, self._credentials, program_folder())
-        self._transfer = Transfer()
+        self._transfer = CancellableTransfer()
         self._link = AgentConnection(descriptor, settings.host, self._interrupt)
         self._lookout = CheckpointPoller(newest_checkpoint, self._link.report_checkpoint, self._link.record_event)
         if newest_checkpoint is not None:
@@ -253,7 +253,7 @@ class _Worker:
         if self._interrupting_since_s is None:
             self._interrupting_since_s = now_s
         interrupt_forming()
-        self._transfer.end()
+        self._transfer.cancel()
         connection = self._connection
         if connection is None:
             return
@@ -342,7 +342,7 @@ class _Worker:
         assert held is not None, "whoever is not behind holds the state"
         if generation.receivers or not in_place:
             started_s = time.monotonic()
-            copy = to_host(held)
+            copy = copy_to_host(held)
             self._note(EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s)
             if generation.receivers:
                 self._server.offer(generation.number, copy)
@@ -354,7 +354,7 @@ class _Worker:
         for kept in self._holder.contributions.values():
             kept.move_to_host()
 
-    def _fetch(self, generation: Generation) -> HeldState:
+    def _fetch(self, generation: Generation) -> FlatState:
         started_s = time.monotonic()
         position = [m.host for m in generation.members].index(self._settings.host)
         held = fetch_state(

@@ -21,12 +21,12 @@ from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoints, FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.state.flat_state import (
-    HeldState,
+    FlatState,
     ShardingRule,
-    describe,
-    hold,
-    place_initial,
-    restore,
+    make_abstract_state,
+    flatten_state,
+    place_initial_state,
+    restore_state,
 )
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter
@@ -56,7 +56,7 @@ class CommittedState:
     """The one place that holds what outlives a generation: the committed state, and the step in flight."""
 
     def __init__(self) -> None:
-        self.state: HeldState | None = None
+        self.state: FlatState | None = None
         self.snapshot_plan: SnapshotPlan | None = None
         """Where the committed state is, until `restore_or_init` has read it."""
         self.contributions: dict[str, Contributions] = {}
@@ -226,14 +226,14 @@ class World:
             StateError: the committed state does not fit `init`, or cannot be placed; or `init` cannot be traced.
         """
         self._link.raise_if_ended()
-        abstract = describe(init_fn)  # even where it is not needed: its errors must not wait for a failure
+        abstract = make_abstract_state(init_fn)  # even where it is not needed: its errors must not wait for a failure
         if self._holder.snapshot_plan is not None:
             return self._restore_snapshot(self._holder.snapshot_plan, abstract, sharding)
         held = self._holder.state
         if held is None:
-            return place_initial(init_fn(), sharding)
+            return place_initial_state(init_fn(), sharding)
         self._enter_restored(held)
-        return restore(abstract, held, sharding)
+        return restore_state(abstract, held, sharding)
 
     def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
         assert self._snapshots is not None, "only an agent's worker is told of a snapshot"
@@ -248,7 +248,7 @@ class World:
                 peer=reader.bytes_peer,
                 decoded=reader.bytes_decoded,
             )
-        self._holder.state = hold(plan.id.step, state)
+        self._holder.state = flatten_state(plan.id.step, state)
         self._holder.snapshot_plan = None
         self._enter_restored(self._holder.state)
         return state
@@ -274,7 +274,7 @@ class World:
                 "snapshot was called where no step had been committed just before; call it after world.commit(state)"
             )
         if self._snapshots is not None:
-            self._snapshots.take(self, hold(self._holder.step, state))
+            self._snapshots.take(self, flatten_state(self._holder.step, state))
 
     def wait_until_finished(self) -> None:
         """Returns when the last snapshot is copied: from then on its arrays may be donated."""
@@ -306,7 +306,7 @@ class World:
             )
         self._reach(FailPoint.BEFORE_COMMIT)
         jax.block_until_ready(state)
-        self._holder.state = hold(self._step + 1, state)
+        self._holder.state = flatten_state(self._step + 1, state)
         self._holder.contributions.clear()
         self._link.report_commit(
             self._step + 1,
@@ -481,7 +481,7 @@ class World:
             self._ledger.record_microbatch(self._step, index, self.generation)
         return self._fault_points is not None and self._fault_points.hit(place, self._step, index)
 
-    def _enter_restored(self, held: HeldState) -> None:
+    def _enter_restored(self, held: FlatState) -> None:
         if self._ledger is not None:
             self._ledger.record_restore(held, self.generation, len(self.hosts), is_first=self.host_index == 0)
 

@@ -19,7 +19,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import GenerationPhase
-from resilient_jax.state.transfer import FETCH, FetchRequest
+from resilient_jax.state.transfer import FETCH_STATE, FetchStateRequest
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.sync_channel import SyncChannel
 
@@ -96,7 +96,7 @@ def test_the_copy_of_the_state_for_a_newcomer_is_kept_no_longer_than_it_is_neede
         with SyncChannel(holder, credentials) as channel:
             # Nothing is offered, so it is waited for; what is, is of a later generation than this, and refused at once.
             asked = channel.stream(
-                "state", FETCH, FetchRequest(generation=GenerationNumber(0)), timeout_s=1.0
+                "state", FETCH_STATE, FetchStateRequest(generation=GenerationNumber(0)), timeout_s=1.0
             )
             with pytest.raises(PeerUnreachable, match=r"within 1\.0 s"):
                 next(asked)

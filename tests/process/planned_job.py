@@ -41,12 +41,12 @@ if __name__ == "__main__":
     result = rj.Trainer(
         model=make,
         optimizer=optax.adam(1e-2),
-        loss=loss,
+        loss_fn=loss,
         data=draw,
         batch_size=24,
         microbatch_size=2,
-        planning=rj.Planning(topology=asked.topology, naming=rj.Naming(rules=rules)),
-        checkpoints=rj.Checkpoints(directory=asked.checkpoints, every=5) if asked.checkpoints else None,
+        planner=rj.Planner(topology=asked.topology, logical_axis_rules=rj.Naming(rules=rules)),
+        checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5) if asked.checkpoints else None,
     ).fit(asked.steps)
     if result.host_index == 0:
-        print(f"sha256 {result.sha256} loss {result.metrics['loss']:.6f}")
+        print(f"sha256 {result.params_sha256} loss {result.metrics['loss']:.6f}")

@@ -51,7 +51,7 @@ def bytes_here(leaf: jax.Array) -> int:
 
 def say_shares(report: rj.StepReport) -> None:
     state = report.state
-    leaves = [leaf for leaf in jax.tree.leaves((state.variables, state.optimizer)) if leaf.size >= 1024]
+    leaves = [leaf for leaf in jax.tree.leaves((state.variables, state.opt_state)) if leaf.size >= 1024]
     here, everything = sum(map(bytes_here, leaves)), sum(leaf.nbytes for leaf in leaves)
     alike = [array for array in jax.live_arrays() if array.shape == (WIDTH, WIDTH)]
     complete = [array for array in alike if bytes_here(array) == array.nbytes and np.any(array)]
@@ -64,15 +64,15 @@ if __name__ == "__main__":
     result = rj.Trainer(
         model=Net,
         optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.02, 5, STEPS)),
-        loss=loss,
+        loss_fn=loss,
         data=batch,
         batch_size=24,
         microbatch_size=4,
         numerics=rj.Numerics(clip_norm=0.5),
-        sharing=rj.Sharing(state=STATE),
-        evaluation=rj.Evaluation(data=batch, every=4, microbatches=3),
-        early_stop=rj.EarlyStop(patience=50),
-        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", every=5),
+        parallelism=rj.Parallelism(state=STATE),
+        evaluation=rj.Evaluation(data=batch, interval_steps=4, num_microbatches=3),
+        early_stopping=rj.EarlyStopping(patience=50),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=5),
         callbacks=[say_shares],
     ).fit(STEPS)
-    print(f"step {result.step} digest {rj.digest(result.variables)}", flush=True)
+    print(f"step {result.step} digest {rj.digest_tree(result.variables)}", flush=True)

@@ -17,7 +17,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotPhase, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import SnapshotCapture
-from resilient_jax.state.flat_state import hold
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_partition import partition_state
 
@@ -42,7 +42,7 @@ class Job:
     def __init__(self, hosts, reach=None):
         self.hosts = hosts
         self.names = [host.name for host in hosts]
-        self.cut = partition_state(hold(0, make_state(0)).leaves, self.host_of, self.names)
+        self.cut = partition_state(flatten_state(0, make_state(0)).leaves, self.host_of, self.names)
         self.layout = make_layout(hosts, PARITY, [self.cut.part_bytes[name] for name in self.names])
         self.locals = [host.worker() for host in hosts]
         self.notes = [Notes() for _ in hosts]
@@ -58,7 +58,7 @@ class Job:
 
     def start(self, step, *, only=slice(None)):
         for capture in self.captures[only]:
-            capture.start(make_id(step), self.cut, hold(step, make_state(step)).leaves)
+            capture.start(make_id(step), self.cut, flatten_state(step, make_state(step)).leaves)
 
     def take(self, step):
         self.start(step)

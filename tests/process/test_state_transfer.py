@@ -11,15 +11,15 @@ import pytest
 from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import StateSource
-from resilient_jax.state.flat_state import HeldState, hold, to_host
-from resilient_jax.state.transfer import FetchPart, FetchRequest, StateServer, Transfer, fetch_state
+from resilient_jax.state.flat_state import FlatState, flatten_state, copy_to_host
+from resilient_jax.state.transfer import StateChunk, FetchStateRequest, StateServer, CancellableTransfer, fetch_state
 from resilient_jax.transport.credentials import Credentials
 
 CREDENTIALS = Credentials("secret")
 NUMBER = GenerationNumber(4)
 
 
-def make_state() -> HeldState:
+def make_state() -> FlatState:
     large = np.random.default_rng(0).standard_normal((1200, 1000)).astype(np.float32)  # more than one chunk
     tree = {
         "large": jnp.asarray(large),
@@ -29,29 +29,29 @@ def make_state() -> HeldState:
         "key": jnp.arange(4, dtype=jnp.uint32),
         "text": "byte_lm",
     }
-    return to_host(hold(17, tree))
+    return copy_to_host(flatten_state(17, tree))
 
 
 def source(name: str, server: StateServer) -> StateSource:
     return StateSource(host=HostName(name), endpoint=server.endpoint)
 
 
-def fetch(sources: list[StateSource], first: int = 0) -> tuple[HeldState, list[tuple[str, PeerError]]]:
+def fetch(sources: list[StateSource], first: int = 0) -> tuple[FlatState, list[tuple[str, PeerError]]]:
     refused: list[tuple[str, PeerError]] = []
     state = fetch_state(
         NUMBER,
         sources,
         first,
         CREDENTIALS,
-        Transfer(),
+        CancellableTransfer(),
         lambda: None,
         lambda s, e: refused.append((s.host, e)),
     )
     return state, refused
 
 
-def assert_same(one: HeldState, other: HeldState) -> None:
-    assert (one.step, one.texts) == (other.step, other.texts)
+def assert_same(one: FlatState, other: FlatState) -> None:
+    assert (one.step, one.strings) == (other.step, other.strings)
     for a, b in zip(one.leaves, other.leaves, strict=True):
         assert (a.path, a.value.dtype, a.value.shape) == (b.path, b.value.dtype, b.value.shape)
         np.testing.assert_array_equal(np.asarray(a.value), np.asarray(b.value))
@@ -87,12 +87,12 @@ def test_changed_bytes_are_found_and_the_next_source_is_asked(
     server.offer(NUMBER, state)
     original = StateServer._fetch
 
-    def flip_a_bit(self: StateServer, request: FetchRequest) -> Iterator[FetchPart]:
+    def flip_a_bit(self: StateServer, request: FetchStateRequest) -> Iterator[StateChunk]:
         for part in original(self, request):
             data = bytearray(part.data)
             if data:
                 data[len(data) // 2] ^= 1
-            yield FetchPart(step=part.step, manifest=part.manifest, data=bytes(data))
+            yield StateChunk(step=part.step, manifest=part.manifest, data=bytes(data))
 
     monkeypatch.setattr(StateServer, "_fetch", flip_a_bit)
     bad = StateServer("127.0.0.1", CREDENTIALS)
@@ -121,7 +121,7 @@ class Ended(Exception):
 
 def test_who_waits_for_a_source_that_says_nothing_can_be_ended(server: StateServer) -> None:
     """As a host that fetches the state is, when another host dies meanwhile."""
-    transfer, ended, found = Transfer(), threading.Event(), []
+    transfer, ended, found = CancellableTransfer(), threading.Event(), []
 
     def check() -> None:
         if ended.is_set():
@@ -140,7 +140,7 @@ def test_who_waits_for_a_source_that_says_nothing_can_be_ended(server: StateServ
     assert thread.is_alive()
     ended.set()
     for _ in range(100):  # as the guard does, until the thread is out
-        transfer.end()
+        transfer.cancel()
         thread.join(0.1)
         if not thread.is_alive():
             break

@@ -168,13 +168,13 @@ def test_what_is_saved_is_the_state_of_the_call_though_its_arrays_are_donated_be
     expected = to_bytes(state)
     with open_store(tmp_path) as store:
         store.save(1, {"warm": jnp.zeros(3)})
-        with stopped(store.process):
-            assert store.start_saving(2, state)
+        with stopped(store.process_id):
+            assert store.start_save(2, state)
             wide = state.variables["wide"]
             overwritten = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(wide)
             assert bool(jnp.all(overwritten == -1))
             assert wide.is_deleted()
-        store.finish()
+        store.wait_until_saved()
         assert to_bytes(store.load(2, abstract(make_state()))) == expected
 
 
@@ -182,10 +182,10 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_visibly(tmp_path):
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        with stopped(store.process):
-            assert store.start_saving(2, make_state(2), note)
-            assert not store.start_saving(3, make_state(3), note)
-        store.finish(note)
+        with stopped(store.process_id):
+            assert store.start_save(2, make_state(2), note)
+            assert not store.start_save(3, make_state(3), note)
+        store.wait_until_saved(note)
         assert to_bytes(store.load(2, abstract(make_state()))) == to_bytes(make_state(2))
     (skipped,) = note.of(EventKind.CHECKPOINT_SKIPPED)
     assert (skipped["step"], skipped["in_flight"]) == (3, 2)
@@ -200,17 +200,17 @@ def test_storage_that_cannot_be_written_is_an_event_and_an_error_until_a_save_su
     directory.write_text("a file in the way")
     note = Recorder()
     with open_store(directory) as store:
-        store.start_saving(1, make_state(), note)
+        store.start_save(1, make_state(), note)
         with pytest.raises(
             CheckpointFailed, match=r"step 1: .*Error.*there is none on storage.*start the job"
         ):
-            store.finish(note)
+            store.wait_until_saved(note)
         (failed,) = note.of(EventKind.CHECKPOINT_FAILED)
         assert failed["step"] == 1
         assert failed["path"] == str(directory / "1")
         directory.unlink()
-        store.start_saving(2, make_state(), note)
-        store.finish(note)
+        store.start_save(2, make_state(), note)
+        store.wait_until_saved(note)
         assert names_in(directory) == ["2"]
 
 
@@ -218,17 +218,17 @@ def test_the_death_of_the_storage_process_is_a_failed_save_and_the_next_has_anot
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
-        process = store.process
+        process = store.process_id
         assert process is not None
         os.kill(process, signal.SIGSTOP)
-        store.start_saving(2, make_state(2), note)
+        store.start_save(2, make_state(2), note)
         os.kill(process, signal.SIGKILL)
         with pytest.raises(CheckpointFailed, match=r"ended with code -9.*the newest on storage is of step 1"):
-            store.finish(note)
+            store.wait_until_saved(note)
         assert len(note.of(EventKind.CHECKPOINT_FAILED)) == 1
-        store.start_saving(3, make_state(3), note)
-        store.finish(note)
-        assert store.find_newest() == 3
+        store.start_save(3, make_state(3), note)
+        store.wait_until_saved(note)
+        assert store.find_newest_step() == 3
 
 
 def test_a_save_that_takes_too_long_is_given_up(tmp_path):
@@ -236,13 +236,13 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path):
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
         store._timeout_s = 0.2
-        process = store.process
+        process = store.process_id
         assert process is not None
         os.kill(process, signal.SIGSTOP)
-        store.start_saving(2, make_state(2), note)
+        store.start_save(2, make_state(2), note)
         with pytest.raises(CheckpointFailed, match=r"took more than 0\.2 s"):
-            store.finish(note)
-        assert store.process is None
+            store.wait_until_saved(note)
+        assert store.process_id is None
         assert not Path(f"/proc/{process}").exists()
 
 
@@ -262,12 +262,12 @@ def test_a_worker_killed_during_a_save_leaves_no_half_one_that_looks_complete_an
         kill_a_worker()  # again, if the save was faster than we are
     with open_store(tmp_path) as store:
         wanted = {"a": jax.ShapeDtypeStruct((2_000_000,), np.float32)}
-        for step in store.look().steps:
+        for step in store.list_directory().steps:
             store.load(step, wanted)
-        next_step = max(store.look().steps, default=0) + 1
+        next_step = max(store.list_directory().steps, default=0) + 1
         store.save(next_step, {"a": jnp.zeros(3)})
-        assert store.look().unfinished == ()  # a dead writer's are cleared away
-        assert store.find_newest() == next_step
+        assert store.list_directory().unfinished == ()  # a dead writer's are cleared away
+        assert store.find_newest_step() == next_step
 
 
 def test_what_another_live_writer_is_writing_is_left_alone(tmp_path):
@@ -285,7 +285,7 @@ def test_what_another_live_writer_is_writing_is_left_alone(tmp_path):
 def test_a_load_that_is_broken_off_leaves_nothing_behind_for_the_next(saved):
     with open_store(saved.parent) as store:
         store.load(3, abstract(make_state()))
-        process = store.process
+        process = store.process_id
         assert process is not None
 
         def end_it():
@@ -499,8 +499,8 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again_and_a_who
     before = (tmp_path / "3" / "_METADATA").stat().st_mtime_ns
     with open_store(tmp_path) as store:
         note = Recorder()
-        store.start_saving(3, make_state(), note)
-        store.finish(note)
+        store.start_save(3, make_state(), note)
+        store.wait_until_saved(note)
         assert note.of(EventKind.CHECKPOINT_SAVED)[0]["existed"]
         assert (tmp_path / "3" / "_METADATA").stat().st_mtime_ns == before
         flip_a_bit(tmp_path / "3")
@@ -601,7 +601,7 @@ def test_checkpoints_of_plain_orbax_are_restored(saved, tmp_path):
     run_plain(REWRITE, saved, tmp_path)
     state = make_state()
     with open_store(tmp_path) as store:
-        assert store.look().steps == (4, 2, 1)
+        assert store.list_directory().steps == (4, 2, 1)
         for step in (4, 1):
             assert to_bytes(store.load(step, abstract(state))) == to_bytes(state)
         with pytest.raises(StateError, match=r"int64\[\] at step instead of int32\[\]"):
@@ -622,17 +622,17 @@ def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
         return rj.Trainer(
             model=lambda key: {"w": jax.random.normal(key, (3,))},
             optimizer=optax.adam(0.1),
-            loss=lambda model, batch: jnp.mean((batch["x"] @ model["w"] - 1) ** 2),
+            loss_fn=lambda model, batch: jnp.mean((batch["x"] @ model["w"] - 1) ** 2),
             data=rows,
             batch_size=4,
             microbatch_size=2,
-            checkpoints=rj.Checkpoints(directory=directory, every=2) if directory is not None else None,
+            checkpoints=rj.Checkpoints(directory=directory, save_interval_steps=2) if directory is not None else None,
         ).fit(steps)
 
     train(2, tmp_path / "ours")
     run_plain(HANDED_OVER, tmp_path / "ours" / "2", tmp_path / "theirs" / "2")
     steps_before = (tmp_path / "theirs" / "2" / "_METADATA").stat().st_mtime_ns
-    assert train(4, tmp_path / "theirs").sha256 == train(4).sha256
+    assert train(4, tmp_path / "theirs").params_sha256 == train(4).params_sha256
     assert names_in(tmp_path / "theirs") == ["2", "4"]
     assert (tmp_path / "theirs" / "2" / "_METADATA").stat().st_mtime_ns == steps_before
 
@@ -655,7 +655,7 @@ def test_the_state_that_training_ends_with_is_on_storage_though_no_checkpoint_wa
     trainer = rj.Trainer(
         model=lambda key: {"w": jax.random.normal(key, (3, 1))},
         optimizer=optax.sgd(0.1),
-        loss=lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        loss_fn=lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
         data=rows,
         batch_size=8,
         microbatch_size=4,
@@ -664,4 +664,4 @@ def test_the_state_that_training_ends_with_is_on_storage_though_no_checkpoint_wa
     )
     assert trainer.fit(50).step == 5
     with open_store(tmp_path) as store:
-        assert store.find_newest() == 5
+        assert store.find_newest_step() == 5

@@ -44,14 +44,14 @@ if __name__ == "__main__":
     result = rj.Trainer(
         model=Net,
         optimizer=optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adamw(schedule)),
-        loss=loss,
+        loss_fn=loss,
         data=batch,
         batch_size=28,
         microbatch_size=4,
         numerics=rj.Numerics(clip_norm=1.0),
-        evaluation=rj.Evaluation(data=batch, every=5, microbatches=3),
-        early_stop=rj.EarlyStop(patience=5),
-        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", every=4),
-        log=WORK / "log",
+        evaluation=rj.Evaluation(data=batch, interval_steps=5, num_microbatches=3),
+        early_stopping=rj.EarlyStopping(patience=5),
+        checkpoints=rj.Checkpoints(directory=WORK / "checkpoints", save_interval_steps=4),
+        log_directory=WORK / "log",
     ).fit(STEPS)
-    print(f"step {result.step} digest {rj.digest(result.variables)}", flush=True)
+    print(f"step {result.step} digest {rj.digest_tree(result.variables)}", flush=True)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.checkpoint import OrbaxStore, array_reads, orbax_store
-from resilient_jax.checkpoint.stored_tree import allocate
+from resilient_jax.checkpoint.stored_tree import allocate_memory
 from resilient_jax.sharding.placements import fully_sharded
 
 
@@ -40,10 +40,10 @@ def member(directory: str, index: int, port: int) -> None:
         "narrow": (jax.device_put(jnp.bfloat16(1.5), here), jax.device_put(np.int32(7), here)),
         "key": jax.device_put(jax.random.key(5), here),
     }
-    store = OrbaxStore(directory, keep=2)
+    store = OrbaxStore(directory, max_to_keep=2)
     for step in (3, 5, 7):
         store.save(step, state)
-    assert store.find_newest() == 7
+    assert store.find_newest_step() == 7
     found = store.load(7, jax.eval_shape(lambda tree: tree, state))
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
         assert one.dtype == other.dtype
@@ -65,14 +65,14 @@ def share(directory: str, index: int, port: int) -> None:
         "key": jax.random.key(5),
     }
     abstract = jax.eval_shape(lambda tree: tree, state)
-    store = OrbaxStore(directory, keep=2)
+    store = OrbaxStore(directory, max_to_keep=2)
     if index == 0:
         store.save(3, state)
     multihost_utils.sync_global_devices("saved")
 
     whole_bytes = sum(leaf.nbytes for name, leaf in state.items() if name != "key")
     allocated: list[int] = []
-    orbax_store.allocate = lambda size: allocated.append(size) or allocate(size)
+    orbax_store.allocate_memory = lambda size: allocated.append(size) or allocate_memory(size)
     array_reads.BATCH_BYTES = 2**20
     tracemalloc.start()
     found = store.load(3, abstract, fully_sharded(mesh))
@@ -107,21 +107,21 @@ def share(directory: str, index: int, port: int) -> None:
 def leave(directory: str) -> None:
     numbers = np.arange(1000, dtype=np.float32)
     state = {"a": jax.device_put(numbers)}
-    store = OrbaxStore(directory, keep=1)
+    store = OrbaxStore(directory, max_to_keep=1)
     store.save(1, state)
-    assert store.process is not None
-    os.kill(store.process, signal.SIGSTOP)
-    store.start_saving(2, state)
+    assert store.process_id is not None
+    os.kill(store.process_id, signal.SIGSTOP)
+    store.start_save(2, state)
     backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
     del state
     jax.extend.backend.clear_backends()
     gc.collect()
     assert backends
     assert all(backend() is None for backend in backends)
-    store.report()
+    store.poll_save()
     assert store.is_saving
-    os.kill(store.process, signal.SIGCONT)
-    store.finish()
+    os.kill(store.process_id, signal.SIGCONT)
+    store.wait_until_saved()
     found = store.load(2, {"a": jax.ShapeDtypeStruct((1000,), np.float32)})
     assert np.array_equal(found["a"], numbers)
     store.close()
@@ -129,13 +129,13 @@ def leave(directory: str) -> None:
 
 def save(directory: str) -> None:
     state = {"a": jnp.asarray(np.random.default_rng(0).random(2_000_000, np.float32))}
-    store = OrbaxStore(directory, keep=2)
-    step = max(store.look().steps, default=0)
+    store = OrbaxStore(directory, max_to_keep=2)
+    step = max(store.list_directory().steps, default=0)
     while True:
         step += 1
-        store.start_saving(step, state)
-        print(store.process, flush=True)
-        store.finish()
+        store.start_save(step, state)
+        print(store.process_id, flush=True)
+        store.wait_until_saved()
 
 
 if __name__ == "__main__":

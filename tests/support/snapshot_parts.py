@@ -17,7 +17,7 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import PartManifest, checksum_blocks
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state.capture import SnapshotCapture
-from resilient_jax.state.flat_state import hold
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 
 CHECKSUM = choose_checksum()
@@ -134,13 +134,13 @@ def snapshot_id(step=3, generation=1):
 
 def take(state, hosts, host_of, *, threads=1, step=3):
     """A complete snapshot of a state, by captures of all hosts."""
-    held = hold(step, state)
+    held = flatten_state(step, state)
     leaves = held.leaves
     state_cut = partition_state(leaves, host_of, hosts)
     arena, notes = Arena(state_cut.part_bytes), Notes()
     captures = [SnapshotCapture(arena.of(host), host, notes, num_threads=threads) for host in hosts]
     for capture in captures:
-        capture.start(snapshot_id(step), state_cut, leaves, held.texts)
+        capture.start(snapshot_id(step), state_cut, leaves, held.strings)
     with notes.changed:  # a part is complete a moment after its arrays are read
         assert notes.changed.wait_for(lambda: len(notes.events) == len(hosts), DEADLINE_S)
     assert sorted(arena.done) == sorted(hosts), notes.events

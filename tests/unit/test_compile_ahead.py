@@ -11,7 +11,7 @@ import pytest
 from resilient_jax.compile.ahead_of_time import AheadCompiler, AheadJob, is_ahead
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX, evict_oldest
-from resilient_jax.trainer.speculative_compilation import likely_hosts
+from resilient_jax.trainer.speculative_compilation import list_likely_hosts
 
 PATIENCE_S = 60.0
 
@@ -123,12 +123,12 @@ def test_what_is_expected_for_later_is_not_begun_before(compiler, said):
 
 def test_likely_worlds_are_one_fewer_then_one_back_then_two_fewer():
     a, b, c, d = (HostName(name) for name in "abcd")
-    assert list(likely_hosts((a, b, c), (a, b, c, d))) == [
+    assert list(list_likely_hosts((a, b, c), (a, b, c, d))) == [
         *[(b, c), (a, c), (a, b)],
         (a, b, c, d),
         *[(c,), (b,), (a,)],
     ]
-    assert list(likely_hosts((a,), (a,))) == []
+    assert list(list_likely_hosts((a,), (a,))) == []
 
 
 def test_a_full_cache_drops_what_was_used_longest_ago_and_never_the_newest(tmp_path):

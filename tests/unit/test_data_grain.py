@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.data.grain_data import GrainData
-from resilient_jax.data.microbatches import microbatch_data
+from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.errors import DataError
 
 grain = pytest.importorskip("grain")
@@ -20,7 +20,7 @@ def read(data, microbatches: int, steps: int) -> list[list[int]]:
 
 
 def test_rows_are_the_elements_in_grains_order(shuffled) -> None:
-    data = microbatch_data(shuffled, microbatches=2, size=4)
+    data = make_microbatch_data(shuffled, num_microbatches=2, microbatch_size=4)
     assert isinstance(data, GrainData)
     rows = [row for batch in read(data, 2, steps=3) for row in batch]
     assert rows == [int(shuffled[i]) for i in range(24)]
@@ -29,7 +29,7 @@ def test_rows_are_the_elements_in_grains_order(shuffled) -> None:
 
 
 def test_every_epoch_has_every_element_once_in_an_order_of_its_own(shuffled) -> None:
-    epochs = read(microbatch_data(shuffled, microbatches=1, size=5), 1, steps=4)
+    epochs = read(make_microbatch_data(shuffled, num_microbatches=1, microbatch_size=5), 1, steps=4)
     assert [sorted(epoch) for epoch in epochs] == [[10, 11, 12, 13, 14]] * 4
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
@@ -37,7 +37,7 @@ def test_every_epoch_has_every_element_once_in_an_order_of_its_own(shuffled) -> 
 def test_random_transformations_are_a_function_of_the_elements_number(shuffled) -> None:
     def make():
         augmented = shuffled.random_map(lambda x, rng: {"x": x, "noise": rng.integers(1 << 30)})
-        return microbatch_data(augmented, microbatches=2, size=5)
+        return make_microbatch_data(augmented, num_microbatches=2, microbatch_size=5)
 
     in_order = make()
     expected = [in_order.batch(step, index) for step in range(2) for index in range(2)]
@@ -47,13 +47,13 @@ def test_random_transformations_are_a_function_of_the_elements_number(shuffled) 
 
 def test_elements_may_be_microbatches_already(shuffled) -> None:
     dataset = shuffled.repeat().batch(4)
-    data = microbatch_data(dataset, microbatches=2, size=None)
+    data = make_microbatch_data(dataset, num_microbatches=2, microbatch_size=None)
     assert read(data, 2, steps=2) == [dataset[i].tolist() for i in range(4)]
     assert data.batch(1, 1, (1, 2)).tolist() == dataset[3].tolist()[2:]
 
 
 def test_a_short_last_batch_is_refused(shuffled) -> None:
-    data = microbatch_data(shuffled.batch(2), microbatches=3, size=None)
+    data = make_microbatch_data(shuffled.batch(2), num_microbatches=3, microbatch_size=None)
     with pytest.raises(DataError, match=r"microbatch 2: found int64\[1\], expected int64\[2\]"):
         read(data, 3, steps=1)
 
@@ -61,7 +61,7 @@ def test_a_short_last_batch_is_refused(shuffled) -> None:
 @pytest.mark.parametrize("size", [1, None])
 def test_an_element_that_was_filtered_out_is_refused(size: int | None) -> None:
     dataset = grain.MapDataset.range(5).filter(lambda x: x != 3).map(lambda x: x if size else np.array([x]))
-    data = microbatch_data(dataset, microbatches=5, size=size)
+    data = make_microbatch_data(dataset, num_microbatches=5, microbatch_size=size)
     assert data.batch(0, 2).tolist() == [2]
     with pytest.raises(
         DataError, match=r"item 3 of .*: found None, expected an example\. If a filter took it out"
@@ -71,14 +71,14 @@ def test_an_element_that_was_filtered_out_is_refused(size: int | None) -> None:
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(DataError, match="found no items"):
-        microbatch_data(grain.MapDataset.range(0), microbatches=1, size=1)
+        make_microbatch_data(grain.MapDataset.range(0), num_microbatches=1, microbatch_size=1)
 
 
 def test_an_iter_dataset_is_refused_for_it_has_no_random_access(shuffled) -> None:
     with pytest.raises(DataError, match="give the MapDataset that the IterDataset was made from"):
-        microbatch_data(shuffled.to_iter_dataset(), microbatches=1, size=1)
+        make_microbatch_data(shuffled.to_iter_dataset(), num_microbatches=1, microbatch_size=1)
 
 
 def test_who_asks_us_to_shuffle_it_is_told_to_do_so_in_grain(shuffled) -> None:
     with pytest.raises(DataError, match=r"shuffle: found True .* Call shuffle on the dataset"):
-        microbatch_data(shuffled, microbatches=1, size=1, shuffle=True)
+        make_microbatch_data(shuffled, num_microbatches=1, microbatch_size=1, shuffle=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_jax.data.function_data import FunctionData
-from resilient_jax.data.microbatches import microbatch_data
+from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import DataError
 
@@ -32,7 +32,7 @@ def read(data, microbatches: int, steps: int) -> list[int]:
 def test_every_epoch_has_every_example_once(
     n: int, microbatches: int, size: int, shuffle: bool, seed: int
 ) -> None:
-    data = microbatch_data(range(n), microbatches=microbatches, size=size, seed=seed, shuffle=shuffle)
+    data = make_microbatch_data(range(n), num_microbatches=microbatches, microbatch_size=size, seed=seed, shuffle=shuffle)
     rows = read(data, microbatches, steps=3)
     epochs = [rows[first : first + n] for first in range(0, len(rows), n)]
     for epoch in epochs:
@@ -43,7 +43,7 @@ def test_every_epoch_has_every_example_once(
 
 def test_a_microbatch_does_not_depend_on_what_was_read_before() -> None:
     def make():
-        return microbatch_data(np.arange(1000), microbatches=4, size=8, seed=7)
+        return make_microbatch_data(np.arange(1000), num_microbatches=4, microbatch_size=8, seed=7)
 
     in_order = make()
     expected = {(s, i): in_order.batch(s, i).tolist() for s in range(50) for i in range(4)}
@@ -52,14 +52,14 @@ def test_a_microbatch_does_not_depend_on_what_was_read_before() -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    data = microbatch_data(range(5), microbatches=2, size=3, seed=0)
+    data = make_microbatch_data(range(5), num_microbatches=2, microbatch_size=3, seed=0)
     assert read(data, 2, steps=2) == [3, 2, 4, 1, 0, 2, 3, 1, 0, 4, 1, 4]
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
-    rows = read(microbatch_data(range(30), microbatches=1, size=30), 1, steps=2)
+    rows = read(make_microbatch_data(range(30), num_microbatches=1, microbatch_size=30), 1, steps=2)
     assert rows[:30] != rows[30:] != list(range(30))
-    assert read(microbatch_data(range(30), microbatches=1, size=30, seed=1), 1, steps=1) != rows[:30]
+    assert read(make_microbatch_data(range(30), num_microbatches=1, microbatch_size=30, seed=1), 1, steps=1) != rows[:30]
 
 
 SOURCES: dict[str, Any] = {
@@ -70,7 +70,7 @@ SOURCES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_parts_of_a_microbatch_are_its_rows_in_order(kind: str) -> None:
-    data = microbatch_data(SOURCES[kind], microbatches=2, size=12)
+    data = make_microbatch_data(SOURCES[kind], num_microbatches=2, microbatch_size=12)
     for n in (1, 2, 3, 4, 6, 12):
         parts = [data.batch(5, 1, (k, n)) for k in range(n)]
         assert {len(part) for part in parts} == {12 // n}
@@ -85,7 +85,7 @@ def test_a_part_reads_its_own_rows_only() -> None:
             numbers.append(number)
             return super().__getitem__(number)
 
-    data = microbatch_data(Logged(range(100)), microbatches=2, size=10, shuffle=False)
+    data = make_microbatch_data(Logged(range(100)), num_microbatches=2, microbatch_size=10, shuffle=False)
     assert data.batch(1, 1, (1, 2)).tolist() == numbers == [35, 36, 37, 38, 39]
 
 
@@ -94,7 +94,7 @@ def test_examples_are_stacked_leaf_by_leaf() -> None:
         {"x": np.full((2, 3), i, np.float32), "y": (i, float(i)), "flag": i % 2 == 0, "b": jnp.bfloat16(i)}
         for i in range(4)
     ]
-    batch = microbatch_data(source, microbatches=1, size=4, shuffle=False).batch(0, 0)
+    batch = make_microbatch_data(source, num_microbatches=1, microbatch_size=4, shuffle=False).batch(0, 0)
     assert batch["x"].shape == (4, 2, 3)
     assert batch["x"].dtype == np.float32
     assert batch["y"][0].tolist() == [0, 1, 2, 3]
@@ -104,8 +104,8 @@ def test_examples_are_stacked_leaf_by_leaf() -> None:
 
 
 def test_a_function_gives_what_it_gives() -> None:
-    data = microbatch_data(
-        lambda step, index: {"a": np.full((4, 2), step), "b": np.full(4, index)}, microbatches=3, size=None
+    data = make_microbatch_data(
+        lambda step, index: {"a": np.full((4, 2), step), "b": np.full(4, index)}, num_microbatches=3, microbatch_size=None
     )
     assert isinstance(data, FunctionData)
     batch = data.batch(7, 2, (1, 2))
@@ -126,18 +126,18 @@ class ReadyMade:
 
 def test_microbatch_data_is_given_back() -> None:
     ready = ReadyMade()
-    assert microbatch_data(ready, microbatches=3, size=None) is ready
+    assert make_microbatch_data(ready, num_microbatches=3, microbatch_size=None) is ready
 
 
 def test_a_source_that_can_be_called_is_a_source() -> None:
     class Callable(list[int]):
         def __call__(self) -> None: ...
 
-    assert isinstance(microbatch_data(Callable([1]), microbatches=1, size=1), RandomAccessData)
+    assert isinstance(make_microbatch_data(Callable([1]), num_microbatches=1, microbatch_size=1), RandomAccessData)
 
 
 def test_a_source_without_lengths_has_none() -> None:
-    assert microbatch_data([1, 2], microbatches=1, size=1).lengths(0, 0) is None
+    assert make_microbatch_data([1, 2], num_microbatches=1, microbatch_size=1).lengths(0, 0) is None
 
 
 # What is refused.
@@ -168,7 +168,7 @@ class NegativeLength(list[int]):
 )
 def test_what_is_no_source_is_refused(source: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        microbatch_data(source, microbatches=1, size=1)
+        make_microbatch_data(source, num_microbatches=1, microbatch_size=1)
 
 
 class Short:
@@ -186,7 +186,7 @@ class Short:
 
 @pytest.mark.parametrize("items", [[1, 2], {0: 1, 1: 2}])
 def test_a_source_that_is_shorter_than_promised_is_named(items: dict | list) -> None:
-    data = microbatch_data(Short(items), microbatches=1, size=3, shuffle=False)
+    data = make_microbatch_data(Short(items), num_microbatches=1, microbatch_size=3, shuffle=False)
     with pytest.raises(
         DataError, match=r"item 2 of Short: .* shorter than promised \(its length was 10\)"
     ) as caught:
@@ -216,7 +216,7 @@ def test_a_source_that_is_shorter_than_promised_is_named(items: dict | list) -> 
 )
 def test_an_item_unlike_the_first_is_named(other: object, message: str) -> None:
     source = [{"x": np.zeros(3), "y": 0}, other]
-    data = microbatch_data(source, microbatches=2, size=1, shuffle=False)
+    data = make_microbatch_data(source, num_microbatches=2, microbatch_size=1, shuffle=False)
     data.batch(0, 0)
     with pytest.raises(DataError, match=message):
         data.batch(0, 1)
@@ -233,7 +233,7 @@ def test_any_other_error_of_the_users_comes_out_unchanged(error: Exception) -> N
 
     for source in (Failing([1]), fail):
         with pytest.raises(type(error)) as caught:
-            microbatch_data(source, microbatches=1, size=1).batch(0, 0)
+            make_microbatch_data(source, num_microbatches=1, microbatch_size=1).batch(0, 0)
         assert caught.value is error
 
 
@@ -254,13 +254,13 @@ def test_any_other_error_of_the_users_comes_out_unchanged(error: Exception) -> N
     ],
 )
 def test_a_functions_bad_result_is_named(function: Callable[[int, int], object], message: str) -> None:
-    data = microbatch_data(function, microbatches=1, size=None)
+    data = make_microbatch_data(function, num_microbatches=1, microbatch_size=None)
     with pytest.raises(DataError, match=message):
         [data.batch(step, 0) for step in range(2)]
 
 
 def test_a_function_that_gives_another_size_than_agreed_is_refused() -> None:
-    data = microbatch_data(lambda step, index: np.zeros((4, 2)), microbatches=1, size=8)
+    data = make_microbatch_data(lambda step, index: np.zeros((4, 2)), num_microbatches=1, microbatch_size=8)
     with pytest.raises(DataError, match=r"shapes \[\(4, 2\)\], expected .* the number of examples, 8"):
         data.batch(0, 0)
 
@@ -276,13 +276,13 @@ def test_a_function_that_gives_another_size_than_agreed_is_refused() -> None:
 )
 def test_a_part_that_cannot_be_is_refused(source: object, part: tuple[int, int], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        microbatch_data(source, microbatches=1, size=12).batch(0, 0, part)
+        make_microbatch_data(source, num_microbatches=1, microbatch_size=12).batch(0, 0, part)
 
 
 @pytest.mark.parametrize(("step", "index"), [(-1, 0), (0, 2), (0, -1)])
 def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> None:
     with pytest.raises(DataError, match=rf"step {step}, microbatch {index}: expected .* from 0 to 1"):
-        microbatch_data([1, 2, 3], microbatches=2, size=1).batch(step, index)
+        make_microbatch_data([1, 2, 3], num_microbatches=2, microbatch_size=1).batch(step, index)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> Non
 )
 def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        microbatch_data([1, 2], **options)
+        make_microbatch_data([1, 2], **options)
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     numbers: dict[str, Any] = {"microbatches": np.int64(1), "size": np.int32(2), "seed": np.uint8(3)}
-    data = microbatch_data([1, 2], **numbers)
+    data = make_microbatch_data([1, 2], **numbers)
     assert sorted(data.batch(0, 0).tolist()) == [1, 2]
 
 
@@ -311,4 +311,4 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_who_asks_to_shuffle_what_has_its_own_order_is_told(source: object, shuffle: bool) -> None:
     with pytest.raises(DataError, match=f"shuffle: found {shuffle} for a source that has its own order"):
-        microbatch_data(source, microbatches=1, size=1, shuffle=shuffle)
+        make_microbatch_data(source, num_microbatches=1, microbatch_size=1, shuffle=shuffle)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_jax.data.microbatches import microbatch_data
+from resilient_jax.data.microbatches import make_microbatch_data
 from resilient_jax.data.packing import PackedDocuments, pack_documents
 from resilient_jax.errors import DataError
 
@@ -26,7 +26,7 @@ def make_documents(lengths: list[int]) -> list[np.ndarray]:
 @given(all_lengths, contexts)
 def test_rows_are_filled_in_order_and_closed_only_if_the_next_piece_does_not_fit(lengths, context) -> None:
     packing = pack_documents(lengths, context)
-    rows = [packing.pieces(row) for row in range(len(packing))]
+    rows = [packing.list_pieces(row) for row in range(len(packing))]
     assert [piece for row in rows for piece in row] == list(range(len(packing.documents)))
     used = [int(packing.lengths[row.start : row.stop].sum()) for row in rows]
     assert all(0 < n <= context for n in used)
@@ -59,11 +59,11 @@ def test_documents_appended_later_change_no_finished_row(lengths, context, data)
     cut = data.draw(st.integers(0, len(lengths)))
     whole, shorter = pack_documents(lengths, context), pack_documents(lengths[:cut], context)
     finished = max(len(shorter) - 1, 0)
-    assert whole.bounds[: finished + 1].tolist() == shorter.bounds[: finished + 1].tolist()
+    assert whole.row_bounds[: finished + 1].tolist() == shorter.row_bounds[: finished + 1].tolist()
 
 
 def test_a_row_says_which_token_is_of_which_document() -> None:
-    packed = PackedDocuments([[11, 12], [21, 22, 23], [], [31, 32, 33, 34, 35, 36, 37, 38]], 6, pad=-1)
+    packed = PackedDocuments([[11, 12], [21, 22, 23], [], [31, 32, 33, 34, 35, 36, 37, 38]], 6, pad_token=-1)
     assert len(packed) == 3
     rows = [{name: leaf.tolist() for name, leaf in packed[row].items()} for row in range(3)]
     assert rows[0] == {
@@ -88,7 +88,7 @@ def test_a_row_says_which_token_is_of_which_document() -> None:
 
 def test_packed_documents_are_a_source_that_tells_the_lengths_of_its_microbatches() -> None:
     packed = PackedDocuments(make_documents([3, 4, 5, 9, 1, 1, 1]), 8)
-    data = microbatch_data(packed, microbatches=2, size=2, seed=3)
+    data = make_microbatch_data(packed, num_microbatches=2, microbatch_size=2, seed=3)
     for step in range(3):
         for index in range(2):
             segments = data.batch(step, index)["segments"]

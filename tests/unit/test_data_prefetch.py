@@ -10,18 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from resilient_jax.data.prefetcher import Prefetcher, Wanted
+from resilient_jax.data.prefetcher import Prefetcher, MicrobatchKey
 from resilient_jax.errors import DataError
 
 DEADLINE_S = 30.0
 WHOLE = (0, 1)
 
 
-def key(index: int) -> Wanted:
+def key(index: int) -> MicrobatchKey:
     return (0, index, WHOLE)
 
 
-def keys(*indexes: int) -> list[Wanted]:
+def keys(*indexes: int) -> list[MicrobatchKey]:
     return [key(index) for index in indexes]
 
 
@@ -30,8 +30,8 @@ class LoggedSource:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.begun: list[Wanted] = []
-        self.ended: list[Wanted] = []
+        self.begun: list[MicrobatchKey] = []
+        self.ended: list[MicrobatchKey] = []
         self.threads: set[str] = set()
         self.held: set[int] = set()
         self.failing: dict[int, BaseException] = {}
@@ -84,7 +84,7 @@ def source() -> LoggedSource:
 
 @pytest.fixture
 def prefetcher(source: LoggedSource) -> Iterator[Prefetcher]:
-    with Prefetcher(source, ahead=4, threads=2) as made:
+    with Prefetcher(source, buffer_size=4, num_threads=2) as made:
         yield made
         source.let_go(*source.held)
 
@@ -108,7 +108,7 @@ def test_it_reads_before_it_is_asked_and_on_its_own_threads(
 
 
 def test_it_reads_in_the_order_that_was_said(source: LoggedSource) -> None:
-    with Prefetcher(source, ahead=4, threads=1) as prefetcher:
+    with Prefetcher(source, buffer_size=4, num_threads=1) as prefetcher:
         prefetcher.expect(keys(2, 0, 3, 1))
         source.wait_ended(2, 0, 3, 1)
     assert source.begun == keys(2, 0, 3, 1)
@@ -132,7 +132,7 @@ def test_never_more_are_held_than_agreed(source: LoggedSource) -> None:
         most = max(most, len(source.begun) - asked)
 
     source.on_begin = note
-    with Prefetcher(source, ahead=3, threads=4) as prefetcher:
+    with Prefetcher(source, buffer_size=3, num_threads=4) as prefetcher:
         prefetcher.expect(keys(*range(40)))
         source.wait_ended(0, 1, 2)
         for index in range(40):
@@ -186,7 +186,7 @@ def test_what_is_forgotten_gives_room(source: LoggedSource, prefetcher: Prefetch
 
 def test_what_was_not_begun_and_is_no_longer_expected_is_never_read(source: LoggedSource) -> None:
     source.hold(0)
-    with Prefetcher(source, ahead=2, threads=1) as prefetcher:
+    with Prefetcher(source, buffer_size=2, num_threads=1) as prefetcher:
         prefetcher.expect(keys(0, 1))
         source.wait_begun(0)
         prefetcher.expect(keys(2))
@@ -205,7 +205,7 @@ def test_what_nobody_expected_is_read_by_who_asks_and_not_kept(
 
 
 def test_who_asks_out_of_order_does_not_wait_for_room(source: LoggedSource) -> None:
-    with Prefetcher(source, ahead=1, threads=1) as prefetcher:
+    with Prefetcher(source, buffer_size=1, num_threads=1) as prefetcher:
         prefetcher.expect(keys(0, 1, 2))
         source.wait_ended(0)
         for index in (2, 1, 0):
@@ -287,7 +287,7 @@ def test_lengths_come_from_the_source(prefetcher: Prefetcher) -> None:
 
 def test_close_ends_the_threads_and_what_comes_later_is_refused(source: LoggedSource) -> None:
     before = set(threading.enumerate())
-    prefetcher = Prefetcher(source, ahead=1, threads=3)
+    prefetcher = Prefetcher(source, buffer_size=1, num_threads=3)
     mine = set(threading.enumerate()) - before
     prefetcher.expect(keys(0, 1, 2))
     source.wait_ended(0)
@@ -303,7 +303,7 @@ def test_close_ends_the_threads_and_what_comes_later_is_refused(source: LoggedSo
 
 def test_a_read_under_way_is_delivered_though_another_thread_closes(source: LoggedSource) -> None:
     source.hold(0)
-    prefetcher = Prefetcher(source, threads=1)
+    prefetcher = Prefetcher(source, num_threads=1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(prefetcher.get, 0, 0)
         source.wait_begun(0)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_jax.data.shuffle import GAMMA, MASK, MAX_LENGTH, mix, permute
+from resilient_jax.data.shuffle import WEYL_INCREMENT, MAX_UINT64, MAX_LENGTH, mix_words, permute
 from resilient_jax.errors import DataError
 
-seeds = st.integers(0, MASK)
+seeds = st.integers(0, MAX_UINT64)
 
 
 def whole(n: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
@@ -50,7 +50,7 @@ def test_the_order_never_changes() -> None:
     assert whole(6) == [3, 5, 4, 1, 0, 2]
     assert whole(6, epoch=1) == [2, 3, 5, 0, 4, 1]
     assert whole(10, seed=1) == [1, 3, 0, 2, 4, 8, 6, 5, 9, 7]
-    far = permute(range(4), 10**12, seed=MASK, epoch=7).tolist()
+    far = permute(range(4), 10**12, seed=MAX_UINT64, epoch=7).tolist()
     assert far == [385251547449, 790526926824, 649600582044, 115076768981]
     ends = permute([0, MAX_LENGTH - 1], MAX_LENGTH, seed=5, epoch=0).tolist()
     assert ends == [736860878045988421, 1982348285234680967]
@@ -58,8 +58,8 @@ def test_the_order_never_changes() -> None:
 
 def test_the_mixer_is_that_of_splitmix64() -> None:
     """The reference implementation's first outputs for the seed 1234567 (prng.di.unimi.it/splitmix64.c)."""
-    states = np.array([(1234567 + GAMMA * k) & MASK for k in (1, 2, 3)], np.uint64)
-    assert mix(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = np.array([(1234567 + WEYL_INCREMENT * k) & MAX_UINT64 for k in (1, 2, 3)], np.uint64)
+    assert mix_words(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_all_orders_of_four_are_about_equally_frequent() -> None:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import StateError
-from resilient_jax.state.flat_state import describe, hold, place_initial, restore, to_host
+from resilient_jax.state.flat_state import make_abstract_state, flatten_state, place_initial_state, restore_state, copy_to_host
 
 
 def make_state() -> dict:
@@ -39,31 +39,31 @@ def assert_same(one: object, other: object) -> None:
 @pytest.mark.parametrize("through_host", [False, True])
 def test_a_state_comes_back_bit_for_bit(through_host: bool) -> None:
     state = make_state()
-    held = hold(5, state)
+    held = flatten_state(5, state)
     if through_host:
-        held = to_host(held)
+        held = copy_to_host(held)
     assert held.step == 5
-    assert_same(restore(jax.eval_shape(make_state), held, None), state)
+    assert_same(restore_state(jax.eval_shape(make_state), held, None), state)
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i4", ">u2"])
 def test_numbers_in_foreign_byte_order_are_held_in_that_of_this_machine(dtype: str) -> None:
-    held = hold(0, {"x": np.arange(5, dtype=dtype)})
+    held = flatten_state(0, {"x": np.arange(5, dtype=dtype)})
     assert held.leaves[0].value.dtype.isnative
     np.testing.assert_array_equal(held.leaves[0].value, np.arange(5))
 
 
 def test_a_host_copy_does_not_alias_the_devices_memory() -> None:
     array = jnp.ones((4,))
-    copy = to_host(hold(0, {"x": array})).leaves[0].value
+    copy = copy_to_host(flatten_state(0, {"x": array})).leaves[0].value
     assert not np.shares_memory(copy, np.asarray(array))
 
 
 def test_leaves_go_where_the_sharding_says() -> None:
     mesh = Mesh(np.array(jax.local_devices()[:1]), ("data",))
     sharding = NamedSharding(mesh, P())
-    placed = place_initial({"x": jnp.ones((2, 2))}, sharding)
-    again = restore(jax.eval_shape(lambda: {"x": jnp.ones((2, 2))}), hold(0, placed), sharding)
+    placed = place_initial_state({"x": jnp.ones((2, 2))}, sharding)
+    again = restore_state(jax.eval_shape(lambda: {"x": jnp.ones((2, 2))}), flatten_state(0, placed), sharding)
     assert placed["x"].sharding == sharding
     assert again["x"] is placed["x"], "what lies right is not copied"
 
@@ -76,7 +76,7 @@ def test_a_sharding_may_depend_on_the_leaf() -> None:
         seen.append((path, leaf.shape))
         return NamedSharding(mesh, P())
 
-    restore(jax.eval_shape(lambda: {"x": jnp.ones((2,))}), to_host(hold(0, {"x": jnp.ones((2,))})), choose)
+    restore_state(jax.eval_shape(lambda: {"x": jnp.ones((2,))}), copy_to_host(flatten_state(0, {"x": jnp.ones((2,))})), choose)
     assert seen == [("['x']", (2,))]
 
 
@@ -84,14 +84,14 @@ def test_a_donated_leaf_is_refused_by_its_path() -> None:
     array = jnp.ones((2,))
     array.delete()
     with pytest.raises(StateError, match=r"leaf \['x'\] was deleted.*donated"):
-        hold(1, {"x": array})
+        flatten_state(1, {"x": array})
 
 
 def test_a_leaf_that_is_no_array_nor_text_is_refused_by_its_path() -> None:
     with pytest.raises(
         StateError, match=r"leaf \['name'\] is a object; a state holds arrays, numbers and texts only"
     ):
-        hold(1, {"name": object()})
+        flatten_state(1, {"name": object()})
 
 
 @pytest.mark.parametrize("dtype", ["datetime64[s]", "timedelta64[s]", [("x", "f4")], "S3"])
@@ -99,36 +99,36 @@ def test_arrays_of_other_things_than_numbers_are_refused_by_their_path(dtype: np
     with pytest.raises(
         StateError, match=r"leaf \['when'\] is a ndarray; a state holds arrays, numbers and texts"
     ):
-        hold(1, {"when": np.zeros(2, dtype)})
+        flatten_state(1, {"when": np.zeros(2, dtype)})
 
 
 def test_texts_are_kept_as_they_are_and_their_places_must_fit() -> None:
     def init() -> dict[str, object]:
         return {"name": "nobody", "x": jnp.zeros(2)}
 
-    assert describe(init) == {"name": "nobody", "x": jax.ShapeDtypeStruct((2,), jnp.float32)}
-    held = to_host(hold(1, {"name": "llama", "x": jnp.ones(2)}))
-    restored = restore(describe(init), held, None)
+    assert make_abstract_state(init) == {"name": "nobody", "x": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    held = copy_to_host(flatten_state(1, {"name": "llama", "x": jnp.ones(2)}))
+    restored = restore_state(make_abstract_state(init), held, None)
     assert restored["name"] == "llama"
-    (text,) = hold(1, {"name": np.str_("llama")}).texts.values()
+    (text,) = flatten_state(1, {"name": np.str_("llama")}).strings.values()
     assert type(text) is str
     np.testing.assert_array_equal(restored["x"], np.ones(2))
     with pytest.raises(StateError, match=r"missing \[\"\['name'\]\"\]"):
-        restore(describe(init), hold(1, {"x": jnp.ones(2)}), None)
+        restore_state(make_abstract_state(init), flatten_state(1, {"x": jnp.ones(2)}), None)
     with pytest.raises(StateError, match=r"missing \[\"\['x'\]\"\]"):  # a text where an array should be
-        restore(describe(init), hold(1, {"name": "llama", "x": "two"}), None)
+        restore_state(make_abstract_state(init), flatten_state(1, {"name": "llama", "x": "two"}), None)
 
 
 def test_another_structure_is_refused_by_the_first_paths_that_differ() -> None:
-    held = hold(1, {"x": jnp.ones(2), "old": jnp.ones(2)})
+    held = flatten_state(1, {"x": jnp.ones(2), "old": jnp.ones(2)})
     with pytest.raises(StateError, match=r"missing \[\"\['new'\]\"\], not expected \[\"\['old'\]\"\]"):
-        restore(jax.eval_shape(lambda: {"x": jnp.ones(2), "new": jnp.ones(2)}), held, None)
+        restore_state(jax.eval_shape(lambda: {"x": jnp.ones(2), "new": jnp.ones(2)}), held, None)
 
 
 def test_another_shape_is_refused_with_both() -> None:
-    held = hold(1, {"x": jnp.ones(2)})
+    held = flatten_state(1, {"x": jnp.ones(2)})
     with pytest.raises(StateError, match=r"float32\[2\] where the init function makes float32\[3\]"):
-        restore(jax.eval_shape(lambda: {"x": jnp.ones(3)}), held, None)
+        restore_state(jax.eval_shape(lambda: {"x": jnp.ones(3)}), held, None)
 
 
 def test_an_init_that_cannot_be_traced_is_refused_when_it_is_first_used() -> None:
@@ -138,4 +138,4 @@ def test_an_init_that_cannot_be_traced_is_refused_when_it_is_first_used() -> Non
     with pytest.raises(
         StateError, match=r"cannot be traced .*expected jax\.numpy .*before rj\.run with numpy"
     ):
-        describe(init)
+        make_abstract_state(init)

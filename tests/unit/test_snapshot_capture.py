@@ -36,7 +36,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.state import part_copy
 from resilient_jax.state.capture import SnapshotCapture
 from resilient_jax.state.copy_sources import CopySource, CopyTask, plan_copies, start_host_transfer
-from resilient_jax.state.flat_state import Leaf, hold
+from resilient_jax.state.flat_state import FlatLeaf, flatten_state
 from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.state.part_copy import COPY_STEP_BYTES, copy_into_part
 from resilient_jax.state.state_partition import partition_state
@@ -62,7 +62,7 @@ class Taking:
     """A capture of one host's state, with all that it touches."""
 
     def __init__(self, state, *, reach=None, **options):
-        self.leaves = hold(1, state).leaves
+        self.leaves = flatten_state(1, state).leaves
         self.cut = partition_state(self.leaves, lambda device: HOST, [HOST])
         self.arena = Arena(self.cut.part_bytes)
         self.notes = Notes()
@@ -80,7 +80,7 @@ class Taking:
 
 
 def check_parts(state, arena, cut, hosts):
-    leaves = hold(1, state).leaves
+    leaves = flatten_state(1, state).leaves
     for host in hosts:
         contents = arena.done[host].contents
         for piece in contents.pieces:
@@ -292,7 +292,7 @@ def test_a_part_of_another_size_is_refused():
 def test_a_state_of_another_structure_is_refused_to_the_callers_face():
     with Taking({"w": jnp.ones(100)}) as taking:
         with pytest.raises(StateError, match="changed its structure between snapshots"):
-            taking.capture.start(snapshot_id(1), taking.cut, hold(1, {"w": jnp.ones(101)}).leaves)
+            taking.capture.start(snapshot_id(1), taking.cut, flatten_state(1, {"w": jnp.ones(101)}).leaves)
         assert taking.capture.wait_until_copied(0)
 
 
@@ -300,7 +300,7 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     hosts, host_of = hosts_of_eight(2)
     spread = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     here = put(values((8,), "int32", 0), spread)
-    cut = partition_state(hold(1, {"w": here}).leaves, host_of, hosts)
+    cut = partition_state(flatten_state(1, {"w": here}).leaves, host_of, hosts)
     of_first_host = [shard for shard in here.addressable_shards if host_of(shard.device) == hosts[0]]
     elsewhere = SimpleNamespace(
         shape=(8,),
@@ -312,7 +312,7 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     with pytest.raises(
         StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"
     ):
-        plan_copies([Leaf(path="['w']", value=cast(jax.Array, elsewhere))], cut.slices[hosts[1]])
+        plan_copies([FlatLeaf(path="['w']", value=cast(jax.Array, elsewhere))], cut.slices[hosts[1]])
 
 
 def test_closing_cancels_what_is_under_way():
@@ -331,7 +331,7 @@ def test_closing_cancels_what_is_under_way():
 @given(states(), st.sampled_from([1, 2, 4]))
 def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
     hosts, host_of = hosts_of_eight(count)
-    leaves = hold(1, state).leaves
+    leaves = flatten_state(1, state).leaves
     cut = partition_state(leaves, host_of, hosts)
     for host in hosts:
         tasks = plan_copies(leaves, cut.slices[host])

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from resilient_jax.errors import CallerError
-from resilient_jax.state.flat_state import hold
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.snapshotter import MAX_DESCRIPTION_BYTES, check_description_size
 
 
@@ -13,12 +13,12 @@ def test_texts_that_no_message_holds_are_refused_with_the_longest():
     with pytest.raises(
         CallerError, match=rf"1 arrays, the longest text \['tokenizer'\] {MAX_DESCRIPTION_BYTES + 13} "
     ):
-        check_description_size(100, hold(1, state))
-    check_description_size(100, hold(1, {**state, "tokenizer": "x" * (MAX_DESCRIPTION_BYTES - 1000)}))
+        check_description_size(100, flatten_state(1, state))
+    check_description_size(100, flatten_state(1, {**state, "tokenizer": "x" * (MAX_DESCRIPTION_BYTES - 1000)}))
 
 
 def test_names_and_places_that_no_message_holds_are_refused():
     with pytest.raises(
         CallerError, match=r"found 14680065 bytes of names, shapes, places and texts \(1 arrays\)"
     ):
-        check_description_size(MAX_DESCRIPTION_BYTES + 1, hold(1, {"weights": jnp.zeros(2)}))
+        check_description_size(MAX_DESCRIPTION_BYTES + 1, flatten_state(1, {"weights": jnp.zeros(2)}))

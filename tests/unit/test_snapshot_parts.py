@@ -13,7 +13,7 @@ from snapshot_parts import host_names, hosts_of_eight, put, shapes, shardings, s
 
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT
-from resilient_jax.state.flat_state import hold
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.index_box import IndexBox, contiguous_runs, whole_box
 from resilient_jax.state.snapshot_interval import compute_optimal_interval_s, compute_interval_steps
 from resilient_jax.state.state_partition import check_same_structure, partition_state
@@ -32,7 +32,7 @@ def padded(size):
 @settings(max_examples=80)
 @given(st.data(), host_counts)
 def test_the_pieces_of_all_hosts_cover_every_leaf_exactly_once(data, count):
-    leaves = hold(1, data.draw(states())).leaves
+    leaves = flatten_state(1, data.draw(states())).leaves
     hosts, host_of = hosts_of_eight(count)
     state_cut = partition_state(leaves, host_of, hosts)
     covered = [np.zeros(leaf.value.shape, int) for leaf in leaves]
@@ -54,7 +54,7 @@ def test_a_host_keeps_only_what_lies_on_its_devices(data, count):
     hosts, host_of = hosts_of_eight(count)
     if len({host_of(device) for device in leaf.sharding.device_set}) == 1:
         return  # then it is taken to be on every host
-    state_cut = partition_state(hold(1, [leaf]).leaves, host_of, hosts)
+    state_cut = partition_state(flatten_state(1, [leaf]).leaves, host_of, hosts)
     for host in hosts:
         held = np.zeros(shape, bool)
         for shard in leaf.addressable_shards:
@@ -69,7 +69,7 @@ def test_hosts_that_hold_the_same_get_equal_parts_to_within_a_row(leaf_shapes, d
     mesh = Mesh(np.array(jax.devices()), ("x",))
     dtype = st.sampled_from(["float32", "bool", "bfloat16"])
     state = [put(values(s, data.draw(dtype), 0), NamedSharding(mesh, P())) for s in leaf_shapes]
-    leaves = hold(1, state).leaves
+    leaves = flatten_state(1, state).leaves
     hosts, host_of = hosts_of_eight(count)
     state_cut = partition_state(leaves, host_of, hosts)
     row = 0
@@ -94,13 +94,13 @@ def test_many_uneven_leaves_do_not_pile_up_on_the_first_host():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = [put(np.zeros((5, 64), np.float32), sharding) for _ in range(40)]
-    parts = partition_state(hold(1, state).leaves, host_of, hosts).part_bytes
+    parts = partition_state(flatten_state(1, state).leaves, host_of, hosts).part_bytes
     assert set(parts.values()) == {40 * 5 * 256 // 4}
 
 
 def test_a_long_replicated_leaf_is_cut_where_its_copies_are_long_and_even():
     hosts, host_of = hosts_of_eight(8)
-    leaves = hold(1, {"layers": np.zeros((2, 800, 300), np.float32)}).leaves
+    leaves = flatten_state(1, {"layers": np.zeros((2, 800, 300), np.float32)}).leaves
     state_cut = partition_state(leaves, host_of, hosts)
     assert [state_cut.slices[host][0].start for host in hosts] == [(0, 100 * i, 0) for i in range(8)]
 
@@ -115,7 +115,7 @@ def test_it_says_which_hosts_hold_every_leaf():
     local = put(np.zeros(8, np.float32), NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x")))
 
     def complete_on(*state):
-        return partition_state(hold(1, list(state)).leaves, host_of, hosts).replicated_on
+        return partition_state(flatten_state(1, list(state)).leaves, host_of, hosts).replicated_on
 
     # Two devices a host, and four shards in each replica: a host has half of one.
     for somewhere_cut in (place("shard"), place(("replica", "shard"))):
@@ -132,7 +132,7 @@ def test_the_cut_follows_from_shardings_alone():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     cuts = [
-        partition_state(hold(1, {"w": put(values((16, 3), "float32", seed), sharding)}).leaves, host_of, hosts)
+        partition_state(flatten_state(1, {"w": put(values((16, 3), "float32", seed), sharding)}).leaves, host_of, hosts)
         for seed in (1, 2)
     ]
     assert cuts[0] == cuts[1]
@@ -140,14 +140,14 @@ def test_the_cut_follows_from_shardings_alone():
 
 def test_random_keys_are_raw_data_with_the_name_of_their_implementation():
     hosts, host_of = hosts_of_eight(2)
-    state_cut = partition_state(hold(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts)
+    state_cut = partition_state(flatten_state(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts)
     (info,) = state_cut.leaves
     assert (info.dtype, info.shape, info.key_impl) == ("uint32", (4,), "rbg")
 
 
 def test_a_state_on_a_dead_hosts_devices_is_refused():
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
-    leaves = hold(1, {"w": put(np.zeros(8, np.float32), sharding)}).leaves
+    leaves = flatten_state(1, {"w": put(np.zeros(8, np.float32), sharding)}).leaves
     _, host_of = hosts_of_eight(4)
     with pytest.raises(StateError, match=r"leaf \['w'\] lies on devices of \['host-3'\], expected only live"):
         partition_state(leaves, host_of, host_names(3))
@@ -167,10 +167,10 @@ def test_a_state_on_a_dead_hosts_devices_is_refused():
 )
 def test_a_state_of_another_structure_is_refused_by_its_first_leaf(other, words):
     state_cut = partition_state(
-        hold(1, {"a": jnp.zeros(2), "b": jnp.zeros(2)}).leaves, hosts_of_eight(1)[1], host_names(1)
+        flatten_state(1, {"a": jnp.zeros(2), "b": jnp.zeros(2)}).leaves, hosts_of_eight(1)[1], host_names(1)
     )
     with pytest.raises(StateError, match=words):
-        check_same_structure(state_cut, hold(2, other).leaves)
+        check_same_structure(state_cut, flatten_state(2, other).leaves)
 
 
 @given(shapes, st.integers(1, 200))

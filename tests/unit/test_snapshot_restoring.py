@@ -29,8 +29,8 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state import gather, restore
-from resilient_jax.state.flat_state import describe, hold, to_host
-from resilient_jax.state.flat_state import restore as restore_held
+from resilient_jax.state.flat_state import make_abstract_state, flatten_state, copy_to_host
+from resilient_jax.state.flat_state import restore_state as restore_held
 from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.index_box import whole_box
 from resilient_jax.state.restore import restore_snapshot
@@ -86,7 +86,7 @@ def test_every_kind_of_leaf_comes_back(count):
     arena = take_by(count, state)
     _, restored = restore_snapshot(abstract_of(state), arena, None)
     arena.overwrite()
-    expected = restore_held(abstract_of(state), to_host(hold(3, state)), None)
+    expected = restore_held(abstract_of(state), copy_to_host(flatten_state(3, state)), None)
     assert_same(restored, expected)
     assert restored["count"] == 7
     assert restored["rate"] == 0.5
@@ -196,7 +196,7 @@ def test_texts_come_back_with_the_arrays_and_the_step():
         return {"name": "", "w": jnp.zeros(4), "nested": ["", jnp.ones(2)]}
 
     step, restored = restore_snapshot(
-        describe(init), arena, None, failpoint=lambda place, step: places.append((place, step))
+        make_abstract_state(init), arena, None, failpoint=lambda place, step: places.append((place, step))
     )
     assert step == 12
     assert [restored["name"], restored["nested"][0]] == ["byte_lm", "a"]
@@ -226,7 +226,7 @@ def test_a_snapshot_that_does_not_fit_the_init_function_is_refused_as_a_held_sta
     with pytest.raises(StateError, match=words) as from_snapshot:
         restore_snapshot(jax.eval_shape(init), arena, None)
     with pytest.raises(StateError) as from_held:
-        restore_held(jax.eval_shape(init), hold(3, state), None)
+        restore_held(jax.eval_shape(init), flatten_state(3, state), None)
     assert str(from_snapshot.value) == str(from_held.value)
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_jax.checkpoint import orbax_reader, orbax_writer
-from resilient_jax.checkpoint.byte_budget import Budget
-from resilient_jax.checkpoint.orbax_reader import check_whole, describe, read
-from resilient_jax.checkpoint.orbax_writer import write
-from resilient_jax.checkpoint.stored_tree import Key, Piece, align, allocate, view
+from resilient_jax.checkpoint.byte_budget import ByteBudget
+from resilient_jax.checkpoint.orbax_reader import check_readable, inspect_checkpoint, read_boxes
+from resilient_jax.checkpoint.orbax_writer import write_checkpoint
+from resilient_jax.checkpoint.stored_tree import PathKey, StoredBox, align_offset, allocate_memory, view_array
 from resilient_jax.errors import CheckpointUnreadable
 from resilient_jax.state.index_box import IndexBox, whole_box
 
@@ -45,7 +45,7 @@ def folder(request, tree, tmp_path_factory):
     if request.param == "ours":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
-            write(directory, 1, tree)
+            write_checkpoint(directory, 1, tree)
     else:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt="without" not in request.param)
         with ocp.Checkpointer(handler) as checkpointer:
@@ -57,20 +57,20 @@ def read_boxes(folder, tree, boxes):
     """The numbers of each (name, box)."""
     pieces, end = [], 0
     for name, box in boxes:
-        path = (Key(name, is_index=False),)
-        pieces.append(Piece(path=path, dtype=str(tree[name].dtype), box=box, offset=align(end)))
+        path = (PathKey(name, is_index=False),)
+        pieces.append(StoredBox(path=path, dtype=str(tree[name].dtype), box=box, offset=align_offset(end)))
         end = pieces[-1].offset + pieces[-1].nbytes
-    descriptor = allocate(end)
+    descriptor = allocate_memory(end)
     try:
         memory = mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
-    read(folder, pieces, memory)
-    return [view(piece, memory).copy() for piece in pieces]
+    read_boxes(folder, pieces, memory)
+    return [view_array(piece, memory).copy() for piece in pieces]
 
 
 def test_a_checkpoint_is_described_without_its_numbers(folder, tree):
-    leaves, by_digests = describe(folder)
+    leaves, by_digests = inspect_checkpoint(folder)
     assert by_digests == (folder / "resilient_jax.sha256").exists()
     found = {leaf.path[0].name: (leaf.shape, leaf.dtype) for leaf in leaves}
     assert found == {name: (value.shape, str(value.dtype)) for name, value in tree.items()}
@@ -106,7 +106,7 @@ def bytes_from_files():
 def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading(tree, dim, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orbax_writer, "CHUNK_BYTES", CHUNK_BYTES)
-        write(tmp_path, 1, tree)
+        write_checkpoint(tmp_path, 1, tree)
     quarter = IndexBox((0, 0), (ROWS, COLUMNS)).narrow(dim, 0, (ROWS, COLUMNS)[dim] // 4)
     before = bytes_from_files()
     (found,) = read_boxes(tmp_path / "1", tree, [("wide", quarter)])
@@ -117,7 +117,7 @@ def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading
 
 def test_a_budget_bounds_what_is_in_the_air_and_lets_what_is_larger_through_alone():
     async def spend_all():
-        budget, now, seen = Budget(10), [0], []
+        budget, now, seen = ByteBudget(10), [0], []
 
         async def spend(nbytes):
             async with budget.spend(nbytes):
@@ -148,17 +148,17 @@ def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
 
 def test_numbers_that_are_missing_are_found_though_no_digest_vouches_for_them(tree, tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "1", tree)
-    check_whole(tmp_path / "1")
+    check_readable(tmp_path / "1")
     largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     with pytest.raises(CheckpointUnreadable, match="Orbax cannot read it"):
-        check_whole(tmp_path / "1")
+        check_readable(tmp_path / "1")
 
 
 def test_a_tree_with_things_that_are_no_arrays_can_be_described(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "1", {"a": np.ones(3), "name": "run 5", "n": 3, "empty": {}})
-    leaves, _ = describe(tmp_path / "1")
-    assert {leaf.path[0].name: leaf.dtype for leaf in leaves if not leaf.empty} == {
+    leaves, _ = inspect_checkpoint(tmp_path / "1")
+    assert {leaf.path[0].name: leaf.dtype for leaf in leaves if not leaf.empty_container} == {
         "a": "float64",
         "n": "int64",
     }

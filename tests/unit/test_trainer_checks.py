@@ -10,7 +10,7 @@ import pytest
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.host_checks import agree_on_checkpoint, check_devices, check_replicas
+from resilient_jax.trainer.host_checks import agree_on_checkpoint, check_microbatch_size, check_batch_size
 
 
 @dataclasses.dataclass
@@ -54,22 +54,22 @@ WORLD: Any = FakeWorld()
 )
 def test_a_microbatch_that_cannot_be_cut_over_a_replica_is_refused(order, said):
     with pytest.raises(CallerError, match=said):
-        check_devices(WORLD, order, order.sharing.replicas)
+        check_microbatch_size(WORLD, order, order.sharing.replicas)
 
 
 @pytest.mark.parametrize(
     "order", [make_order(), make_order(size=16, hosts=2), make_order(size=2, per_host=2)], ids=str
 )
 def test_one_that_can_is_not(order):
-    check_devices(WORLD, order, order.sharing.replicas)
+    check_microbatch_size(WORLD, order, order.sharing.replicas)
 
 
 def test_more_replicas_than_microbatches_are_refused_with_the_numbers_and_the_fix():
     with pytest.raises(
         CallerError, match=r"found 16, which is 2 microbatches of 8.*3 replicas.*batch_size of 24"
     ):
-        check_replicas(WORLD, make_order(microbatches=2), ReplicaShape())
-    check_replicas(WORLD, make_order(microbatches=3), ReplicaShape())
+        check_batch_size(WORLD, make_order(microbatches=2), ReplicaShape())
+    check_batch_size(WORLD, make_order(microbatches=3), ReplicaShape())
 
 
 def test_hosts_that_found_different_checkpoints_are_named():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.trainer.early_stopping import EarlyStop
+from resilient_jax.trainer.early_stopping import EarlyStopping
 
 
 def judge_all(early_stop, values):
@@ -20,18 +20,18 @@ def judge_all(early_stop, values):
 
 
 def test_a_value_that_betters_the_best_by_too_little_does_not_count():
-    assert judge_all(EarlyStop(patience=2, min_delta=0.1), [1.0, 0.95, 0.91]) == 2
-    assert judge_all(EarlyStop(patience=2, min_delta=0.1), [1.0, 0.95, 0.85, 0.8]) is None
+    assert judge_all(EarlyStopping(patience=2, min_delta=0.1), [1.0, 0.95, 0.91]) == 2
+    assert judge_all(EarlyStopping(patience=2, min_delta=0.1), [1.0, 0.95, 0.85, 0.8]) is None
 
 
 def test_an_accuracy_gets_better_by_growing():
-    early_stop = EarlyStop(metric="eval_accuracy", patience=2, larger_is_better=True)
+    early_stop = EarlyStopping(metric="eval_accuracy", patience=2, larger_is_better=True)
     assert judge_all(early_stop, [0.1, 0.2, 0.3]) is None
     assert judge_all(early_stop, [0.3, 0.2, 0.1]) == 2
 
 
 def test_nan_betters_nothing():
-    assert judge_all(EarlyStop(patience=2), [np.nan, np.nan]) == 1
+    assert judge_all(EarlyStopping(patience=2), [np.nan, np.nan]) == 1
 
 
 @given(
@@ -47,10 +47,10 @@ def test_it_stops_where_the_last_patience_values_have_not_bettered_those_before(
         ),
         None,
     )
-    assert judge_all(EarlyStop(patience=patience), values) == expected
+    assert judge_all(EarlyStopping(patience=patience), values) == expected
 
 
 @pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -1.0}, {"min_delta": np.nan}], ids=str)
 def test_impossible_values_are_refused(wrong):
     with pytest.raises(CallerError, match="early stop: found"):
-        EarlyStop(**wrong)
+        EarlyStopping(**wrong)

@@ -42,8 +42,8 @@ def test_the_loss_goes_down_and_the_result_is_the_trained_model():
     assert result.step == 60
     assert result.metrics["loss"] < 0.05
     assert isinstance(result.params["w"], np.ndarray)
-    assert result.sha256 == rj.digest(result.params)
-    assert result.stopped_because is None
+    assert result.params_sha256 == rj.digest_tree(result.params)
+    assert result.stop_reason is None
 
 
 def test_making_a_trainer_calls_neither_model_nor_loss():
@@ -54,7 +54,7 @@ def test_making_a_trainer_calls_neither_model_nor_loss():
 
 
 def test_the_same_recipe_gives_the_same_bits_and_another_seed_others():
-    one, same, other = (make_trainer(seed=seed).fit(3).sha256 for seed in (1, 1, 2))
+    one, same, other = (make_trainer(seed=seed).fit(3).params_sha256 for seed in (1, 1, 2))
     assert one == same != other
 
 
@@ -90,7 +90,7 @@ def test_a_callback_sees_every_step_and_can_stop():
 
     result = make_trainer(callbacks=[stop_at_five]).fit(100)
     assert seen == [(step, ["grad_norm", "loss"]) for step in range(1, 6)]
-    assert (result.step, result.stopped_because) == (5, "a callback said so after step 5")
+    assert (result.step, result.stop_reason) == (5, "a callback said so after step 5")
 
 
 def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_and_at_the_end():
@@ -101,7 +101,7 @@ def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_
             params = jax.device_get(report.state.variables.params)
             found[report.step] = report.metrics["eval_loss"], float(squared(params, WHOLE))
 
-    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, every=2), callbacks=[keep]).fit(5)
+    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2), callbacks=[keep]).fit(5)
     assert list(found) == [2, 4, 5]
     for evaluated, expected in found.values():
         assert evaluated == pytest.approx(expected, rel=1e-5)
@@ -117,7 +117,7 @@ def test_an_evaluation_reads_the_same_each_time_and_may_have_its_own_loss():
         return 0 * squared(params, batch) + batch["x"][0, 0], {"count": len(batch["x"])}
 
     make_trainer(
-        evaluation=rj.Evaluation(data=EXAMPLES, every=1, microbatch_size=2, microbatches=3, loss=label),
+        evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1, microbatch_size=2, num_microbatches=3, loss_fn=label),
         callbacks=[lambda report: values.append(dict(report.metrics)) if report.is_evaluation else None],
     ).fit(3)
     expected = {"eval_loss": pytest.approx(float(ROWS[[0, 2, 4], 0].mean())), "eval_count": 2}
@@ -137,7 +137,7 @@ def test_an_nnx_model_is_evaluated_without_dropout():
         model=Net,
         optimizer=optax.sgd(0.0),
         loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
-        evaluation=rj.Evaluation(data=EXAMPLES, every=1),
+        evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1),
         callbacks=[lambda report: losses.append(report.metrics.get("eval_loss", report.metrics.get("loss")))],
     ).fit(3)
     steps, evaluations = [losses[0], losses[2], losses[4]], [losses[1], losses[3], losses[5]]
@@ -148,16 +148,16 @@ def test_an_nnx_model_is_evaluated_without_dropout():
 def test_early_stopping_ends_when_patience_is_over():
     result = make_trainer(
         optimizer=optax.sgd(0.0),
-        evaluation=rj.Evaluation(data=EXAMPLES, every=2),
-        early_stop=rj.EarlyStop(patience=3),
+        evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2),
+        early_stop=rj.EarlyStopping(patience=3),
     ).fit(100)
     assert result.step == 8  # the best at 2; no better at 4, 6, 8
-    assert result.stopped_because is not None
-    assert "eval_loss has not bettered" in result.stopped_because
+    assert result.stop_reason is not None
+    assert "eval_loss has not bettered" in result.stop_reason
 
 
 def test_the_log_has_a_json_line_for_each_step_and_evaluation(tmp_path):
-    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, every=2), log=tmp_path).fit(2)
+    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2), log=tmp_path).fit(2)
     (file,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(1, False), (2, False), (2, True)]
@@ -218,7 +218,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_pa
         noisy = optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.05))  # it keeps a random key
         return make_trainer(optimizer=noisy, **changes)
 
-    checkpoints = rj.Checkpoints(directory=tmp_path, every=2, keep=2)
+    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=2, max_to_keep=2)
     recipe(checkpoints=checkpoints).fit(5)
     names = {path.name for path in tmp_path.iterdir()}
     assert len(names) == 2
@@ -226,11 +226,11 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_pa
     steps = []
     resumed = recipe(checkpoints=checkpoints, callbacks=[lambda report: steps.append(report.step)]).fit(7)
     assert steps == [6, 7]
-    assert resumed.sha256 == recipe().fit(7).sha256
+    assert resumed.params_sha256 == recipe().fit(7).params_sha256
 
 
 def test_an_unfinished_checkpoint_is_not_resumed_and_is_cleared_away(tmp_path):
-    checkpoints = rj.Checkpoints(directory=tmp_path, every=2)
+    checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
     make_trainer(checkpoints=checkpoints).fit(2)
     (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
     (tmp_path / "8").mkdir()
@@ -270,11 +270,11 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected a whole number"),
         ({"seed": None}, r"seed: found None \(NoneType\), expected a whole number"),
         ({"loss": 3}, "loss: found a int, expected a function"),
-        ({"early_stop": rj.EarlyStop()}, "found no evaluation, expected one"),
+        ({"early_stop": rj.EarlyStopping()}, "found no evaluation, expected one"),
         (
             {
-                "early_stop": rj.EarlyStop(metric="loss"),
-                "evaluation": rj.Evaluation(data=EXAMPLES, every=1),
+                "early_stop": rj.EarlyStopping(metric="loss"),
+                "evaluation": rj.Evaluation(data=EXAMPLES, interval_steps=1),
             },
             "expected one of the evaluation",
         ),
@@ -312,7 +312,7 @@ def test_a_number_of_steps_that_is_not_whole_is_refused():
 )
 def test_an_evaluation_that_cannot_be_cut_is_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
-        make_trainer(evaluation=rj.Evaluation(every=1, **wrong)).fit(1)
+        make_trainer(evaluation=rj.Evaluation(interval_steps=1, **wrong)).fit(1)
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"every": 1, "microbatches": 0}], ids=["every", "count"])
@@ -323,13 +323,13 @@ def test_an_impossible_evaluation_is_refused(wrong):
 
 def test_impossible_checkpoints_are_refused(tmp_path):
     with pytest.raises(CallerError, match="found every=0"):
-        rj.Checkpoints(directory=tmp_path, every=0)
+        rj.Checkpoints(directory=tmp_path, save_interval_steps=0)
 
 
 def test_early_stopping_by_a_metric_that_is_not_there_names_those_that_are():
     with pytest.raises(CallerError, match="found the metrics eval_loss, expected 'eval_accuracy'"):
         make_trainer(
-            evaluation=rj.Evaluation(data=EXAMPLES, every=1), early_stop=rj.EarlyStop(metric="eval_accuracy")
+            evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1), early_stop=rj.EarlyStopping(metric="eval_accuracy")
         ).fit(2)
 
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from resilient_jax.errors import CallerError
-from resilient_jax.trainer.model_adapters import LinenModel, NnxModel, PlainModel, adapt
+from resilient_jax.trainer.model_adapters import LinenAdapter, NnxAdapter, FunctionAdapter, adapt_model
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -51,15 +51,15 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 def make(name):
     given, use = MODELS[name]
-    model = adapt(given)
+    model = adapt_model(given)
     return model, use, jax.jit(lambda: model.init(jax.random.key(3), use))()
 
 
 def test_a_model_is_told_by_what_it_is():
-    assert isinstance(adapt(NnxNet), NnxModel)
-    assert isinstance(adapt(lambda rngs: NnxNet(rngs)), NnxModel)
-    assert isinstance(adapt(LinenNet()), LinenModel)
-    assert isinstance(adapt(plain), PlainModel)
+    assert isinstance(adapt_model(NnxNet), NnxAdapter)
+    assert isinstance(adapt_model(lambda rngs: NnxNet(rngs)), NnxAdapter)
+    assert isinstance(adapt_model(LinenNet()), LinenAdapter)
+    assert isinstance(adapt_model(plain), FunctionAdapter)
 
 
 @each_model
@@ -83,7 +83,7 @@ def test_names_of_axes_change_nothing():
                 4, 8, kernel_init=nnx.with_partitioning(start, names) if names else start, rngs=rngs
             )
 
-        return adapt(lambda rngs: nnx.Sequential(make_linear(rngs)))
+        return adapt_model(lambda rngs: nnx.Sequential(make_linear(rngs)))
 
     named, plain_net = make_net((None, "mlp")), make_net(None)
     key = jax.random.key(3)
@@ -128,7 +128,7 @@ def test_other_variables_stay_as_they_were_made():
 
 
 def test_nothing_of_a_model_is_on_a_device_before_it_is_used():
-    abstract = jax.eval_shape(lambda: adapt(NnxNet).init(jax.random.key(0), lambda model: model(X)))
+    abstract = jax.eval_shape(lambda: adapt_model(NnxNet).init(jax.random.key(0), lambda model: model(X)))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
 
 
@@ -142,7 +142,7 @@ def test_nothing_of_a_model_is_on_a_device_before_it_is_used():
 )
 def test_what_is_no_model_is_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
-        adapt(wrong())
+        adapt_model(wrong())
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_what_is_no_model_is_refused(wrong, said):
 )
 def test_a_function_that_makes_no_model_is_refused_when_it_is_called(wrong, said):
     with pytest.raises(CallerError, match=said):
-        adapt(wrong).init(jax.random.key(0), lambda model: None)
+        adapt_model(wrong).init(jax.random.key(0), lambda model: None)

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.sharding.placements import ReplicatedPlacement
-from resilient_jax.trainer.loss_function import read_loss
-from resilient_jax.trainer.model_adapters import adapt
+from resilient_jax.trainer.loss_function import adapt_loss
+from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.step_programs import Programs, Recipe, locate, read_optimizer, zeros_like
+from resilient_jax.trainer.step_programs import StepPrograms, Recipe, make_microbatch_id, check_optimizer, make_zeros
 
 MICROBATCHES, ROWS = 4, 6
 BATCHES = [
@@ -37,24 +37,24 @@ def squared(params, batch):
 
 def build(model=linear, loss=squared, optimizer=None, **numerics):
     recipe = Recipe(
-        model=adapt(model),
+        model=adapt_model(model),
         optimizer=optimizer or optax.adam(0.1),
-        loss=read_loss(loss),
-        microbatches=MICROBATCHES,
+        loss_fn=adapt_loss(loss),
+        num_microbatches=MICROBATCHES,
         seed=0,
         numerics=Numerics(**numerics),
-        patience=(),
+        early_stopping=(),
     )
-    return Programs(recipe, EXAMPLE)
+    return StepPrograms(recipe, EXAMPLE)
 
 
 def run_step(programs, state, batches=BATCHES, step=0):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     here = NamedSharding(mesh, P())
-    state, total = jax.device_put(state, here), zeros_like(programs.abstract_total, ReplicatedPlacement(mesh))
+    state, total = jax.device_put(state, here), make_zeros(programs.abstract_total, ReplicatedPlacement(mesh))
     for index, batch in enumerate(batches):
         placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        where = locate(step, index)
+        where = make_microbatch_id(step, index)
         total = programs.accumulate(total, state.variables, placed, where, laid=ReplicatedPlacement(mesh.abstract_mesh))
     measures, metrics = programs.measure(total)
     where = ReplicatedPlacement(mesh.abstract_mesh)
@@ -211,7 +211,7 @@ def test_an_optimizer_whose_state_changes_its_type_is_refused():
 
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(CallerError, match=r"found a float, expected an optax\.GradientTransformation"):
-        read_optimizer(0.1)
+        check_optimizer(0.1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 
 import resilient_jax as rj
 from resilient_jax.checkpoint.host_copy import HostCopy
-from resilient_jax.checkpoint.stored_tree import view
+from resilient_jax.checkpoint.stored_tree import view_array
 from resilient_jax.errors import CallerError
 from resilient_jax.step import reduction
 
@@ -52,7 +52,7 @@ def make_trainer(state, optimizer=None, **changes):
         "batch_size": 24,
         "microbatch_size": 8,
         "numerics": rj.Numerics(clip_norm=0.1),
-        "sharing": rj.Sharing(state=state),
+        "sharing": rj.Parallelism(state=state),
     }
     return rj.Trainer(**{**defaults, **changes})
 
@@ -73,7 +73,7 @@ def complete(name):
 @pytest.mark.parametrize("name", ["adamw", "noise, which keeps a key"])
 def test_a_sharded_state_ends_with_the_bits_of_a_complete_one(name, caplog):
     sharded = make_trainer("sharded", OPTIMIZERS[name]).fit(STEPS)
-    assert sharded.sha256 == complete(name).sha256
+    assert sharded.params_sha256 == complete(name).params_sha256
     assert sharded.metrics == complete(name).metrics
     assert "looks across devices" not in caplog.text
 
@@ -97,19 +97,19 @@ def test_the_steps_after_the_first_compile_nothing(caplog):
 
 @pytest.mark.parametrize(("first", "second"), [("complete", "sharded"), ("sharded", "complete")])
 def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(first, second, tmp_path):
-    kept = rj.Checkpoints(directory=tmp_path, every=2)
+    kept = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
     make_trainer(first, checkpoints=kept).fit(2)
     steps = []
     resumed = make_trainer(
         second, checkpoints=kept, callbacks=[lambda report: steps.append(report.step)]
     ).fit(4)
     assert steps == [3, 4]
-    assert resumed.sha256 == make_trainer("complete").fit(4).sha256
+    assert resumed.params_sha256 == make_trainer("complete").fit(4).params_sha256
 
 
 def test_another_word_for_how_the_state_is_kept_is_refused():
     with pytest.raises(CallerError, match="found state='replicated', expected one of complete, sharded"):
-        rj.Sharing(state="replicated")
+        rj.Parallelism(state="replicated")
 
 
 def test_what_is_cut_over_the_devices_of_a_host_is_copied_whole_for_a_checkpoint():
@@ -120,9 +120,9 @@ def test_what_is_cut_over_the_devices_of_a_host_is_copied_whole_for_a_checkpoint
         name: jax.device_put(whole, jax.NamedSharding(mesh, jax.P(*spec))) for name, spec in specs.items()
     }
     copy = HostCopy()
-    leaves, descriptor = copy.take({**state, "number": jnp.int32(7)})
+    leaves, descriptor = copy.copy({**state, "number": jnp.int32(7)})
     with mmap.mmap(descriptor, 0) as memory:
         for leaf in leaves:
             expected = 7 if leaf.path[0].name == "number" else whole
-            assert np.array_equal(view(leaf, memory).copy(), expected), leaf.path
+            assert np.array_equal(view_array(leaf, memory).copy(), expected), leaf.path
     copy.free()

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.chaos.ledger_invariants import add_sums
 from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, read_ledger
-from resilient_jax.state.flat_state import hold
+from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.worker import ledger
 from resilient_jax.worker.ledger import Ledger, compute_additive_digest, compute_sha256
 
@@ -29,14 +29,14 @@ def make_state() -> dict[str, np.ndarray]:
 
 def test_any_bit_of_any_number_counts() -> None:
     state = make_state()
-    expected = compute_additive_digest(hold(1, state), is_first=True), compute_sha256(hold(1, state))
+    expected = compute_additive_digest(flatten_state(1, state), is_first=True), compute_sha256(flatten_state(1, state))
     seen = {expected}
     for name, value in state.items():
         for place in range(0, value.nbytes, 7):
             changed = bytearray(value.tobytes())
             changed[place] ^= 1
             other = {**state, name: np.frombuffer(bytes(changed), value.dtype).reshape(value.shape)}
-            seen.add((compute_additive_digest(hold(1, other), is_first=True), compute_sha256(hold(1, other))))
+            seen.add((compute_additive_digest(flatten_state(1, other), is_first=True), compute_sha256(flatten_state(1, other))))
     total = sum(1 + (value.nbytes - 1) // 7 for value in state.values() if value.nbytes)
     assert len(seen) == total + 1
     assert len({sums for sums, _ in seen}) == total + 1, "the sums alone tell, too"
@@ -44,9 +44,9 @@ def test_any_bit_of_any_number_counts() -> None:
 
 def test_numbers_that_change_places_count() -> None:
     one, other = np.array([1.0, 2.0], np.float32), np.array([2.0, 1.0], np.float32)
-    assert compute_additive_digest(hold(1, {"a": one}), is_first=True) != compute_additive_digest(hold(1, {"a": other}), is_first=True)
-    assert compute_additive_digest(hold(1, {"a": one, "b": other}), is_first=True) != compute_additive_digest(
-        hold(1, {"a": other, "b": one}), is_first=True
+    assert compute_additive_digest(flatten_state(1, {"a": one}), is_first=True) != compute_additive_digest(flatten_state(1, {"a": other}), is_first=True)
+    assert compute_additive_digest(flatten_state(1, {"a": one, "b": other}), is_first=True) != compute_additive_digest(
+        flatten_state(1, {"a": other, "b": one}), is_first=True
     )
 
 
@@ -54,10 +54,10 @@ def test_numbers_that_change_places_count() -> None:
 def test_parts_add_up_to_the_whole(spec: P) -> None:
     """Each device plays a host: its parts, and no array counts as local."""
     value = np.random.default_rng(1).standard_normal((8, 12)).astype(np.float32)
-    whole = compute_additive_digest(hold(1, {"a": value}), is_first=True)
+    whole = compute_additive_digest(flatten_state(1, {"a": value}), is_first=True)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("y", "x"))
     placed = jax.device_put(value, NamedSharding(mesh, spec))
-    (leaf,) = hold(1, {"a": placed}).leaves
+    (leaf,) = flatten_state(1, {"a": placed}).leaves
     seed = ledger.zlib.crc32(ledger._name_of(leaf))
     sums = []
     for shard in placed.addressable_shards:
@@ -71,7 +71,7 @@ def test_parts_add_up_to_the_whole(spec: P) -> None:
 def test_a_ledger_reads_back_and_a_torn_line_is_left_out(tmp_path) -> None:
     written = Ledger(tmp_path, "host-0")
     written.record_microbatch(0, 3, 1)
-    state = hold(1, make_state())
+    state = flatten_state(1, make_state())
     written.record_commit(state, 1, 2, {"train": ["host-0"]}, is_first=True)
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(path.read_bytes() + b'{"type":"begun","ho')

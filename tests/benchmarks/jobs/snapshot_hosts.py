@@ -29,7 +29,7 @@ from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader
 from resilient_jax.state.capture import SnapshotCapture
-from resilient_jax.state.flat_state import Leaf, hold
+from resilient_jax.state.flat_state import FlatLeaf, flatten_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.state_partition import StatePartition, partition_state
 
@@ -65,8 +65,8 @@ class State:
     def nbytes(self) -> int:
         return self.count * self.shape[0] * COLUMNS * DTYPE.itemsize
 
-    def leaves(self) -> Sequence[Leaf]:
-        return hold(0, self.tree).leaves
+    def leaves(self) -> Sequence[FlatLeaf]:
+        return flatten_state(0, self.tree).leaves
 
     def abstract(self, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(self.shape, np.uint32, sharding=sharding) for name in self.tree}
@@ -144,7 +144,7 @@ class Job:
     hosts: list[Host]
     state_cut: StatePartition
     layout: SnapshotLayout
-    leaves: Sequence[Leaf]
+    leaves: Sequence[FlatLeaf]
     lines: list[LocalServerClient]
     captures: dict[int, list[SnapshotCapture]]
     dropped: list[str]
@@ -255,7 +255,7 @@ def held_bytes(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def job_of(count: int, parity: int, leaves: Sequence[Leaf], threads: Sequence[int] = (1,)) -> Iterator[Job]:
+def job_of(count: int, parity: int, leaves: Sequence[FlatLeaf], threads: Sequence[int] = (1,)) -> Iterator[Job]:
     """Hosts in one group, with captures of so many threads each."""
     with running(count) as hosts, contextlib.ExitStack() as owned:
         names = [host.name for host in hosts]

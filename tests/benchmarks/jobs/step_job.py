@@ -104,11 +104,11 @@ def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.
         return rj.Trainer(
             model=lambda key: init_params(),
             optimizer=OPTIMIZER,
-            loss=loss,
+            loss_fn=loss,
             data=batch,
             batch_size=SEQUENCES,
             microbatch_size=size,
-            sharing=rj.Sharing(unit=sizes.get("unit", 1), reproducible="fast" not in words),
+            parallelism=rj.Parallelism(unit_size=sizes.get("unit", 1), reproducible="fast" not in words),
             callbacks=[after_step],
         ).fit(steps)
     finally:
@@ -121,11 +121,11 @@ def fit_curve(steps: int, folder: Path) -> rj.FitResult:
     return rj.Trainer(
         model=lambda key: init_params(SMALL_WIDTH, SMALL_LAYERS),
         optimizer=SMALL_OPTIMIZER,
-        loss=lambda params, tokens: loss_of(params, tokens.astype(jnp.int32)),
+        loss_fn=lambda params, tokens: loss_of(params, tokens.astype(jnp.int32)),
         data=lambda step, index: draw_microbatch(text, (0, step, index), sequences=1, context=CONTEXT),
         batch_size=SEQUENCES,
         microbatch_size=1,
-        log=folder / "log",
+        log_directory=folder / "log",
     ).fit(steps)
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     else:
         result = fit_curve(steps, folder) if mode == "curve" else fit_trainer(steps, folder, words, clock)
         write_memory(folder, result.params)
-        (folder / f"digest-{os.getpid()}.txt").write_text(result.sha256)
+        (folder / f"digest-{os.getpid()}.txt").write_text(result.params_sha256)
     write_times(out, clock.times)
 
 
