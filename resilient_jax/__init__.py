@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from resilient_jax.planning.search import search_plan as search_plan
     from resilient_jax.planning.transformer import TransformerShape as TransformerShape
     from resilient_jax.planning.transformer_cost import analyze_transformer as analyze_transformer
-    from resilient_jax.program_cost.program_analysis import profile_of as profile_of
-    from resilient_jax.sharding.logical_axes import Naming as Naming
+    from resilient_jax.program_cost.program_analysis import analyze_program as analyze_program
+    from resilient_jax.sharding.logical_axes import LogicalAxisRules as LogicalAxisRules
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.step.reducer import Microbatch as Microbatch
     from resilient_jax.topology.file_loader import load_topology as load_topology
@@ -79,7 +79,7 @@ __all__ = [
     "Evaluation",
     "FitResult",
     "Microbatch",
-    "Naming",
+    "LogicalAxisRules",
     "NonFiniteError",
     "Numerics",
     "PackedDocuments",
@@ -100,7 +100,7 @@ __all__ = [
     "load_model_shape",
     "load_topology",
     "make_microbatch_data",
-    "profile_of",
+    "analyze_program",
     "analyze_transformer",
     "replan",
     "run",

@@ -16,34 +16,34 @@ from typing import Final, NamedTuple
 logger = logging.getLogger(__name__)
 
 THREAD_NAME: Final = "resilient-jax-ahead"
-NICENESS: Final = 10
+THREAD_NICENESS: Final = 10
 """Low, but not idle: the thread holds Python's lock now and then, and training must not wait for it long."""
-LEAVING_S: Final = 1.0
+LEAVE_TIMEOUT_S: Final = 1.0
 """A program that is being compiled when its devices go is not waited for longer: training stands still, and the old
 backend may as well live until the program is done."""
-ENDING_S: Final = 10.0
+CLOSE_TIMEOUT_S: Final = 10.0
 """Of a process that ends: it would take the compiler away under the thread."""
 
 
 _of_thread = threading.local()
 """`check`, where a thread compiles ahead: of what it is at."""
 
-Check = Callable[[], None]
+CancellationCheck = Callable[[], None]
 """To be called before each program; raises `Dropped` if it is not wanted any more."""
 
 
-class Dropped(BaseException):
+class CompilationCanceled(BaseException):
     """What was being compiled is for a world that has ended. No `Exception`: JAX catches those of its cache."""
 
 
-class AheadJob(NamedTuple):
+class CompilationJob(NamedTuple):
     """Programs to compile: a name for people, and what compiles them; False: there was nothing to do."""
 
     name: str
-    compile: Callable[[Check], bool]
+    compile: Callable[[CancellationCheck], bool]
 
 
-class AheadCompiler:
+class AheadOfTimeCompiler:
     """Owns the thread.
 
     Args:
@@ -56,7 +56,7 @@ class AheadCompiler:
     ) -> None:
         self._on_compiled, self._on_failure = on_compiled, on_failure
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[float, AheadJob]] = deque()
+        self._jobs: deque[tuple[float, CompilationJob]] = deque()
         """With the monotonic time before which none is begun."""
         self._drops = 0
         self._is_working = False
@@ -64,7 +64,7 @@ class AheadCompiler:
         """All guarded by the condition."""
         self._thread: threading.Thread | None = None
 
-    def expect(self, jobs: Iterable[AheadJob], after_s: float = 0.0) -> None:
+    def enqueue(self, jobs: Iterable[CompilationJob], after_s: float = 0.0) -> None:
         """Compiles these after those that wait, in this order, and not within the next `after_s` seconds."""
         with self._changed:
             begin_s = time.monotonic() + after_s
@@ -74,14 +74,14 @@ class AheadCompiler:
                 self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
                 self._thread.start()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Forgets what waits, and all but the program that is being compiled: other worlds are likely now."""
         with self._changed:
             self._drops += 1
             self._jobs.clear()
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_until_idle(self, timeout_s: float) -> bool:
         """Whether all that was expected and not dropped is done, or was after so long."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_working and not self._jobs, timeout_s)
@@ -94,17 +94,17 @@ class AheadCompiler:
             self._jobs.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(ENDING_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), THREAD_NICENESS)
         while (taken := self._take()) is not None:
             job, check = taken
             started_s = time.monotonic()
             _of_thread.check = check
             try:
                 has_compiled = job.compile(check)
-            except Dropped:
+            except CompilationCanceled:
                 pass
             except (
                 Exception
@@ -117,7 +117,7 @@ class AheadCompiler:
             del job, taken  # it holds the devices
             _of_thread.check = None
 
-    def _take(self) -> tuple[AheadJob, Check] | None:
+    def _take(self) -> tuple[CompilationJob, CancellationCheck] | None:
         with self._changed:
             self._is_working = False
             self._changed.notify_all()
@@ -131,7 +131,7 @@ class AheadCompiler:
 
     def _check(self, drops: int) -> None:
         if self._drops != drops:
-            raise Dropped
+            raise CompilationCanceled
 
 
 def may_wait() -> bool:
@@ -140,12 +140,12 @@ def may_wait() -> bool:
     Raises:
         Dropped: it does, but what it is at is not wanted any more.
     """
-    if not is_ahead():
+    if not is_compiling_ahead():
         return False
     _of_thread.check()
     return True
 
 
-def is_ahead() -> bool:
+def is_compiling_ahead() -> bool:
     """Whether the calling thread compiles ahead: nobody waits for it."""
     return getattr(_of_thread, "check", None) is not None

@@ -8,24 +8,24 @@ from typing import Final
 
 import jax
 
-from resilient_jax.compile.ahead_of_time import is_ahead, may_wait
-from resilient_jax.compile.program_exchange import Peer, PeerPrograms, ProgramFolder
+from resilient_jax.compile.ahead_of_time import is_compiling_ahead, may_wait
+from resilient_jax.compile.program_exchange import ProgramPeer, ProgramFetcher, ProgramDirectory
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX
 from resilient_jax.protocol.records import Member
 from resilient_jax.transport.credentials import Credentials
 
-PHASES: Final = frozenset(
+COMPILE_EVENTS: Final = frozenset(
     f"/jax/core/compile/{phase}_duration"
     for phase in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
 )
 """What JAX says it spends on a program; the last one includes loading it from the cache."""
-WORTH_SAYING_S: Final = 0.05
+MIN_REPORTED_S: Final = 0.05
 """Programs that compile faster are counted, but are no event each."""
 
 
-class Compiling:
+class CompilationMonitor:
     """Between JAX's cache, the other hosts and the event log. One for each process.
 
     Args:
@@ -34,9 +34,9 @@ class Compiling:
         happened: writes an event; on any thread.
     """
 
-    def __init__(self, host: HostName, credentials: Credentials, happened: Callable[..., Event]) -> None:
-        self._happened = happened
-        self._peers = PeerPrograms(host, credentials, may_wait, self._on_failure)
+    def __init__(self, host: HostName, credentials: Credentials, record_event: Callable[..., Event]) -> None:
+        self._happened = record_event
+        self._peers = ProgramFetcher(host, credentials, may_wait, self._on_failure)
         self._lock = threading.Lock()
         self._seconds = self._compiled_s = 0.0
         self._compiled = self._fetched = 0
@@ -44,15 +44,15 @@ class Compiling:
         self._is_said = True
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
-    def begin(self, members: Iterable[Member]) -> None:
+    def begin_generation(self, members: Iterable[Member]) -> None:
         """A generation begins."""
-        self._peers.set_peers([Peer(host=m.host, endpoint=m.endpoint) for m in members if m.endpoint])
+        self._peers.set_peers([ProgramPeer(host=m.host, endpoint=m.endpoint) for m in members if m.endpoint])
         with self._lock:
             self._seconds = self._compiled_s = 0.0
             self._compiled = self._fetched = 0
             self._is_said = False
 
-    def say_once(self) -> None:
+    def report_once(self) -> None:
         """At a commit: what the generation's first step had to wait for. Does nothing at the others."""
         with self._lock:
             if self._is_said:
@@ -71,33 +71,33 @@ class Compiling:
     def fetch(self, key: str) -> bytes | None:
         """A program from the host that owns it."""
         found = self._peers.fetch(key)
-        if found is not None and not is_ahead():
+        if found is not None and not is_compiling_ahead():
             with self._lock:
                 self._fetched += 1
         return found
 
     def missed(self, name: str, seconds: float) -> None:
         """A program was compiled here."""
-        if is_ahead():
+        if is_compiling_ahead():
             return
         with self._lock:
             self._compiled += 1
             self._compiled_s += seconds
-        if seconds >= WORTH_SAYING_S:
+        if seconds >= MIN_REPORTED_S:
             self._happened(EventKind.COMPILE_CACHE_MISS, program=name, seconds=seconds)
 
     # What the thread that compiles ahead tells.
 
-    def compiled_ahead(self, world: str, seconds: float) -> None:
+    def record_compiled_ahead(self, world: str, seconds: float) -> None:
         """Programs of a likely next world are there."""
         self._happened(EventKind.PROGRAM_COMPILED_AHEAD, world=world, seconds=seconds)
 
-    def refused_ahead(self, world: str, reason: str) -> None:
+    def record_failed_ahead(self, world: str, reason: str) -> None:
         """They could not be compiled."""
         self._happened(EventKind.PROGRAM_FAILED, world=world, reason=reason)
 
     def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
-        if event in PHASES and not is_ahead():
+        if event in COMPILE_EVENTS and not is_compiling_ahead():
             with self._lock:
                 self._seconds += duration_secs
 
@@ -105,7 +105,7 @@ class Compiling:
         self._happened(EventKind.PROGRAM_FAILED, owner=owner, reason=reason)
 
 
-def program_folder() -> ProgramFolder | None:
+def open_program_directory() -> ProgramDirectory | None:
     """This host's compiled programs; None: there is no cache."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return ProgramFolder(Path(folder), CACHE_SUFFIX) if folder else None
+    return ProgramDirectory(Path(folder), CACHE_SUFFIX) if folder else None

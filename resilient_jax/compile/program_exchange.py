@@ -27,16 +27,16 @@ from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.method import Method
 from resilient_jax.transport.sync_channel import SyncChannel
 
-SERVICE: Final = "programs"
+PROGRAM_SERVICE: Final = "programs"
 CHUNK_BYTES: Final = 2**22
-POLL_S: Final = 0.05
-LONGEST_WAIT_S: Final = 60.0
+POLL_INTERVAL_S: Final = 0.05
+OWNER_TIMEOUT_S: Final = 60.0
 """For an owner that is compiling: longer than that, and two hosts compile it."""
-TURN_S: Final = 0.5
+REQUEST_WAIT_S: Final = 0.5
 """One request waits so long; between two it is looked whether the program is still wanted."""
-WAITERS: Final = 8
+MAX_WAITING_REQUESTS: Final = 8
 """Requests that wait at once, each on a thread that others may need; more are answered at once, and come again."""
-ASK_DEADLINE_S: Final = 2.0
+REQUEST_TIMEOUT_S: Final = 2.0
 """Where training waits: a host that is gone answers late or never."""
 KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.<>")
 
@@ -48,7 +48,7 @@ class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
 
 
-class ProgramPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ProgramChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Size and CRC-32 (first; a size of -1: not there), then bytes."""
 
     size: int = 0
@@ -56,10 +56,10 @@ class ProgramPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     data: bytes = b""
 
 
-FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramPart, is_streaming=True)
+FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramChunk, is_streaming=True)
 
 
-class ProgramFolder:
+class ProgramDirectory:
     """This host's programs, as files that appear whole or not at all.
 
     Args:
@@ -69,7 +69,7 @@ class ProgramFolder:
 
     def __init__(self, folder: Path, suffix: str) -> None:
         self._folder, self._suffix = folder, suffix
-        self._waiters = threading.BoundedSemaphore(WAITERS)
+        self._waiters = threading.BoundedSemaphore(MAX_WAITING_REQUESTS)
 
     def read(self, key: str) -> bytes | None:
         """A program; None: it is not there.
@@ -86,37 +86,37 @@ class ProgramFolder:
         except FileNotFoundError:
             return None
 
-    def serve(self, request: ProgramRequest) -> Iterator[ProgramPart]:
+    def serve(self, request: ProgramRequest) -> Iterator[ProgramChunk]:
         """Answers another host, when the program is there or its patience is over."""
         found = self.read(request.key)
         if found is None and request.wait_s > 0 and self._waiters.acquire(blocking=False):
             try:
-                found = self._wait_for(request.key, min(request.wait_s, TURN_S))
+                found = self._wait_for(request.key, min(request.wait_s, REQUEST_WAIT_S))
             finally:
                 self._waiters.release()
         if found is None:
-            yield ProgramPart(size=-1)
+            yield ProgramChunk(size=-1)
             return
-        yield ProgramPart(size=len(found), crc32=zlib.crc32(found))
+        yield ProgramChunk(size=len(found), crc32=zlib.crc32(found))
         for start in range(0, len(found), CHUNK_BYTES):
-            yield ProgramPart(data=found[start : start + CHUNK_BYTES])
+            yield ProgramChunk(data=found[start : start + CHUNK_BYTES])
 
     def _wait_for(self, key: str, wait_s: float) -> bytes | None:
         deadline_s = time.monotonic() + wait_s
         while (found := self.read(key)) is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class ProgramPeer:
     """A live host that serves its programs."""
 
     host: HostName
     endpoint: str
 
 
-class PeerPrograms:
+class ProgramFetcher:
     """Fetches programs from their owners.
 
     Args:
@@ -137,10 +137,10 @@ class PeerPrograms:
         self._host, self._credentials = host, credentials
         self._may_wait, self._on_failure = may_wait, on_failure
         self._lock = threading.Lock()
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[ProgramPeer, ...] = ()
         """Guarded by the lock."""
 
-    def set_peers(self, peers: Sequence[Peer]) -> None:
+    def set_peers(self, peers: Sequence[ProgramPeer]) -> None:
         """Says who lives in this generation, this host among them; the same on every host."""
         with self._lock:
             self._peers = tuple(sorted(peers, key=lambda peer: peer.host))
@@ -160,24 +160,24 @@ class PeerPrograms:
             return None
 
     def _fetch_from(self, owner: HostName, channel: SyncChannel, key: str) -> bytes | None:
-        deadline_s = time.monotonic() + LONGEST_WAIT_S
+        deadline_s = time.monotonic() + OWNER_TIMEOUT_S
         while True:
             asked_s = time.monotonic()
-            wait_s = TURN_S if self._may_wait() else 0.0
+            wait_s = REQUEST_WAIT_S if self._may_wait() else 0.0
             found = _ask(owner, channel, key, wait_s)
             if found is not None or not wait_s or time.monotonic() > deadline_s:
                 return found
             time.sleep(max(0.0, asked_s + wait_s - time.monotonic()))  # it had no room for one more who waits
 
 
-def find_owner(key: str, peers: Sequence[Peer]) -> Peer | None:
+def find_owner(key: str, peers: Sequence[ProgramPeer]) -> ProgramPeer | None:
     """Gives the host that compiles a program for all of them."""
     return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None
 
 
 def _ask(owner: HostName, channel: SyncChannel, key: str, wait_s: float) -> bytes | None:
     request = ProgramRequest(key=key, wait_s=wait_s)
-    parts = channel.stream(SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + ASK_DEADLINE_S)
+    parts = channel.stream(PROGRAM_SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + REQUEST_TIMEOUT_S)
     head = next(parts, None)
     if head is None or head.size < 0:
         return None

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resilient_jax.errors import CallerError
-from resilient_jax.sharding.logical_axes import Names, Tree, linen_names, nnx_names, path_of
+from resilient_jax.sharding.logical_axes import LogicalNames, Tree, get_linen_names, get_nnx_names, format_path
 
-Loss = Callable[[Any, Tree], Any]
+LossFn = Callable[[Any, Tree], Any]
 """Gets the model, or a plain function's tree, and a batch; gives a number, or a tuple that begins with it."""
 
 
@@ -33,14 +33,14 @@ class AbstractProgram:
         names: logical names in the model's metadata, by path in `params`.
     """
 
-    loss: Callable[[Tree, Tree, Tree], jax.Array]
+    loss_fn: Callable[[Tree, Tree, Tree], jax.Array]
     params: Tree
     others: Tree
     batch: Tree
-    names: dict[str, Names]
+    names: dict[str, LogicalNames]
 
 
-def abstract_program(model: object, loss: Loss, batch: Tree) -> AbstractProgram:
+def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> AbstractProgram:
     """Gives the program that computes `loss(model, batch)`.
 
     Args:
@@ -54,10 +54,10 @@ def abstract_program(model: object, loss: Loss, batch: Tree) -> AbstractProgram:
     """
     batch = jax.tree.map(_shape_of, batch)
     if isinstance(model, nn.Module):
-        program = _linen_program(model, loss, batch)
+        program = _linen_program(model, loss_fn, batch)
     elif callable(model) and not isinstance(model, nnx.Module):
         program = (
-            _nnx_program(model, loss, batch) if _makes_nnx(model) else _plain_program(model, loss, batch)
+            _nnx_program(model, loss_fn, batch) if _makes_nnx(model) else _plain_program(model, loss_fn, batch)
         )
     else:
         raise CallerError(
@@ -65,7 +65,7 @@ def abstract_program(model: object, loss: Loss, batch: Tree) -> AbstractProgram:
             "an nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
         )
     _check_parameters(program.params)
-    found = jax.eval_shape(program.loss, program.params, program.others, program.batch)
+    found = jax.eval_shape(program.loss_fn, program.params, program.others, program.batch)
     if getattr(found, "shape", None) == () and not jnp.issubdtype(found.dtype, jnp.floating):
         raise CallerError(
             f"loss: found a scalar of {found.dtype}, expected one of a floating-point type: it is to have a gradient"
@@ -84,12 +84,12 @@ def _check_parameters(params: Tree) -> None:
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise CallerError(
-                f"model: found the parameter {path_of(path)} of {leaf.dtype}, expected numbers that have a "
+                f"model: found the parameter {format_path(path)} of {leaf.dtype}, expected numbers that have a "
                 "gradient. Keep others in nnx.Variable, in another collection, or in the batch"
             )
 
 
-def _nnx_program(factory: Callable[..., Any], loss: Loss, batch: Tree) -> AbstractProgram:
+def _nnx_program(factory: Callable[..., Any], loss: LossFn, batch: Tree) -> AbstractProgram:
     # Variables with names would otherwise ask for a mesh that has axes of these names.
     with nnx.use_eager_sharding(False):
         net = nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))
@@ -100,15 +100,15 @@ def _nnx_program(factory: Callable[..., Any], loss: Loss, batch: Tree) -> Abstra
             return _scalar(loss(nnx.merge(graph, params, others), batch))
 
     return AbstractProgram(
-        loss=compute,
+        loss_fn=compute,
         params=nnx.to_pure_dict(params),
         others=nnx.to_pure_dict(others),
         batch=batch,
-        names=nnx_names(params),
+        names=get_nnx_names(params),
     )
 
 
-def _linen_program(module: nn.Module, loss: Loss, batch: Tree) -> AbstractProgram:
+def _linen_program(module: nn.Module, loss: LossFn, batch: Tree) -> AbstractProgram:
     def init(key: jax.Array, batch: Tree) -> Tree:
         return dict(nn.init(functools.partial(_swapped, loss, batch), module)({"params": key}))
 
@@ -124,17 +124,17 @@ def _linen_program(module: nn.Module, loss: Loss, batch: Tree) -> AbstractProgra
 
     params = variables.pop("params", {})
     return AbstractProgram(
-        loss=compute, params=params, others=variables, batch=batch, names=linen_names(boxed.get("params", {}))
+        loss_fn=compute, params=params, others=variables, batch=batch, names=get_linen_names(boxed.get("params", {}))
     )
 
 
-def _swapped(loss: Loss, batch: Tree, model: nn.Module) -> Any:  # noqa: ANN401 - what the user's loss gives
+def _swapped(loss: LossFn, batch: Tree, model: nn.Module) -> Any:  # noqa: ANN401 - what the user's loss gives
     return loss(model, batch)
 
 
-def _plain_program(init: Callable[..., Any], loss: Loss, batch: Tree) -> AbstractProgram:
+def _plain_program(init: Callable[..., Any], loss: LossFn, batch: Tree) -> AbstractProgram:
     return AbstractProgram(
-        loss=lambda params, others, batch: _scalar(loss(params, batch)),
+        loss_fn=lambda params, others, batch: _scalar(loss(params, batch)),
         params=jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0))),
         others={},
         batch=batch,

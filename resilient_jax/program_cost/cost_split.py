@@ -9,15 +9,15 @@ import jax
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import AmountByAxis, ActivationCollective, CollectiveKind, ModelPart, PartCost
 from resilient_jax.program_cost.abstract_program import AbstractProgram, count_examples
-from resilient_jax.program_cost.measurement import Measured
-from resilient_jax.program_cost.operations import Operations, trace_operations
-from resilient_jax.program_cost.program_parts import Location, locate
-from resilient_jax.program_cost.residuals import CHEAP, count_kept, residuals_of
-from resilient_jax.program_cost.sharding_propagation import Attributed, Attribution, Kind, attribute
-from resilient_jax.sharding.logical_axes import Naming
+from resilient_jax.program_cost.measurement import MeasuredCost
+from resilient_jax.program_cost.operations import OperationTrace, trace_operations
+from resilient_jax.program_cost.program_parts import PartAssignment, assign_parts
+from resilient_jax.program_cost.residuals import FUSIBLE_PRIMITIVES, count_residual_bytes, compute_residuals
+from resilient_jax.program_cost.sharding_propagation import AnnotatedOperation, PropagatedSharding, ShardingKind, propagate_sharding
+from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.sharding.state_tensors import ParameterInfo
 
-Shares = Mapping[tuple[ModelPart, Kind], float]
+CostShares = Mapping[tuple[ModelPart, ShardingKind], float]
 """Any amount of one example, all layers together."""
 
 EXCHANGE_KINDS = {
@@ -43,60 +43,60 @@ class TracedProgram:
         temporary_bytes: memory beyond arguments that its gradient needs for an example; 0: not measured.
     """
 
-    examples: int
-    layers: int
-    attribution: Attribution
+    num_examples: int
+    num_layers: int
+    propagated: PropagatedSharding
     uses: Mapping[str, tuple[ModelPart, ...]]
-    kept: Shares
+    residual_bytes: CostShares
     boundary_bytes: float
-    largest: tuple[ModelPart, Kind, float]
-    gradient_products: float = 0.0
+    largest_activation: tuple[ModelPart, ShardingKind, float]
+    gradient_matmul_flops: float = 0.0
     temporary_bytes: float = 0.0
 
     @property
     def compute_bytes(self) -> int:
         """Of one number in the matrix product with most FLOPs."""
-        step = max(self.attribution.steps, key=lambda step: step.product_flops, default=None)
+        step = max(self.propagated.operations, key=lambda step: step.matmul_flops, default=None)
         value = next((v for v in step.operation.inputs if v is not None and v.size), None) if step else None
         return value.bytes // value.size if value is not None else 4
 
 
 def trace_program(
-    program: AbstractProgram, parameters: Sequence[ParameterInfo], naming: Naming
+    program: AbstractProgram, parameters: Sequence[ParameterInfo], logical_axis_rules: LogicalAxisRules
 ) -> TracedProgram:
     """Follows a program's forward pass from its parameters' names."""
     arguments = (program.params, program.others, program.batch)
-    keeping = trace_operations(lambda *given: residuals_of(program.loss, *given), *arguments)
-    where, followed = _follow(keeping, program, parameters, naming)
+    keeping = trace_operations(lambda *given: compute_residuals(program.loss_fn, *given), *arguments)
+    where, followed = _follow(keeping, program, parameters, logical_axis_rules)
     examples = count_examples(program.batch)
     # A loop's stack is as large as all its layers' activations, and none of them.
     values = [value for value in followed.kinds if value.stack_of is None]
     largest = max(values, key=lambda value: value.bytes)
     return TracedProgram(
-        examples=examples,
-        layers=max(info.place.copies for info in parameters),
-        attribution=followed,
+        num_examples=examples,
+        num_layers=max(info.position.copies for info in parameters),
+        propagated=followed,
         uses={
             info.path: where.uses.get(value, (ModelPart.EMBEDDING,))
             for info, value in zip(parameters, keeping.inputs, strict=False)  # parameters come first
         },
-        kept={key: value / examples for key, value in count_kept(keeping, followed).items()},
+        residual_bytes={key: value / examples for key, value in count_residual_bytes(keeping, followed).items()},
         boundary_bytes=where.boundary_bytes / examples,
-        largest=(followed.parts[largest], followed.kinds[largest], largest.bytes / examples),
+        largest_activation=(followed.parts[largest], followed.kinds[largest], largest.bytes / examples),
     )
 
 
 def _follow(
-    operations: Operations, program: AbstractProgram, parameters: Sequence[ParameterInfo], naming: Naming
-) -> tuple[Location, Attribution]:
+    operations: OperationTrace, program: AbstractProgram, parameters: Sequence[ParameterInfo], naming: LogicalAxisRules
+) -> tuple[PartAssignment, PropagatedSharding]:
     infos = list(zip(operations.inputs, parameters, strict=False))  # parameters come first
     batch = frozenset(operations.inputs[-len(jax.tree.leaves(program.batch)) :])
-    where = locate(operations, {value: info.place for value, info in infos}, batch)
+    where = assign_parts(operations, {value: info.position for value, info in infos}, batch)
     names = {value: info.names for value, info in infos}
-    return where, attribute(operations, [step.part for step in where.steps], names, batch, naming.axes)
+    return where, propagate_sharding(operations, [step.part for step in where.positions], names, batch, naming.mesh_axes)
 
 
-def divide_work(traced: TracedProgram, again: TracedProgram | None, measured: Measured) -> tuple[PartCost, ...]:
+def split_cost(traced: TracedProgram, remat: TracedProgram | None, measured: MeasuredCost) -> tuple[PartCost, ...]:
     """Gives the work of each part that the program has.
 
     Args:
@@ -104,27 +104,27 @@ def divide_work(traced: TracedProgram, again: TracedProgram | None, measured: Me
         again: the same, rematerialised; None: there is no such.
         measured: XLA's count.
     """
-    products = _sum(traced, lambda step: step.product_flops)
-    others = _sum(traced, lambda step: 0.0 if step.product_flops else _size(step))
+    products = _sum(traced, lambda step: step.matmul_flops)
+    others = _sum(traced, lambda step: 0.0 if step.matmul_flops else _size(step))
     moved = _sum(traced, _bytes_moved(traced))
     forward_products = sum(products.values())
-    backward_products = max(0.0, measured.gradient_products - forward_products)
+    backward_products = max(0.0, measured.gradient_matmul_flops - forward_products)
     other_forward = max(0.0, measured.forward_flops - forward_products)
-    other_backward = max(0.0, measured.gradient_flops - measured.gradient_products - other_forward)
-    recomputed = max(0.0, again.gradient_products - measured.gradient_products) if again else 0.0
-    working = min(traced.largest[2], measured.temporary_bytes)
+    other_backward = max(0.0, measured.gradient_flops - measured.gradient_matmul_flops - other_forward)
+    recomputed = max(0.0, remat.gradient_matmul_flops - measured.gradient_matmul_flops) if remat else 0.0
+    working = min(traced.largest_activation[2], measured.temporary_bytes)
     in_layers = {key: value for key, value in products.items() if key[0] is ModelPart.LAYER}
 
     works = []
     for part in ModelPart:
-        copies = traced.layers if part is ModelPart.LAYER else 1
-        if not any(key[0] is part for key in (*products, *others, *traced.kept)):
+        copies = traced.num_layers if part is ModelPart.LAYER else 1
+        if not any(key[0] is part for key in (*products, *others, *traced.residual_bytes)):
             continue
 
-        def share(shares: Shares, total: float | None, part: ModelPart = part, copies: int = copies) -> AmountByAxis:
+        def share(shares: CostShares, total: float | None, part: ModelPart = part, copies: int = copies) -> AmountByAxis:
             return _amounts(shares, total, part, copies)
 
-        kept = share(traced.kept, measured.temporary_bytes - working)
+        kept = share(traced.residual_bytes, measured.temporary_bytes - working)
         works.append(
             PartCost(
                 part=part,
@@ -138,14 +138,14 @@ def divide_work(traced: TracedProgram, again: TracedProgram | None, measured: Me
                 backward_bytes=share(moved, measured.bytes_moved * 2 / 3),
                 input_bytes=0.0 if part is ModelPart.EMBEDDING else traced.boundary_bytes,
                 residual_bytes=kept,
-                remat_residual_bytes=share(again.kept, None) if again and part is ModelPart.LAYER else kept,
-                working_bytes=AmountByAxis(**{traced.largest[1]: working})
-                if part is traced.largest[0]
+                remat_residual_bytes=share(remat.residual_bytes, None) if remat and part is ModelPart.LAYER else kept,
+                working_bytes=AmountByAxis(**{traced.largest_activation[1]: working})
+                if part is traced.largest_activation[0]
                 else AmountByAxis(),
                 collectives=_exchanges(traced, part, copies),
             )
         )
-    return _fit_again(works, again.temporary_bytes) if again and again.temporary_bytes else tuple(works)
+    return _fit_again(works, remat.temporary_bytes) if remat and remat.temporary_bytes else tuple(works)
 
 
 def _fit_again(works: Sequence[PartCost], temporary_bytes: float) -> tuple[PartCost, ...]:
@@ -173,51 +173,51 @@ def _fit_layer(work: PartCost, rest: float) -> PartCost:
     )
 
 
-def _sum(traced: TracedProgram, amount: Callable[[Attributed], float]) -> Shares:
+def _sum(traced: TracedProgram, amount: Callable[[AnnotatedOperation], float]) -> CostShares:
     """An amount of each operation, added up for one example."""
-    total: collections.Counter[tuple[ModelPart, Kind]] = collections.Counter()
-    for step in traced.attribution.steps:
+    total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
+    for step in traced.propagated.operations:
         if found := amount(step):
-            total[step.part, step.kind] += found / traced.examples  # pyright: ignore[reportArgumentType] - floats add too
+            total[step.part, step.kind] += found / traced.num_examples  # pyright: ignore[reportArgumentType] - floats add too
     return total
 
 
-def _size(step: Attributed) -> float:
-    return sum(value.size for value in step.operation.outputs) * step.operation.turns
+def _size(step: AnnotatedOperation) -> float:
+    return sum(value.size for value in step.operation.outputs) * step.operation.iterations
 
 
-def _bytes_moved(traced: TracedProgram) -> Callable[[Attributed], float]:
+def _bytes_moved(traced: TracedProgram) -> Callable[[AnnotatedOperation], float]:
     """Bytes of activations that an operation reads and writes, unless it is fused with others."""
 
-    def count(step: Attributed) -> float:
-        if step.operation.name in CHEAP:
+    def count(step: AnnotatedOperation) -> float:
+        if step.operation.name in FUSIBLE_PRIMITIVES:
             return 0.0
         values = (*step.operation.inputs, *step.operation.outputs)
-        moved = sum(v.bytes for v in values if v is not None and v in traced.attribution.kinds)
-        return moved * step.operation.turns
+        moved = sum(v.bytes for v in values if v is not None and v in traced.propagated.kinds)
+        return moved * step.operation.iterations
 
     return count
 
 
-def _amounts(shares: Shares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:
+def _amounts(shares: CostShares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:
     """What one copy of a part has of a total that is divided as the shares say; None: of the shares themselves."""
     whole = sum(shares.values())
     if total is not None and not whole:
-        shares, whole = {(ModelPart.LAYER, Kind.WHOLE): 1.0}, 1.0
+        shares, whole = {(ModelPart.LAYER, ShardingKind.REPLICATED): 1.0}, 1.0
     scale = (1.0 if total is None else total / whole) / copies
     return AmountByAxis(**{kind: value * scale for (where, kind), value in shares.items() if where is part})
 
 
 def _exchanges(traced: TracedProgram, part: ModelPart, copies: int) -> tuple[ActivationCollective, ...]:
     groups = collections.defaultdict(list)
-    for message in traced.attribution.messages:
+    for message in traced.propagated.exchanges:
         if message.part is part:
             groups[message.axis, message.dim].append(message)
     found = []
     for (axis, dim), messages in groups.items():
         forward = sum(m.forward * m.turns for m in messages)
         backward = sum(m.backward * m.turns for m in messages)
-        moved = sum(m.bytes * (m.forward + m.backward) * m.turns for m in messages) / traced.examples
+        moved = sum(m.bytes * (m.forward + m.backward) * m.turns for m in messages) / traced.num_examples
         exchange = ActivationCollective(
             axis=axis,
             kind=EXCHANGE_KINDS[axis],

@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 from jax.extend import core
 
-INLINED: Final = frozenset(
+INLINED_CALLS: Final = frozenset(
     {
         "jit",
         "pjit",
@@ -66,11 +66,11 @@ class Operation:
     params: Mapping[str, Any]
     inputs: tuple[Value | None, ...]
     outputs: tuple[Value, ...]
-    turns: int
+    iterations: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Operations:
+class OperationTrace:
     """A program.
 
     Attributes:
@@ -84,29 +84,29 @@ class Operations:
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
-    steps: tuple[Operation, ...]
+    operations: tuple[Operation, ...]
     slices: Mapping[Value, Value]
-    carried: Mapping[Value, int]
+    carries: Mapping[Value, int]
     stacks: Mapping[Value, int]
 
 
-def trace_operations(function: Callable[..., Any], *arguments: Any) -> Operations:  # noqa: ANN401 - pytrees
+def trace_operations(function: Callable[..., Any], *arguments: Any) -> OperationTrace:  # noqa: ANN401 - pytrees
     """Gives the operations of `function(*arguments)`, traced with their shapes alone."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     opener = _Opener()
     inputs = tuple(_value_of(var) for var in jaxpr.invars)
     outputs = opener.open(jaxpr, inputs, 1)
-    return Operations(
+    return OperationTrace(
         inputs=inputs,
         outputs=tuple(outputs),
-        steps=tuple(opener.steps),
+        operations=tuple(opener.steps),
         slices=opener.slices,
-        carried=opener.carried,
+        carries=opener.carried,
         stacks=opener.stacks,
     )
 
 
-def find_loops(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
+def find_scans(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
     """Yields the body of each outermost loop of known length, its turns, and how many of them the program spells out.
 
     A `while` has no known turns, and is left out.
@@ -117,19 +117,19 @@ def find_loops(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
             yield equation.params["jaxpr"], turns, min(turns, unrolled + turns % unrolled)
         else:
             for inner in _inner_jaxprs(equation):
-                yield from find_loops(open_jaxpr(inner))
+                yield from find_scans(unwrap_jaxpr(inner))
 
 
-def has_unknown_loop(jaxpr: core.Jaxpr) -> bool:
+def has_while_loop(jaxpr: core.Jaxpr) -> bool:
     """Whether a `while` stands anywhere in it: nobody knows its turns before it runs."""
     return any(
         equation.primitive.name == "while"
-        or any(has_unknown_loop(open_jaxpr(j)) for j in _inner_jaxprs(equation))
+        or any(has_while_loop(unwrap_jaxpr(j)) for j in _inner_jaxprs(equation))
         for equation in jaxpr.eqns
     )
 
 
-def open_jaxpr(jaxpr: Any) -> core.Jaxpr:  # noqa: ANN401 - closed or not, by JAX's version
+def unwrap_jaxpr(jaxpr: Any) -> core.Jaxpr:  # noqa: ANN401 - closed or not, by JAX's version
     """Gives a jaxpr without its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -142,7 +142,7 @@ def _inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
 
 
 def _count_equations(jaxpr: Any) -> int:  # noqa: ANN401 - closed or not, by JAX's version
-    return sum(1 + sum(map(_count_equations, _inner_jaxprs(e))) for e in open_jaxpr(jaxpr).eqns)
+    return sum(1 + sum(map(_count_equations, _inner_jaxprs(e))) for e in unwrap_jaxpr(jaxpr).eqns)
 
 
 def _value_of(var: Any, stack_of: Value | None = None) -> Value:  # noqa: ANN401 - a jaxpr's variable
@@ -181,19 +181,19 @@ class _Opener:
         if name == "scan":
             return self._open_loop(equation, operands, turns)
         if name == "cond" and inner:  # one of them is done; the longest is the safe guess
-            return self.open(open_jaxpr(max(inner, key=_count_equations)), operands[1:], turns)
-        if name in INLINED and inner and len(open_jaxpr(inner[0]).invars) == len(operands):
-            return self.open(open_jaxpr(inner[0]), operands, turns)
+            return self.open(unwrap_jaxpr(max(inner, key=_count_equations)), operands[1:], turns)
+        if name in INLINED_CALLS and inner and len(unwrap_jaxpr(inner[0]).invars) == len(operands):
+            return self.open(unwrap_jaxpr(inner[0]), operands, turns)
         outputs = tuple(_value_of(var) for var in equation.outvars)
         self.steps.append(
-            Operation(name=name, params=equation.params, inputs=operands, outputs=outputs, turns=turns)
+            Operation(name=name, params=equation.params, inputs=operands, outputs=outputs, iterations=turns)
         )
         return list(outputs)
 
     def _open_loop(
         self, equation: core.JaxprEqn, operands: tuple[Value | None, ...], turns: int
     ) -> list[Value | None]:
-        body = open_jaxpr(equation.params["jaxpr"])
+        body = unwrap_jaxpr(equation.params["jaxpr"])
         inputs: list[Value | None] = []
         for var, operand in zip(body.invars, operands, strict=True):
             value = _value_of(var)

@@ -12,29 +12,29 @@ import jax
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.program_cost import ProgramCost, TensorRole
-from resilient_jax.program_cost.abstract_program import AbstractProgram, Loss, abstract_program
-from resilient_jax.program_cost.cost_split import TracedProgram, divide_work, trace_program
-from resilient_jax.program_cost.measurement import measure, measure_temporary, products_of_gradient
-from resilient_jax.program_cost.operations import has_unknown_loop
-from resilient_jax.sharding.logical_axes import Naming, Tree
+from resilient_jax.program_cost.abstract_program import AbstractProgram, LossFn, make_abstract_program
+from resilient_jax.program_cost.cost_split import TracedProgram, split_cost, trace_program
+from resilient_jax.program_cost.measurement import measure_cost, measure_temporary_memory, count_gradient_matmul_flops
+from resilient_jax.program_cost.operations import has_while_loop
+from resilient_jax.sharding.logical_axes import LogicalAxisRules, Tree
 from resilient_jax.sharding.state_tensors import (
     ParameterInfo,
     describe_parameters,
     find_divisors,
-    state_tensors,
+    make_state_tensors,
 )
 
 
-def profile_of(
+def analyze_program(
     model: object,
-    loss: Loss,
+    loss_fn: LossFn,
     batch: Tree,
     *,
     name: str,
     optimizer: Any = None,  # noqa: ANN401 - an optax.GradientTransformation
-    naming: Naming | None = None,
+    logical_axis_rules: LogicalAxisRules | None = None,
     sequence_tokens: int | None = None,
-    rematerialised: object = None,
+    remat_model: object = None,
 ) -> ProgramCost:
     """Gives the profile of a training program, from the model itself; no array is made, no device computes.
 
@@ -68,13 +68,13 @@ def profile_of(
         >>> profile.parameters, profile.forward_flops.tensor
         (32768, 65536.0)
     """
-    naming = naming or Naming()
-    program = abstract_program(model, loss, batch)
-    parameters = describe_parameters(program.params, program.names, naming)
-    traced = trace_program(program, parameters, naming)
-    again = _trace_again(rematerialised, loss, program, parameters, naming)
-    measured = measure(program)
-    tensors = state_tensors(parameters, traced.uses, _others(program, optimizer), naming)
+    logical_axis_rules = logical_axis_rules or LogicalAxisRules()
+    program = make_abstract_program(model, loss_fn, batch)
+    parameters = describe_parameters(program.params, program.names, logical_axis_rules)
+    traced = trace_program(program, parameters, logical_axis_rules)
+    again = _trace_again(remat_model, loss_fn, program, parameters, logical_axis_rules)
+    measured = measure_cost(program)
+    tensors = make_state_tensors(parameters, traced.uses, _others(program, optimizer), logical_axis_rules)
     return ProgramCost(
         name=name,
         source=_describe_source(program),
@@ -82,8 +82,8 @@ def profile_of(
         compute_bytes=traced.compute_bytes,
         gradient_bytes=max((info.itemsize for info in parameters), default=4),
         tensors=tensors,
-        parts=divide_work(traced, again, measured),
-        divisibility_rules=find_divisors(tensors, traced.layers, sequence_tokens),
+        parts=split_cost(traced, again, measured),
+        divisibility_rules=find_divisors(tensors, traced.num_layers, sequence_tokens),
         fixed_bytes=measured.fixed_bytes,
         backend=jax.default_backend(),
         can_remat=again is not None,
@@ -99,7 +99,7 @@ def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, Tensor
 
 
 def _trace_again(
-    model: object, loss: Loss, program: AbstractProgram, parameters: tuple[ParameterInfo, ...], naming: Naming
+    model: object, loss: LossFn, program: AbstractProgram, parameters: tuple[ParameterInfo, ...], naming: LogicalAxisRules
 ) -> TracedProgram | None:
     """The rematerialised program, followed in the same way.
 
@@ -108,7 +108,7 @@ def _trace_again(
     """
     if model is None:
         return None
-    again = abstract_program(model, loss, program.batch)
+    again = make_abstract_program(model, loss, program.batch)
     found = {info.path: info.shape for info in describe_parameters(again.params, again.names, naming)}
     expected = {info.path: info.shape for info in parameters}
     if found != expected:
@@ -119,11 +119,11 @@ def _trace_again(
         )
     traced = trace_program(again, parameters, naming)
     return dataclasses.replace(
-        traced, gradient_products=products_of_gradient(again), temporary_bytes=measure_temporary(again).each
+        traced, gradient_products=count_gradient_matmul_flops(again), temporary_bytes=measure_temporary_memory(again).per_example
     )
 
 
 def _describe_source(program: AbstractProgram) -> str:
     said = f"the program itself, compiled for {jax.default_backend()} by jax {jax.__version__}"
-    jaxpr = jax.make_jaxpr(program.loss)(program.params, program.others, program.batch).jaxpr
-    return f"{said}; a while loop of unknown turns is counted once" if has_unknown_loop(jaxpr) else said
+    jaxpr = jax.make_jaxpr(program.loss_fn)(program.params, program.others, program.batch).jaxpr
+    return f"{said}; a while loop of unknown turns is counted once" if has_while_loop(jaxpr) else said

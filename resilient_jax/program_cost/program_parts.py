@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import Operation, Operations, Value
-from resilient_jax.sharding.layer_stacks import Place
+from resilient_jax.program_cost.operations import Operation, OperationTrace, Value
+from resilient_jax.sharding.layer_stacks import LayerPosition
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class PartPosition:
     """A part of a program.
 
     Attributes:
@@ -27,7 +27,7 @@ class Where:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
+class PartAssignment:
     """Where everything in a program belongs.
 
     Attributes:
@@ -36,12 +36,12 @@ class Location:
         boundary_bytes: alive where the first layer ends and the second begins; 0: there are no two.
     """
 
-    steps: tuple[Where, ...]
+    positions: tuple[PartPosition, ...]
     uses: Mapping[Value, tuple[ModelPart, ...]]
     boundary_bytes: int
 
 
-def locate(operations: Operations, parameters: Mapping[Value, Place], batch: frozenset[Value]) -> Location:
+def assign_parts(operations: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]) -> PartAssignment:
     """Gives where the operations of a forward pass belong.
 
     Args:
@@ -51,18 +51,18 @@ def locate(operations: Operations, parameters: Mapping[Value, Place], batch: fro
     """
     flow = _Flow(operations, parameters, batch)
     layers = max((place.copies for place in parameters.values()), default=1)
-    if any(place.dim is not None for place in parameters.values()):
+    if any(place.stack_dim is not None for place in parameters.values()):
         steps, boundary = _locate_loop(operations, flow, layers)
-    elif any(place.in_layers for place in parameters.values()):
+    elif any(place.is_in_layer for place in parameters.values()):
         steps, boundary = _locate_marks(operations, flow, parameters)
     else:
-        steps, boundary = [Where(part=ModelPart.LAYER)] * len(operations.steps), 0
+        steps, boundary = [PartPosition(part=ModelPart.LAYER)] * len(operations.operations), 0
     uses: dict[Value, dict[ModelPart, None]] = {}
     for index, sources in flow.marks.items():
         for source in sources:
             uses.setdefault(source, {})[steps[index].part] = None
-    return Location(
-        steps=tuple(steps),
+    return PartAssignment(
+        positions=tuple(steps),
         uses={value: tuple(parts) for value, parts in uses.items()},
         boundary_bytes=boundary,
     )
@@ -77,12 +77,12 @@ class _Flow:
     """
 
     def __init__(
-        self, operations: Operations, parameters: Mapping[Value, Place], batch: frozenset[Value]
+        self, operations: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]
     ) -> None:
         self.dependent: set[Value] = set(batch)
         self.marks: dict[int, list[Value]] = {}
         sources: dict[Value, list[Value]] = {value: [value] for value in parameters}
-        for index, step in enumerate(operations.steps):
+        for index, step in enumerate(operations.operations):
             inputs = [operations.slices.get(value, value) for value in step.inputs if value is not None]
             used = [source for value in inputs for source in sources.get(value, ())]
             if any(self.depends(value) for value in inputs):
@@ -97,39 +97,39 @@ class _Flow:
         return value in self.dependent or (value.stack_of is not None and value.stack_of in self.dependent)
 
 
-def _locate_loop(operations: Operations, flow: _Flow, layers: int) -> tuple[list[Where], int]:
+def _locate_loop(operations: OperationTrace, flow: _Flow, layers: int) -> tuple[list[PartPosition], int]:
     """Layers that are turns of one loop: what is done as often as there are layers is in them."""
     found, seen = [], False
-    for step in operations.steps:
-        inside = step.turns >= layers > 1
+    for step in operations.operations:
+        inside = step.iterations >= layers > 1
         seen = seen or inside
-        found.append(Where(part=ModelPart.LAYER if inside else ModelPart.HEAD if seen else ModelPart.EMBEDDING))
+        found.append(PartPosition(part=ModelPart.LAYER if inside else ModelPart.HEAD if seen else ModelPart.EMBEDDING))
     carried = [
-        value.bytes for value, turns in operations.carried.items() if turns == layers and flow.depends(value)
+        value.bytes for value, turns in operations.carries.items() if turns == layers and flow.depends(value)
     ]
     return found, sum(carried)
 
 
 def _locate_marks(
-    operations: Operations, flow: _Flow, parameters: Mapping[Value, Place]
-) -> tuple[list[Where], int]:
+    operations: OperationTrace, flow: _Flow, parameters: Mapping[Value, LayerPosition]
+) -> tuple[list[PartPosition], int]:
     """Layers one after another, each with parameters of its own."""
-    alive = _count_alive(operations.steps, flow)
-    found: list[Where] = []
-    boundary, last, seen, here = 0, 0, False, Where(part=ModelPart.EMBEDDING)
+    alive = _count_alive(operations.operations, flow)
+    found: list[PartPosition] = []
+    boundary, last, seen, here = 0, 0, False, PartPosition(part=ModelPart.EMBEDDING)
     for index, sources in flow.marks.items():
-        place = next((parameters[s] for s in sources if parameters[s].in_layers), parameters[sources[0]])
-        seen = seen or place.in_layers
-        there = Where(part=ModelPart.HEAD if seen else ModelPart.EMBEDDING)
-        if place.in_layers:
-            there = Where(part=ModelPart.LAYER, layer=place.layer)
+        place = next((parameters[s] for s in sources if parameters[s].is_in_layer), parameters[sources[0]])
+        seen = seen or place.is_in_layer
+        there = PartPosition(part=ModelPart.HEAD if seen else ModelPart.EMBEDDING)
+        if place.is_in_layer:
+            there = PartPosition(part=ModelPart.LAYER, layer=place.layer)
         if there != here:
             end = min(range(last, index), key=alive.__getitem__, default=-1)
             found += [here] * (end + 1 - len(found))
             if here.layer is not None and there.layer is not None and not boundary:
                 boundary = alive[end]
         here, last = there, index
-    return found + [here] * (len(operations.steps) - len(found)), boundary
+    return found + [here] * (len(operations.operations) - len(found)), boundary
 
 
 def _count_alive(steps: Sequence[Operation], flow: _Flow) -> list[int]:

@@ -12,11 +12,11 @@ from typing import Any, Final
 import jax
 
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import Operation, Operations, Value
-from resilient_jax.program_cost.sharding_propagation import Attribution, Kind
+from resilient_jax.program_cost.operations import Operation, OperationTrace, Value
+from resilient_jax.program_cost.sharding_propagation import PropagatedSharding, ShardingKind
 from resilient_jax.sharding.logical_axes import Tree
 
-CHEAP: Final = frozenset(
+FUSIBLE_PRIMITIVES: Final = frozenset(
     {
         "abs",
         "add",
@@ -54,34 +54,34 @@ CHEAP: Final = frozenset(
 )
 """What XLA rather does again in every fusion than write to memory."""
 
-READING: Final = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+UNFUSED_PRIMITIVES: Final = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 """What reads its operands from memory, and is fused with nothing."""
 
 
-def residuals_of(loss: Any, params: Tree, others: Tree, batch: Tree) -> list[jax.Array]:  # noqa: ANN401 - a function
+def compute_residuals(loss_fn: Any, params: Tree, others: Tree, batch: Tree) -> list[jax.Array]:  # noqa: ANN401 - a function
     """Gives what the loss's backward needs, as arrays; a function to be traced."""
-    _, backward = jax.vjp(lambda tree: loss(tree, others, batch), params)
+    _, backward = jax.vjp(lambda tree: loss_fn(tree, others, batch), params)
     return jax.tree.leaves(backward)
 
 
-def count_kept(operations: Operations, attribution: Attribution) -> Mapping[tuple[ModelPart, Kind], int]:
+def count_residual_bytes(operations: OperationTrace, propagated: PropagatedSharding) -> Mapping[tuple[ModelPart, ShardingKind], int]:
     """Gives the bytes kept of a whole batch, all layers together.
 
     Args:
         operations: of `residuals_of`.
         attribution: of the same.
     """
-    read = {value for step in operations.steps if step.name in READING for value in step.inputs}
-    cheap = {step.outputs[0]: step for step in operations.steps if step.name in CHEAP}
+    read = {value for step in operations.operations if step.name in UNFUSED_PRIMITIVES for value in step.inputs}
+    cheap = {step.outputs[0]: step for step in operations.operations if step.name in FUSIBLE_PRIMITIVES}
     makers = {value: step for value, step in cheap.items() if value not in read}
-    kept: collections.Counter[tuple[ModelPart, Kind]] = collections.Counter()
-    for value in _find_roots(operations.outputs, makers, attribution.kinds).difference(operations.inputs):
-        kept[attribution.parts[value], attribution.kinds[value]] += value.bytes
+    kept: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
+    for value in _find_roots(operations.outputs, makers, propagated.kinds).difference(operations.inputs):
+        kept[propagated.parts[value], propagated.kinds[value]] += value.bytes
     return kept
 
 
 def _find_roots(
-    kept: Iterable[Value | None], makers: Mapping[Value, Operation], kinds: Mapping[Value, Kind]
+    kept: Iterable[Value | None], makers: Mapping[Value, Operation], kinds: Mapping[Value, ShardingKind]
 ) -> set[Value]:
     """What has to be in memory so that all that is kept can be had cheaply; only what depends on the batch.
 

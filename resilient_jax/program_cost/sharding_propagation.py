@@ -14,26 +14,26 @@ from typing import Final, NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import ModelPart
-from resilient_jax.program_cost.operations import Operation, Operations, Value
-from resilient_jax.sharding.logical_axes import Names
+from resilient_jax.program_cost.operations import Operation, OperationTrace, Value
+from resilient_jax.sharding.logical_axes import LogicalNames
 
 
-class Kind(enum.StrEnum):
+class ShardingKind(enum.StrEnum):
     """The fields of `Amounts`; of two inputs the later one here tells what the result is."""
 
-    WHOLE = "whole"
+    REPLICATED = "whole"
     TENSOR = "tensor"
     EXPERT = "expert"
     VOCABULARY = "vocabulary"
     ATTENTION = "attention"
 
 
-RANK: Final = {kind: rank for rank, kind in enumerate(Kind)}
-VOCABULARY_DIM: Final = "vocab"
+STRENGTH: Final = {kind: rank for rank, kind in enumerate(ShardingKind)}
+VOCABULARY_NAME: Final = "vocab"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attributed:
+class AnnotatedOperation:
     """An operation with where it belongs.
 
     Attributes:
@@ -45,12 +45,12 @@ class Attributed:
 
     operation: Operation
     part: ModelPart
-    kind: Kind
-    product_flops: float
+    kind: ShardingKind
+    matmul_flops: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class ActivationExchange:
     """An array whose parts devices along an axis must exchange, in one turn.
 
     Attributes:
@@ -66,13 +66,13 @@ class Message:
     axis: Axis
     dim: str | None
     bytes: int
-    forward: int
-    backward: int
-    turns: int
+    forward_count: int
+    backward_count: int
+    iterations: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attribution:
+class PropagatedSharding:
     """A program of which each operation is attributed.
 
     Attributes:
@@ -82,19 +82,19 @@ class Attribution:
         parts: of the same values, where they were made.
     """
 
-    steps: tuple[Attributed, ...]
-    messages: tuple[Message, ...]
-    kinds: Mapping[Value, Kind]
+    operations: tuple[AnnotatedOperation, ...]
+    exchanges: tuple[ActivationExchange, ...]
+    kinds: Mapping[Value, ShardingKind]
     parts: Mapping[Value, ModelPart]
 
 
-def attribute(
-    operations: Operations,
+def propagate_sharding(
+    operations: OperationTrace,
     parts: Sequence[ModelPart],
-    names: Mapping[Value, Names],
+    names: Mapping[Value, LogicalNames],
     batch: frozenset[Value],
     axes: Mapping[str, Axis | None],
-) -> Attribution:
+) -> PropagatedSharding:
     """Gives what cuts each operation of a forward pass.
 
     Args:
@@ -105,16 +105,16 @@ def attribute(
         axes: which axis cuts a dim of a name.
     """
     walk = _Walk(names, batch, axes, operations.slices)
-    for operation, part in zip(operations.steps, parts, strict=True):
+    for operation, part in zip(operations.operations, parts, strict=True):
         walk.take(operation, part)
     for value in operations.outputs:
         walk.note_stack(value)
     walk.parts.update(
         {value: parts[last] for value, last in operations.stacks.items() if value in walk.kinds}
     )
-    return Attribution(
-        steps=tuple(walk.steps),
-        messages=tuple(walk.messages),
+    return PropagatedSharding(
+        operations=tuple(walk.steps),
+        exchanges=tuple(walk.messages),
         kinds=walk.kinds,
         parts=walk.parts,
     )
@@ -123,8 +123,8 @@ def attribute(
 class _Judgement(NamedTuple):
     """Of an operation: what cuts its work, what cuts its result, and its FLOPs as a matrix product, in one turn."""
 
-    work: Kind
-    result: Kind
+    work: ShardingKind
+    result: ShardingKind
     flops: float = 0.0
 
 
@@ -133,14 +133,14 @@ class _Walk:
 
     def __init__(
         self,
-        names: Mapping[Value, Names],
+        names: Mapping[Value, LogicalNames],
         batch: frozenset[Value],
         axes: Mapping[str, Axis | None],
         slices: Mapping[Value, Value],
     ) -> None:
-        self.steps: list[Attributed] = []
-        self.messages: list[Message] = []
-        self.kinds: dict[Value, Kind] = dict.fromkeys(batch, Kind.WHOLE)
+        self.steps: list[AnnotatedOperation] = []
+        self.messages: list[ActivationExchange] = []
+        self.kinds: dict[Value, ShardingKind] = dict.fromkeys(batch, ShardingKind.REPLICATED)
         self.parts: dict[Value, ModelPart] = dict.fromkeys(batch, ModelPart.EMBEDDING)
         self._names = dict(names)
         self._axes = axes
@@ -164,8 +164,8 @@ class _Walk:
         if depends:
             for value in operation.outputs:
                 self.kinds[value], self.parts[value] = judged.result, part
-        flops = judged.flops * operation.turns
-        self.steps.append(Attributed(operation=operation, part=part, kind=judged.work, product_flops=flops))
+        flops = judged.flops * operation.iterations
+        self.steps.append(AnnotatedOperation(operation=operation, part=part, kind=judged.work, matmul_flops=flops))
 
     def note_stack(self, value: Value | None) -> None:
         """A loop's stack is what the loop writes into it."""
@@ -196,9 +196,9 @@ class _Walk:
                 features = operation.params["dimension_numbers"].rhs_spec[0]
                 window = kernel.size / kernel.shape[features] if kernel else 0.0
                 return self._judge_unsummed(operation, kernel, 2.0 * operation.outputs[0].size * window)
-            case "gather" if VOCABULARY_DIM in self._names_of(operation.inputs[0]):
-                self._exchange(operation.outputs[0], operation, 1, 0, Axis.TENSOR, VOCABULARY_DIM)
-                return _Judgement(Kind.WHOLE, Kind.WHOLE)
+            case "gather" if VOCABULARY_NAME in self._names_of(operation.inputs[0]):
+                self._exchange(operation.outputs[0], operation, 1, 0, Axis.TENSOR, VOCABULARY_NAME)
+                return _Judgement(ShardingKind.REPLICATED, ShardingKind.REPLICATED)
             case _:
                 kind = self._strongest(operation)
                 return _Judgement(kind, kind)
@@ -207,7 +207,7 @@ class _Walk:
         kind = self._kind_of_names(self._names_of(parameter)) or self._strongest(operation)
         return _Judgement(kind, kind, flops)
 
-    def _names_of(self, value: Value | None) -> Names:
+    def _names_of(self, value: Value | None) -> LogicalNames:
         return self._names.get(value, ()) if value is not None else ()
 
     def _judge_product(self, operation: Operation) -> _Judgement:
@@ -218,18 +218,18 @@ class _Walk:
         for parameter, dims, other in ((left, left_dims, right), (right, right_dims, left)):
             if parameter is not None and parameter in self._names:
                 names = self._names_of(parameter)
-                kind = self._kind_of_names(names) or Kind.WHOLE
+                kind = self._kind_of_names(names) or ShardingKind.REPLICATED
                 is_summed = any(self._axes.get(names[dim] or "") is Axis.TENSOR for dim in dims)
                 self._complete(operation, kind, other, is_summed=is_summed)
-                return _Judgement(kind, Kind.WHOLE if is_summed and kind is not Kind.EXPERT else kind, flops)
+                return _Judgement(kind, ShardingKind.REPLICATED if is_summed and kind is not ShardingKind.EXPERT else kind, flops)
         return self._judge_pairs(operation, flops)
 
-    def _complete(self, operation: Operation, kind: Kind, other: Value | None, *, is_summed: bool) -> None:
+    def _complete(self, operation: Operation, kind: ShardingKind, other: Value | None, *, is_summed: bool) -> None:
         """A product of a parameter that is cut and an activation: what must be completed between devices."""
-        if kind is Kind.WHOLE:
+        if kind is ShardingKind.REPLICATED:
             return
-        dim = VOCABULARY_DIM if kind is Kind.VOCABULARY else None
-        for axis in (Axis.TENSOR, Axis.EXPERT) if kind is Kind.EXPERT else (Axis.TENSOR,):
+        dim = VOCABULARY_NAME if kind is ShardingKind.VOCABULARY else None
+        for axis in (Axis.TENSOR, Axis.EXPERT) if kind is ShardingKind.EXPERT else (Axis.TENSOR,):
             both = 1 if axis is Axis.EXPERT else 0  # tokens are sent forward, and their gradients backward
             if is_summed:
                 self._exchange(operation.outputs[0], operation, 1, both, axis, dim)
@@ -241,47 +241,47 @@ class _Walk:
         """A product of two activations: of attention, if what it is made of is cut."""
         inputs = [value for value in operation.inputs if value in self.kinds]
         kinds = {self.kinds[value] for value in inputs if value is not None}
-        if Kind.EXPERT in kinds:  # what the experts gave, back in the order of tokens
-            return _Judgement(Kind.EXPERT, Kind.WHOLE, flops)
+        if ShardingKind.EXPERT in kinds:  # what the experts gave, back in the order of tokens
+            return _Judgement(ShardingKind.EXPERT, ShardingKind.REPLICATED, flops)
         if len(inputs) == 2:  # the smaller has keys or values; queries and scores are larger
             smaller = min((value for value in inputs if value is not None), key=lambda value: value.bytes)
             self._exchange(smaller, operation, 1, 1, Axis.SEQUENCE, None)
-        if kinds <= {Kind.WHOLE}:
-            return _Judgement(Kind.WHOLE, Kind.WHOLE, flops)
-        return _Judgement(Kind.ATTENTION, Kind.TENSOR if Kind.ATTENTION in kinds else Kind.ATTENTION, flops)
+        if kinds <= {ShardingKind.REPLICATED}:
+            return _Judgement(ShardingKind.REPLICATED, ShardingKind.REPLICATED, flops)
+        return _Judgement(ShardingKind.ATTENTION, ShardingKind.TENSOR if ShardingKind.ATTENTION in kinds else ShardingKind.ATTENTION, flops)
 
     def _exchange(
         self, value: Value, operation: Operation, forward: int, backward: int, axis: Axis, dim: str | None
     ) -> None:
         self.messages.append(
-            Message(
+            ActivationExchange(
                 part=self._part,
                 axis=axis,
                 dim=dim,
                 bytes=value.bytes,
-                forward=forward,
-                backward=backward,
-                turns=operation.turns,
+                forward_count=forward,
+                backward_count=backward,
+                iterations=operation.iterations,
             )
         )
 
-    def _kind_of_names(self, names: Names) -> Kind | None:
-        if VOCABULARY_DIM in names:
-            return Kind.VOCABULARY
+    def _kind_of_names(self, names: LogicalNames) -> ShardingKind | None:
+        if VOCABULARY_NAME in names:
+            return ShardingKind.VOCABULARY
         axes = {self._axes.get(name) for name in names if name is not None}
         if Axis.EXPERT in axes:
-            return Kind.EXPERT
-        return Kind.TENSOR if Axis.TENSOR in axes else None
+            return ShardingKind.EXPERT
+        return ShardingKind.TENSOR if Axis.TENSOR in axes else None
 
-    def _strongest(self, operation: Operation) -> Kind:
+    def _strongest(self, operation: Operation) -> ShardingKind:
         """The kind that an operation takes from its inputs: from those that are as large as its result, if any is."""
         inputs = [value for value in operation.inputs if value in self.kinds]
         size = operation.outputs[0].size if operation.outputs else 0
         alike = [value for value in inputs if value is not None and value.size == size] or inputs
-        return max((self.kinds[v] for v in alike if v is not None), key=RANK.__getitem__, default=Kind.WHOLE)
+        return max((self.kinds[v] for v in alike if v is not None), key=STRENGTH.__getitem__, default=ShardingKind.REPLICATED)
 
 
-def _names_after(operation: Operation, source: Value, result: Value, names: Names) -> Names:
+def _names_after(operation: Operation, source: Value, result: Value, names: LogicalNames) -> LogicalNames:
     """Where the names of a parameter's dims are, after an operation on it alone; None where that is not known."""
     unknown = (None,) * len(result.shape)
     match operation.name:
@@ -298,7 +298,7 @@ def _names_after(operation: Operation, source: Value, result: Value, names: Name
             return unknown
 
 
-def _names_after_reshape(before: tuple[int, ...], after: tuple[int, ...], names: Names) -> Names:
+def _names_after_reshape(before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames) -> LogicalNames:
     """Dims merged take the first name among them, the first of several split from one takes its name."""
     found: list[str | None] = [None] * len(after)
     source = target = 0
@@ -322,9 +322,9 @@ def _names_after_reshape(before: tuple[int, ...], after: tuple[int, ...], names:
     return tuple(found)
 
 
-def count_products(operations: Operations) -> float:
+def count_matmul_flops(operations: OperationTrace) -> float:
     """Gives the FLOPs of all matrix products in a program, backward passes too."""
     walk = _Walk({}, frozenset(), {}, {})
-    for operation in operations.steps:
+    for operation in operations.operations:
         walk.take(operation, ModelPart.LAYER)
-    return sum(step.product_flops for step in walk.steps)
+    return sum(step.matmul_flops for step in walk.steps)

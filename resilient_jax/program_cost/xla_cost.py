@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from resilient_jax.errors import OperatorError
-from resilient_jax.program_cost.operations import find_loops, open_jaxpr
+from resilient_jax.program_cost.operations import find_scans, unwrap_jaxpr
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class XlaCost:
     def __add__(self, other: Self) -> Self:
         return type(self)(flops=self.flops + other.flops, bytes_moved=self.bytes_moved + other.bytes_moved)
 
-    def times(self, count: int) -> Self:
+    def scaled(self, count: int) -> Self:
         """Done so often."""
         return type(self)(flops=self.flops * count, bytes_moved=self.bytes_moved * count)
 
 
-NOTHING = XlaCost(flops=0.0)
-ONLY_READ: Final[dict[str, str | bool]] = {"xla_backend_optimization_level": "0"}
+ZERO_COST = XlaCost(flops=0.0)
+ANALYSIS_OPTIONS: Final[dict[str, str | bool]] = {"xla_backend_optimization_level": "0"}
 """To compile what is never run: XLA counts operations and memory before LLVM sees the program, which takes a third of
 the time."""
 
@@ -57,13 +57,13 @@ def _cost_of_turns(
     jaxpr: core.Jaxpr, measure: Callable[[Callable[..., Any], tuple[Any, ...]], XlaCost]
 ) -> XlaCost:
     """What all loops do in turns that XLA does not count."""
-    total = NOTHING
-    for body, turns, counted in find_loops(jaxpr):
-        inner = open_jaxpr(body)
+    total = ZERO_COST
+    for body, turns, counted in find_scans(jaxpr):
+        inner = unwrap_jaxpr(body)
         arguments = tuple(_shape_of(var.aval) for var in inner.invars)
         below = _cost_of_turns(inner, measure)
         once = measure(core.jaxpr_as_fun(body), arguments) + below
-        total = total + below.times(counted) + once.times(turns - counted)
+        total = total + below.scaled(counted) + once.scaled(turns - counted)
     return total
 
 
@@ -95,7 +95,7 @@ class CompiledProgram:
     temporary_bytes: int
 
 
-class Spread(NamedTuple):
+class ShardedArguments(NamedTuple):
     """The same program for several devices: what all of them get together, and where it lies.
 
     Attributes:
@@ -105,19 +105,19 @@ class Spread(NamedTuple):
     """
 
     arguments: tuple[Any, ...]
-    shardings: tuple[Any, ...]
-    result: Any
+    in_shardings: tuple[Any, ...]
+    out_shardings: Any
 
     def compile(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - a compiled program
         """One program for all devices."""
-        jitted = jax.jit(function, in_shardings=self.shardings, out_shardings=self.result)
-        return jitted.lower(*self.arguments).compile(ONLY_READ)
+        jitted = jax.jit(function, in_shardings=self.in_shardings, out_shardings=self.out_shardings)
+        return jitted.lower(*self.arguments).compile(ANALYSIS_OPTIONS)
 
 
-def compile_and_read(
+def compile_and_analyze(
     function: Callable[..., Any],
     *arguments: Any,  # noqa: ANN401 - pytrees
-    spread: Spread | None = None,
+    sharded_arguments: ShardedArguments | None = None,
 ) -> CompiledProgram:
     """Compiles a program, and gives what XLA says of it; of one device.
 
@@ -128,11 +128,11 @@ def compile_and_read(
     """
 
     def compile_(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
-        return _read(jax.jit(function).lower(*arguments).compile(ONLY_READ))
+        return _read(jax.jit(function).lower(*arguments).compile(ANALYSIS_OPTIONS))
 
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     compiled = (
-        jax.jit(function).lower(*arguments).compile(ONLY_READ) if spread is None else spread.compile(function)
+        jax.jit(function).lower(*arguments).compile(ANALYSIS_OPTIONS) if sharded_arguments is None else sharded_arguments.compile(function)
     )
     memory = compiled.memory_analysis()
     if memory is None:

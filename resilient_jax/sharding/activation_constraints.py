@@ -18,18 +18,18 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from resilient_jax.sharding.logical_axes import Tree
-from resilient_jax.sharding.partition_specs import EXAMPLE_AXES
+from resilient_jax.sharding.partition_specs import BATCH_AXES
 
-HELD: Final = frozenset({"dot_general", "conv_general_dilated", "gather"})
+CONSTRAINED_PRIMITIVES: Final = frozenset({"dot_general", "conv_general_dilated", "gather"})
 """Whose results are held; what lies between takes after them."""
-WITHIN: Final = frozenset({"jit", "pjit", "scan", "checkpoint", "remat", "remat2"})
+ENTERED_PRIMITIVES: Final = frozenset({"jit", "pjit", "scan", "checkpoint", "remat", "remat2"})
 """Operations of which a copy of the body is held too; others stay as they are."""
 
-Dims = tuple[int | None, ...]
+BatchDims = tuple[int | None, ...]
 """Of each of several values the dim of the examples, None: it has none, or none that is known."""
 
 
-def hold_examples(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> Callable[[Tree, Tree], Any]:
+def constrain_activations(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> Callable[[Tree, Tree], Any]:
     """Gives the same function of a state and a batch, its activations held to the cut of the batch.
 
     Args:
@@ -41,7 +41,7 @@ def hold_examples(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> Callable
         closed, shape = jax.make_jaxpr(function, return_shape=True)(state, batch)
         rows = jax.tree.leaves(batch)
         arguments = [*jax.tree.leaves(state), *rows]
-        dims: Dims = (*(None,) * (len(arguments) - len(rows)), *(0 if row.shape else None for row in rows))
+        dims: BatchDims = (*(None,) * (len(arguments) - len(rows)), *(0 if row.shape else None for row in rows))
         found = _evaluate(closed.jaxpr, closed.consts, arguments, dims, mesh)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
@@ -49,9 +49,9 @@ def hold_examples(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> Callable
 
 
 def _evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], dims: Dims, mesh: Mesh
+    jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], dims: BatchDims, mesh: Mesh
 ) -> list[Any]:
-    known = follow_examples(jaxpr, dims)
+    known = propagate_batch_dims(jaxpr, dims)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -66,7 +66,7 @@ def _evaluate(
         with equation.ctx.manager:  # what the function had set around it, such as how random bits are made
             found = equation.primitive.bind(*functions, *map(read, equation.invars), **params)
         results = found if equation.primitive.multiple_results else [found]
-        if equation.primitive.name in HELD:
+        if equation.primitive.name in CONSTRAINED_PRIMITIVES:
             results = [
                 _hold(result, known.get(var), mesh)
                 for var, result in zip(equation.outvars, results, strict=True)
@@ -79,13 +79,13 @@ def _hold(value: Any, dim: int | None, mesh: Mesh) -> Any:  # noqa: ANN401 - a v
     if dim is None:
         return value
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
-    spec[dim] = EXAMPLE_AXES
+    spec[dim] = BATCH_AXES
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _hold_body(equation: core.JaxprEqn, dims: Dims, mesh: Mesh) -> dict[str, Any]:
+def _hold_body(equation: core.JaxprEqn, dims: BatchDims, mesh: Mesh) -> dict[str, Any]:
     """An operation's parameters, its body replaced by one whose activations are held from its first line on."""
-    if equation.primitive.name not in WITHIN or all(dim is None for dim in dims):
+    if equation.primitive.name not in ENTERED_PRIMITIVES or all(dim is None for dim in dims):
         return equation.params
     key, body, consts = _body_of(equation)
     inner = _dims_inside(equation, body, dims)
@@ -108,14 +108,14 @@ def _body_of(equation: core.JaxprEqn) -> tuple[str, core.Jaxpr, Sequence[Any]]:
     return (key, body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (key, body, ())
 
 
-def _dims_inside(equation: core.JaxprEqn, body: core.Jaxpr, dims: Dims) -> Dims:
+def _dims_inside(equation: core.JaxprEqn, body: core.Jaxpr, dims: BatchDims) -> BatchDims:
     """Of a body's arguments: in a loop's turn a stack has one dim less, and a carry may get examples."""
     if equation.primitive.name != "scan":
         return dims
     consts, carries = _count_arguments(equation.params)
     head, stacks = dims[: consts + carries], dims[consts + carries :]
     inner = (*head, *(None if dim in (None, 0) else dim - 1 for dim in stacks))
-    known = follow_examples(body, inner)
+    known = propagate_batch_dims(body, inner)
     ends = _dims_of(body.outvars[:carries], known)
     carried = tuple(
         first if first is not None else last for first, last in zip(inner[consts:], ends, strict=False)
@@ -135,11 +135,11 @@ def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - a variable o
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
-def _dims_of(atoms: Sequence[Any], known: Mapping[Any, int]) -> Dims:
+def _dims_of(atoms: Sequence[Any], known: Mapping[Any, int]) -> BatchDims:
     return tuple(None if isinstance(atom, core.Literal) else known.get(atom) for atom in atoms)
 
 
-def follow_examples(jaxpr: core.Jaxpr, dims: Dims) -> dict[Any, int]:
+def propagate_batch_dims(jaxpr: core.Jaxpr, dims: BatchDims) -> dict[Any, int]:
     """Gives the dim of the examples in every variable that has one.
 
     Args:
@@ -157,7 +157,7 @@ def follow_examples(jaxpr: core.Jaxpr, dims: Dims) -> dict[Any, int]:
     return known
 
 
-def _dims_after(equation: core.JaxprEqn, dims: Dims) -> Dims:
+def _dims_after(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
     shapes = [_shape_of(atom).shape for atom in equation.invars]
     after = [_shape_of(var).shape for var in equation.outvars]
     params = equation.params
@@ -183,18 +183,18 @@ def _dims_after(equation: core.JaxprEqn, dims: Dims) -> Dims:
             return (_after_gather(params["dimension_numbers"], dims),)
         case "scan":
             _, body, _ = _body_of(equation)
-            known = follow_examples(body, _dims_inside(equation, body, dims))
+            known = propagate_batch_dims(body, _dims_inside(equation, body, dims))
             ends = _dims_of(body.outvars, known)
             _, carries = _count_arguments(params)
             return (*ends[:carries], *(None if dim is None else dim + 1 for dim in ends[carries:]))
-        case name if name in WITHIN:
+        case name if name in ENTERED_PRIMITIVES:
             _, body, _ = _body_of(equation)
-            return _dims_of(body.outvars, follow_examples(body, dims))
+            return _dims_of(body.outvars, propagate_batch_dims(body, dims))
         case _:
             return tuple(_after_alike(shapes, dims, shape) for shape in after)
 
 
-def _after_product(numbers: Any, dims: Dims, ranks: Sequence[int]) -> int | None:  # noqa: ANN401 - JAX's tuples
+def _after_product(numbers: Any, dims: BatchDims, ranks: Sequence[int]) -> int | None:  # noqa: ANN401 - JAX's tuples
     """In a product come first the dims that both have, then the left one's, then the right one's."""
     contracted, batched = numbers
     before = len(batched[0])
@@ -209,7 +209,7 @@ def _after_product(numbers: Any, dims: Dims, ranks: Sequence[int]) -> int | None
     return None
 
 
-def _after_gather(numbers: Any, dims: Dims) -> int | None:  # noqa: ANN401 - JAX's record
+def _after_gather(numbers: Any, dims: BatchDims) -> int | None:  # noqa: ANN401 - JAX's record
     """Examples of the indices stand in the result among the dims that are no offsets."""
     if len(dims) < 2 or dims[1] is None:
         return None
@@ -236,7 +236,7 @@ def _product(sizes: Sequence[int]) -> int:
     return product
 
 
-def _after_alike(shapes: Sequence[Sequence[int]], dims: Dims, after: Sequence[int]) -> int | None:
+def _after_alike(shapes: Sequence[Sequence[int]], dims: BatchDims, after: Sequence[int]) -> int | None:
     """Of operations that work number by number, or on other dims only: slices, sorts, concatenations."""
     for shape, dim in zip(shapes, dims, strict=True):
         if dim is not None and len(shape) == len(after) and shape[dim] == after[dim]:

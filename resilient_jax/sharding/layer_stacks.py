@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from resilient_jax.planning.axes import LAYERS
-from resilient_jax.sharding.logical_axes import Names
+from resilient_jax.sharding.logical_axes import LogicalNames
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 """A part of a path that ends with a number: `7`, `Block_7`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LayerPosition:
     """Where a parameter stands among equal layers.
 
     Attributes:
@@ -30,15 +30,15 @@ class Place:
     path: str
     layer: int | None = None
     copies: int = 1
-    dim: int | None = None
+    stack_dim: int | None = None
 
     @property
-    def in_layers(self) -> bool:
+    def is_in_layer(self) -> bool:
         """Whether it belongs to the layers."""
-        return self.layer is not None or self.dim is not None
+        return self.layer is not None or self.stack_dim is not None
 
 
-def find_places(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Names]) -> dict[str, Place]:
+def find_layer_positions(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, LogicalNames]) -> dict[str, LayerPosition]:
     """Gives the place of each parameter.
 
     Args:
@@ -48,16 +48,16 @@ def find_places(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Names
     stacked = {path: dims.index(LAYERS) for path, dims in names.items() if LAYERS in dims}
     if stacked:
         count = max(shapes[path][dim] for path, dim in stacked.items())
-        places = {path: Place(path=path) for path in shapes}
+        places = {path: LayerPosition(path=path) for path in shapes}
         for path, dim in stacked.items():
             if shapes[path][dim] == count:
-                places[path] = Place(path=path, copies=count, dim=dim)
+                places[path] = LayerPosition(path=path, copies=count, stack_dim=dim)
         return places
     run = _longest_run(shapes)
-    return {path: run.get(path, Place(path=path)) for path in shapes}
+    return {path: run.get(path, LayerPosition(path=path)) for path in shapes}
 
 
-def _longest_run(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+def _longest_run(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LayerPosition]:
     """The places of all parameters in the largest family of equal numbered places; none if there are not two."""
     families: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for path in shapes:
@@ -68,7 +68,7 @@ def _longest_run(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
                 rest = "/".join(parts[depth + 1 :])
                 families[stem][int(match[2])][rest] = path
                 break  # the outermost number is the layer's
-    best: dict[str, Place] = {}
+    best: dict[str, LayerPosition] = {}
     most = 1
     for stem, members in families.items():
         alike = {
@@ -77,7 +77,7 @@ def _longest_run(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
         if len(alike) == 1 and len(members) > most:
             most = len(members)
             best = {
-                path: Place(path=f"{stem}/{rest}".rstrip("/"), layer=number, copies=len(members))
+                path: LayerPosition(path=f"{stem}/{rest}".rstrip("/"), layer=number, copies=len(members))
                 for number, inside in members.items()
                 for rest, path in inside.items()
             }

@@ -22,27 +22,27 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import LAYERS, Axis
 from resilient_jax.planning.program_cost import ModelPart, ProgramCost, TensorRole, StateTensor
 from resilient_jax.planning.tensor_partition import partition_tensor
-from resilient_jax.sharding.layer_stacks import Place
-from resilient_jax.sharding.logical_axes import Names, Naming, Tree, name_dims, path_of
-from resilient_jax.sharding.state_tensors import ParameterInfo, tensor_of
+from resilient_jax.sharding.layer_stacks import LayerPosition
+from resilient_jax.sharding.logical_axes import LogicalNames, LogicalAxisRules, Tree, name_dims, format_path
+from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
 
-EXAMPLE_AXES: Final = (Axis.REPLICA.value, Axis.FSDP.value)
+BATCH_AXES: Final = (Axis.REPLICA.value, Axis.FSDP.value)
 """They cut the examples of a batch."""
 STATE_AXES: Final = (Axis.TENSOR, Axis.EXPERT, Axis.FSDP)
 """They cut tensors of the state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class NamedLeaf:
     """An array of a state: its path without what Flax wraps around it, its shape, the names in its metadata."""
 
     path: str
     shape: tuple[int, ...]
-    names: Names
+    names: LogicalNames
     is_key: bool
 
 
-class StateCuts:
+class StatePartitioner:
     """Gives the `PartitionSpec` of each array of a state that belongs to a profile's program.
 
     Args:
@@ -51,9 +51,9 @@ class StateCuts:
         naming: for what the profile does not have.
     """
 
-    def __init__(self, profile: ProgramCost, sizes: Mapping[Axis, int], naming: Naming | None = None) -> None:
+    def __init__(self, profile: ProgramCost, sizes: Mapping[Axis, int], naming: LogicalAxisRules | None = None) -> None:
         self._sizes = {axis: sizes.get(axis, 1) for axis in STATE_AXES}
-        self._naming = naming or Naming()
+        self._naming = naming or LogicalAxisRules()
         self._tensors = [(_pattern_of(tensor.path), tensor) for tensor in profile.tensors]
 
     def specs(self, state: Tree) -> Tree:
@@ -74,7 +74,7 @@ class StateCuts:
                 )
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
-    def spec(self, leaf: Leaf) -> PartitionSpec:
+    def spec(self, leaf: NamedLeaf) -> PartitionSpec:
         """Of one array; what nobody names is cut by FSDP alone."""
         if leaf.is_key:
             return PartitionSpec()
@@ -86,7 +86,7 @@ class StateCuts:
             dims.pop()
         return PartitionSpec(*dims)
 
-    def _tensor_of(self, leaf: Leaf) -> StateTensor:
+    def _tensor_of(self, leaf: NamedLeaf) -> StateTensor:
         fitting = [
             tensor
             for pattern, tensor in self._tensors
@@ -99,34 +99,34 @@ class StateCuts:
         ruled = self._find_rule(leaf)
         return self._tensor_of_names(leaf, own if ruled is None else ruled)
 
-    def _find_rule(self, leaf: Leaf) -> Names | None:
+    def _find_rule(self, leaf: NamedLeaf) -> LogicalNames | None:
         """Rules are for parameters; optimizer state has the names of the parameter that ends its path, the longest that
         a rule knows."""
         keys = leaf.path.split("/")
         for start in range(len(keys)):
             end = "/".join(keys[start:])
-            for pattern, names in self._naming.rules:
+            for pattern, names in self._naming.names_by_path:
                 if len(names) <= len(leaf.shape) and fnmatch.fnmatchcase(end, pattern):
                     return names
         return None
 
-    def _tensor_of_names(self, leaf: Leaf, given: Names) -> StateTensor:
+    def _tensor_of_names(self, leaf: NamedLeaf, given: LogicalNames) -> StateTensor:
         plain = dataclasses.replace(self._naming, rules=())
         names = name_dims(leaf.path, leaf.shape, {leaf.path: given}, plain)
         dim = names.index(LAYERS) if LAYERS in names else None
-        place = Place(path=leaf.path, copies=1 if dim is None else leaf.shape[dim], dim=dim)
-        info = ParameterInfo(path=leaf.path, shape=leaf.shape, itemsize=1, names=names, place=place)
-        return tensor_of(info, leaf.path, TensorRole.OTHER, (ModelPart.LAYER,), self._naming)
+        place = LayerPosition(path=leaf.path, copies=1 if dim is None else leaf.shape[dim], stack_dim=dim)
+        info = ParameterInfo(path=leaf.path, shape=leaf.shape, itemsize=1, names=names, position=place)
+        return make_tensor(info, leaf.path, TensorRole.OTHER, (ModelPart.LAYER,), self._naming)
 
 
-def list_leaves(state: Tree) -> list[Leaf]:
+def list_leaves(state: Tree) -> list[NamedLeaf]:
     """Gives the arrays of a state, in the order of the tree's leaves."""
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_wrapper):
         arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]  # of a variable without a value: none
         found.extend(
-            Leaf(
-                path=path_of(path),
+            NamedLeaf(
+                path=format_path(path),
                 shape=tuple(jnp.shape(array)),
                 names=_names_in_metadata(node) if len(arrays) == 1 else (),
                 is_key=jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key),
@@ -136,7 +136,7 @@ def list_leaves(state: Tree) -> list[Leaf]:
     return found
 
 
-def batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: int | None) -> Tree:
+def make_batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: int | None) -> Tree:
     """Gives the spec of each array of a batch: examples over replica and fsdp, tokens over sequence.
 
     Args:
@@ -156,10 +156,10 @@ def batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: int | N
         shape = tuple(jnp.shape(leaf))
         if not shape or shape[0] % examples:
             raise CallerError(
-                f"batch/{path_of(path)}: found the shape {shape}, expected a first dim that replica x fsdp = "
+                f"batch/{format_path(path)}: found the shape {shape}, expected a first dim that replica x fsdp = "
                 f"{examples} divides: the examples that all replicas compute at a time"
             )
-        dims: list[Any] = [EXAMPLE_AXES]
+        dims: list[Any] = [BATCH_AXES]
         is_sequence = sequence > 1 and len(shape) > 1 and shape[1] == sequence_tokens
         cuts_tokens |= is_sequence
         return PartitionSpec(*dims, *([Axis.SEQUENCE.value] if is_sequence else []))
@@ -177,7 +177,7 @@ def _is_wrapper(node: object) -> bool:
     return isinstance(node, nnx.Variable | nn.meta.AxisMetadata)
 
 
-def _names_in_metadata(node: object) -> Names:
+def _names_in_metadata(node: object) -> LogicalNames:
     if isinstance(node, nnx.Variable):
         specs = jax.tree.leaves(nnx.get_partition_spec(node), is_leaf=_is_spec)
         return tuple(specs[0]) if specs and specs[0] is not None else ()

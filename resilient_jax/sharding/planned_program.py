@@ -14,9 +14,9 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_order import MESH_AXES, find_device_order
 from resilient_jax.planning.plan import Plan
-from resilient_jax.sharding.activation_constraints import hold_examples
-from resilient_jax.sharding.logical_axes import Naming, Tree
-from resilient_jax.sharding.partition_specs import StateCuts, batch_specs
+from resilient_jax.sharding.activation_constraints import constrain_activations
+from resilient_jax.sharding.logical_axes import LogicalAxisRules, Tree
+from resilient_jax.sharding.partition_specs import StatePartitioner, make_batch_specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
             f"mesh: found {len(devices)} devices, expected the {expected} of topology {plan.topology_name}, host by host in "
             "its order; spares are left out by the plan. For other devices search again"
         )
-    sizes = mesh_sizes(plan)
+    sizes = get_mesh_sizes(plan)
     grid = np.array([devices[number] for number in find_device_order(plan)])
     grid = grid.reshape([sizes[axis] for axis in MESH_AXES])
     if replica is not None:
@@ -60,18 +60,18 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
     return Mesh(grid, tuple(axis.value for axis in MESH_AXES))
 
 
-def mesh_sizes(plan: Plan) -> dict[Axis, int]:
+def get_mesh_sizes(plan: Plan) -> dict[Axis, int]:
     """Gives the size of each axis of a plan's mesh, outermost first."""
     return {axis: plan.axis_sizes[axis] for axis in MESH_AXES}
 
 
-def make_shardings(plan: Plan, state: Tree, mesh: Mesh, naming: Naming | None = None) -> Tree:
+def make_state_shardings(plan: Plan, state: Tree, mesh: Mesh, logical_axis_rules: LogicalAxisRules | None = None) -> Tree:
     """See `Plan.shardings`."""
-    cuts = StateCuts(plan.request.program_cost, plan.axis_sizes, naming)
+    cuts = StatePartitioner(plan.request.program_cost, plan.axis_sizes, logical_axis_rules)
     return _shardings(cuts.specs(state), mesh)
 
 
-def compile_program(
+def compile_plan(
     plan: Plan,
     function: Callable[[Tree, Tree], Any],
     state: Tree,
@@ -79,18 +79,18 @@ def compile_program(
     *,
     devices: Sequence[Any],
     replica: int | None = None,
-    naming: Naming | None = None,
+    logical_axis_rules: LogicalAxisRules | None = None,
     donate_state: bool = True,
 ) -> PlannedProgram:
     """See `Plan.compile`."""
-    refuse_pipeline(plan)
+    check_no_pipeline(plan)
     mesh = make_mesh(plan, devices, replica)
     sizes = plan.axis_sizes | ({Axis.REPLICA: 1} if replica is not None else {})
-    where = make_shardings(plan, state, mesh, naming)
-    rows = _shardings(batch_specs(batch, sizes, plan.request.program_cost.sequence_tokens), mesh)
+    where = make_state_shardings(plan, state, mesh, logical_axis_rules)
+    rows = _shardings(make_batch_specs(batch, sizes, plan.request.program_cost.sequence_tokens), mesh)
     started_s = time.monotonic()
     jitted = jax.jit(
-        hold_examples(function, mesh) if sizes[Axis.FSDP] > 1 else function,
+        constrain_activations(function, mesh) if sizes[Axis.FSDP] > 1 else function,
         in_shardings=(where, rows),
         out_shardings=_out_shardings(function, state, batch, where),
         donate_argnums=(0,) if donate_state else (),
@@ -105,7 +105,7 @@ def compile_program(
     )
 
 
-def refuse_pipeline(plan: Plan) -> None:
+def check_no_pipeline(plan: Plan) -> None:
     """Refuses what is planned and priced but does not run.
 
     Raises:

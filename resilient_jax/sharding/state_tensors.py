@@ -10,10 +10,10 @@ import jax
 
 from resilient_jax.planning.axes import LAYERS, Axis
 from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, TensorRole, StateTensor
-from resilient_jax.sharding.layer_stacks import Place, find_places
-from resilient_jax.sharding.logical_axes import Names, Naming, Tree, name_dims, path_of, units_of
+from resilient_jax.sharding.layer_stacks import LayerPosition, find_layer_positions
+from resilient_jax.sharding.logical_axes import LogicalNames, LogicalAxisRules, Tree, name_dims, format_path, get_max_shards
 
-OPTIONAL = frozenset({"kv_heads", "vocab"})
+OPTIONAL_DIMS = frozenset({"kv_heads", "vocab"})
 """Dims that stay whole where an axis does not divide them, and the program runs all the same."""
 
 
@@ -32,30 +32,30 @@ class ParameterInfo:
     path: str
     shape: tuple[int, ...]
     itemsize: int
-    names: Names
-    place: Place
+    names: LogicalNames
+    position: LayerPosition
 
 
 def describe_parameters(
-    params: Tree, given: Mapping[str, Names], naming: Naming
+    params: Tree, metadata_names: Mapping[str, LogicalNames], logical_axis_rules: LogicalAxisRules
 ) -> tuple[ParameterInfo, ...]:
     """Gives each parameter its names and its place, in the order of the tree's leaves."""
-    leaves = [(path_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
-    names = {path: name_dims(path, leaf.shape, given, naming) for path, leaf in leaves}
-    places = find_places({path: leaf.shape for path, leaf in leaves}, names)
+    leaves = [(format_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    names = {path: name_dims(path, leaf.shape, metadata_names, logical_axis_rules) for path, leaf in leaves}
+    places = find_layer_positions({path: leaf.shape for path, leaf in leaves}, names)
     return tuple(
         ParameterInfo(
-            path=path, shape=leaf.shape, itemsize=leaf.dtype.itemsize, names=names[path], place=places[path]
+            path=path, shape=leaf.shape, itemsize=leaf.dtype.itemsize, names=names[path], position=places[path]
         )
         for path, leaf in leaves
     )
 
 
-def state_tensors(
+def make_state_tensors(
     parameters: Sequence[ParameterInfo],
     parts: Mapping[str, tuple[ModelPart, ...]],
     others: Sequence[tuple[Tree, TensorRole]],
-    naming: Naming,
+    logical_axis_rules: LogicalAxisRules,
 ) -> tuple[StateTensor, ...]:
     """Gives the tensors of a state; of equal layers one stands for all.
 
@@ -69,19 +69,19 @@ def state_tensors(
     tensors = {}
     for info in parameters:
         tensors.setdefault(
-            info.place.path,
-            tensor_of(info, info.place.path, TensorRole.PARAMETER, parts[info.path], naming),
+            info.position.path,
+            make_tensor(info, info.position.path, TensorRole.PARAMETER, parts[info.path], logical_axis_rules),
         )
     for number, (tree, role) in enumerate(others):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            tensor = _other_tensor(path_of(path), leaf, role, parameters, parts, naming)
+            tensor = _other_tensor(format_path(path), leaf, role, parameters, parts, logical_axis_rules)
             tensors.setdefault((number, tensor.path), tensor)
     return tuple(tensors.values())
 
 
-def tensor_of(info: ParameterInfo, path: str, role: TensorRole, parts: tuple[ModelPart, ...], naming: Naming) -> StateTensor:
+def make_tensor(info: ParameterInfo, path: str, role: TensorRole, parts: tuple[ModelPart, ...], logical_axis_rules: LogicalAxisRules) -> StateTensor:
     """Gives an array of a state as a tensor: without the dim over which its layers are stacked."""
-    kept = [dim for dim in range(len(info.shape)) if dim != info.place.dim]
+    kept = [dim for dim in range(len(info.shape)) if dim != info.position.stack_dim]
     shape, names = tuple(info.shape[dim] for dim in kept), tuple(info.names[dim] for dim in kept)
     return StateTensor(
         path=path,
@@ -89,11 +89,11 @@ def tensor_of(info: ParameterInfo, path: str, role: TensorRole, parts: tuple[Mod
         parts=parts,
         shape=shape,
         logical_names=names,
-        axes=tuple(None if name is None or name == LAYERS else naming.axes[name] for name in names),
-        units=units_of(names, shape, naming),
+        axes=tuple(None if name is None or name == LAYERS else logical_axis_rules.mesh_axes[name] for name in names),
+        units=get_max_shards(names, shape, logical_axis_rules),
         dtype_bytes=info.itemsize,
-        copies=info.place.copies,
-        stacked_dim=info.place.dim,
+        copies=info.position.copies,
+        stacked_dim=info.position.stack_dim,
     )
 
 
@@ -103,33 +103,33 @@ def _other_tensor(
     role: TensorRole,
     parameters: Sequence[ParameterInfo],
     parts: Mapping[str, tuple[ModelPart, ...]],
-    naming: Naming,
+    naming: LogicalAxisRules,
 ) -> StateTensor:
     for info in parameters:
         if leaf.shape == info.shape and (path == info.path or path.endswith(f"/{info.path}")):
-            stem = path[: len(path) - len(info.path)] + info.place.path
+            stem = path[: len(path) - len(info.path)] + info.position.path
             same = dataclasses.replace(info, itemsize=leaf.dtype.itemsize)
-            return tensor_of(same, stem, role, parts[info.path], naming)
+            return make_tensor(same, stem, role, parts[info.path], naming)
     unknown = ParameterInfo(
         path=path,
         shape=leaf.shape,
         itemsize=leaf.dtype.itemsize,
         names=(None,) * len(leaf.shape),
-        place=Place(path=path),
+        position=LayerPosition(path=path),
     )
-    return tensor_of(unknown, path, role, (ModelPart.EMBEDDING,), naming)
+    return make_tensor(unknown, path, role, (ModelPart.EMBEDDING,), naming)
 
 
-def find_divisors(tensors: Sequence[StateTensor], layers: int, sequence_tokens: int | None) -> tuple[DivisibilityRule, ...]:
+def find_divisors(tensors: Sequence[StateTensor], num_layers: int, sequence_tokens: int | None) -> tuple[DivisibilityRule, ...]:
     """Gives what axes have to divide: of dims with the same name, the greatest common divisor."""
     units: dict[tuple[Axis, str], int] = collections.defaultdict(int)
     for tensor in tensors:
         for axis, name, number in zip(tensor.axes, tensor.logical_names, tensor.units, strict=True):
             if name is not None and (axis is Axis.TENSOR or axis is Axis.EXPERT):
                 units[axis, name] = math.gcd(units[axis, name], number)
-    numbers = [(axis, name, number, name not in OPTIONAL) for (axis, name), number in units.items()]
+    numbers = [(axis, name, number, name not in OPTIONAL_DIMS) for (axis, name), number in units.items()]
     if sequence_tokens is not None:
         numbers.append((Axis.SEQUENCE, "tokens", sequence_tokens, True))
-    if layers > 1:
-        numbers.append((Axis.PIPELINE, LAYERS, layers, True))
+    if num_layers > 1:
+        numbers.append((Axis.PIPELINE, LAYERS, num_layers, True))
     return tuple(DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r) for a, n, number, r in numbers)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from resilient_jax.compile import program_exchange
-from resilient_jax.compile.program_exchange import ProgramFolder
+from resilient_jax.compile.program_exchange import ProgramDirectory
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import StateSource
@@ -64,14 +64,14 @@ class StateServer:
     """Serves this worker's state to peers while a generation forms, and its compiled programs at any time."""
 
     def __init__(
-        self, host_address: str, credentials: Credentials, programs: ProgramFolder | None = None
+        self, host_address: str, credentials: Credentials, programs: ProgramDirectory | None = None
     ) -> None:
         self._offered = threading.Condition()
         self._offer: tuple[GenerationNumber, FlatState] | None = None
         self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=NUM_THREADS)
         self._server.add(SERVICE, {FETCH_STATE: self._fetch})
         if programs is not None:
-            self._server.add(program_exchange.SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve})
+            self._server.add(program_exchange.PROGRAM_SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve})
         self._server.start()
 
     @property

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from resilient_jax.compile.ahead_of_time import Check
+from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import ProcessIndex
 from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
@@ -281,7 +281,7 @@ class AccumulationCall:
     replica_shape: ReplicaShape
     like: Any
 
-    def compile_for_hosts(self, num_hosts: int, replica_shape_after: ReplicaShape, check: Check) -> bool:
+    def compile_for_hosts(self, num_hosts: int, replica_shape_after: ReplicaShape, check: CancellationCheck) -> bool:
         """Compiles, for the persistent cache, the exchanges between that many hosts. False: it would be of no use.
 
         What is compiled for some hosts serves any as many (on CPU: see `compile_cache`). More than live now cannot be

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.compile.ahead_of_time import Check
+from resilient_jax.compile.ahead_of_time import CancellationCheck
 from resilient_jax.step import host_grid, resharding
 from resilient_jax.step.host_grid import HOST_AXIS, LOCAL_AXIS, HostGrid, group_by_dtype
 
@@ -48,7 +48,7 @@ class AllReduce:
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
 
-    def compile(self, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
+    def compile(self, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
         """Compiles, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
         leaves = jax.tree.leaves(like)
         for positions in group_by_dtype(leaves) if self._grid.num_hosts > 1 else ():
@@ -92,7 +92,7 @@ class OrderedAllReduce:
                 totals[position] = leaf
         return jax.tree.unflatten(treedef, totals)
 
-    def compile(self, num_units: int, width: int, like: Any, check: Check) -> None:  # noqa: ANN401 - a tree
+    def compile(self, num_units: int, width: int, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
         """Compiles, for the persistent cache, what depends on the number of hosts in a sum of so many units, of which
         the host with the most owns `width`.
         """

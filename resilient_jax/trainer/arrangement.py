@@ -17,9 +17,9 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.host_local_search import search_host_local_plan
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.program_cost import ProgramCost
-from resilient_jax.program_cost.program_analysis import profile_of
+from resilient_jax.program_cost.program_analysis import analyze_program
 from resilient_jax.sharding.logical_axes import Tree
-from resilient_jax.sharding.partition_specs import StateCuts
+from resilient_jax.sharding.partition_specs import StatePartitioner
 from resilient_jax.sharding.placements import ParameterPlacement, ReplicatedPlacement, Placement, ParameterSpecs
 from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape
 from resilient_jax.topology import Topology, load_topology
@@ -134,13 +134,13 @@ class PlanSearcher:
             def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
                 return recipe.loss_fn(model, batch, jax.random.key(0))[0]
 
-            self._profile = profile_of(
+            self._profile = analyze_program(
                 self._order.model,
                 loss,
                 make_abstract(self._order.data.batch(0, 0)),
                 name=type(self._order.model).__name__,
                 optimizer=recipe.optimizer,
-                naming=self._planning.logical_axis_rules,
+                logical_axis_rules=self._planning.logical_axis_rules,
             )
         return self._profile
 
@@ -173,7 +173,7 @@ class PlanSearcher:
     def _find_table(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._tables:
-            specs = StateCuts(self.program_cost, sizes, self._planning.logical_axis_rules).specs(params)
+            specs = StatePartitioner(self.program_cost, sizes, self._planning.logical_axis_rules).specs(params)
             leaves = jax.tree_util.tree_leaves_with_path(params)
             self._tables[key] = tuple(
                 (jax.tree_util.keystr(path), tuple(leaf.shape), spec)

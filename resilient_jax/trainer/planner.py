@@ -7,7 +7,7 @@ from resilient_jax.planning.axes import AxisSizes
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.search import DEFAULT_CALIBRATION
-from resilient_jax.sharding.logical_axes import Naming
+from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.topology import Topology
 
 
@@ -31,7 +31,7 @@ class Planner:
     """
 
     topology: Topology | Path | str
-    logical_axis_rules: Naming | None = None
+    logical_axis_rules: LogicalAxisRules | None = None
     program_cost: ProgramCost | None = None
     calibration: Calibration = DEFAULT_CALIBRATION
     axis_sizes: AxisSizes = dataclasses.field(default_factory=dict)

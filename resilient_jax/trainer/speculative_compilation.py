@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.compile.ahead_of_time import AheadJob, Check
+from resilient_jax.compile.ahead_of_time import CompilationJob, CancellationCheck
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -45,7 +45,7 @@ class SpeculativeCompiler:
         )
         """A step's, for its shape."""
 
-    def list_jobs(self, world: World, current: Arrangement) -> Iterator[AheadJob]:
+    def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
         """For the likely next worlds, the likeliest first.
 
         Args:
@@ -62,7 +62,7 @@ class SpeculativeCompiler:
         )
         for hosts in list_likely_hosts(world.hosts, self._planner.all_hosts):
             prepare = functools.partial(self._prepare, known, hosts, world.local_devices, summing)
-            yield AheadJob(_describe(world.hosts, hosts), prepare)
+            yield CompilationJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
         self,
@@ -70,7 +70,7 @@ class SpeculativeCompiler:
         hosts: tuple[HostName, ...],
         devices: list[Device],
         summing: AccumulationCall,
-        check: Check,
+        check: CancellationCheck,
     ) -> bool:
         """False: there was nothing to do."""
         try:
@@ -109,7 +109,7 @@ def list_likely_hosts(
 
 
 def compile_step(
-    programs: StepPrograms, arrangement: Arrangement, devices: list[Device], example: Tree, check: Check
+    programs: StepPrograms, arrangement: Arrangement, devices: list[Device], example: Tree, check: CancellationCheck
 ) -> None:
     """Lowers and compiles what a step of an arrangement calls on this host's devices."""
     shape, placement = arrangement.replica_shape, arrangement.placement

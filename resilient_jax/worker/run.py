@@ -12,8 +12,8 @@ from typing import Final
 import jax
 import msgspec
 
-from resilient_jax.compile.ahead_of_time import LEAVING_S, AheadCompiler
-from resilient_jax.compile.compilation_monitor import Compiling, program_folder
+from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
+from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
 from resilient_jax.errors import CallerError, PeerError, SnapshotLost, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
@@ -147,7 +147,7 @@ class _Worker:
         self._interrupting_since_s: float | None = None
         self._local_clique_broken = False
         self._replicas_span_hosts = False
-        self._server = StateServer(settings.address, self._credentials, program_folder())
+        self._server = StateServer(settings.address, self._credentials, open_program_directory())
         self._transfer = CancellableTransfer()
         self._link = AgentConnection(descriptor, settings.host, self._interrupt)
         self._lookout = CheckpointPoller(newest_checkpoint, self._link.report_checkpoint, self._link.record_event)
@@ -162,8 +162,8 @@ class _Worker:
             self._link,
             self._reach,
         )
-        self._compiling = Compiling(settings.host, self._credentials, self._link.record_event)
-        self._ahead = AheadCompiler(self._compiling.compiled_ahead, self._compiling.refused_ahead)
+        self._compiling = CompilationMonitor(settings.host, self._credentials, self._link.record_event)
+        self._ahead = AheadOfTimeCompiler(self._compiling.record_compiled_ahead, self._compiling.record_failed_ahead)
         if (warning := share_compilation_cache(self._compiling, settings.compile_cache_bytes)) is not None:
             self._link.record_event(EventKind.COMPILE_CACHE_DISABLED, why=warning)
 
@@ -211,7 +211,7 @@ class _Worker:
             try:
                 train(world)
             finally:
-                self._ahead.drop()
+                self._ahead.cancel()
                 self._replicas_span_hosts = world.replicas_span_hosts
             return True, None
         except GenerationEnded:
@@ -269,7 +269,7 @@ class _Worker:
         generation = order.generation
         self._interrupting_since_s = None
         self._events.clear()
-        self._compiling.begin(generation.members)
+        self._compiling.begin_generation(generation.members)
         started_s = time.monotonic()
         if generation.change is WorldChange.REFORM:
             self._reform(order)
@@ -375,7 +375,7 @@ class _Worker:
         return held
 
     def _on_commit(self) -> None:
-        self._compiling.say_once()
+        self._compiling.report_once()
         self._server.withdraw()  # nobody commits before all have the state: the copy may go
 
     def _on_source_refused(self, source: StateSource, error: PeerError) -> None:
@@ -387,7 +387,7 @@ class _Worker:
         if connection is None:
             return
         started_s = time.monotonic()
-        is_idle = self._ahead.wait(LEAVING_S)
+        is_idle = self._ahead.wait_until_idle(LEAVE_TIMEOUT_S)
         leftovers = disconnect(connection.gloo, is_backend_in_use=not is_idle)
         self._link.report_world_left()
         self._note(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from resilient_jax.compile.ahead_of_time import AheadCompiler, AheadJob
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
@@ -126,7 +126,7 @@ class World:
         ledger: Ledger | None = None,
         snapshots: Snapshotter | None = None,
         on_commit: Callable[[], None] = lambda: None,
-        ahead: AheadCompiler | None = None,
+        ahead: AheadOfTimeCompiler | None = None,
     ) -> None:
         self.generation = generation
         self.hosts = tuple(hosts[index] for index in sorted(hosts))
@@ -445,10 +445,10 @@ class World:
         if self._holder.is_empty:
             self._holder.first_step = first_step
 
-    def compile_ahead(self, jobs: Iterable[AheadJob], delay_s: float = 0.0) -> None:
+    def compile_ahead(self, jobs: Iterable[CompilationJob], delay_s: float = 0.0) -> None:
         """Compiles these in the background while training goes on; what waits is forgotten with this world."""
         if self._ahead is not None:
-            self._ahead.expect(jobs, delay_s)
+            self._ahead.enqueue(jobs, delay_s)
 
     def _foresee_losses(self) -> None:
         """What the sums of this world will call when one host is lost, and two, is compiled meanwhile."""
@@ -456,7 +456,7 @@ class World:
             return
         self._is_foreseen = True
         jobs = [
-            AheadJob(f"sums over {count} hosts", functools.partial(call.compile_for_hosts, count, call.replica_shape))
+            CompilationJob(f"sums over {count} hosts", functools.partial(call.compile_for_hosts, count, call.replica_shape))
             for count in (len(self.hosts) - 1, len(self.hosts) - 2)
             if count > 0
             for call in self._sum_calls.values()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.runs import ERROR_CHARACTERS, RUN_LIMIT_S
+from benchmarks.runs import ERROR_CHARACTERS, RUN_TIMEOUT_S
 from resilient_jax.errors import CallerError, InternalError
 
 
-def check_can_draw(path: Path) -> None:
+def check_can_plot(path: Path) -> None:
     """Refuses early what would fail after a long run.
 
     Raises:
@@ -27,7 +27,7 @@ def check_can_draw(path: Path) -> None:
         )
 
 
-def draw(script: Path, data: msgspec.Struct, work: Path, path: Path) -> None:
+def run_plot_script(script: Path, data: msgspec.Struct, work: Path, path: Path) -> None:
     """Has a picture drawn.
 
     Args:
@@ -46,7 +46,7 @@ def draw(script: Path, data: msgspec.Struct, work: Path, path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=RUN_LIMIT_S,
+        timeout=RUN_TIMEOUT_S,
         check=False,
     )
     if done.returncode:

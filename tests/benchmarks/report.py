@@ -7,15 +7,15 @@ import sys
 import msgspec
 from rich.console import Console
 
-WIDTH_IN_A_FILE = 120
+FILE_WIDTH = 120
 
 
 def open_console(json_only: bool) -> Console:
     """Where people look; silent when only the line of JSON is wanted."""
-    return Console(quiet=json_only, width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
+    return Console(quiet=json_only, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
-def print_line(figures: msgspec.Struct) -> None:
+def print_json_line(figures: msgspec.Struct) -> None:
     """The machine-readable line."""
     sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
 

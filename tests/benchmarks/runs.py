@@ -26,8 +26,8 @@ MANY_STEPS = 100_000
 """For a job that is ended by us."""
 HEALTHY_STEPS = 3
 """Between two kills everybody trains together for this long."""
-PATIENCE_S = 180.0
-RUN_LIMIT_S = 600.0
+REPORT_TIMEOUT_S = 180.0
+RUN_TIMEOUT_S = 600.0
 """No undisturbed run takes this long."""
 COMPILING_STEPS = 3
 """The first steps of a process compile; their times are left out."""
@@ -82,7 +82,7 @@ def wait_success(job: LocalJob, what: str) -> None:
     Raises:
         InternalError: it failed, or goes on for too long.
     """
-    if job.wait(RUN_LIMIT_S) != 0:
+    if job.wait(RUN_TIMEOUT_S) != 0:
         raise InternalError(f"{what} failed:\n{job.read_tail()}")
 
 
@@ -109,21 +109,21 @@ def run_alone(
     command: Sequence[str],
     work: Path,
     environment: Mapping[str, str] | None = None,
-    limit_s: float = RUN_LIMIT_S,
+    timeout_s: float = RUN_TIMEOUT_S,
 ) -> None:
     """The script on one host, without an agent.
 
     Raises:
         InternalError: it failed.
     """
-    _run_processes(command, work, [environment or {}], limit_s)
+    _run_processes(command, work, [environment or {}], timeout_s)
 
 
 def _run_processes(
     command: Sequence[str],
     work: Path,
     environments: Sequence[Mapping[str, str]],
-    limit_s: float = RUN_LIMIT_S,
+    limit_s: float = RUN_TIMEOUT_S,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as owned:
@@ -156,14 +156,14 @@ def read_times(work: Path) -> list[float]:
 
 def wait_healthy(job: LocalJob) -> JobReport:
     """Waits until all hosts have trained together for some steps."""
-    first = job.wait_report("all hosts training", all_train, PATIENCE_S)
+    first = job.wait_report("all hosts training", are_all_training, REPORT_TIMEOUT_S)
     target = max(h.step for h in first.hosts) + HEALTHY_STEPS
     return job.wait_report(
-        f"step {target}", lambda report: max(h.step for h in report.hosts) >= target, PATIENCE_S
+        f"step {target}", lambda report: max(h.step for h in report.hosts) >= target, REPORT_TIMEOUT_S
     )
 
 
-def all_train(report: JobReport) -> bool:
+def are_all_training(report: JobReport) -> bool:
     """Whether every host is a member, and has finished a step."""
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE or len(generation.members) < HOSTS:

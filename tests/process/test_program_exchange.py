@@ -8,12 +8,12 @@ import pytest
 
 from resilient_jax.compile.program_exchange import (
     FETCH_PROGRAM,
-    SERVICE,
-    WAITERS,
-    Peer,
-    PeerPrograms,
-    ProgramFolder,
-    ProgramPart,
+    PROGRAM_SERVICE,
+    MAX_WAITING_REQUESTS,
+    ProgramPeer,
+    ProgramFetcher,
+    ProgramDirectory,
+    ProgramChunk,
     find_owner,
 )
 from resilient_jax.errors import MessageError
@@ -24,7 +24,7 @@ from resilient_jax.transport.sync_server import SyncServer
 CREDENTIALS = Credentials("secret", None)
 NAMES = tuple(HostName(f"host-{i}") for i in range(3))
 SUFFIX = "-cache"
-THREADS = 2 * WAITERS
+THREADS = 2 * MAX_WAITING_REQUESTS
 
 
 class Host:
@@ -33,12 +33,12 @@ class Host:
     def __init__(self, name: HostName, folder: Path, handler=None):
         folder.mkdir()
         self.folder, self.failures, self.is_patient = folder, [], False
-        programs = ProgramFolder(folder, SUFFIX)
+        programs = ProgramDirectory(folder, SUFFIX)
         self.server = SyncServer("127.0.0.1:0", credentials=CREDENTIALS, num_threads=THREADS)
-        self.server.add(SERVICE, {FETCH_PROGRAM: handler or programs.serve})
+        self.server.add(PROGRAM_SERVICE, {FETCH_PROGRAM: handler or programs.serve})
         self.server.start()
-        self.peer = Peer(host=name, endpoint=self.server.address)
-        self.programs = PeerPrograms(
+        self.peer = ProgramPeer(host=name, endpoint=self.server.address)
+        self.programs = ProgramFetcher(
             name, CREDENTIALS, lambda: self.is_patient, lambda *words: self.failures.append(words)
         )
 
@@ -109,7 +109,7 @@ def test_who_waits_for_an_owner_can_be_ended(hosts):
             raise Ended
         return True
 
-    asking = PeerPrograms(other.peer.host, CREDENTIALS, may_wait, lambda *_: None)
+    asking = ProgramFetcher(other.peer.host, CREDENTIALS, may_wait, lambda *_: None)
     asking.set_peers([host.peer for host in hosts])
     with pytest.raises(Ended):
         asking.fetch(key)
@@ -141,8 +141,8 @@ def test_an_owner_that_is_gone_is_said_and_the_program_is_compiled_here(hosts):
 
 def test_changed_bytes_are_refused(tmp_path):
     def lie(request):
-        yield ProgramPart(size=7, crc32=1)
-        yield ProgramPart(data=b"program")
+        yield ProgramChunk(size=7, crc32=1)
+        yield ProgramChunk(data=b"program")
 
     owner, other = Host(NAMES[0], tmp_path / "owner", lie), Host(NAMES[1], tmp_path / "other")
     both = [owner, other]
@@ -158,7 +158,7 @@ def test_a_key_that_is_no_digest_reads_no_file(tmp_path, key):
     (tmp_path / f"secret{SUFFIX}").write_bytes(b"no")
     (tmp_path / "folder").mkdir()
     with pytest.raises(MessageError, match="found the key"):
-        ProgramFolder(tmp_path / "folder", SUFFIX).read(key)
+        ProgramDirectory(tmp_path / "folder", SUFFIX).read(key)
 
 
 def test_every_key_has_one_owner_whoever_asks(hosts):

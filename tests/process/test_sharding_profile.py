@@ -16,19 +16,19 @@ from resilient_jax.planning.memory import count_activations
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 from resilient_jax.planning.transformer import count_parameters
-from resilient_jax.program_cost.abstract_program import abstract_program
-from resilient_jax.program_cost.program_analysis import profile_of
+from resilient_jax.program_cost.abstract_program import make_abstract_program
+from resilient_jax.program_cost.program_analysis import analyze_program
 
 
 def profile_program(model, again):
-    return profile_of(
+    return analyze_program(
         model,
         loss_of,
         tokens(LLAMA),
         name="small",
         optimizer=optax.adamw(1e-3),
         sequence_tokens=LLAMA.sequence_tokens,
-        rematerialised=again,
+        remat_model=again,
     )
 
 
@@ -113,8 +113,8 @@ def test_a_layer_hands_on_one_vector_for_each_token(profile):
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_memory_is_that_of_the_compiled_gradient(request, kind, again):
     profile = request.getfixturevalue(f"{kind}_profile")
-    program = abstract_program(MODELS[kind](again), loss_of, tokens(LLAMA, 6))
-    gradient = jax.jit(jax.value_and_grad(program.loss))
+    program = make_abstract_program(MODELS[kind](again), loss_of, tokens(LLAMA, 6))
+    gradient = jax.jit(jax.value_and_grad(program.loss_fn))
     memory = gradient.lower(program.params, program.others, program.batch).compile().memory_analysis()
     assert memory is not None
     kept = count_activations(profile, ReplicaAxes(), MicrobatchConfig(6, again))

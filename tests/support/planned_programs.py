@@ -57,14 +57,14 @@ class NnxProgram:
 
     def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
         tokens = jax.ShapeDtypeStruct((examples, self.sequence_tokens), jnp.int32)
-        return rj.profile_of(
+        return rj.analyze_program(
             self.model,
             loss_of,
             tokens,
             name=self.name,
             optimizer=OPTIMIZER,
             sequence_tokens=self.sequence_tokens,
-            rematerialised=rematerialised,
+            remat_model=rematerialised,
         )
 
     def init(self):
@@ -109,8 +109,8 @@ class LinenProgram(NnxProgram):
 
 
 EXPERTS, WIDTH, HIDDEN = 4, 32, 64
-EXPERT_NAMES = rj.Naming(
-    rules=[
+EXPERT_NAMES = rj.LogicalAxisRules(
+    names_by_path=[
         ("router", ("embed", "router")),
         ("up", ("experts", "embed", "mlp")),
         ("down", ("experts", "mlp", "embed")),
@@ -142,13 +142,13 @@ class ExpertProgram(NnxProgram):
 
     def profile(self, examples: int = BATCH, rematerialised=None) -> rj.ProgramCost:
         rows = jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32)
-        return rj.profile_of(
+        return rj.analyze_program(
             lambda key: self.make(key),
             self.loss,
             rows,
             name="experts",
             optimizer=OPTIMIZER,
-            naming=EXPERT_NAMES,
+            logical_axis_rules=EXPERT_NAMES,
         )
 
     def init(self):

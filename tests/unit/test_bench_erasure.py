@@ -3,13 +3,13 @@
 import pytest
 from benchmarks.erasure.command import erasure
 from benchmarks.erasure.figures import (
-    BARE,
-    COPY,
-    Task,
-    Timed,
-    Times,
-    Wanted,
-    make_figures,
+    BARE_ISAL,
+    MEMORY_COPY,
+    ErasureTask,
+    ErasureTiming,
+    ErasureTimings,
+    ErasureRequest,
+    make_erasure_figures,
     speed_of,
 )
 
@@ -17,23 +17,23 @@ from resilient_jax.erasure import ErasureCodeError
 from resilient_jax.errors import CallerError
 
 BYTES = 8_000_000
-WANTED = Wanted(data_shards=8, parity_shards=(2, 1), shard_bytes=1_000_000, skew_bytes=0, rounds=3)
+WANTED = ErasureRequest(data_shards=8, parity_shards=(2, 1), shard_bytes=1_000_000, skew_bytes=0, rounds=3)
 
 
-def timed(who: str, task: Task, *times_s: float, m: int = 2) -> Timed:
-    return Timed(who=who, task=task, parity_shards=m, data_bytes=BYTES, times_s=list(times_s))
+def timed(who: str, task: ErasureTask, *times_s: float, m: int = 2) -> ErasureTiming:
+    return ErasureTiming(who=who, task=task, parity_shards=m, data_bytes=BYTES, times_s=list(times_s))
 
 
-def times_of(*found: Timed) -> Times:
+def times_of(*found: ErasureTiming) -> ErasureTimings:
     both = [
         *(
             timed("isal", task, 0.002, 0.001, 0.004, m=m)
-            for task in (Task.ENCODE, Task.DECODE)
+            for task in (ErasureTask.ENCODE, ErasureTask.DECODE)
             for m in (2, 1)
         ),
-        *(timed(COPY, Task.COPY, 0.0005, 0.0005, 0.0005, m=m) for m in (2, 1)),
+        *(timed(MEMORY_COPY, ErasureTask.COPY, 0.0005, 0.0005, 0.0005, m=m) for m in (2, 1)),
     ]
-    return Times(processor="P", kernel="isal", versions={}, missing={}, timed=[*both, *found])
+    return ErasureTimings(processor="P", kernel="isal", versions={}, missing={}, timed=[*both, *found])
 
 
 def test_a_speed_is_the_bytes_of_data_in_the_median_time() -> None:
@@ -44,11 +44,11 @@ def test_a_speed_is_the_bytes_of_data_in_the_median_time() -> None:
 
 def test_the_line_is_of_the_first_m_and_compares_within_a_round() -> None:
     bare = [
-        timed(BARE, Task.ENCODE, 0.001, 0.001, 0.001),
-        timed(BARE, Task.DECODE, 0.002, 0.001, 0.004),
-        timed(BARE, Task.ENCODE, 0.002, 0.001, 0.001, m=1),
+        timed(BARE_ISAL, ErasureTask.ENCODE, 0.001, 0.001, 0.001),
+        timed(BARE_ISAL, ErasureTask.DECODE, 0.002, 0.001, 0.004),
+        timed(BARE_ISAL, ErasureTask.ENCODE, 0.002, 0.001, 0.001, m=1),
     ]
-    figures = make_figures(WANTED, times_of(*bare), "M")
+    figures = make_erasure_figures(WANTED, times_of(*bare), "M")
     assert (figures.encode_gbps, figures.isal_gbps, figures.copy_limit_gbps) == (4.0, 8.0, 16.0)
     assert (figures.m, figures.k, figures.n) == (2, 8, 3)
     assert figures.encode_of_isal == {"2": 0.5, "1": 1.0}
@@ -58,7 +58,7 @@ def test_the_line_is_of_the_first_m_and_compares_within_a_round() -> None:
 
 
 def test_without_isal_there_is_nothing_to_compare_with() -> None:
-    figures = make_figures(WANTED, times_of(), "M")
+    figures = make_erasure_figures(WANTED, times_of(), "M")
     assert figures.isal_gbps is None
     assert figures.encode_of_isal == {}
     assert "isal_gbps" not in figures.spread

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from benchmarks.plan import command as bench
-from benchmarks.plan.figures import CASES, RUNS, SearchCase, make_topology
+from benchmarks.plan.figures import SEARCH_CASES, PUBLISHED_RUNS, SearchCase, make_topology
 from topologies import MESHES
 
 from resilient_jax.cli import main
@@ -24,7 +24,7 @@ def run(monkeypatch, capsys):
 
 
 def test_the_cases_are_the_promised_numbers_of_devices():
-    assert [case.devices for case in CASES] == list(bench.AIMS_MS) == [64, 1024, 16_384, 131_072]
+    assert [case.devices for case in SEARCH_CASES] == list(bench.AIMS_MS) == [64, 1024, 16_384, 131_072]
 
 
 def test_a_topology_is_made_of_pods_like_the_files():
@@ -38,7 +38,7 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     small = tuple(SearchCase(hosts=1 << i, model="llama3_8b", global_batch=16) for i in range(3, 5))
     monkeypatch.setattr(bench, "CASES", small)
     monkeypatch.setattr(bench, "AIMS_MS", {case.devices: 1 for case in small})
-    monkeypatch.setattr(bench, "RUNS", RUNS[:1])
+    monkeypatch.setattr(bench, "RUNS", PUBLISHED_RUNS[:1])
     code, shown, _ = run("--json", "--rounds", "1", "--no-programs", "--no-job")
     found = json.loads(shown)
     assert code == 0

@@ -7,8 +7,8 @@ from benchmarks.plan.estimate_errors import (
     TimedModel,
     TimedPlan,
     correlate_ranks,
-    judge_memory,
-    judge_programs,
+    summarize_memory_errors,
+    make_program_figures,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ def case(estimated, measured):
 
 
 def test_regret_is_what_the_chosen_plan_takes_beyond_the_best_and_the_worst_model_counts():
-    found = judge_programs(
+    found = make_program_figures(
         PlanMeasurements(
             memory=[case(1.0, 1.0)],
             models=[
@@ -51,7 +51,7 @@ def test_regret_is_what_the_chosen_plan_takes_beyond_the_best_and_the_worst_mode
 
 
 def test_the_error_of_memory_has_no_sign_and_largest_and_median_are_told():
-    assert judge_memory([case(90, 100), case(105, 100), case(100, 100)]) == {"largest": 0.1, "median": 0.05}
+    assert summarize_memory_errors([case(90, 100), case(105, 100), case(100, 100)]) == {"largest": 0.1, "median": 0.05}
 
 
 def test_equal_values_share_a_rank():

@@ -16,11 +16,11 @@ from benchmarks.resilience.figures import (
     Pace,
     RunFigures,
     best_baseline,
-    make_figures,
-    make_run,
+    make_resilience_figures,
+    make_run_figures,
     with_longer_stalls,
 )
-from benchmarks.resilience.plot_data import make_picture
+from benchmarks.resilience.plot_data import make_resilience_plot
 from benchmarks.resilience.schedule import (
     QUIET_STEPS,
     WARM_STEPS,
@@ -29,18 +29,18 @@ from benchmarks.resilience.schedule import (
     size_run,
 )
 from benchmarks.resilience.timeline import (
-    Buckets,
+    TimeBuckets,
     Commit,
-    Row,
-    Struck,
+    RunRecord,
+    InjectedKill,
     Timeline,
     mean_hosts,
     measure_regained,
     measure_stalls,
-    pad,
+    pad_buckets,
     read_timeline,
     saving_costs,
-    sort_time,
+    split_time,
     step_times,
 )
 from hypothesis import given
@@ -56,8 +56,8 @@ def commit(attempt: int, step: int, at_s: float, hosts: int = 4) -> Commit:
     return Commit(attempt=attempt, step=step, at_s=at_s, hosts=hosts)
 
 
-def struck(attempt: int, step: int, at_s: float) -> Struck:
-    return Struck(number=0, attempt=attempt, step=step, host="host-1", at_s=at_s)
+def struck(attempt: int, step: int, at_s: float) -> InjectedKill:
+    return InjectedKill(number=0, attempt=attempt, step=step, host="host-1", at_s=at_s)
 
 
 RESTARTED = Timeline(
@@ -154,9 +154,9 @@ def test_a_failure_that_is_due_hits_one_host_that_trains(
 # What happened.
 
 
-def rows(attempt: int, step: int, times_s: Sequence[float]) -> list[Row]:
+def rows(attempt: int, step: int, times_s: Sequence[float]) -> list[RunRecord]:
     return [
-        Row(kind="committed", attempt=attempt, host=HOSTS[n], at_s=at_s, step=step, hosts=4)
+        RunRecord(kind="committed", attempt=attempt, host=HOSTS[n], at_s=at_s, step=step, hosts=4)
         for n, at_s in enumerate(times_s)
     ]
 
@@ -167,7 +167,7 @@ def test_a_step_is_committed_when_the_last_host_has() -> None:
 
 
 def test_a_step_that_only_the_victim_had_committed_was_still_in_flight() -> None:
-    ahead = Row(kind="committed", attempt=1, host="host-1", at_s=2.0, step=1, hosts=4)
+    ahead = RunRecord(kind="committed", attempt=1, host="host-1", at_s=2.0, step=1, hosts=4)
     again = rows(2, 1, [5.0, 5.1, 5.2])
     timeline = read_timeline([*rows(1, 0, [1.0]), ahead, *again], [struck(1, 2, 2.1)], {}, steps=2, warm=1)
     assert [c.attempt for c in timeline.commits] == [1, 2]
@@ -186,7 +186,7 @@ def test_a_step_that_nobody_committed_is_an_error_of_ours() -> None:
 
 def test_an_attempt_begins_when_its_last_process_does() -> None:
     begins = [
-        Row(kind="began", attempt=1, host=HOSTS[n], at_s=at_s) for n, at_s in enumerate([0.2, 0.9, 0.4])
+        RunRecord(kind="began", attempt=1, host=HOSTS[n], at_s=at_s) for n, at_s in enumerate([0.2, 0.9, 0.4])
     ]
     assert read_timeline([*begins, *rows(1, 0, [1.0])], [], {}, steps=1, warm=1).began_s == {1: 0.9}
 
@@ -205,7 +205,7 @@ def test_a_step_that_survivors_committed_after_the_kill_does_not_end_the_stall()
         struck=(struck(1, 3, 0.9),),
     )
     assert measure_stalls(late) == [pytest.approx(2.1)]
-    buckets = sort_time(late, pace_s=1.0, keeps_partial=True)
+    buckets = split_time(late, pace_s=1.0, keeps_partial=True)
     assert (buckets.productive, buckets.recovery) == (2.0, pytest.approx(0.5))
 
 
@@ -213,8 +213,8 @@ def test_a_step_that_survivors_committed_after_the_kill_does_not_end_the_stall()
 
 
 def test_a_restart_wastes_what_it_does_again_and_the_step_in_flight() -> None:
-    buckets = sort_time(RESTARTED, pace_s=1.0, keeps_partial=False)
-    assert buckets == Buckets(
+    buckets = split_time(RESTARTED, pace_s=1.0, keeps_partial=False)
+    assert buckets == TimeBuckets(
         productive=5.0,  # steps 3, 6, 7 and the second time 4 and 5
         slower=0.0,
         wasted=2.5,  # the first time 4 and 5, half of 6
@@ -230,13 +230,13 @@ def test_warm_steps_that_are_done_again_are_wasted() -> None:
         began_s={2: 2.0},
         struck=(struck(1, 4, 1.5),),
     )
-    buckets = sort_time(timeline, pace_s=1.0, keeps_partial=False)
+    buckets = split_time(timeline, pace_s=1.0, keeps_partial=False)
     assert (buckets.productive, buckets.wasted) == (2.0, 4.5)  # 3 and 4; 3, half of 4, and 0 to 2 again
     assert timeline.redone == 4
 
 
 def test_survivors_waste_nothing() -> None:
-    buckets = sort_time(SHRUNK, pace_s=1.0, keeps_partial=True)
+    buckets = split_time(SHRUNK, pace_s=1.0, keeps_partial=True)
     assert buckets.productive == pytest.approx(6.0)
     assert buckets.slower == pytest.approx(0.5)  # step 6 took half a step before and a whole one after
     assert (buckets.wasted, buckets.recovery) == (0.0, pytest.approx(0.1))
@@ -245,7 +245,7 @@ def test_survivors_waste_nothing() -> None:
 
 
 def test_steps_slower_than_undisturbed_are_not_productive() -> None:
-    buckets = sort_time(SHRUNK, pace_s=0.8, keeps_partial=True)
+    buckets = split_time(SHRUNK, pace_s=0.8, keeps_partial=True)
     assert buckets.productive == pytest.approx(6 * 0.8)
 
 
@@ -268,15 +268,15 @@ def test_all_time_falls_into_some_bucket(
         began_s={1: 0.0, 2: killed_s + began * (ends[4] - killed_s)},
         struck=(struck(1, 6, killed_s),),
     )
-    buckets = sort_time(timeline, pace_s=pace_s, keeps_partial=keeps_partial)
+    buckets = split_time(timeline, pace_s=pace_s, keeps_partial=keeps_partial)
     assert buckets.wall_s == pytest.approx(timeline.wall_s)
     parts = (buckets.productive, buckets.slower, buckets.wasted, buckets.recovery, buckets.reinitialisation)
     assert min(parts) >= -1e-9
 
 
 def test_padding_adds_steps_at_the_pace_without_failures() -> None:
-    padded = pad(Buckets(productive=10.0, wasted=10.0), 80, pace_s=1.0, saving_s=0.125)
-    assert padded == Buckets(productive=90.0, slower=10.0, wasted=10.0)
+    padded = pad_buckets(TimeBuckets(productive=10.0, wasted=10.0), 80, pace_s=1.0, saving_s=0.125)
+    assert padded == TimeBuckets(productive=90.0, slower=10.0, wasted=10.0)
 
 
 def test_a_checkpoint_costs_what_its_window_takes_more_than_the_one_before() -> None:
@@ -297,7 +297,7 @@ def test_a_checkpoint_costs_what_its_window_takes_more_than_the_one_before() -> 
 def run_of(system: str, timeline: Timeline, failure_every: int = 20) -> RunFigures:
     size = RunSize(failure_every=failure_every, failures=1, measured=5, padded=failure_every - 5)
     pace = Pace(step_s=1.0)
-    return make_run(
+    return make_run_figures(
         system, size, timeline, pace, seed=0, checkpoint_every=2, hosts=4, host_mib=100.0 + failure_every
     )
 
@@ -325,7 +325,7 @@ def test_the_line_compares_with_the_best_baseline_and_counts_a_run_once() -> Non
     ]
     runs += [with_longer_stalls(run, 95.0) for run in runs if run.system == ORBAX]
     assert best_baseline(runs, 50) == ORBAX
-    found = make_figures(
+    found = make_resilience_figures(
         runs,
         paces={OURS: Pace(step_s=1.0), BARE: Pace(step_s=0.5)},
         costs_s=[0.5],
@@ -356,15 +356,15 @@ def test_a_run_that_failed_takes_only_its_rate_out_of_the_comparison() -> None:
         "machine": "this",
         "failed": ["1 in 50, resilient_jax"],
     }
-    found = make_figures(runs, **more)
+    found = make_resilience_figures(runs, **more)
     assert list(found.effective_throughput_ratios) == ["100"]
     assert (found.effective_throughput_ratio, found.failed) == (None, ["1 in 50, resilient_jax"])
     with pytest.raises(InternalError, match=r"no run to compare.*1 in 50, resilient_jax"):
-        make_figures(runs[1:], **more)
+        make_resilience_figures(runs[1:], **more)
 
 
 def test_the_picture_marks_where_a_failure_struck() -> None:
-    picture = make_picture(
+    picture = make_resilience_plot(
         [run_of(OURS, SHRUNK), run_of(ORBAX, RESTARTED)], {(OURS, 20): SHRUNK, (ORBAX, 20): RESTARTED}
     )
     ours, orbax = picture.lines

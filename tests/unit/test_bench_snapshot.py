@@ -5,12 +5,12 @@ from benchmarks.snapshot.command import snapshot
 from benchmarks.snapshot.figures import (
     PARITY,
     TMPFS,
-    Memory,
-    Task,
-    Timed,
-    Times,
+    GroupMemory,
+    SnapshotTask,
+    SnapshotTiming,
+    SnapshotTimings,
     group_name,
-    make_figures,
+    make_snapshot_figures,
     memory_formula,
     seconds_of,
     threads_name,
@@ -22,25 +22,25 @@ ONE, TWO = threads_name(1), threads_name(2)
 GB = 1_000_000_000
 
 
-def timed(task: Task, variant: str, *times_s: float) -> Timed:
-    return Timed(task=task, variant=variant, times_s=list(times_s))
+def timed(task: SnapshotTask, variant: str, *times_s: float) -> SnapshotTiming:
+    return SnapshotTiming(task=task, variant=variant, times_s=list(times_s))
 
 
 CAPTURED = (
-    timed(Task.COPY, ONE, 0.2, 0.4, 0.8),
-    timed(Task.COPY, TWO, 0.1, 0.1, 0.1),
-    timed(Task.BLOCKING, ONE, 0.002, 0.004, 0.006),
-    timed(Task.CAPTURE, ONE, 0.4, 0.5, 0.8),
-    timed(Task.CAPTURE, TWO, 0.2, 0.2, 0.2),
+    timed(SnapshotTask.COPY, ONE, 0.2, 0.4, 0.8),
+    timed(SnapshotTask.COPY, TWO, 0.1, 0.1, 0.1),
+    timed(SnapshotTask.BLOCKING, ONE, 0.002, 0.004, 0.006),
+    timed(SnapshotTask.CAPTURE, ONE, 0.4, 0.5, 0.8),
+    timed(SnapshotTask.CAPTURE, TWO, 0.2, 0.2, 0.2),
 )
 RESTORED = (
-    timed(Task.RESTORE, PARITY, 1.0, 4.0, 3.0),
-    timed(Task.ORBAX_RESTORE, TMPFS, 2.0, 2.0, 2.0),
+    timed(SnapshotTask.RESTORE, PARITY, 1.0, 4.0, 3.0),
+    timed(SnapshotTask.ORBAX_RESTORE, TMPFS, 2.0, 2.0, 2.0),
 )
 
 
-def times_of(*found: Timed, state_bytes: int = 2 * GB, memory: tuple[Memory, ...] = ()) -> Times:
-    return Times(
+def times_of(*found: SnapshotTiming, state_bytes: int = 2 * GB, memory: tuple[GroupMemory, ...] = ()) -> SnapshotTimings:
+    return SnapshotTimings(
         state_bytes=state_bytes,
         processor="P",
         timed=list(found),
@@ -51,7 +51,7 @@ def times_of(*found: Timed, state_bytes: int = 2 * GB, memory: tuple[Memory, ...
 
 
 def test_speeds_are_of_the_state_and_ratios_are_taken_within_a_round() -> None:
-    figures = make_figures(3, [times_of(*CAPTURED, *RESTORED)], "M")
+    figures = make_snapshot_figures(3, [times_of(*CAPTURED, *RESTORED)], "M")
     assert (figures.capture_gbps, figures.copy_limit_gbps) == (4.0, 5.0)
     assert figures.capture_of_copy == {ONE: 0.8, TWO: 0.5}
     assert figures.blocking_ms_per_gb == 2.0
@@ -65,24 +65,24 @@ def test_speeds_are_of_the_state_and_ratios_are_taken_within_a_round() -> None:
 def test_the_line_is_of_the_largest_state_with_which_restoring_was_compared() -> None:
     small = times_of(*CAPTURED, *RESTORED, state_bytes=GB)
     large = times_of(*CAPTURED, state_bytes=4 * GB)
-    figures = make_figures(3, [small, large], "M")
+    figures = make_snapshot_figures(3, [small, large], "M")
     assert figures.state_mb == 1000
     assert figures.skipped == {"4000 MB, a case": "a reason"}
     assert figures.seconds.keys() == {"1000", "4000"}
 
 
 def test_what_was_skipped_has_no_figure() -> None:
-    figures = make_figures(3, [times_of(*CAPTURED)], "M")
+    figures = make_snapshot_figures(3, [times_of(*CAPTURED)], "M")
     assert (figures.parity_restore_s, figures.orbax_restore_s, figures.parity_of_orbax) == (None, None, None)
     assert set(figures.spread) == {"capture_gbps", "copy_limit_gbps", "blocking_ms_per_gb"}
 
 
 def test_memory_is_compared_with_the_formula_in_the_group_of_eight() -> None:
     memory = tuple(
-        Memory(hosts=hosts, parity=2, part_bytes=100, held_bytes=held) for hosts, held in ((4, 1), (8, 270))
+        GroupMemory(hosts=hosts, parity=2, part_bytes=100, held_bytes=held) for hosts, held in ((4, 1), (8, 270))
     )
-    commits = timed(Task.COMMIT, group_name(8, 2), 1.0)
-    figures = make_figures(1, [times_of(*CAPTURED, commits, memory=memory)], "M")
+    commits = timed(SnapshotTask.COMMIT, group_name(8, 2), 1.0)
+    figures = make_snapshot_figures(1, [times_of(*CAPTURED, commits, memory=memory)], "M")
     found = figures.memory_per_byte["2"]
     assert (found.measured, found.formula) == (2.7, 2.667)
     assert figures.commit_s == {"8 hosts, m = 2": 1.0}

@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 from benchmarks import plotting
-from benchmarks.plotting import check_can_draw
+from benchmarks.plotting import check_can_plot
 from benchmarks.step.command import make_figures
 from benchmarks.step.figures import (
-    Kill,
-    Microbatch,
-    Work,
+    WorkerKill,
+    MicrobatchId,
+    RedoneWork,
     count_redone,
     count_work,
     fast_cost,
     find_missing,
-    most_units,
+    max_units_per_host,
     overhead,
     reproducible_cost,
 )
-from benchmarks.step.redone_work import Campaign
-from benchmarks.step.step_times import BARE, FAST, LOOPS, REPRODUCIBLE, Measured
+from benchmarks.step.redone_work import KillCampaign
+from benchmarks.step.step_times import BARE, FAST, LOOPS, REPRODUCIBLE, LoopTimes
 
 from resilient_jax.errors import CallerError
 
 DEAD, NEIGHBOUR = 11, 12
-KILL = Kill(host="host-1", pid=DEAD, step=1)
+KILL = WorkerKill(host="host-1", pid=DEAD, step=1)
 
 
-def all_of(step: int, indexes: Sequence[int]) -> list[Microbatch]:
+def all_of(step: int, indexes: Sequence[int]) -> list[MicrobatchId]:
     return [(step, index) for index in indexes]
 
 
@@ -41,20 +41,20 @@ BEST = {
 
 
 def test_a_kill_costs_what_the_dead_worker_had_computed() -> None:
-    assert count_work(BEST, KILL, 4) == Work(lost=2, redone=2, missing=0)
+    assert count_work(BEST, KILL, 4) == RedoneWork(lost=2, redone=2, missing=0)
     assert count_redone(BEST, 2) == 2
     assert find_missing(BEST, 2, 4) == []
 
 
 def test_a_survivor_that_does_its_own_again_shows() -> None:
     worse = {**BEST, NEIGHBOUR: [*BEST[NEIGHBOUR], (1, 3)]}
-    assert count_work(worse, KILL, 4) == Work(lost=2, redone=3, missing=0)
+    assert count_work(worse, KILL, 4) == RedoneWork(lost=2, redone=3, missing=0)
 
 
 def test_a_batch_that_shrank_shows() -> None:
     shrunk = {**BEST, NEIGHBOUR: BEST[NEIGHBOUR][:-1]}
     shrunk[DEAD] = BEST[DEAD][:-1]
-    assert count_work(shrunk, KILL, 4) == Work(lost=1, redone=1, missing=1)
+    assert count_work(shrunk, KILL, 4) == RedoneWork(lost=1, redone=1, missing=1)
     assert find_missing(shrunk, 2, 4) == [(1, 1)]
 
 
@@ -68,7 +68,7 @@ def test_overhead_is_the_ratio_of_medians_less_one() -> None:
 
 @pytest.mark.parametrize(("unit", "units"), [(1, 4), (2, 2), (4, 1), (5, 1), (16, 1)])
 def test_units_a_host(unit: int, units: int) -> None:
-    assert most_units(16, unit, 4) == units
+    assert max_units_per_host(16, unit, 4) == units
 
 
 def test_one_unit_a_host_sends_what_an_all_reduce_does() -> None:
@@ -79,11 +79,11 @@ def test_one_unit_a_host_sends_what_an_all_reduce_does() -> None:
 
 def test_the_line_compares_each_loop_with_its_like() -> None:
     seconds = {loop: 1.0 for loop in LOOPS} | {BARE: 2.0, FAST: 2.5, REPRODUCIBLE[2]: 1.25}
-    times = {loop: Measured(times_s=[found]) for loop, found in seconds.items()}
-    campaign = Campaign(
+    times = {loop: LoopTimes(times_s=[found]) for loop, found in seconds.items()}
+    campaign = KillCampaign(
         steps=2,
         kills=(KILL, KILL),
-        work=(Work(lost=4, redone=4, missing=0),) * 2,
+        work=(RedoneWork(lost=4, redone=4, missing=0),) * 2,
         redone=9,
         digest="a",
         undisturbed="a",
@@ -100,7 +100,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CallerError, match=r"found no matplotlib.*resilient_jax\[plot\]"):
-        check_can_draw(tmp_path / "loss.png")
+        check_can_plot(tmp_path / "loss.png")
 
 
 @pytest.mark.parametrize("name", ["missing/loss.png", "loss.jpg"])
@@ -109,4 +109,4 @@ def test_a_picture_that_could_not_be_written_is_refused(
 ) -> None:
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(CallerError, match="found no such folder, or another suffix"):
-        check_can_draw(tmp_path / name)
+        check_can_plot(tmp_path / name)

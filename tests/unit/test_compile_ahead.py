@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from resilient_jax.compile.ahead_of_time import AheadCompiler, AheadJob, is_ahead
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob, is_compiling_ahead
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX, evict_oldest
 from resilient_jax.trainer.speculative_compilation import list_likely_hosts
@@ -23,7 +23,7 @@ def said():
 
 @pytest.fixture
 def compiler(said):
-    made = AheadCompiler(
+    made = AheadOfTimeCompiler(
         lambda name, seconds: said.append((name, "compiled")), lambda name, why: said.append((name, why))
     )
     yield made
@@ -49,18 +49,18 @@ def test_a_call_of_what_was_compiled_ahead_traces_lowers_and_compiles_nothing(co
     shape = jax.ShapeDtypeStruct((5,), jnp.float32)
 
     def prepare(check):
-        assert is_ahead()
+        assert is_compiling_ahead()
         program.lower(shape).compile()
         return True
 
-    compiler.expect([AheadJob("next", prepare)])
+    compiler.expect([CompilationJob("next", prepare)])
     assert compiler.wait(PATIENCE_S)
     assert said == [("next", "compiled")]
     mine = threading.current_thread().name
     assert [thread for _, thread in durations if thread == mine] == []
     np.testing.assert_allclose(program(np.ones(5, np.float32)), np.tanh(1) * 3, rtol=1e-6)
     assert [event for event, thread in durations if thread == mine] == []
-    assert not is_ahead()
+    assert not is_compiling_ahead()
 
 
 def test_what_is_expected_later_comes_after_what_waits_and_what_is_dropped_not_at_all(compiler, said):
@@ -71,11 +71,11 @@ def test_what_is_expected_later_comes_after_what_waits_and_what_is_dropped_not_a
         go_on.wait(PATIENCE_S)
         return True
 
-    compiler.expect([AheadJob("first", first), AheadJob("dropped", lambda check: True)])
+    compiler.expect([CompilationJob("first", first), CompilationJob("dropped", lambda check: True)])
     began.wait(PATIENCE_S)
     compiler.drop()
-    compiler.expect([AheadJob("second", lambda check: True)])
-    compiler.expect([AheadJob("third", lambda check: True)])
+    compiler.expect([CompilationJob("second", lambda check: True)])
+    compiler.expect([CompilationJob("third", lambda check: True)])
     assert not compiler.wait(0.0), "it is still at work on the first"
     go_on.set()
     assert compiler.wait(PATIENCE_S)
@@ -87,7 +87,7 @@ def test_one_that_cannot_be_compiled_is_said_and_the_next_goes_on(compiler, said
         raise ValueError("no such axis")
 
     compiler.expect(
-        [AheadJob("bad", fail), AheadJob("good", lambda check: True), AheadJob("known", lambda check: False)]
+        [CompilationJob("bad", fail), CompilationJob("good", lambda check: True), CompilationJob("known", lambda check: False)]
     )
     assert compiler.wait(PATIENCE_S)
     assert said == [("bad", "ValueError: no such axis"), ("good", "compiled")]
@@ -104,7 +104,7 @@ def test_a_job_that_is_dropped_ends_before_its_next_program_and_is_not_said_to_b
         went_on.set()
         return True
 
-    compiler.expect([AheadJob("two", two)])
+    compiler.expect([CompilationJob("two", two)])
     began.wait(PATIENCE_S)
     compiler.drop()
     go_on.set()
@@ -114,7 +114,7 @@ def test_a_job_that_is_dropped_ends_before_its_next_program_and_is_not_said_to_b
 
 
 def test_what_is_expected_for_later_is_not_begun_before(compiler, said):
-    compiler.expect([AheadJob("later", lambda check: True)], after_s=0.2)
+    compiler.expect([CompilationJob("later", lambda check: True)], after_s=0.2)
     assert not compiler.wait(0.05)
     assert said == []
     assert compiler.wait(PATIENCE_S)

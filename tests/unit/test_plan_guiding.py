@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.sharding.activation_constraints import follow_examples, hold_examples
+from resilient_jax.sharding.activation_constraints import propagate_batch_dims, constrain_activations
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
 from tests.support.quick_compiling import quick_compiling as quick_compiling
@@ -20,7 +20,7 @@ W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
 def examples_in(function, *others):
     """The dim of the examples in each result; `function` gets an array of six examples first."""
     jaxpr = jax.make_jaxpr(function)(X, *others).jaxpr
-    known = follow_examples(jaxpr, (0, *(None for _ in others)))
+    known = propagate_batch_dims(jaxpr, (0, *(None for _ in others)))
     return [known.get(var) for var in jaxpr.outvars]
 
 
@@ -60,7 +60,7 @@ def test_random_bits_are_made_as_the_function_asks(is_partitionable):
 
     mesh = jax.make_mesh((8,), ("fsdp",))
     batch = np.zeros((8, 3), np.float32)
-    held = jax.jit(hold_examples(noise, mesh))(1, batch)
+    held = jax.jit(constrain_activations(noise, mesh))(1, batch)
     np.testing.assert_array_equal(held, jax.jit(noise)(1, batch))
 
 

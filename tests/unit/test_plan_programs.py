@@ -156,7 +156,7 @@ def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_param
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = {"params": {"w": np.zeros((64, 64))}, "optimizer": {"mu": {"w": np.zeros((64, 64))}}}
-    naming = rj.Naming(rules=[("w", ("embed", "mlp"))])
+    naming = rj.LogicalAxisRules(names_by_path=[("w", ("embed", "mlp"))])
     shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
     shapes = {leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)}
     assert shapes == {(64, 16)}
@@ -181,9 +181,9 @@ def loss_of_chain(params, rows):
 
 @pytest.mark.parametrize("given", [True, False], ids=["given again", "not given"])
 def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
-    naming = rj.Naming(rules=CHAIN_RULES)
+    naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
-    profile = rj.profile_of(chain, loss_of_chain, rows, name="chain", naming=naming)
+    profile = rj.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=naming)
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = chain(None)
     shardings = plan.shardings(state, plan.mesh(jax.devices()), naming if given else None)
@@ -197,7 +197,7 @@ def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
 
 def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothing():
     plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
-    naming = rj.Naming(rules=CHAIN_RULES)
+    naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     state = {"params": chain(None), "optimizer": {"mu": chain(None)}}
     shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
     for tree in (shardings["params"], shardings["optimizer"]["mu"]):
@@ -227,7 +227,7 @@ class Results(NamedTuple):
 
 def test_a_result_is_a_state_only_if_it_has_its_shapes():
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
-    profile = rj.profile_of(chain, loss_of_chain, rows, name="chain", naming=rj.Naming(rules=CHAIN_RULES))
+    profile = rj.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=rj.LogicalAxisRules(names_by_path=CHAIN_RULES))
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
 
     def step(state, rows):

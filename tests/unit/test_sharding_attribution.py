@@ -9,9 +9,9 @@ import pytest
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import trace_operations
-from resilient_jax.program_cost.program_parts import locate
-from resilient_jax.program_cost.sharding_propagation import Kind, attribute
-from resilient_jax.sharding.layer_stacks import Place
+from resilient_jax.program_cost.program_parts import assign_parts
+from resilient_jax.program_cost.sharding_propagation import ShardingKind, propagate_sharding
+from resilient_jax.sharding.layer_stacks import LayerPosition
 
 BATCH, TOKENS, WIDTH = 2, 8, 16
 
@@ -28,17 +28,17 @@ def follow(function, params, names, places=None):
     operations = trace_operations(function, params, X)
     values = dict(zip(params, operations.inputs, strict=False))  # in the order of keys, as in a tree of them
     batch = frozenset(operations.inputs[len(params) :])
-    places = places or {name: Place(path=name) for name in params}
-    where = locate(operations, {values[name]: places[name] for name in params}, batch)
-    parts = [step.part for step in where.steps]
-    found = attribute(operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_BY_LOGICAL_NAME)
+    places = places or {name: LayerPosition(path=name) for name in params}
+    where = assign_parts(operations, {values[name]: places[name] for name in params}, batch)
+    parts = [step.part for step in where.positions]
+    found = propagate_sharding(operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_BY_LOGICAL_NAME)
     flops, sent = collections.defaultdict(float), collections.defaultdict(lambda: [0, 0])
-    for step in found.steps:
-        if step.product_flops:
-            flops[step.part, step.kind] += step.product_flops
-    for message in found.messages:
-        sent[message.axis][0] += message.bytes * message.forward * message.turns
-        sent[message.axis][1] += message.bytes * message.backward * message.turns
+    for step in found.operations:
+        if step.matmul_flops:
+            flops[step.part, step.kind] += step.matmul_flops
+    for message in found.exchanges:
+        sent[message.axis][0] += message.bytes * message.forward_count * message.iterations
+        sent[message.axis][1] += message.bytes * message.backward_count * message.iterations
     return dict(flops), dict(sent), where
 
 
@@ -62,7 +62,7 @@ FEED_FORWARDS = {
 @pytest.mark.parametrize("name", FEED_FORWARDS)
 def test_a_feed_forward_network_is_cut_by_tensor_and_completed_once_each_way(name):
     flops, sent, _ = follow(FEED_FORWARDS[name], UP_DOWN, NAMES)
-    assert flops == {(ModelPart.LAYER, Kind.TENSOR): 2 * PRODUCT}
+    assert flops == {(ModelPart.LAYER, ShardingKind.TENSOR): 2 * PRODUCT}
     assert sent == {Axis.TENSOR: [WIDTH_BYTES, WIDTH_BYTES]}
 
 
@@ -76,7 +76,7 @@ def test_the_gradient_of_what_several_products_use_is_completed_once():
 def test_without_names_nothing_is_cut_and_nothing_is_sent():
     none = {"up": (None, None), "down": (None, None)}
     flops, sent, _ = follow(FEED_FORWARDS["as it is"], UP_DOWN, none)
-    assert flops == {(ModelPart.LAYER, Kind.WHOLE): 2 * PRODUCT}
+    assert flops == {(ModelPart.LAYER, ShardingKind.REPLICATED): 2 * PRODUCT}
     assert sent == {}
 
 
@@ -96,7 +96,7 @@ def test_tokens_go_to_experts_and_back_each_way():
         "up": ("experts", "embed", "mlp"),
     }
     flops, sent, _ = follow(mixture, params, names)
-    assert flops[ModelPart.LAYER, Kind.EXPERT] >= 2 * 4 * PRODUCT
+    assert flops[ModelPart.LAYER, ShardingKind.EXPERT] >= 2 * 4 * PRODUCT
     assert sent[Axis.EXPERT] == [2 * 4 * WIDTH_BYTES, 2 * 4 * WIDTH_BYTES]
 
 
@@ -113,8 +113,8 @@ def test_attention_is_what_two_activations_that_are_cut_make_of_each_other():
     flops, sent, _ = follow(attend, params, names)
     scores = 2 * BATCH * TOKENS * TOKENS * 2 * 4
     assert flops == {
-        (ModelPart.LAYER, Kind.TENSOR): 4 * 2 * BATCH * TOKENS * WIDTH * 8,
-        (ModelPart.LAYER, Kind.ATTENTION): 2 * scores,
+        (ModelPart.LAYER, ShardingKind.TENSOR): 4 * 2 * BATCH * TOKENS * WIDTH * 8,
+        (ModelPart.LAYER, ShardingKind.ATTENTION): 2 * scores,
     }
     keys_and_values = 2 * BATCH * TOKENS * 8 * 4
     assert sent[Axis.SEQUENCE] == [keys_and_values, keys_and_values]
@@ -131,18 +131,18 @@ def test_a_program_is_cut_between_layers_where_least_is_alive():
     square = array(WIDTH, WIDTH)
     params = {"first": square, "last": square, "up0": square, "up1": square}
     places = {
-        "first": Place(path="first"),
-        "last": Place(path="last"),
-        "up0": Place(path="up*", layer=0, copies=2),
-        "up1": Place(path="up*", layer=1, copies=2),
+        "first": LayerPosition(path="first"),
+        "last": LayerPosition(path="last"),
+        "up0": LayerPosition(path="up*", layer=0, copies=2),
+        "up1": LayerPosition(path="up*", layer=1, copies=2),
     }
     flops, _, where = follow(program, params, dict.fromkeys(params, (None, None)), places)
     product = 2 * BATCH * TOKENS * WIDTH * WIDTH
     assert flops == {
-        (ModelPart.EMBEDDING, Kind.WHOLE): product,
-        (ModelPart.LAYER, Kind.WHOLE): 2 * product,
-        (ModelPart.HEAD, Kind.WHOLE): product,
+        (ModelPart.EMBEDDING, ShardingKind.REPLICATED): product,
+        (ModelPart.LAYER, ShardingKind.REPLICATED): 2 * product,
+        (ModelPart.HEAD, ShardingKind.REPLICATED): product,
     }
     assert where.boundary_bytes == WIDTH_BYTES
-    counts = collections.Counter(step.layer for step in where.steps)
+    counts = collections.Counter(step.layer for step in where.positions)
     assert counts[0] == counts[1]  # each has its mean, its product, its addition

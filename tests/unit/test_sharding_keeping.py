@@ -7,8 +7,8 @@ import pytest
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME
 from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import trace_operations
-from resilient_jax.program_cost.residuals import count_kept, residuals_of
-from resilient_jax.program_cost.sharding_propagation import attribute
+from resilient_jax.program_cost.residuals import count_residual_bytes, compute_residuals
+from resilient_jax.program_cost.sharding_propagation import propagate_sharding
 
 ROWS, WIDTH, HIDDEN = 8, 16, 24
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
@@ -28,10 +28,10 @@ NARROW, WIDE = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
 
 
 def kept(loss, params=PARAMS):
-    operations = trace_operations(lambda p, others, x: residuals_of(loss, p, others, x), params, {}, X)
+    operations = trace_operations(lambda p, others, x: compute_residuals(loss, p, others, x), params, {}, X)
     batch = frozenset(operations.inputs[-1:])
-    parts = [ModelPart.LAYER] * len(operations.steps)
-    return sum(count_kept(operations, attribute(operations, parts, {}, batch, AXIS_BY_LOGICAL_NAME)).values())
+    parts = [ModelPart.LAYER] * len(operations.operations)
+    return sum(count_residual_bytes(operations, propagate_sharding(operations, parts, {}, batch, AXIS_BY_LOGICAL_NAME)).values())
 
 
 def gated(p, others, x):

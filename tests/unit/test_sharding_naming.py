@@ -10,9 +10,9 @@ from flax import nnx
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.program_cost.abstract_program import abstract_program
-from resilient_jax.sharding.layer_stacks import find_places
-from resilient_jax.sharding.logical_axes import Naming, linen_names, name_dims, nnx_names, units_of
+from resilient_jax.program_cost.abstract_program import make_abstract_program
+from resilient_jax.sharding.layer_stacks import find_layer_positions
+from resilient_jax.sharding.logical_axes import LogicalAxisRules, get_linen_names, name_dims, get_nnx_names, get_max_shards
 
 SHAPE = TransformerShape(
     layers=2,
@@ -30,13 +30,13 @@ TOKENS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 def test_names_are_read_from_the_metadata_of_nnx():
     with nnx.use_eager_sharding(False):
         state = nnx.state(nnx.eval_shape(lambda: Decoder(SHAPE, nnx.Rngs(0))), nnx.Param)
-    names = nnx_names(state)
+    names = get_nnx_names(state)
     assert names["layers/0/attention/query/kernel"] == ("embed", "heads", "head_dim")
     assert names["tokens/embedding"] == ("vocab", "embed")
 
 
 def test_names_are_read_from_the_boxes_of_linen_with_the_dim_of_a_loop():
-    program = abstract_program(LoopedDecoder(SHAPE), lambda model, x: model(x).mean(), TOKENS)
+    program = make_abstract_program(LoopedDecoder(SHAPE), lambda model, x: model(x).mean(), TOKENS)
     assert program.names["layers/query/kernel"] == ("layers", "embed", "heads", "head_dim")
     assert program.params["layers"]["query"]["kernel"].shape == (2, 16, 2, 8)
 
@@ -45,16 +45,16 @@ def test_names_are_read_from_boxes_of_linen_that_name_mesh_axes():
     kernel = nn.with_partitioning(nn.initializers.ones, ("embed", "mlp"))
     module = nn.Dense(8, kernel_init=kernel)
     boxed = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 4))))["params"]
-    assert linen_names(boxed) == {"kernel": ("embed", "mlp")}
+    assert get_linen_names(boxed) == {"kernel": ("embed", "mlp")}
 
 
 @pytest.mark.parametrize(
     ("naming", "expected"),
     [
-        (Naming(), ("embed", "mlp")),
-        (Naming(rules=[("*/kernel", ("mlp", None))]), ("mlp", None)),
-        (Naming(rules=[("*/bias", ("mlp",)), ("up/*", (None, "heads")), ("*", ())]), (None, "heads")),
-        (Naming(rules=[("*", ("embed",))]), ("embed", None)),
+        (LogicalAxisRules(), ("embed", "mlp")),
+        (LogicalAxisRules(names_by_path=[("*/kernel", ("mlp", None))]), ("mlp", None)),
+        (LogicalAxisRules(names_by_path=[("*/bias", ("mlp",)), ("up/*", (None, "heads")), ("*", ())]), (None, "heads")),
+        (LogicalAxisRules(names_by_path=[("*", ("embed",))]), ("embed", None)),
     ],
     ids=["metadata", "a rule comes before metadata", "the first rule that matches", "dims without a name"],
 )
@@ -63,7 +63,7 @@ def test_a_parameter_is_named_by(naming, expected):
 
 
 def test_more_names_than_dims_are_refused():
-    naming = Naming(rules=[("up/*", ("embed", "mlp"))])
+    naming = LogicalAxisRules(names_by_path=[("up/*", ("embed", "mlp"))])
     with pytest.raises(
         CallerError, match=r"up/bias: found 2 logical names .* of shape \(8,\).*Correct the rule"
     ):
@@ -74,16 +74,16 @@ def test_a_name_that_no_axis_is_known_for_is_refused_with_those_that_are():
     with pytest.raises(
         CallerError, match=r"up/kernel: found the logical name 'hidden', expected one of embed, .*vocab"
     ):
-        name_dims("up/kernel", (4, 8), {"up/kernel": ("embed", "hidden")}, Naming())
+        name_dims("up/kernel", (4, 8), {"up/kernel": ("embed", "hidden")}, LogicalAxisRules())
 
 
 def test_a_name_of_ones_own_is_cut_by_the_axis_that_is_given_for_it():
-    naming = Naming(axes={**AXIS_BY_LOGICAL_NAME, "hidden": Axis.TENSOR})
+    naming = LogicalAxisRules(mesh_axes={**AXIS_BY_LOGICAL_NAME, "hidden": Axis.TENSOR})
     assert name_dims("up", (4, 8), {"up": ("embed", "hidden")}, naming) == ("embed", "hidden")
 
 
 def test_a_dim_with_the_numbers_of_several_heads_is_cut_between_heads():
-    assert units_of(("embed", "heads"), (48, 64), Naming(units={"heads": 4})) == (48, 4)
+    assert get_max_shards(("embed", "heads"), (48, 64), LogicalAxisRules(max_shards={"heads": 4})) == (48, 4)
 
 
 LAYERINGS = {
@@ -124,5 +124,5 @@ LAYERINGS = {
 @pytest.mark.parametrize("case", LAYERINGS)
 def test_equal_layers_are_found(case):
     shapes, names, expected = LAYERINGS[case]
-    places = find_places(shapes, names)
+    places = find_layer_positions(shapes, names)
     assert {place.path: place.copies for place in places.values()} == expected

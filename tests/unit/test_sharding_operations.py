@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from resilient_jax.program_cost.operations import has_unknown_loop, trace_operations
-from resilient_jax.program_cost.sharding_propagation import count_products
-from resilient_jax.program_cost.xla_cost import compile_and_read, count_flops
+from resilient_jax.program_cost.operations import has_while_loop, trace_operations
+from resilient_jax.program_cost.sharding_propagation import count_matmul_flops
+from resilient_jax.program_cost.xla_cost import compile_and_analyze, count_flops
 
 X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((6, 32, 32), jnp.float32)
@@ -74,7 +74,7 @@ def test_xla_counts_every_turn_of_the_gradient(name):
 
 def test_every_turn_of_a_compiled_loop_moves_bytes():
     four, eight, sixteen = (
-        compile_and_read(loop, X, jax.ShapeDtypeStruct((turns, 32, 32), jnp.float32)).cost.bytes_moved
+        compile_and_analyze(loop, X, jax.ShapeDtypeStruct((turns, 32, 32), jnp.float32)).cost.bytes_moved
         for turns in (4, 8, 16)
     )
     assert sixteen - eight == pytest.approx(2 * (eight - four), rel=0.01)
@@ -84,12 +84,12 @@ def test_every_turn_of_a_compiled_loop_moves_bytes():
 @pytest.mark.parametrize("name", [*PROGRAMS, "one of two branches"])
 def test_products_are_counted_wherever_they_stand(name):
     program = PROGRAMS.get(name, chosen)
-    assert count_products(trace_operations(program, X, W)) == 6 * PRODUCT
+    assert count_matmul_flops(trace_operations(program, X, W)) == 6 * PRODUCT
 
 
 def test_products_of_the_gradient_are_three_times_those_forward_but_for_what_nobody_asks_for():
     both = trace_operations(jax.grad(loop, argnums=(0, 1)), X, W)
-    assert count_products(both) == 3 * 6 * PRODUCT
+    assert count_matmul_flops(both) == 3 * 6 * PRODUCT
 
 
 def test_a_convolution_is_a_product():
@@ -98,12 +98,12 @@ def test_a_convolution_is_a_product():
 
     images = jax.ShapeDtypeStruct((2, 3, 8, 8), jnp.float32)
     kernel = jax.ShapeDtypeStruct((5, 3, 3, 3), jnp.float32)
-    assert count_products(trace_operations(convolve, images, kernel)) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+    assert count_matmul_flops(trace_operations(convolve, images, kernel)) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
 
 
 def test_a_loop_of_unknown_turns_is_known_as_such():
     def until(x):
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)
 
-    assert has_unknown_loop(jax.make_jaxpr(jax.jit(until))(X).jaxpr)
-    assert not has_unknown_loop(jax.make_jaxpr(loop)(X, W).jaxpr)
+    assert has_while_loop(jax.make_jaxpr(jax.jit(until))(X).jaxpr)
+    assert not has_while_loop(jax.make_jaxpr(loop)(X, W).jaxpr)

@@ -15,10 +15,10 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 from resilient_jax.program_cost import program_analysis
-from resilient_jax.program_cost.abstract_program import abstract_program
-from resilient_jax.program_cost.program_analysis import profile_of
+from resilient_jax.program_cost.abstract_program import make_abstract_program
+from resilient_jax.program_cost.program_analysis import analyze_program
 from resilient_jax.program_cost.xla_cost import count_flops
-from resilient_jax.sharding.logical_axes import Naming
+from resilient_jax.sharding.logical_axes import LogicalAxisRules
 
 GPT = msgspec.structs.replace(
     LLAMA, kv_heads=4, gated=False, norm="layer", biases="all", positions="table", tied_embedding=True
@@ -30,20 +30,20 @@ SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
 @pytest.mark.parametrize("name", SHAPES)
 def test_flops_in_closed_form_are_xlas(name):
     shape = SHAPES[name]
-    program = abstract_program(lambda rngs: Decoder(shape, rngs), loss_of, tokens(shape))
+    program = make_abstract_program(lambda rngs: Decoder(shape, rngs), loss_of, tokens(shape))
     arguments = (program.params, program.others, program.batch)
     expected = closed_form(shape)
     forward = expected.forward_flops.total + sum(w.copies * w.forward_other_flops for w in expected.parts)
     gradient = forward + expected.backward_flops.total
     gradient += sum(work.copies * work.backward_other_flops for work in expected.parts)
-    assert EXAMPLES * forward == pytest.approx(count_flops(program.loss, *arguments), rel=0.001)
-    found = count_flops(jax.value_and_grad(program.loss), *arguments)
+    assert EXAMPLES * forward == pytest.approx(count_flops(program.loss_fn, *arguments), rel=0.001)
+    found = count_flops(jax.value_and_grad(program.loss_fn), *arguments)
     assert EXAMPLES * gradient == pytest.approx(found, rel=0.001)
 
 
 def test_flops_in_closed_form_are_xlas_after_it_has_optimised():
-    program = abstract_program(lambda rngs: Decoder(QWEN, rngs), loss_of, tokens(QWEN))
-    gradient = jax.jit(jax.value_and_grad(program.loss))
+    program = make_abstract_program(lambda rngs: Decoder(QWEN, rngs), loss_of, tokens(QWEN))
+    gradient = jax.jit(jax.value_and_grad(program.loss_fn))
     analysis = gradient.lower(program.params, program.others, program.batch).compile().cost_analysis()
     assert analysis is not None
     expected = closed_form(QWEN)
@@ -52,7 +52,7 @@ def test_flops_in_closed_form_are_xlas_after_it_has_optimised():
 
 
 def test_a_model_without_a_rematerialised_one_cannot_rematerialise():
-    profile = profile_of(plain, plain_loss, PLAIN_BATCH, name="plain", naming=PLAIN_NAMING)
+    profile = analyze_program(plain, plain_loss, PLAIN_BATCH, name="plain", logical_axis_rules=PLAIN_NAMING)
     assert not profile.can_remat
     (work,) = profile.parts
     assert work.part is ModelPart.LAYER
@@ -68,11 +68,11 @@ def plain_loss(params, x):
 
 
 PLAIN_BATCH = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-PLAIN_NAMING = Naming(rules=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
+PLAIN_NAMING = LogicalAxisRules(names_by_path=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
 
 
 def test_a_plain_function_is_profiled_by_rules_on_paths():
-    profile = profile_of(plain, plain_loss, PLAIN_BATCH, name="plain", naming=PLAIN_NAMING)
+    profile = analyze_program(plain, plain_loss, PLAIN_BATCH, name="plain", logical_axis_rules=PLAIN_NAMING)
     assert profile.forward_flops.tensor == profile.forward_flops.total == 2 * 2 * 16 * 24
     assert find_axis_sizes(profile, Axis.TENSOR, 8) == (1, 2, 3, 4, 6, 8)
     assert find_axis_sizes(profile, Axis.PIPELINE, 8) == find_axis_sizes(profile, Axis.SEQUENCE, 8) == (1,)
@@ -84,7 +84,7 @@ def test_what_is_no_parameter_has_no_gradient():
         def __call__(self, x):
             return nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
 
-    profile = profile_of(Net(), lambda model, x: model(x).mean(), PLAIN_BATCH, name="norm")
+    profile = analyze_program(Net(), lambda model, x: model(x).mean(), PLAIN_BATCH, name="norm")
     assert sorted(t.path for t in profile.tensors if t.role is TensorRole.OTHER) == [
         "batch_stats/BatchNorm_0/mean",
         "batch_stats/BatchNorm_0/var",
@@ -121,7 +121,7 @@ REFUSED = {
         r"rematerialised: found other parameters than the model's, first down of shape \(24, 16\)",
     ),
     "a name that no axis cuts": (
-        lambda: {"naming": Naming(rules=[("up", ("embed", "hidden"))])},
+        lambda: {"naming": LogicalAxisRules(names_by_path=[("up", ("embed", "hidden"))])},
         "up: found the logical name 'hidden'",
     ),
 }
@@ -132,12 +132,12 @@ def test_what_does_not_fit_is_refused(case):
     changed, said = REFUSED[case]
     given = {"model": plain, "loss": plain_loss, "batch": PLAIN_BATCH, "name": "plain", **changed()}
     with pytest.raises(CallerError, match=said):
-        profile_of(given.pop("model"), given.pop("loss"), given.pop("batch"), **given)
+        analyze_program(given.pop("model"), given.pop("loss"), given.pop("batch"), **given)
 
 
 def test_an_nnx_module_made_already_is_refused():
     with pytest.raises(CallerError, match="model: found a Linear"):
-        profile_of(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plain_loss, PLAIN_BATCH, name="made")
+        analyze_program(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plain_loss, PLAIN_BATCH, name="made")
 
 
 def test_the_example_in_the_docstring_runs():

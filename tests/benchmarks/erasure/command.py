@@ -9,16 +9,16 @@ import typer
 from rich.table import Table
 
 from benchmarks.erasure.figures import (
-    BARE,
-    COPY,
+    BARE_ISAL,
+    MEMORY_COPY,
     ErasureFigures,
     Speeds,
-    Task,
-    Times,
-    Wanted,
-    make_figures,
+    ErasureTask,
+    ErasureTimings,
+    ErasureRequest,
+    make_erasure_figures,
 )
-from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import run_alone
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.erasure import ReedSolomon
@@ -68,7 +68,7 @@ def erasure(
     zfec is under the GPL, so never a dependency; it is timed if it is there.
     Takes about half a minute.
     """
-    wanted = Wanted(
+    wanted = ErasureRequest(
         data_shards=data_shards,
         parity_shards=tuple(dict.fromkeys(parity_shards or (1, 2, 4))),
         shard_bytes=shard_kib * KIB,
@@ -79,16 +79,16 @@ def erasure(
     script = find_in_checkout("tests/benchmarks/jobs/erasure_timing.py")
     console = open_console(json_only)
     console.print(f"{rounds} rounds on one core, shards of {shard_kib} KiB")
-    figures = make_figures(wanted, _measure(script, wanted), describe_machine())
+    figures = make_erasure_figures(wanted, _measure(script, wanted), describe_machine())
     for name, reason in figures.missing.items():
         console.print(f"{name}: {reason}", markup=False)
     for m, speeds in figures.speeds.items():
         console.print(_speed_table(figures.k, m, speeds, figures.versions))
     console.print(_summary_table(figures))
-    print_line(figures)
+    print_json_line(figures)
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: ErasureRequest) -> None:
     """Refuses what cannot be timed.
 
     Raises:
@@ -103,7 +103,7 @@ def _check(wanted: Wanted) -> None:
         )
 
 
-def _measure(script: Path, wanted: Wanted) -> Times:
+def _measure(script: Path, wanted: ErasureRequest) -> ErasureTimings:
     """In a process of its own: it is pinned to one core, and loads numpy and jax.
 
     Raises:
@@ -113,7 +113,7 @@ def _measure(script: Path, wanted: Wanted) -> Times:
         asked, found = Path(folder) / "wanted.json", Path(folder) / "times.json"
         asked.write_bytes(msgspec.json.encode(wanted))
         run_alone([str(script), str(asked), str(found)], Path(folder))
-        return msgspec.json.decode(found.read_bytes(), type=Times)
+        return msgspec.json.decode(found.read_bytes(), type=ErasureTimings)
 
 
 def _speed_table(k: int, m: str, speeds: Speeds, versions: dict[str, str]) -> Table:
@@ -124,10 +124,10 @@ def _speed_table(k: int, m: str, speeds: Speeds, versions: dict[str, str]) -> Ta
     table.add_column("what it is")
     for who, found in speeds.items():
         cells: list[str] = []
-        for task in (Task.ENCODE, Task.DECODE):
-            speed = found.get(Task.COPY if who == COPY and task is Task.ENCODE else task)
+        for task in (ErasureTask.ENCODE, ErasureTask.DECODE):
+            speed = found.get(ErasureTask.COPY if who == MEMORY_COPY and task is ErasureTask.ENCODE else task)
             cells += [f"{speed.gbps:.4g}", f"{speed.low:.3g} to {speed.high:.3g}"] if speed else ["", ""]
-        cells += [f"{found[task].gbps:.4g}" if task in found else "" for task in (Task.SCAN, Task.UPDATE)]
+        cells += [f"{found[task].gbps:.4g}" if task in found else "" for task in (ErasureTask.SCAN, ErasureTask.UPDATE)]
         table.add_row(who, *cells, versions.get(who, ""))
     return table
 
@@ -137,7 +137,7 @@ def _summary_table(figures: ErasureFigures) -> Table:
     ratios = (("encode", figures.encode_of_isal), ("decode", figures.decode_of_isal))
     for name, by_parity in ratios:
         for m, ratio in by_parity.items():
-            table.add_row(f"{name} over the {BARE}, m = {m}", f"{ratio:.3f}", f"{AIM:g} or more")
+            table.add_row(f"{name} over the {BARE_ISAL}, m = {m}", f"{ratio:.3f}", f"{AIM:g} or more")
     table.add_row("encode, GB/s", f"{figures.encode_gbps:.4g}", "-")
     table.add_row("decode, GB/s", f"{figures.decode_gbps:.4g}", "-")
     table.add_row("memory copy, GB/s", f"{figures.copy_limit_gbps:.4g}", "-")

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-COPY = "memory copy"
+MEMORY_COPY = "memory copy"
 REFERENCE = "reedsolo"
 ZFEC = "zfec"
-BARE = "bare ISA-L call"
+BARE_ISAL = "bare ISA-L call"
 
 
-class Task(enum.StrEnum):
+class ErasureTask(enum.StrEnum):
     """What is timed."""
 
     ENCODE = "encode"
@@ -25,7 +25,7 @@ class Task(enum.StrEnum):
     COPY = "copy"
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class ErasureRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to time.
 
     Attributes:
@@ -43,7 +43,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True):
+class ErasureTiming(msgspec.Struct, frozen=True, kw_only=True):
     """The times of one call.
 
     Attributes:
@@ -54,13 +54,13 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     who: str
-    task: Task
+    task: ErasureTask
     parity_shards: int
     data_bytes: int
     times_s: list[float]
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
+class ErasureTimings(msgspec.Struct, frozen=True, kw_only=True):
     """All that was timed in one process, on one core.
 
     Attributes:
@@ -74,7 +74,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str
     versions: dict[str, str]
     missing: dict[str, str]
-    timed: list[Timed]
+    timed: list[ErasureTiming]
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-Speeds = dict[str, dict[Task, Speed]]
+Speeds = dict[str, dict[ErasureTask, Speed]]
 """By who and task."""
 
 
@@ -135,27 +135,27 @@ def speed_of(data_bytes: int, times_s: Sequence[float]) -> Speed:
     return Speed(gbps=_rounded(statistics.median(found)), low=_rounded(low), high=_rounded(high))
 
 
-def make_figures(wanted: Wanted, times: Times, machine: str) -> ErasureFigures:
+def make_erasure_figures(wanted: ErasureRequest, times: ErasureTimings, machine: str) -> ErasureFigures:
     """All figures of the line."""
     speeds: dict[str, Speeds] = {str(m): {} for m in wanted.parity_shards}
     for timed in times.timed:
         found = speeds[str(timed.parity_shards)].setdefault(timed.who, {})
         found[timed.task] = speed_of(timed.data_bytes, timed.times_s)
     first = speeds[str(wanted.parity_shards[0])]
-    ours, bare = first[times.kernel], first.get(BARE, {})
+    ours, bare = first[times.kernel], first.get(BARE_ISAL, {})
     named = {
-        "encode_gbps": ours[Task.ENCODE],
-        "decode_gbps": ours[Task.DECODE],
-        "isal_gbps": bare.get(Task.ENCODE),
-        "copy_limit_gbps": first[COPY][Task.COPY],
+        "encode_gbps": ours[ErasureTask.ENCODE],
+        "decode_gbps": ours[ErasureTask.DECODE],
+        "isal_gbps": bare.get(ErasureTask.ENCODE),
+        "copy_limit_gbps": first[MEMORY_COPY][ErasureTask.COPY],
     }
     return ErasureFigures(
-        encode_gbps=ours[Task.ENCODE].gbps,
-        decode_gbps=ours[Task.DECODE].gbps,
-        isal_gbps=bare[Task.ENCODE].gbps if bare else None,
-        copy_limit_gbps=first[COPY][Task.COPY].gbps,
-        encode_of_isal=_ratios(times, Task.ENCODE),
-        decode_of_isal=_ratios(times, Task.DECODE),
+        encode_gbps=ours[ErasureTask.ENCODE].gbps,
+        decode_gbps=ours[ErasureTask.DECODE].gbps,
+        isal_gbps=bare[ErasureTask.ENCODE].gbps if bare else None,
+        copy_limit_gbps=first[MEMORY_COPY][ErasureTask.COPY].gbps,
+        encode_of_isal=_ratios(times, ErasureTask.ENCODE),
+        decode_of_isal=_ratios(times, ErasureTask.DECODE),
         spread={name: (speed.low, speed.high) for name, speed in named.items() if speed is not None},
         n=wanted.rounds,
         k=wanted.data_shards,
@@ -170,7 +170,7 @@ def make_figures(wanted: Wanted, times: Times, machine: str) -> ErasureFigures:
     )
 
 
-def _ratios(times: Times, task: Task) -> dict[str, float]:
+def _ratios(times: ErasureTimings, task: ErasureTask) -> dict[str, float]:
     """By m: how fast we are in a round over how fast the bare call was in the same one, the median."""
     found = {(timed.parity_shards, timed.who): timed.times_s for timed in times.timed if timed.task is task}
     return {
@@ -181,7 +181,7 @@ def _ratios(times: Times, task: Task) -> dict[str, float]:
             3,
         )
         for (m, who), bare in found.items()
-        if who == BARE
+        if who == BARE_ISAL
     }
 
 

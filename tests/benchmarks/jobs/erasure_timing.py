@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.erasure.figures import BARE, COPY, REFERENCE, ZFEC, Task, Timed, Times, Wanted
+from benchmarks.erasure.figures import BARE_ISAL, MEMORY_COPY, REFERENCE, ZFEC, ErasureTask, ErasureTiming, ErasureTimings, ErasureRequest
 from resilient_jax.erasure import (
     Kernel,
     KernelUnavailable,
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     """Something to time, and how many bytes of data it takes in."""
 
     who: str
-    task: Task
+    task: ErasureTask
     data_bytes: int
     run: Callable[[], object]
 
@@ -75,19 +75,19 @@ class Stripe(NamedTuple):
 
 
 def main(asked: Path, found: Path) -> None:
-    wanted = msgspec.json.decode(asked.read_bytes(), type=Wanted)
+    wanted = msgspec.json.decode(asked.read_bytes(), type=ErasureRequest)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts the cores for its threads
     kernels, missing = find_kernels()
     versions: dict[str, str] = {name: kernel.description for name, kernel in kernels.items()}
     zfec = find_zfec(missing)
     for name in (REFERENCE, ZFEC) if zfec else (REFERENCE,):
         versions[name] = importlib.metadata.version(name)
-    timed: list[Timed] = []
+    timed: list[ErasureTiming] = []
     for m in wanted.parity_shards:
         stripe = make_stripe(ReedSolomon(wanted.data_shards, m), wanted)
         calls = list(calls_of(stripe, kernels, zfec))
         timed += measure(calls, m, wanted.rounds)
-    times = Times(
+    times = ErasureTimings(
         processor=processor(),
         kernel=next(iter(kernels)),
         versions=versions,
@@ -127,7 +127,7 @@ def processor() -> str:
     return "unknown processor"
 
 
-def make_stripe(code: ReedSolomon, wanted: Wanted) -> Stripe:
+def make_stripe(code: ReedSolomon, wanted: ErasureRequest) -> Stripe:
     """Shards with a gap after each, all memory touched."""
     lost = min(code.k, code.m)
     step = wanted.shard_bytes + wanted.skew_bytes
@@ -162,7 +162,7 @@ def calls_of(stripe: Stripe, kernels: Mapping[KernelName, Kernel], zfec: Any) ->
     yield from reference_calls(stripe)
     source = memoryview(bytearray(b"".join(stripe.data)))
     target = memoryview(bytearray(stripe.data_bytes))
-    yield Call(COPY, Task.COPY, stripe.data_bytes, lambda: target.__setitem__(slice(None), source))
+    yield Call(MEMORY_COPY, ErasureTask.COPY, stripe.data_bytes, lambda: target.__setitem__(slice(None), source))
 
 
 def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
@@ -172,28 +172,28 @@ def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
     def do_scan() -> None:
         assert next(scan(code, kernel, everything), None) is None
 
-    yield Call(name, Task.ENCODE, stripe.data_bytes, lambda: encode(code, kernel, data, parity))
+    yield Call(name, ErasureTask.ENCODE, stripe.data_bytes, lambda: encode(code, kernel, data, parity))
     yield Call(
-        name, Task.DECODE, stripe.data_bytes, lambda: decode(code, kernel, stripe.present, stripe.lost)
+        name, ErasureTask.DECODE, stripe.data_bytes, lambda: decode(code, kernel, stripe.present, stripe.lost)
     )
-    yield Call(name, Task.SCAN, stripe.data_bytes, do_scan)
+    yield Call(name, ErasureTask.SCAN, stripe.data_bytes, do_scan)
     # Old and new alike, so that the parity stays right.
     yield Call(
-        name, Task.UPDATE, stripe.length, lambda: update_parity(code, kernel, 0, data[0], data[0], parity)
+        name, ErasureTask.UPDATE, stripe.length, lambda: update_parity(code, kernel, 0, data[0], data[0], parity)
     )
 
 
-def bare_calls(stripe: Stripe) -> dict[Task, Call]:
+def bare_calls(stripe: Stripe) -> dict[ErasureTask, Call]:
     """`ec_encode_data` with everything made before: the limit for our calls, on the same memory."""
     code = stripe.code
     decoding = code.make_decoding(stripe.present, stripe.lost)
     read = [stripe.present[i] for i in decoding.sources]
     wrote = [stripe.lost[i] for i in decoding.wanted]
     runs = {
-        Task.ENCODE: bare_isal(code.parity_matrix, stripe.data, stripe.parity),
-        Task.DECODE: bare_isal(decoding.matrix, read, wrote),
+        ErasureTask.ENCODE: bare_isal(code.parity_matrix, stripe.data, stripe.parity),
+        ErasureTask.DECODE: bare_isal(decoding.matrix, read, wrote),
     }
-    return {task: Call(BARE, task, stripe.data_bytes, run) for task, run in runs.items()}
+    return {task: Call(BARE_ISAL, task, stripe.data_bytes, run) for task, run in runs.items()}
 
 
 def bare_isal(
@@ -226,8 +226,8 @@ def zfec_calls(stripe: Stripe, zfec: Any) -> Iterator[Call]:
     assert [bytes(shard) for shard in decoder.decode(read, sources)] == [
         bytes(shard) for shard in stripe.data
     ]
-    yield Call(ZFEC, Task.ENCODE, stripe.data_bytes, lambda: encoder.encode(stripe.data, numbers))
-    yield Call(ZFEC, Task.DECODE, stripe.data_bytes, lambda: decoder.decode(read, sources))
+    yield Call(ZFEC, ErasureTask.ENCODE, stripe.data_bytes, lambda: encoder.encode(stripe.data, numbers))
+    yield Call(ZFEC, ErasureTask.DECODE, stripe.data_bytes, lambda: decoder.decode(read, sources))
 
 
 def reference_calls(stripe: Stripe) -> Iterator[Call]:
@@ -237,16 +237,16 @@ def reference_calls(stripe: Stripe) -> Iterator[Call]:
     erased = list(stripe.lost)
     damaged = [bytes(len(erased)) + codec.encode(word)[len(erased) :] for word in words]
     size = stripe.code.k * columns
-    yield Call(REFERENCE, Task.ENCODE, size, lambda: [codec.encode(word) for word in words])
+    yield Call(REFERENCE, ErasureTask.ENCODE, size, lambda: [codec.encode(word) for word in words])
     yield Call(
-        REFERENCE, Task.DECODE, size, lambda: [codec.decode(word, erase_pos=erased) for word in damaged]
+        REFERENCE, ErasureTask.DECODE, size, lambda: [codec.decode(word, erase_pos=erased) for word in damaged]
     )
 
 
 # Timing.
 
 
-def measure(calls: Sequence[Call], m: int, rounds: int) -> list[Timed]:
+def measure(calls: Sequence[Call], m: int, rounds: int) -> list[ErasureTiming]:
     """All calls in turn, every other round backwards: neighbours profit from each other's data in cache alike."""
     times_s: dict[int, list[float]] = {number: [] for number in range(len(calls))}
     for call in calls:
@@ -258,7 +258,7 @@ def measure(calls: Sequence[Call], m: int, rounds: int) -> list[Timed]:
             calls[number].run()
             times_s[number].append(time.perf_counter() - started_s)
     return [
-        Timed(
+        ErasureTiming(
             who=call.who, task=call.task, parity_shards=m, data_bytes=call.data_bytes, times_s=times_s[number]
         )
         for number, call in enumerate(calls)

@@ -12,12 +12,12 @@ import matplotlib as mpl
 import msgspec
 from matplotlib.figure import Figure
 
-from benchmarks.step.loss_curve import Curve
+from benchmarks.step.loss_curve import LossCurve
 
 GREY, BLUE, RED = "#b8bec9", "#1f4e9c", "#c0392b"
 
 
-def draw(curve: Curve) -> Figure:
+def draw(curve: LossCurve) -> Figure:
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
@@ -43,7 +43,7 @@ def draw(curve: Curve) -> Figure:
 
 def main() -> None:
     data, picture = map(Path, sys.argv[1:])
-    draw(msgspec.json.decode(data.read_bytes(), type=Curve)).savefig(picture, dpi=150)
+    draw(msgspec.json.decode(data.read_bytes(), type=LossCurve)).savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import matplotlib as mpl
 import msgspec
 from matplotlib.figure import Figure
 
-from benchmarks.resilience.plot_data import Picture
+from benchmarks.resilience.plot_data import ResiliencePlot
 
 COLOURS = ("#1f4e9c", "#5fa8d3", "#c0392b", "#d98e04", "#7f8c8d", "#4a4a4a")
 
 
-def draw(picture: Picture) -> Figure:
+def draw(picture: ResiliencePlot) -> Figure:
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -46,7 +46,7 @@ def draw(picture: Picture) -> Figure:
 
 def main() -> None:
     data, path = map(Path, sys.argv[1:])
-    figure = draw(msgspec.json.decode(data.read_bytes(), type=Picture))
+    figure = draw(msgspec.json.decode(data.read_bytes(), type=ResiliencePlot))
     figure.savefig(path, dpi=150)
     figure.savefig(path.with_suffix(".svg"))
 

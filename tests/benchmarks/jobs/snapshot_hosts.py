@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from snapshot_servers import CREDENTIALS, Host, make_id, make_layout, running
 
-from benchmarks.snapshot.figures import Memory
+from benchmarks.snapshot.figures import GroupMemory
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotPlan, SnapshotSource
@@ -214,8 +214,8 @@ class Job:
         sources = [SnapshotSource(host=h.name, endpoint=h.endpoint) for h in self.hosts if h not in lost]
         return SnapshotPlan(id=make_id(self.step), groups=self.layout.groups, sources=tuple(sources))
 
-    def memory(self, parity: int) -> Memory:
-        return Memory(
+    def memory(self, parity: int) -> GroupMemory:
+        return GroupMemory(
             hosts=len(self.hosts),
             parity=parity,
             part_bytes=sum(self.layout.part_bytes.values()),

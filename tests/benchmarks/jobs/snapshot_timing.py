@@ -30,11 +30,11 @@ from benchmarks.snapshot.figures import (
     PARITY,
     PEER,
     TMPFS,
-    Memory,
-    Task,
-    Timed,
-    Times,
-    Wanted,
+    GroupMemory,
+    SnapshotTask,
+    SnapshotTiming,
+    SnapshotTimings,
+    SnapshotRequest,
     group_name,
     memory_formula,
     threads_name,
@@ -54,15 +54,15 @@ SPARE_BYTES = 2**30
 class Bench:
     """The cases, and what came of them."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: SnapshotRequest) -> None:
         self._wanted = wanted
         self._began_s = time.monotonic()
         self._state = State(wanted.state_bytes)
-        self._times: dict[tuple[Task, str], list[float]] = {}
-        self._memory: list[Memory] = []
+        self._times: dict[tuple[SnapshotTask, str], list[float]] = {}
+        self._memory: list[GroupMemory] = []
         self._skipped: dict[str, str] = {}
 
-    def run(self) -> Times:
+    def run(self) -> SnapshotTimings:
         # Of states, beside the one that is always there: what each case holds at its most.
         self._try("one host", 3.0, self._measure_one_host)
         for hosts, parity in GROUPS:
@@ -76,11 +76,11 @@ class Bench:
         self._try("Orbax save to tmpfs", 1.0, lambda: self._measure_saves(TMPFS, self._wanted.tmpfs))
         self._try("Orbax save to disk", 0.0, lambda: self._measure_saves(DISK, self._wanted.disk))
         self._try("Orbax restore from disk", 1.0, self._measure_restore_from_disk)
-        return Times(
+        return SnapshotTimings(
             state_bytes=self._state.nbytes,
             processor=processor(),
             timed=[
-                Timed(task=task, variant=variant, times_s=times_s)
+                SnapshotTiming(task=task, variant=variant, times_s=times_s)
                 for (task, variant), times_s in self._times.items()
             ],
             memory=self._memory,
@@ -110,7 +110,7 @@ class Bench:
         for _ in range(self._wanted.rounds):
             yield True
 
-    def _add(self, counts: bool, task: Task, variant: str, seconds: float) -> None:
+    def _add(self, counts: bool, task: SnapshotTask, variant: str, seconds: float) -> None:
         if counts:
             self._times.setdefault((task, variant), []).append(seconds)
 
@@ -124,20 +124,20 @@ class Bench:
             for counts in self._rounds():
                 for threads in THREADS:
                     variant = threads_name(threads)
-                    self._add(counts, Task.COPY, variant, time_copies(state, targets, threads))
+                    self._add(counts, SnapshotTask.COPY, variant, time_copies(state, targets, threads))
                     blocking_s, copied_s, _ = job.take(threads)
-                    self._add(counts, Task.BLOCKING, variant, blocking_s)
-                    self._add(counts, Task.CAPTURE, variant, copied_s)
+                    self._add(counts, SnapshotTask.BLOCKING, variant, blocking_s)
+                    self._add(counts, SnapshotTask.CAPTURE, variant, copied_s)
             del targets
             for counts in self._rounds():
-                self._add(counts, Task.RESTORE, LOCAL, job.restore(state, DEVICES, local=True))
-                self._add(counts, Task.RESTORE, PEER, job.restore(state, DEVICES, local=False))
+                self._add(counts, SnapshotTask.RESTORE, LOCAL, job.restore(state, DEVICES, local=True))
+                self._add(counts, SnapshotTask.RESTORE, PEER, job.restore(state, DEVICES, local=False))
 
     def _measure_group(self, hosts: int, parity: int) -> None:
         with job_of(hosts, parity, self._state.leaves()) as job:
             for counts in self._rounds():
                 *_, committed_s = job.take()
-                self._add(counts, Task.COMMIT, group_name(hosts, parity), committed_s)
+                self._add(counts, SnapshotTask.COMMIT, group_name(hosts, parity), committed_s)
             self._memory.append(job.memory(parity))
             if (hosts, parity) == LOST_GROUP:
                 self._measure_loss(job)
@@ -147,11 +147,11 @@ class Bench:
         for host in lost:
             host.kill()
         for counts in self._rounds():
-            self._add(counts, Task.RESTORE, ALONE, job.restore(state, DEVICES - 1, local=True, lost=lost))
+            self._add(counts, SnapshotTask.RESTORE, ALONE, job.restore(state, DEVICES - 1, local=True, lost=lost))
         with saved(state, self._wanted.tmpfs) as checkpoint, job.survivors(state, lost) as survivors:
             for counts in self._rounds():
-                self._add(counts, Task.RESTORE, PARITY, survivors.restore())
-                self._add(counts, Task.ORBAX_RESTORE, TMPFS, time_orbax_restore(state, checkpoint))
+                self._add(counts, SnapshotTask.RESTORE, PARITY, survivors.restore())
+                self._add(counts, SnapshotTask.ORBAX_RESTORE, TMPFS, time_orbax_restore(state, checkpoint))
 
     def _measure_saves(self, variant: str, folder: str) -> None:
         for counts in self._rounds():
@@ -161,15 +161,15 @@ class Bench:
                 checkpointer.save(path, args=ocp.args.StandardSave(self._state.tree))
                 started_s = time.perf_counter()
                 checkpointer.wait_until_finished()
-                self._add(counts, Task.ORBAX_SAVE, variant, time.perf_counter() - began_s)
-                self._add(counts, Task.ORBAX_BLOCKING, variant, started_s - began_s)
+                self._add(counts, SnapshotTask.ORBAX_SAVE, variant, time.perf_counter() - began_s)
+                self._add(counts, SnapshotTask.ORBAX_BLOCKING, variant, started_s - began_s)
                 shutil.rmtree(path)
 
     def _measure_restore_from_disk(self) -> None:
         """Of what was just written, so out of the kernel's cache: the best case."""
         with saved(self._state, self._wanted.disk) as checkpoint:
             for counts in self._rounds():
-                self._add(counts, Task.ORBAX_RESTORE, DISK, time_orbax_restore(self._state, checkpoint))
+                self._add(counts, SnapshotTask.ORBAX_RESTORE, DISK, time_orbax_restore(self._state, checkpoint))
 
 
 def time_copies(state: State, targets: dict[str, np.ndarray], threads: int) -> float:
@@ -234,7 +234,7 @@ def processor() -> str:
 
 
 def main(asked: Path, found: Path) -> None:
-    wanted = msgspec.json.decode(asked.read_bytes(), type=Wanted)
+    wanted = msgspec.json.decode(asked.read_bytes(), type=SnapshotRequest)
     found.write_bytes(msgspec.json.encode(Bench(wanted).run()))
 
 

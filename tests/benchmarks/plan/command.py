@@ -13,18 +13,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plan.estimate_errors import PlanMeasurements, ProgramFigures, judge_programs
+from benchmarks.plan.estimate_errors import PlanMeasurements, ProgramFigures, make_program_figures
 from benchmarks.plan.figures import (
-    CASES,
-    RUNS,
+    SEARCH_CASES,
+    PUBLISHED_RUNS,
     PlanFigures,
     SearchCase,
     describe_case,
     estimate_run,
     make_topology,
 )
-from benchmarks.plan.program_stall import PlanStall, measure_stall
-from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.plan.program_stall import ProgramStall, measure_program_stall
+from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import run_alone
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
@@ -85,7 +85,7 @@ def plan(
     console = open_console(json_only)
     mesh = find_in_checkout(MESH)
     figures = PlanFigures(machine=describe_machine(), n=rounds)
-    for case in CASES:
+    for case in SEARCH_CASES:
         profile = _profile(case.model)
         healthy = make_topology(mesh, case.hosts)
         changed = healthy.without(healthy.hosts[3].name).slowed(healthy.hosts[5].name, 0.6)
@@ -93,19 +93,19 @@ def plan(
             _measure(figures, f"{name}_ms_{case.devices}", profile, topology, case, rounds)
         figures.memory_mib[f"search_mib_{case.devices}"] = _measure_memory(profile, changed, case)
         console.print(f"{case.devices} devices: {describe_case(case)}")
-    for run in RUNS:
+    for run in PUBLISHED_RUNS:
         shape = load_model_shape(find_in_checkout(f"configs/{run.model}.toml"))
         figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
     if programs:
         console.print("all plans of four models on eight CPU devices")
-        figures.programs = judge_programs(_measure_programs(rounds))
+        figures.programs = make_program_figures(_measure_programs(rounds))
         console.print(_tabulate_programs(figures.programs))
     if job:
         figures.stalls = _measure_stalls(console)
         console.print(_tabulate_stalls(figures.stalls))
     console.print(_tabulate_times(figures))
     console.print(_tabulate_published(figures))
-    print_line(figures.line())
+    print_json_line(figures.line())
 
 
 def _profile(model: str) -> ProgramCost:
@@ -153,15 +153,15 @@ def _measure_programs(rounds: int) -> PlanMeasurements:
         return msgspec.json.decode(found.read_bytes(), type=PlanMeasurements)
 
 
-def _measure_stalls(console: Console) -> dict[str, PlanStall]:
+def _measure_stalls(console: Console) -> dict[str, ProgramStall]:
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         return {
-            key: measure_stall(Path(folder) / key, console, is_cached=is_cached)
+            key: measure_program_stall(Path(folder) / key, console, is_cached=is_cached)
             for key, is_cached in STALLS.items()
         }
 
 
-def _tabulate_stalls(stalls: Mapping[str, PlanStall]) -> Table:
+def _tabulate_stalls(stalls: Mapping[str, ProgramStall]) -> Table:
     table = Table(
         "programs", "plan", title="a worker killed in the reduction; seconds on the slowest host, n = 1"
     )

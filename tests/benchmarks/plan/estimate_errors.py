@@ -109,11 +109,11 @@ class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
     programs_n: int
 
 
-def judge_programs(found: PlanMeasurements) -> ProgramFigures:
+def make_program_figures(found: PlanMeasurements) -> ProgramFigures:
     """Gives the figures; of several models the worst counts."""
-    models = [judge_model(model) for model in found.models]
+    models = [make_model_figures(model) for model in found.models]
     return ProgramFigures(
-        memory_error=judge_memory(found.memory),
+        memory_error=summarize_memory_errors(found.memory),
         memory_cases={case.name: round(case.error, 4) for case in found.memory},
         regret=max(model.regret for model in models),
         rank_correlation=min(model.rank_correlation for model in models),
@@ -125,7 +125,7 @@ def judge_programs(found: PlanMeasurements) -> ProgramFigures:
     )
 
 
-def judge_model(model: TimedModel) -> ModelFigures:
+def make_model_figures(model: TimedModel) -> ModelFigures:
     """Gives how good the choice of the estimates was."""
     chosen = min(model.plans, key=lambda plan: plan.estimated_s)
     best = min(model.plans, key=lambda plan: plan.step_s)
@@ -143,7 +143,7 @@ def judge_model(model: TimedModel) -> ModelFigures:
     )
 
 
-def judge_memory(cases: Sequence[MemoryCase]) -> dict[str, float]:
+def summarize_memory_errors(cases: Sequence[MemoryCase]) -> dict[str, float]:
     """Gives the largest and the median error, without their signs."""
     errors = [abs(case.error) for case in cases]
     return {"largest": round(max(errors), 4), "median": round(statistics.median(errors), 4)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.plan.estimate_errors import ProgramFigures
-from benchmarks.plan.program_stall import PlanStall
+from benchmarks.plan.program_stall import ProgramStall
 from resilient_jax.ids import HostName
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.model_file import ModelShape
@@ -32,7 +32,7 @@ class SearchCase:
         return self.hosts * DEVICES_PER_HOST
 
 
-CASES = (
+SEARCH_CASES = (
     SearchCase(hosts=8, model="llama3_8b", global_batch=256),
     SearchCase(hosts=128, model="llama3_70b", global_batch=2048),
     SearchCase(hosts=2048, model="llama3_405b", global_batch=2048),
@@ -89,7 +89,7 @@ def _train_llama3_405b(
     )
 
 
-RUNS = (
+PUBLISHED_RUNS = (
     _train_llama3_405b(hosts=1024, mfu=0.43),
     _train_llama3_405b(hosts=2048, mfu=0.41),
     _train_llama3_405b(hosts=2048, mfu=0.38, sequences=128, tokens=131_072, sequence=16),
@@ -118,7 +118,7 @@ class PlanFigures:
     spread: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     published: list[RunEstimate] = dataclasses.field(default_factory=list)
     programs: ProgramFigures | None = None
-    stalls: dict[str, PlanStall] = dataclasses.field(default_factory=dict)
+    stalls: dict[str, ProgramStall] = dataclasses.field(default_factory=dict)
     """By the name of the figure in the line."""
 
     def line(self) -> msgspec.Struct:

@@ -17,18 +17,18 @@ from resilient_jax.telemetry.stall import Stall, measure_stall
 
 HOSTS = 4
 DEVICES = 2
-VICTIM, LATE = "host-1", "host-2"
+VICTIM, HELD_HOST = "host-1", "host-2"
 MANY_STEPS = 10_000
 """The job is ended by us."""
-LEAST_STEPS = 4
+MIN_STEPS = 4
 """Before the kill, so that nothing of the first step is compiled then."""
-PATIENCE_S = 400.0
-POLL_S = 0.05
-WITHOUT = "[plan]\ncompile_ahead = false\n"
+STALL_TIMEOUT_S = 400.0
+POLL_INTERVAL_S = 0.05
+WITHOUT_COMPILE_AHEAD = "[plan]\ncompile_ahead = false\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanStall:
+class ProgramStall:
     """One kill.
 
     Attributes:
@@ -46,7 +46,7 @@ class PlanStall:
     after: str
 
 
-def measure_stall(work: Path, console: Console, *, is_cached: bool) -> PlanStall:
+def measure_program_stall(work: Path, console: Console, *, is_cached: bool) -> ProgramStall:
     """Kills a worker of a planned job of 4 hosts x 2 devices.
 
     Args:
@@ -61,7 +61,7 @@ def measure_stall(work: Path, console: Console, *, is_cached: bool) -> PlanStall
     work.mkdir(parents=True, exist_ok=True)
     text = settings.read_text().replace("../meshes/", f"{settings.parents[1]}/meshes/")
     config = work / "training.toml"
-    config.write_text(text if is_cached else text.replace("[plan]\n", WITHOUT))
+    config.write_text(text if is_cached else text.replace("[plan]\n", WITHOUT_COMPILE_AHEAD))
     script = [
         str(find_in_checkout("examples/train_lm.py")),
         "--config",
@@ -86,29 +86,29 @@ def measure_stall(work: Path, console: Console, *, is_cached: bool) -> PlanStall
 def _wait_ready(job: LocalJob, is_cached: bool) -> None:
     """Until all train, and have compiled ahead what they are going to."""
     job.wait_report(
-        f"step {LEAST_STEPS} on {HOSTS} hosts",
-        lambda report: len(report.hosts) == HOSTS and all(host.step >= LEAST_STEPS for host in report.hosts),
-        PATIENCE_S,
+        f"step {MIN_STEPS} on {HOSTS} hosts",
+        lambda report: len(report.hosts) == HOSTS and all(host.step >= MIN_STEPS for host in report.hosts),
+        STALL_TIMEOUT_S,
     )
     for name in (f"host-{index}" for index in range(HOSTS) if is_cached):
         job.wait_event(
             f"{name} has compiled ahead",
             lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
-            PATIENCE_S,
+            STALL_TIMEOUT_S,
         )
 
 
 def _kill_in_reduction(job: LocalJob) -> float:
     """While all but one host wait inside the all-reduce, where a failure costs most."""
-    job.hold(FailPoint.BEFORE_REDUCE, [LATE])
-    job.wait_held([LATE], PATIENCE_S)
+    job.hold(FailPoint.BEFORE_REDUCE, [HELD_HOST])
+    job.wait_held([HELD_HOST], STALL_TIMEOUT_S)
     fault_s = job.kill(JobComponent.WORKER, VICTIM)
     job.release()
     return fault_s
 
 
-def _read(job: LocalJob, fault_s: float) -> PlanStall:
-    end_s = time.monotonic() + PATIENCE_S
+def _read(job: LocalJob, fault_s: float) -> ProgramStall:
+    end_s = time.monotonic() + STALL_TIMEOUT_S
     while time.monotonic() < end_s and job.process.poll() is None:
         stall, events = measure_stall(job.read_events(), fault_s), job.read_events()
         later = [event for event in events if event.monotonic_s > fault_s]
@@ -116,12 +116,12 @@ def _read(job: LocalJob, fault_s: float) -> PlanStall:
         plans = [event for event in later if event.kind is EventKind.PLAN_CHOSEN]
         if stall is not None and plans and len(ready) >= stall.num_hosts:
             most = max(ready[: stall.num_hosts], key=lambda event: float(event.detail["seconds"]))
-            return PlanStall(
+            return ProgramStall(
                 programs_s=float(most.detail["seconds"]),
                 compiled=int(most.detail["compiled"]),
                 stall=stall,
                 before=str(plans[0].detail["before"]),
                 after=str(plans[0].detail["plan"]),
             )
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
     raise InternalError(f"no step after the kill of {VICTIM}:\n{job.read_tail()}")

@@ -16,14 +16,14 @@ from benchmarks.resilience.figures import (
     OURS,
     Pace,
     RunFigures,
-    make_run,
+    make_run_figures,
     with_longer_stalls,
 )
-from benchmarks.resilience.runs import JobFile, Ran, hosts_of, run_ours, run_restarting
+from benchmarks.resilience.runs import BenchmarkJob, FinishedRun, make_host_names, run_resilient, run_restarting
 from benchmarks.resilience.schedule import (
     QUIET_STEPS,
     WARM_STEPS,
-    Fault,
+    ScheduledKill,
     RunSize,
     draw_faults,
     size_run,
@@ -48,7 +48,7 @@ MICROBATCH: Final = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class CampaignScale:
     """How much is run.
 
     Attributes:
@@ -76,9 +76,9 @@ class Scale:
     with_defaults: bool = True
 
 
-QUICK: Final = Scale(failure_every=(100, 50, 20), max_steps=30, max_failures=2)
-FULL: Final = Scale(failure_every=(500, 200, 100, 50, 20, 10, 5), max_steps=200, max_failures=8, pairs=10)
-TINY: Final = Scale(
+QUICK: Final = CampaignScale(failure_every=(100, 50, 20), max_steps=30, max_failures=2)
+FULL: Final = CampaignScale(failure_every=(500, 200, 100, 50, 20, 10, 5), max_steps=200, max_failures=8, pairs=10)
+TINY: Final = CampaignScale(
     failure_every=(8,),
     max_steps=8,
     max_failures=1,
@@ -93,7 +93,7 @@ TINY: Final = Scale(
 
 
 @dataclasses.dataclass(slots=True)
-class Campaign:
+class ResilienceCampaign:
     """All runs of a benchmark; what was measured is added as it comes.
 
     Attributes:
@@ -108,7 +108,7 @@ class Campaign:
         defaults_stall_s: of one failure with JAX's defaults.
     """
 
-    scale: Scale
+    scale: CampaignScale
     work: Path
     console: Console
     repeats: int
@@ -122,7 +122,7 @@ class Campaign:
     failed: list[str] = dataclasses.field(default_factory=list)
     unequal: list[str] = dataclasses.field(default_factory=list)
     defaults_stall_s: float | None = None
-    _done: dict[tuple[str, int, int, int, int], Ran] = dataclasses.field(default_factory=dict)
+    _done: dict[tuple[str, int, int, int, int], FinishedRun] = dataclasses.field(default_factory=dict)
 
     def run(self) -> None:
         """Everything."""
@@ -143,10 +143,10 @@ class Campaign:
     def _size(self, rate: int) -> RunSize:
         return size_run(rate, max_steps=self.scale.max_steps, max_failures=self.scale.max_failures)
 
-    def _file(self, steps: int, faults: Sequence[Fault] = (), *, kind: str = OURS) -> JobFile:
-        return JobFile(
+    def _file(self, steps: int, faults: Sequence[ScheduledKill] = (), *, kind: str = OURS) -> BenchmarkJob:
+        return BenchmarkJob(
             steps=steps,
-            hosts=hosts_of(self.scale.hosts),
+            hosts=make_host_names(self.scale.hosts),
             faults=tuple(faults),
             width=self.scale.width,
             layers=self.scale.layers,
@@ -197,7 +197,7 @@ class Campaign:
 
     def _run_defaults(self) -> None:
         """One failure, of a host without the coordination service: with that one all would end at once."""
-        fault = Fault(step=WARM_STEPS + DEFAULTS_FAULT, host=hosts_of(self.scale.hosts)[-1])
+        fault = ScheduledKill(step=WARM_STEPS + DEFAULTS_FAULT, host=make_host_names(self.scale.hosts)[-1])
         file = self._file(fault.step + QUIET_STEPS + 2, [fault])
         file = msgspec.structs.replace(file, every=DEFAULTS_EVERY, heartbeat_s=None)
         ran = self._start(BARE, file, "defaults", waits_for_all=True)
@@ -231,7 +231,7 @@ class Campaign:
             return
         base = self.paces[_kind_of(system)]
         pace = Pace(step_s=base.step_s, saving_s=self.checkpoint_cost_s / every if every else 0.0)
-        figures = make_run(
+        figures = make_run_figures(
             system,
             size,
             ran.timeline,
@@ -249,12 +249,12 @@ class Campaign:
             f"{', '.join(f'{s:.1f}' for s in figures.stalls_s)} s, {figures.redone} steps redone"
         )
 
-    def _ran(self, system: str, size: RunSize, seed: int, every: int) -> Ran:
+    def _ran(self, system: str, size: RunSize, seed: int, every: int) -> FinishedRun:
         """The run; rates whose runs are the same but for the padding share it."""
         kind = _kind_of(system)
         key = kind, every, size.measured, size.failures, seed
         if key not in self._done:
-            faults = draw_faults(seed, size, hosts_of(self.scale.hosts))
+            faults = draw_faults(seed, size, make_host_names(self.scale.hosts))
             file = self._file(size.total, faults, kind=kind)
             file = msgspec.structs.replace(
                 file, every=every, digest_after=(size.total,) if kind == OURS else ()
@@ -265,10 +265,10 @@ class Campaign:
             self._done[key] = ran
         return self._done[key]
 
-    def _start(self, kind: str, file: JobFile, name: str, *, waits_for_all: bool = False) -> Ran:
+    def _start(self, kind: str, file: BenchmarkJob, name: str, *, waits_for_all: bool = False) -> FinishedRun:
         cache = self.work / f"cache-{kind.replace(' ', '-')}"
         if kind in OUR_SYSTEMS:
-            return run_ours(
+            return run_resilient(
                 find_in_checkout("tests/benchmarks/jobs/resilient_job.py"), file, self.work / name, cache
             )
         script = find_in_checkout("tests/benchmarks/jobs/restart_job.py")

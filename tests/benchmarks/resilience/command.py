@@ -12,9 +12,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.plotting import check_can_draw, draw
-from benchmarks.report import describe_machine, open_console, print_line
-from benchmarks.resilience.campaign import BEST, FULL, QUICK, TINY, Campaign
+from benchmarks.plotting import check_can_plot, run_plot_script
+from benchmarks.report import describe_machine, open_console, print_json_line
+from benchmarks.resilience.campaign import BEST, FULL, QUICK, TINY, ResilienceCampaign
 from benchmarks.resilience.figures import (
     BARE,
     DEFAULTS,
@@ -22,15 +22,15 @@ from benchmarks.resilience.figures import (
     OURS,
     ResilienceFigures,
     best_baseline,
-    make_figures,
+    make_resilience_figures,
     rates_of,
 )
-from benchmarks.resilience.plot_data import make_picture
+from benchmarks.resilience.plot_data import make_resilience_plot
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 
 
-class Size(enum.StrEnum):
+class CampaignSize(enum.StrEnum):
     """How much is run."""
 
     TINY = "tiny"
@@ -38,17 +38,17 @@ class Size(enum.StrEnum):
     FULL = "full"
 
 
-SCALES = {Size.TINY: TINY, Size.QUICK: QUICK, Size.FULL: FULL}
+SCALES = {CampaignSize.TINY: TINY, CampaignSize.QUICK: QUICK, CampaignSize.FULL: FULL}
 
 
 def resilience(
     size: Annotated[
-        Size,
+        CampaignSize,
         typer.Option(
             help="quick: one failure in 100, 50 and 20 steps, about 15 minutes on two idle cores. full: from one in "
             "500 to one in 5, about two hours. tiny: a tiny model on two hosts, to see that it runs."
         ),
-    ] = Size.QUICK,
+    ] = CampaignSize.QUICK,
     failure_every: Annotated[
         list[int] | None,
         typer.Option(
@@ -99,16 +99,16 @@ def resilience(
         scale = dataclasses.replace(scale, failure_every=tuple(sorted(set(failure_every), reverse=True)))
     drawing = find_in_checkout("tests/benchmarks/jobs/plot_resilience.py")
     if plot is not None:
-        check_can_draw(plot)
+        check_can_plot(plot)
     console = open_console(json_only)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
-        campaign = Campaign(scale=scale, work=Path(folder), console=console, repeats=repeats, seed=seed)
+        campaign = ResilienceCampaign(scale=scale, work=Path(folder), console=console, repeats=repeats, seed=seed)
         campaign.run()
         if plot is not None:
-            draw(drawing, make_picture(campaign.runs, campaign.timelines), Path(folder), plot)
+            run_plot_script(drawing, make_resilience_plot(campaign.runs, campaign.timelines), Path(folder), plot)
             console.print(f"  {plot} and {plot.with_suffix('.svg').name}")
-    figures = make_figures(
+    figures = make_resilience_figures(
         campaign.runs,
         paces=campaign.paces,
         costs_s=campaign.costs_s,
@@ -125,7 +125,7 @@ def resilience(
         console.print(f"[red]did not come to its end: {escape(run)}")
     for run in campaign.unequal:
         console.print(f"[red]other weights than undisturbed: {run}")
-    print_line(figures)
+    print_json_line(figures)
 
 
 def _runs_table(figures: ResilienceFigures) -> Table:

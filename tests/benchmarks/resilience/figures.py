@@ -13,13 +13,13 @@ import msgspec
 
 from benchmarks.resilience.schedule import RunSize
 from benchmarks.resilience.timeline import (
-    Buckets,
+    TimeBuckets,
     Timeline,
     mean_hosts,
     measure_regained,
     measure_stalls,
-    pad,
-    sort_time,
+    pad_buckets,
+    split_time,
 )
 from resilient_jax.errors import InternalError
 
@@ -77,7 +77,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     measured: int
     padded: int
     computed: bool = False
-    buckets: Buckets
+    buckets: TimeBuckets
     tokens_per_s: float
     member_tokens_per_s: float
     goodput: float
@@ -173,7 +173,7 @@ class ResilienceFigures(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[RunFigures]
 
 
-def make_run(
+def make_run_figures(
     system: str,
     size: RunSize,
     timeline: Timeline,
@@ -185,8 +185,8 @@ def make_run(
     host_mib: float,
 ) -> RunFigures:
     """What a run shows of a rate."""
-    measured = sort_time(timeline, pace_s=pace.step_s, keeps_partial=system in OUR_SYSTEMS)
-    buckets = pad(measured, size.padded, pace_s=pace.step_s, saving_s=pace.saving_s)
+    measured = split_time(timeline, pace_s=pace.step_s, keeps_partial=system in OUR_SYSTEMS)
+    buckets = pad_buckets(measured, size.padded, pace_s=pace.step_s, saving_s=pace.saving_s)
     tokens = TOKENS_A_STEP * size.measured
     return RunFigures(
         system=system,
@@ -254,7 +254,7 @@ def rates_of(runs: Sequence[RunFigures]) -> list[int]:
     return sorted(ours & {run.failure_every for run in runs if run.system not in OUR_SYSTEMS}, reverse=True)
 
 
-def make_figures(
+def make_resilience_figures(
     runs: Sequence[RunFigures],
     *,
     paces: Mapping[str, Pace],

@@ -12,7 +12,7 @@ DRAWN_EVERY: Final = 20
 """The rate whose runs are drawn over time, if it was run; else the most frequent failures."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class CommitCurve(msgspec.Struct, frozen=True, kw_only=True):
     """One system's run.
 
     Attributes:
@@ -30,7 +30,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     struck_steps: list[int]
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class ThroughputCurve(msgspec.Struct, frozen=True, kw_only=True):
     """One system's effective throughput.
 
     Attributes:
@@ -44,15 +44,15 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: list[float]
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class ResiliencePlot(msgspec.Struct, frozen=True, kw_only=True):
     """The two halves of the picture; `failure_every` is that of the lines."""
 
     failure_every: int
-    lines: list[Line]
-    rates: list[Rates]
+    lines: list[CommitCurve]
+    rates: list[ThroughputCurve]
 
 
-def make_picture(runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int], Timeline]) -> Picture:
+def make_resilience_plot(runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int], Timeline]) -> ResiliencePlot:
     """Of all runs."""
     rates = rates_of(runs) or sorted({run.failure_every for run in runs}, reverse=True)
     drawn = DRAWN_EVERY if DRAWN_EVERY in rates else rates[-1]
@@ -60,11 +60,11 @@ def make_picture(runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int],
         system: sorted({run.failure_every for run in runs if run.system == system}, reverse=True)
         for system in dict.fromkeys(run.system for run in runs)
     }
-    return Picture(
+    return ResiliencePlot(
         failure_every=drawn,
-        lines=[make_line(system, line) for (system, rate), line in timelines.items() if rate == drawn],
+        lines=[make_commit_curve(system, line) for (system, rate), line in timelines.items() if rate == drawn],
         rates=[
-            Rates(
+            ThroughputCurve(
                 system=system,
                 failure_every=rates,
                 tokens_per_s=[median_of(runs, system, rate, lambda run: run.tokens_per_s) for rate in rates],
@@ -74,14 +74,14 @@ def make_picture(runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int],
     )
 
 
-def make_line(system: str, timeline: Timeline) -> Line:
+def make_commit_curve(system: str, timeline: Timeline) -> CommitCurve:
     """Of one run."""
     start_s = timeline.commits[0].at_s
     struck_steps = [
         max((c.step + 1 for c in timeline.commits if c.at_s <= fault.at_s), default=0)
         for fault in timeline.struck
     ]
-    return Line(
+    return CommitCurve(
         system=system,
         at_s=[commit.at_s - start_s for commit in timeline.commits],
         steps=[commit.step + 1 for commit in timeline.commits],

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.resilience.schedule import WARM_STEPS, Fault
-from benchmarks.resilience.timeline import Row, Struck, Timeline, read_timeline
+from benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
+from benchmarks.resilience.timeline import RunRecord, InjectedKill, Timeline, read_timeline
 from benchmarks.runs import ERROR_CHARACTERS, script_environment
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import make_host_names
@@ -23,10 +23,10 @@ from resilient_jax.ids import HostName
 
 SHORT_HEARTBEAT_S: Final = 10
 """Of the tuned baseline. Its supervisor sees a death at once and waits for no heartbeat."""
-DEFAULTS_LIMIT_S: Final = 240.0
+DEFAULTS_TIMEOUT_S: Final = 240.0
 """How long survivors may take to end by themselves with JAX's defaults, whose heartbeat takes 100 s; then they are
 killed, so that a run ends."""
-POLL_S: Final = 0.01
+POLL_INTERVAL_S: Final = 0.01
 MEMORY_INTERVAL_S: Final = 2.0
 UNPLANNED_LIMIT: Final = 5
 """Attempts of the baseline that end without one of our failures: a bug of the script would repeat for ever."""
@@ -36,7 +36,7 @@ LIMIT_S_A_STEP, LIMIT_S_A_FAILURE, LIMIT_S_START = 15.0, 120.0, 180.0
 """A run that takes longer than their sum hangs."""
 
 
-class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
     """What both jobs read.
 
     Attributes:
@@ -56,7 +56,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     hosts: tuple[str, ...]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ScheduledKill, ...] = ()
     width: int
     layers: int
     microbatch: int
@@ -68,13 +68,13 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     digest_after: tuple[int, ...] = ()
 
     @property
-    def limit_s(self) -> float:
+    def timeout_s(self) -> float:
         """For how long it may run."""
         return LIMIT_S_START + LIMIT_S_A_STEP * self.steps + LIMIT_S_A_FAILURE * len(self.faults)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class FinishedRun:
     """A run that came to its end.
 
     Attributes:
@@ -90,12 +90,12 @@ class Ran:
     host_mib: float
 
 
-def hosts_of(count: int) -> tuple[HostName, ...]:
+def make_host_names(count: int) -> tuple[HostName, ...]:
     """Their names, in both kinds of run."""
     return tuple(make_host_names(count))
 
 
-def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
+def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> FinishedRun:
     """The job under agents, to its end.
 
     Raises:
@@ -105,7 +105,7 @@ def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
     config = work / "job.toml"
     config.write_text(f"restart_limit = 1000\nrestart_backoff_s = 0.0\nsnapshot_every = {SNAPSHOT_EVERY}\n")
     memory = _Memory(len(file.hosts))
-    end_s = time.monotonic() + file.limit_s
+    end_s = time.monotonic() + file.timeout_s
     with LocalJob(
         [str(script), str(work)],
         num_hosts=len(file.hosts),
@@ -115,9 +115,9 @@ def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
     ) as job:
         while job.process.poll() is None:
             if time.monotonic() > end_s:
-                raise InternalError(f"{work}: the job did not end within {file.limit_s:g} s:\n{job.read_tail()}")
+                raise InternalError(f"{work}: the job did not end within {file.timeout_s:g} s:\n{job.read_tail()}")
             memory.look(job.find_processes)
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         if job.process.returncode:
             raise InternalError(
                 f"{work}: found exit code {job.process.returncode}, expected 0:\n{job.read_tail()}"
@@ -126,8 +126,8 @@ def run_ours(script: Path, file: JobFile, work: Path, cache: Path) -> Ran:
 
 
 def run_restarting(
-    script: Path, file: JobFile, work: Path, cache: Path, *, waits_for_all: bool = False
-) -> Ran:
+    script: Path, file: BenchmarkJob, work: Path, cache: Path, *, waits_for_all: bool = False
+) -> FinishedRun:
     """The job under a supervisor: when a process has died it ends the others and starts all again, at once.
 
     Args:
@@ -142,7 +142,7 @@ def run_restarting(
     """
     _write_job(work, file)
     memory = _Memory(len(file.hosts))
-    end_s = time.monotonic() + file.limit_s + (DEFAULTS_LIMIT_S * len(file.faults) if waits_for_all else 0)
+    end_s = time.monotonic() + file.timeout_s + (DEFAULTS_TIMEOUT_S * len(file.faults) if waits_for_all else 0)
     began_s: dict[int, float] = {}
     unplanned = 0
     for attempt in range(1, 10_000):
@@ -156,14 +156,14 @@ def run_restarting(
         if unplanned > UNPLANNED_LIMIT or time.monotonic() > end_s:
             raise InternalError(
                 f"{work}: found {attempt} attempts, {unplanned} of which ended without a failure of ours, after "
-                f"{file.limit_s:g} s at most; expected all {file.steps} steps:\n{_tail(work)}"
+                f"{file.timeout_s:g} s at most; expected all {file.steps} steps:\n{_tail(work)}"
             )
     raise AssertionError("bounded by the deadline")
 
 
 @contextlib.contextmanager
 def _start_all(
-    script: Path, file: JobFile, work: Path, cache: Path, attempt: int
+    script: Path, file: BenchmarkJob, work: Path, cache: Path, attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """All processes of an attempt; whoever is left of them in the end is killed."""
     with socket.socket() as probe:
@@ -208,11 +208,11 @@ def _wait_end(
         if any(codes):
             if not waits_for_all or None not in codes:
                 return False
-            give_up_s = give_up_s or time.monotonic() + DEFAULTS_LIMIT_S
+            give_up_s = give_up_s or time.monotonic() + DEFAULTS_TIMEOUT_S
             if time.monotonic() > give_up_s:
                 return False
         memory.look(lambda: [process.pid for process in processes])
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
     return False
 
 
@@ -256,14 +256,14 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def _write_job(work: Path, file: JobFile) -> None:
+def _write_job(work: Path, file: BenchmarkJob) -> None:
     work.mkdir(parents=True)
     (work / "job.json").write_bytes(msgspec.json.encode(file))
 
 
-def _read_run(work: Path, file: JobFile, began_s: Mapping[int, float], memory: _Memory) -> Ran:
+def _read_run(work: Path, file: BenchmarkJob, began_s: Mapping[int, float], memory: _Memory) -> FinishedRun:
     rows = [
-        msgspec.json.decode(line, type=Row)
+        msgspec.json.decode(line, type=RunRecord)
         for path in work.glob("rows-*.jsonl")
         for line in path.read_bytes().split(b"\n")[:-1]
     ]
@@ -274,7 +274,7 @@ def _read_run(work: Path, file: JobFile, began_s: Mapping[int, float], memory: _
     struck = _read_struck(work)
     if len(struck) != len(file.faults):
         raise InternalError(f"{work}: found {len(struck)} failures that struck, expected {len(file.faults)}")
-    return Ran(
+    return FinishedRun(
         timeline=read_timeline(rows, struck, began_s, file.steps, WARM_STEPS),
         saves_s=tuple(row.seconds for row in rows if row.kind == "saved"),
         digests=digests,
@@ -282,8 +282,8 @@ def _read_run(work: Path, file: JobFile, began_s: Mapping[int, float], memory: _
     )
 
 
-def _read_struck(work: Path) -> list[Struck]:
-    return [msgspec.json.decode(path.read_bytes(), type=Struck) for path in work.glob("fault-*.json")]
+def _read_struck(work: Path) -> list[InjectedKill]:
+    return [msgspec.json.decode(path.read_bytes(), type=InjectedKill) for path in work.glob("fault-*.json")]
 
 
 def _tail(work: Path) -> str:

@@ -19,7 +19,7 @@ QUIET_STEPS: Final = 2
 """At the end of a run: so that a failure's cost falls into the run."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledKill(msgspec.Struct, frozen=True, kw_only=True):
     """SIGKILL of one worker.
 
     Attributes:
@@ -80,17 +80,17 @@ def size_run(failure_every: int, *, max_steps: int, max_failures: int) -> RunSiz
     )
 
 
-def draw_faults(seed: int, size: RunSize, hosts: Sequence[str]) -> tuple[Fault, ...]:
+def draw_faults(seed: int, size: RunSize, hosts: Sequence[str]) -> tuple[ScheduledKill, ...]:
     """One failure in each of as many equal blocks of steps, anywhere in its block, of any host.
 
     Blocks and not a Poisson process: the rate of a short run is then exactly what its name says.
     """
     source = random.Random(seed)
     block = size.measured // size.failures
-    faults: list[Fault] = []
+    faults: list[ScheduledKill] = []
     for number in range(size.failures):
         # Not in a block's first step, nor in its last ones: then the run's first step and its end are quiet.
         offset = 1 + int(source.random() * (block - 1 - QUIET_STEPS))
         host = hosts[int(source.random() * len(hosts))]
-        faults.append(Fault(step=WARM_STEPS + number * block + offset, host=host))
+        faults.append(ScheduledKill(step=WARM_STEPS + number * block + offset, host=host))
     return tuple(faults)

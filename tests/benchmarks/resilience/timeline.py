@@ -38,7 +38,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int
 
 
-class Struck(msgspec.Struct, frozen=True, kw_only=True):
+class InjectedKill(msgspec.Struct, frozen=True, kw_only=True):
     """A failure that came.
 
     Attributes:
@@ -56,7 +56,7 @@ class Struck(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A line that a process of a run wrote: `began` an attempt, `committed` a step, `saved` a checkpoint."""
 
     kind: str
@@ -80,7 +80,7 @@ class Timeline:
 
     commits: tuple[Commit, ...]
     began_s: Mapping[int, float]
-    struck: tuple[Struck, ...]
+    struck: tuple[InjectedKill, ...]
 
     @property
     def wall_s(self) -> float:
@@ -98,7 +98,7 @@ class Timeline:
         return len({commit.step for commit in self.commits if commit.step > self.commits[0].step})
 
 
-class Buckets(msgspec.Struct, frozen=True, kw_only=True):
+class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a run, by what they went into; see above."""
 
     productive: float = 0.0
@@ -119,7 +119,7 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_timeline(
-    rows: Sequence[Row], struck: Sequence[Struck], began_s: Mapping[int, float], steps: int, warm: int
+    rows: Sequence[RunRecord], struck: Sequence[InjectedKill], began_s: Mapping[int, float], steps: int, warm: int
 ) -> Timeline:
     """Puts together what the processes wrote.
 
@@ -173,7 +173,7 @@ def measure_regained(timeline: Timeline) -> list[float]:
     return [_next_commit(timeline, fault, fault.step) - fault.at_s for fault in timeline.struck]
 
 
-def _next_commit(timeline: Timeline, fault: Struck, step: int) -> float:
+def _next_commit(timeline: Timeline, fault: InjectedKill, step: int) -> float:
     later = (c.at_s for c in timeline.commits if c.attempt > fault.attempt and c.step >= step)
     found = next(later, None)
     if found is None:
@@ -183,7 +183,7 @@ def _next_commit(timeline: Timeline, fault: Struck, step: int) -> float:
     return found
 
 
-def sort_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> Buckets:
+def split_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> TimeBuckets:
     """The run's buckets.
 
     Args:
@@ -219,7 +219,7 @@ def sort_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> Buck
         recovery_s += recovered_s
         reinitialisation_s += gap_s - partial_s - recovered_s - own_s
     productive_s = min(counted_s, timeline.progress * pace_s)
-    return Buckets(
+    return TimeBuckets(
         productive=productive_s,
         slower=counted_s - productive_s,
         wasted=wasted_s,
@@ -228,7 +228,7 @@ def sort_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> Buck
     )
 
 
-def pad(buckets: Buckets, steps: int, *, pace_s: float, saving_s: float) -> Buckets:
+def pad_buckets(buckets: TimeBuckets, steps: int, *, pace_s: float, saving_s: float) -> TimeBuckets:
     """The same for a run that goes on for `steps` without failures.
 
     Args:

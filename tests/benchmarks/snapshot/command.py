@@ -8,14 +8,14 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.report import describe_machine, open_console, print_line
-from benchmarks.runs import RUN_LIMIT_S, run_alone
+from benchmarks.report import describe_machine, open_console, print_json_line
+from benchmarks.runs import RUN_TIMEOUT_S, run_alone
 from benchmarks.snapshot.figures import (
     MB,
     SnapshotFigures,
-    Times,
-    Wanted,
-    make_figures,
+    SnapshotTimings,
+    SnapshotRequest,
+    make_snapshot_figures,
     threads_name,
 )
 from resilient_jax.cli.checkout import find_in_checkout
@@ -79,15 +79,15 @@ def snapshot(
         f"{rounds} rounds with states of {', '.join(map(str, chosen))} MB; all hosts share this machine"
     )
     found = [_measure(size * MB, rounds, limit_s, disk) for size in chosen]
-    figures = make_figures(rounds, found, describe_machine())
+    figures = make_snapshot_figures(rounds, found, describe_machine())
     for name, reason in figures.skipped.items():
         console.print(f"skipped: {name}: {reason}", markup=False)
     console.print(_seconds_table(figures))
     console.print(_summary_table(figures))
-    print_line(figures)
+    print_json_line(figures)
 
 
-def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -> Times:
+def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -> SnapshotTimings:
     """In a process of its own: its memory is given back afterwards.
 
     Raises:
@@ -103,12 +103,12 @@ def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -
         tempfile.TemporaryDirectory(prefix=prefix, dir=disk) as folder,
         tempfile.TemporaryDirectory(prefix=prefix, dir=TMPFS_ROOT) as tmpfs,
     ):
-        wanted = Wanted(state_bytes=state_bytes, rounds=rounds, limit_s=limit_s, disk=folder, tmpfs=tmpfs)
+        wanted = SnapshotRequest(state_bytes=state_bytes, rounds=rounds, limit_s=limit_s, disk=folder, tmpfs=tmpfs)
         asked, times = Path(folder) / "wanted.json", Path(folder) / "times.json"
         asked.write_bytes(msgspec.json.encode(wanted))
         # What has begun in time may go on for as long as any other run of a benchmark.
-        run_alone([str(script), str(asked), str(times)], Path(folder), environment, limit_s + RUN_LIMIT_S)
-        return msgspec.json.decode(times.read_bytes(), type=Times)
+        run_alone([str(script), str(asked), str(times)], Path(folder), environment, limit_s + RUN_TIMEOUT_S)
+        return msgspec.json.decode(times.read_bytes(), type=SnapshotTimings)
 
 
 def _seconds_table(figures: SnapshotFigures) -> Table:

@@ -17,7 +17,7 @@ HOSTS_OF_MEMORY = 8
 """The group whose memory is compared with the formula."""
 
 
-class Task(enum.StrEnum):
+class SnapshotTask(enum.StrEnum):
     """What is timed."""
 
     COPY = "copy"  # of the same bytes into touched memory
@@ -30,7 +30,7 @@ class Task(enum.StrEnum):
     ORBAX_RESTORE = "orbax restore"
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to time.
 
     Attributes:
@@ -48,7 +48,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     tmpfs: str
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotTiming(msgspec.Struct, frozen=True, kw_only=True):
     """The times of one thing.
 
     Attributes:
@@ -56,12 +56,12 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
         times_s: of each round.
     """
 
-    task: Task
+    task: SnapshotTask
     variant: str
     times_s: list[float]
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What the servers of a group hold.
 
     Attributes:
@@ -75,7 +75,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotTimings(msgspec.Struct, frozen=True, kw_only=True):
     """All that was timed with a state of one size.
 
     Attributes:
@@ -86,8 +86,8 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     state_bytes: int
     processor: str
-    timed: list[Timed]
-    memory: list[Memory]
+    timed: list[SnapshotTiming]
+    memory: list[GroupMemory]
     skipped: dict[str, str]
     versions: dict[str, str]
 
@@ -100,7 +100,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-Sizes = dict[str, dict[Task, dict[str, Seconds]]]
+SecondsBySize = dict[str, dict[SnapshotTask, dict[str, Seconds]]]
 """By MB of state, task and variant."""
 
 
@@ -142,7 +142,7 @@ class SnapshotFigures(msgspec.Struct, frozen=True, kw_only=True):
     spread: dict[str, tuple[float, float]]
     n: int
     state_mb: int
-    seconds: Sizes
+    seconds: SecondsBySize
     skipped: dict[str, str]
     versions: dict[str, str]
     machine: str
@@ -176,7 +176,7 @@ def seconds_of(times_s: Sequence[float]) -> Seconds:
     return Seconds(median=rounded(statistics.median(times_s)), low=rounded(low), high=rounded(high))
 
 
-def make_figures(rounds: int, found: Sequence[Times], machine: str) -> SnapshotFigures:
+def make_snapshot_figures(rounds: int, found: Sequence[SnapshotTimings], machine: str) -> SnapshotFigures:
     """All figures of the line, from one `Times` for each size."""
     # The largest state with which the main comparison was made.
     main = max(found, key=lambda times: (_ratio(times, *_OVER_ORBAX) is not None, times.state_bytes))
@@ -185,7 +185,7 @@ def make_figures(rounds: int, found: Sequence[Times], machine: str) -> SnapshotF
     spread: dict[str, tuple[float, float]] = {}
 
     def figure(
-        name: str, task: Task, variant: str, scale: float = 1.0, *, inverse: bool = False
+        name: str, task: SnapshotTask, variant: str, scale: float = 1.0, *, inverse: bool = False
     ) -> float | None:
         times_s = _times(main, task, variant)
         if times_s is None:
@@ -195,22 +195,22 @@ def make_figures(rounds: int, found: Sequence[Times], machine: str) -> SnapshotF
         return values.median
 
     return SnapshotFigures(
-        capture_gbps=figure("capture_gbps", Task.CAPTURE, one, gb, inverse=True),
-        copy_limit_gbps=figure("copy_limit_gbps", Task.COPY, one, gb, inverse=True),
+        capture_gbps=figure("capture_gbps", SnapshotTask.CAPTURE, one, gb, inverse=True),
+        copy_limit_gbps=figure("copy_limit_gbps", SnapshotTask.COPY, one, gb, inverse=True),
         capture_of_copy={
             timed.variant: ratio
             for timed in main.timed
-            if timed.task is Task.CAPTURE
-            and (ratio := _ratio(main, (Task.COPY, timed.variant), (Task.CAPTURE, timed.variant)))
+            if timed.task is SnapshotTask.CAPTURE
+            and (ratio := _ratio(main, (SnapshotTask.COPY, timed.variant), (SnapshotTask.CAPTURE, timed.variant)))
         },
-        blocking_ms_per_gb=figure("blocking_ms_per_gb", Task.BLOCKING, one, 1000 / gb),
+        blocking_ms_per_gb=figure("blocking_ms_per_gb", SnapshotTask.BLOCKING, one, 1000 / gb),
         commit_s={
             timed.variant: seconds_of(timed.times_s).median
             for timed in main.timed
-            if timed.task is Task.COMMIT
+            if timed.task is SnapshotTask.COMMIT
         },
-        parity_restore_s=figure("parity_restore_s", Task.RESTORE, PARITY),
-        orbax_restore_s=figure("orbax_restore_s", Task.ORBAX_RESTORE, TMPFS),
+        parity_restore_s=figure("parity_restore_s", SnapshotTask.RESTORE, PARITY),
+        orbax_restore_s=figure("orbax_restore_s", SnapshotTask.ORBAX_RESTORE, TMPFS),
         parity_of_orbax=_ratio(main, *_OVER_ORBAX),
         memory_per_byte=_memory(main),
         spread=spread,
@@ -227,14 +227,14 @@ def make_figures(rounds: int, found: Sequence[Times], machine: str) -> SnapshotF
     )
 
 
-_OVER_ORBAX = ((Task.RESTORE, PARITY), (Task.ORBAX_RESTORE, TMPFS))
+_OVER_ORBAX = ((SnapshotTask.RESTORE, PARITY), (SnapshotTask.ORBAX_RESTORE, TMPFS))
 
 
-def _times(times: Times, task: Task, variant: str) -> list[float] | None:
+def _times(times: SnapshotTimings, task: SnapshotTask, variant: str) -> list[float] | None:
     return next((t.times_s for t in times.timed if (t.task, t.variant) == (task, variant)), None)
 
 
-def _ratio(times: Times, over: tuple[Task, str], under: tuple[Task, str]) -> float | None:
+def _ratio(times: SnapshotTimings, over: tuple[SnapshotTask, str], under: tuple[SnapshotTask, str]) -> float | None:
     """The time of one thing over that of another in the same round, the median."""
     upper, lower = _times(times, *over), _times(times, *under)
     if upper is None or lower is None:
@@ -242,7 +242,7 @@ def _ratio(times: Times, over: tuple[Task, str], under: tuple[Task, str]) -> flo
     return rounded(statistics.median(a / b for a, b in zip(upper, lower, strict=True)))
 
 
-def _memory(times: Times) -> dict[str, MemoryFigure]:
+def _memory(times: SnapshotTimings) -> dict[str, MemoryFigure]:
     return {
         str(memory.parity): MemoryFigure(
             measured=rounded(memory.held_bytes / memory.part_bytes),
@@ -253,8 +253,8 @@ def _memory(times: Times) -> dict[str, MemoryFigure]:
     }
 
 
-def _seconds(times: Times) -> dict[Task, dict[str, Seconds]]:
-    found: dict[Task, dict[str, Seconds]] = {}
+def _seconds(times: SnapshotTimings) -> dict[SnapshotTask, dict[str, Seconds]]:
+    found: dict[SnapshotTask, dict[str, Seconds]] = {}
     for timed in times.timed:
         found.setdefault(timed.task, {})[timed.variant] = seconds_of(timed.times_s)
     return found

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import (
     HOSTS,
     MANY_STEPS,
-    PATIENCE_S,
+    REPORT_TIMEOUT_S,
     read_times,
     run_bare,
     run_job,
@@ -73,7 +73,7 @@ def stall(
     figures = campaign.figures(ours, bare)
     console.print(_stall_table(campaign, figures.healthy_step_s))
     console.print(_summary_table(figures, ours, bare))
-    print_line(figures)
+    print_json_line(figures)
 
 
 # Overhead.
@@ -134,7 +134,7 @@ class _Campaign:
             with contextlib.suppress(InternalError):
                 job.kill(JobComponent.COORDINATION_SERVICE, "leader")
         job.release()
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + REPORT_TIMEOUT_S
         while (found := measure_stall(job.read_events(), fault_s)) is None:
             if time.monotonic() > end_s or job.process.poll() is not None:
                 raise InternalError(f"no step after the kill of {victim}:\n{job.read_tail()}")

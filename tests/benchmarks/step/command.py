@@ -9,26 +9,26 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from benchmarks.plotting import check_can_draw, draw
-from benchmarks.report import describe_machine, open_console, print_line
+from benchmarks.plotting import check_can_plot, run_plot_script
+from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import COMPILING_STEPS, HOSTS
 from benchmarks.step.figures import (
     StepFigures,
-    SumCost,
+    ReductionCost,
     fast_cost,
-    most_units,
+    max_units_per_host,
     overhead,
     reproducible_cost,
 )
 from benchmarks.step.loss_curve import record_curve
-from benchmarks.step.redone_work import MICROBATCHES, Campaign, run_campaign
+from benchmarks.step.redone_work import MICROBATCHES, KillCampaign, run_kill_campaign
 from benchmarks.step.step_times import (
     BARE,
     FAST,
     FAST_SMALL,
     REPRODUCIBLE,
     Loop,
-    Measured,
+    LoopTimes,
     measure_steps,
 )
 from resilient_jax.cli.checkout import find_in_checkout
@@ -84,25 +84,25 @@ def step(
         find_in_checkout, ("tests/benchmarks/jobs/step_job.py", "tests/benchmarks/jobs/plot_losses.py")
     )
     if plot is not None:
-        check_can_draw(plot)
+        check_can_plot(plot)
     console = open_console(json_only)
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         work = Path(folder)
         console.print("step times: undisturbed windows, all loops in turn")
         times = measure_steps(script, work, steady_steps, windows, console)
         console.print("redone work: kills, each after everybody trains again")
-        campaign = run_campaign(script, work, kills, console)
+        campaign = run_kill_campaign(script, work, kills, console)
         if plot is not None:
             console.print("loss curve: half of the hosts die at one step")
-            draw(drawing, record_curve(script, work), work, plot)
+            run_plot_script(drawing, record_curve(script, work), work, plot)
             console.print(f"  {plot}")
     figures = make_figures(times, campaign)
     for table in (_times_table(times), _work_table(campaign), _summary_table(figures, campaign)):
         console.print(table)
-    print_line(figures)
+    print_json_line(figures)
 
 
-def make_figures(times: Mapping[Loop, Measured], campaign: Campaign) -> StepFigures:
+def make_figures(times: Mapping[Loop, LoopTimes], campaign: KillCampaign) -> StepFigures:
     """All figures of the line."""
     fast_s = times[FAST_SMALL].times_s
     return StepFigures(
@@ -118,7 +118,7 @@ def make_figures(times: Mapping[Loop, Measured], campaign: Campaign) -> StepFigu
     )
 
 
-def _times_table(times: Mapping[Loop, Measured]) -> Table:
+def _times_table(times: Mapping[Loop, LoopTimes]) -> Table:
     """Steps, and what the sums take by the formulas, beside the memory that was measured."""
     table = Table(title=f"a step on {HOSTS} hosts; a sum's bytes a host by formula, peak memory as measured")
     table.add_column("loop")
@@ -139,14 +139,14 @@ def _times_table(times: Mapping[Loop, Measured]) -> Table:
     return table
 
 
-def _cost_of(loop: Loop, tree_bytes: int) -> SumCost | None:
+def _cost_of(loop: Loop, tree_bytes: int) -> ReductionCost | None:
     for unit, one in REPRODUCIBLE.items():
         if loop == one:
-            return reproducible_cost(tree_bytes, most_units(MICROBATCHES, unit, HOSTS), HOSTS)
+            return reproducible_cost(tree_bytes, max_units_per_host(MICROBATCHES, unit, HOSTS), HOSTS)
     return None if loop.bare else fast_cost(tree_bytes, HOSTS)
 
 
-def _work_table(campaign: Campaign) -> Table:
+def _work_table(campaign: KillCampaign) -> Table:
     table = Table(
         title=f"microbatches of each kill's step, of {MICROBATCHES}, as the processes computed them"
     )
@@ -158,7 +158,7 @@ def _work_table(campaign: Campaign) -> Table:
     return table
 
 
-def _summary_table(figures: StepFigures, campaign: Campaign) -> Table:
+def _summary_table(figures: StepFigures, campaign: KillCampaign) -> Table:
     table = Table("figure", "value", "aim", title=figures.machine)
     table.add_row("fast sums over a jax.jit loop", f"{100 * figures.fast_overhead:.1f} %", "2 %")
     for unit, found in figures.reproducible_overhead.items():

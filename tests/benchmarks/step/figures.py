@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-Microbatch = tuple[int, int]
+MicrobatchId = tuple[int, int]
 """Step and index."""
 
 
@@ -37,7 +37,7 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class WorkerKill:
     """One worker that was killed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Kill:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RedoneWork:
     """What a kill cost, in microbatches of its step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SumCost:
+class ReductionCost:
     """What a sum over hosts takes on each of them, in bytes."""
 
     sent_bytes: float
@@ -83,7 +83,7 @@ def overhead(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
     return round(statistics.median(ours_s) / statistics.median(theirs_s) - 1, 4)
 
 
-def count_work(computed: Mapping[int, Sequence[Microbatch]], kill: Kill, microbatches: int) -> Work:
+def count_work(computed: Mapping[int, Sequence[MicrobatchId]], kill: WorkerKill, microbatches: int) -> RedoneWork:
     """What one kill cost.
 
     Args:
@@ -95,44 +95,44 @@ def count_work(computed: Mapping[int, Sequence[Microbatch]], kill: Kill, microba
         index for mine in computed.values() for step, index in mine if step == kill.step
     )
     own = {index for step, index in computed.get(kill.pid, ()) if step == kill.step}
-    return Work(
+    return RedoneWork(
         lost=len(own),
         redone=counts.total() - len(counts),
         missing=len(set(range(microbatches)) - set(counts)),
     )
 
 
-def count_redone(computed: Mapping[int, Sequence[Microbatch]], steps: int) -> int:
+def count_redone(computed: Mapping[int, Sequence[MicrobatchId]], steps: int) -> int:
     """How many microbatches were computed again in the first `steps` steps, whatever the reason."""
     counts = collections.Counter(m for mine in computed.values() for m in mine if m[0] < steps)
     return counts.total() - len(counts)
 
 
 def find_missing(
-    computed: Mapping[int, Sequence[Microbatch]], steps: int, microbatches: int
-) -> list[Microbatch]:
+    computed: Mapping[int, Sequence[MicrobatchId]], steps: int, microbatches: int
+) -> list[MicrobatchId]:
     """The microbatches of committed steps that nobody computed; none, unless there is a bug."""
     done = {m for mine in computed.values() for m in mine}
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
 
 
-def most_units(microbatches: int, unit: int, hosts: int) -> int:
+def max_units_per_host(microbatches: int, unit: int, hosts: int) -> int:
     """M: the most units that a host has when they are dealt out evenly."""
     units = -(-microbatches // unit)
     return -(-units // hosts)
 
 
-def reproducible_cost(tree_bytes: int, units_a_host: int, hosts: int) -> SumCost:
+def reproducible_cost(tree_bytes: int, units_a_host: int, hosts: int) -> ReductionCost:
     """Of a reproducible sum: (M + 1) G (H - 1) / H sent, 2 M G held."""
     sent_bytes = (units_a_host + 1) * tree_bytes * (hosts - 1) / hosts
-    return SumCost(sent_bytes=sent_bytes, held_bytes=2.0 * units_a_host * tree_bytes)
+    return ReductionCost(sent_bytes=sent_bytes, held_bytes=2.0 * units_a_host * tree_bytes)
 
 
-def fast_cost(tree_bytes: int, hosts: int) -> SumCost:
+def fast_cost(tree_bytes: int, hosts: int) -> ReductionCost:
     """Of one all-reduce: 2 G (H - 1) / H sent, G held."""
-    return SumCost(sent_bytes=2 * tree_bytes * (hosts - 1) / hosts, held_bytes=float(tree_bytes))
+    return ReductionCost(sent_bytes=2 * tree_bytes * (hosts - 1) / hosts, held_bytes=float(tree_bytes))
 
 
-def agree(words: Iterable[str]) -> bool:
+def are_equal(words: Iterable[str]) -> bool:
     """Whether there is a word, and no other."""
     return len(set(words)) == 1

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.runs import (
-    PATIENCE_S,
+    REPORT_TIMEOUT_S,
     run_alone,
     run_job,
     wait_success,
@@ -29,7 +29,7 @@ class _Row(msgspec.Struct, frozen=True):
     generation: int
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
+class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
     """What is drawn; the drawing script reads it as JSON.
 
     Attributes:
@@ -45,12 +45,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool
 
 
-def record_curve(script: Path, work: Path) -> Curve:
+def record_curve(script: Path, work: Path) -> LossCurve:
     """Trains a small model twice: half of the workers killed at one step, and undisturbed on one host."""
     disturbed, alone = work / "half", work / "whole"
     with run_job([str(script), "curve", str(STEPS), str(disturbed / "times")], disturbed) as job:
         job.hold(FailPoint.BEFORE_REDUCE, VICTIMS, DEATH_STEP)  # before anybody can be there
-        job.wait_held(VICTIMS, PATIENCE_S)
+        job.wait_held(VICTIMS, REPORT_TIMEOUT_S)
         for host in VICTIMS:
             job.kill(JobComponent.WORKER, host)
         job.release()
@@ -62,7 +62,7 @@ def record_curve(script: Path, work: Path) -> Curve:
         }
     run_alone([str(script), "curve", str(STEPS), str(alone / "times")], alone)
     found, expected = _read_rows(disturbed), _read_rows(alone)
-    return Curve(
+    return LossCurve(
         losses=[found[step].loss for step in range(1, STEPS + 1)],
         undisturbed=[expected[step].loss for step in range(1, STEPS + 1)],
         hosts=[members[found[step].generation] for step in range(1, STEPS + 1)],

@@ -10,17 +10,17 @@ from rich.console import Console
 from benchmarks.runs import (
     HOSTS,
     MANY_STEPS,
-    PATIENCE_S,
+    REPORT_TIMEOUT_S,
     run_alone,
     run_job,
     wait_healthy,
     wait_success,
 )
 from benchmarks.step.figures import (
-    Kill,
-    Microbatch,
-    Work,
-    agree,
+    WorkerKill,
+    MicrobatchId,
+    RedoneWork,
+    are_equal,
     count_redone,
     count_work,
     find_missing,
@@ -33,7 +33,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 MICROBATCHES = 16
 AHEAD_STEPS = 3
 """A step that is ordered must be one that nobody has come to: reports are a moment old."""
-WORDS = ("microbatch=1", "unit=1", "log")
+JOB_ARGUMENTS = ("microbatch=1", "unit=1", "log")
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Campaign:
+class KillCampaign:
     """One job that was killed again and again, beside an undisturbed run.
 
     Attributes:
@@ -54,8 +54,8 @@ class Campaign:
     """
 
     steps: int
-    kills: tuple[Kill, ...]
-    work: tuple[Work, ...]
+    kills: tuple[WorkerKill, ...]
+    work: tuple[RedoneWork, ...]
     redone: int
     digest: str
     undisturbed: str
@@ -71,7 +71,7 @@ class Campaign:
         return self.digest == self.undisturbed
 
 
-def run_campaign(script: Path, work: Path, kills: int, console: Console) -> Campaign:
+def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) -> KillCampaign:
     """Kills workers that have computed all of their own and not yet entered the sum, each after all train again.
 
     Raises:
@@ -79,18 +79,18 @@ def run_campaign(script: Path, work: Path, kills: int, console: Console) -> Camp
     """
     disturbed, alone = work / "kills", work / "undisturbed"
     with run_job(
-        [str(script), "trainer", str(MANY_STEPS), str(disturbed / "times"), *WORDS], disturbed
+        [str(script), "trainer", str(MANY_STEPS), str(disturbed / "times"), *JOB_ARGUMENTS], disturbed
     ) as job:
         killed = tuple(_kill_one(job, number, console) for number in range(kills))
         steps = _end(job, disturbed)
     console.print(f"  the same {steps} steps undisturbed, on one host")
-    run_alone([str(script), "trainer", str(steps), str(alone / "times"), *WORDS], alone)
+    run_alone([str(script), "trainer", str(steps), str(alone / "times"), *JOB_ARGUMENTS], alone)
     computed = _read_computed(disturbed)
     if missing := find_missing(computed, steps, MICROBATCHES):
         raise InternalError(
             f"found the microbatches {missing} computed by nobody, expected all of {steps} steps"
         )
-    return Campaign(
+    return KillCampaign(
         steps=steps,
         kills=killed,
         work=tuple(count_work(computed, kill, MICROBATCHES) for kill in killed),
@@ -103,10 +103,10 @@ def run_campaign(script: Path, work: Path, kills: int, console: Console) -> Camp
 def read_digest(work: Path) -> str:
     """What the processes that came to the end say of the weights; all that they say, if they disagree."""
     found = sorted(path.read_text() for path in work.glob("digest-*.txt"))
-    return found[0] if agree(found) else " ".join(found)
+    return found[0] if are_equal(found) else " ".join(found)
 
 
-def _kill_one(job: LocalJob, number: int, console: Console) -> Kill:
+def _kill_one(job: LocalJob, number: int, console: Console) -> WorkerKill:
     report = wait_healthy(job)
     assert report.generation is not None, "all train"
     host = report.generation.members[number % HOSTS].host
@@ -118,14 +118,14 @@ def _kill_one(job: LocalJob, number: int, console: Console) -> Kill:
     job.release()
     _wait_change(job, report.generation.number)
     console.print(f"  kill {number + 1}: {host}, before the sum of step {step}")
-    return Kill(host=host, pid=pid, step=step)
+    return WorkerKill(host=host, pid=pid, step=step)
 
 
 def _wait_change(job: LocalJob, before: int) -> None:
     def has_changed(report: JobReport) -> bool:
         return report.generation is not None and report.generation.number > before
 
-    job.wait_report("the death to be noticed", has_changed, PATIENCE_S)
+    job.wait_report("the death to be noticed", has_changed, REPORT_TIMEOUT_S)
 
 
 def _end(job: LocalJob, work: Path) -> int:
@@ -146,9 +146,9 @@ def _look(job: LocalJob) -> JobReport:
     return report
 
 
-def _read_computed(work: Path) -> dict[int, Sequence[Microbatch]]:
+def _read_computed(work: Path) -> dict[int, Sequence[MicrobatchId]]:
     """What each process computed, by pid."""
-    found: dict[int, Sequence[Microbatch]] = {}
+    found: dict[int, Sequence[MicrobatchId]] = {}
     for path in work.glob("computed-*.jsonl"):
         lines = path.read_bytes().split(b"\n")[:-1]
         decoded = [msgspec.json.decode(line, type=_Line) for line in lines]

@@ -29,20 +29,20 @@ class Loop:
     """
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     bare: bool = False
 
 
-BARE: Final = Loop(name="bare", words=("bare",), bare=True)
-FAST: Final = Loop(name="fast", words=("trainer", "fast", "microbatch=4"))
-FAST_SMALL: Final = Loop(name="fast, 1 sequence a microbatch", words=("trainer", "fast", SMALL))
+BARE: Final = Loop(name="bare", arguments=("bare",), bare=True)
+FAST: Final = Loop(name="fast", arguments=("trainer", "fast", "microbatch=4"))
+FAST_SMALL: Final = Loop(name="fast, 1 sequence a microbatch", arguments=("trainer", "fast", SMALL))
 REPRODUCIBLE: Final = {
-    unit: Loop(name=f"reproducible, unit {unit}", words=("trainer", SMALL, f"unit={unit}")) for unit in UNITS
+    unit: Loop(name=f"reproducible, unit {unit}", arguments=("trainer", SMALL, f"unit={unit}")) for unit in UNITS
 }
 LOOPS: Final = (BARE, FAST, FAST_SMALL, *REPRODUCIBLE.values())
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Of one process.
 
     Attributes:
@@ -55,11 +55,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(slots=True)
-class Measured:
+class LoopTimes:
     """All windows of one loop."""
 
     times_s: list[float] = dataclasses.field(default_factory=list)
-    memory: list[Memory] = dataclasses.field(default_factory=list)
+    memory: list[ProcessMemory] = dataclasses.field(default_factory=list)
 
     @property
     def step_s(self) -> float:
@@ -74,12 +74,12 @@ class Measured:
 
 def measure_steps(
     script: Path, work: Path, steps: int, windows: int, console: Console
-) -> Mapping[Loop, Measured]:
+) -> Mapping[Loop, LoopTimes]:
     """A window of each loop in turn, every other turn backwards: so what drifts evenly hits all alike."""
-    found = {loop: Measured() for loop in LOOPS}
+    found = {loop: LoopTimes() for loop in LOOPS}
     for window, loop in itertools.chain.from_iterable(_turn(window) for window in range(windows)):
         folder = work / f"window-{window}-{LOOPS.index(loop)}"
-        command = [str(script), loop.words[0], str(steps), str(folder / "times"), *loop.words[1:]]
+        command = [str(script), loop.arguments[0], str(steps), str(folder / "times"), *loop.arguments[1:]]
         (run_bare if loop.bare else run_undisturbed)(command, folder)
         times_s = read_times(folder)
         if not times_s:
@@ -94,5 +94,5 @@ def _turn(window: int) -> Sequence[tuple[int, Loop]]:
     return [(window, loop) for loop in (LOOPS if window % 2 == 0 else LOOPS[::-1])]
 
 
-def _read_memory(folder: Path) -> list[Memory]:
-    return [msgspec.json.decode(path.read_bytes(), type=Memory) for path in folder.glob("memory-*.json")]
+def _read_memory(folder: Path) -> list[ProcessMemory]:
+    return [msgspec.json.decode(path.read_bytes(), type=ProcessMemory) for path in folder.glob("memory-*.json")]
