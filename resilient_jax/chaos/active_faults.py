@@ -14,7 +14,7 @@ class _Pending:
     timer: threading.Timer | None
 
 
-class Lifetimes:
+class ActiveFaults:
     """The faults that last. `end_all` must be called in the end.
 
     They end on threads of their own: a campaign may be waiting for a store that it has stopped itself.
@@ -36,7 +36,7 @@ class Lifetimes:
         if pending.timer is not None:
             pending.timer.start()
 
-    def see(self, events: Iterable[Event]) -> None:
+    def observe_events(self, events: Iterable[Event]) -> None:
         """Ends what was to last until one of these."""
         kinds = {str(event.kind) for event in events}
         for pending in list(self._pending):
@@ -44,12 +44,12 @@ class Lifetimes:
                 self._end(pending)
 
     @property
-    def timed(self) -> int:
+    def num_timed(self) -> int:
         """How many still last that will end by themselves."""
         with self._lock:
             return sum(p.timer is not None or p.until is not None for p in self._pending)
 
-    def end_all(self) -> None:
+    def undo_all(self) -> None:
         """Undoes everything that still lasts."""
         for pending in list(self._pending):
             self._end(pending)

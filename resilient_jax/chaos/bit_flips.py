@@ -13,7 +13,7 @@ MARK_BYTES = 64
 """Of the first page; the rest of it is not used."""
 
 
-def flip_snapshot(server: int, where: str, count: int, chance: random.Random) -> int:
+def flip_snapshot_bits(server_pid: int, region: str, count: int, rng: random.Random) -> int:
     """Turns a bit over in each of `count` bytes of the newest complete snapshot of a server process.
 
     Args:
@@ -29,22 +29,22 @@ def flip_snapshot(server: int, where: str, count: int, chance: random.Random) ->
         CallerError: there is none, or it has no such region.
     """
     newest: tuple[SlotHeader, str] | None = None
-    for path in _slots_of(server):
+    for path in _slots_of(server_pid):
         mark = _read_mark(path)
         if mark is not None and mark.phase >= SlotPhase.COMPLETE and (newest is None or mark.id > newest[0].id):
             newest = mark, path
     if newest is None:
-        raise CallerError(f"process {server} holds no complete snapshot now")
+        raise CallerError(f"process {server_pid} holds no complete snapshot now")
     mark, path = newest
-    start, length = _region(mark, where)
+    start, length = _region(mark, region)
     if not length:
-        raise CallerError(f"the snapshot of process {server} has no {where}")
+        raise CallerError(f"the snapshot of process {server_pid} has no {region}")
     with open(path, "r+b", buffering=0) as file:
-        _flip(file.fileno(), start, length, count, chance)
+        _flip(file.fileno(), start, length, count, rng)
     return mark.id.step
 
 
-def flip_file(folder: Path, count: int, chance: random.Random) -> Path:
+def flip_checkpoint_bits(folder: Path, count: int, rng: random.Random) -> Path:
     """Turns bits over in the largest file of the newest checkpoint in a folder; gives the file.
 
     Raises:
@@ -56,7 +56,7 @@ def flip_file(folder: Path, count: int, chance: random.Random) -> Path:
         if files:
             largest = max(files, key=lambda path: path.stat().st_size)
             with largest.open("r+b", buffering=0) as file:
-                _flip(file.fileno(), 0, largest.stat().st_size, count, chance)
+                _flip(file.fileno(), 0, largest.stat().st_size, count, rng)
             return largest
     raise CallerError(f"{folder}: found no checkpoint, expected folders with files, one for each")
 

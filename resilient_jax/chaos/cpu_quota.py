@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 PERIOD_US = 100_000
-CYCLE_S = 0.04
+STOP_CYCLE_S = 0.04
 """Of stopping and going on: shorter than an agent's two looks at whether its worker is stopped."""
-GROUPS = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def slow_down(pid: int, share: float) -> Callable[[], None]:
+def limit_cpu(pid: int, share: float) -> Callable[[], None]:
     """From now on the process gets this share of one core; gives what ends that."""
     for attempt in (_by_version_2, _by_version_1):
         with contextlib.suppress(OSError):
@@ -22,15 +22,15 @@ def slow_down(pid: int, share: float) -> Callable[[], None]:
 
 
 def _by_version_2(pid: int, share: float) -> Callable[[], None]:
-    if "cpu" not in (GROUPS / "cgroup.subtree_control").read_text().split():
+    if "cpu" not in (CGROUP_ROOT / "cgroup.subtree_control").read_text().split():
         raise OSError("no cpu controller")
-    group = GROUPS / f"resilient-jax-chaos-{pid}"
+    group = CGROUP_ROOT / f"resilient-jax-chaos-{pid}"
     group.mkdir()
     return _enter(group, pid, "cgroup.procs", "cpu.max", f"{int(share * PERIOD_US)} {PERIOD_US}")
 
 
 def _by_version_1(pid: int, share: float) -> Callable[[], None]:
-    home = GROUPS / "cpu"
+    home = CGROUP_ROOT / "cpu"
     if not (home / "cpu.cfs_quota_us").exists() and not (home / "tasks").exists():
         raise OSError("no cpu controller")
     group = home / f"resilient-jax-chaos-{pid}"
@@ -67,9 +67,9 @@ def _by_stopping(pid: int, share: float) -> Callable[[], None]:
 
     def cycle() -> None:
         with contextlib.suppress(ProcessLookupError):
-            while not over.wait(CYCLE_S * share):
+            while not over.wait(STOP_CYCLE_S * share):
                 os.kill(pid, signal.SIGSTOP)
-                over.wait(CYCLE_S * (1 - share))
+                over.wait(STOP_CYCLE_S * (1 - share))
                 os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=cycle, name="resilient-jax-slow", daemon=True)

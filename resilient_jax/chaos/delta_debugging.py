@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from resilient_jax.chaos.invariants import Violation
-from resilient_jax.chaos.manifest import Incident, Manifest
+from resilient_jax.chaos.manifest import Incident, CampaignManifest
 
 
-def minimise(manifest: Manifest, fails: Callable[[Manifest], bool]) -> Manifest:
+def minimize_manifest(manifest: CampaignManifest, fails: Callable[[CampaignManifest], bool]) -> CampaignManifest:
     """A manifest with some of the incidents, of which none can be left out.
 
     That holds if `fails` gives the same answer each time; of failures that come and go it gives some that has failed.
@@ -19,7 +19,7 @@ def minimise(manifest: Manifest, fails: Callable[[Manifest], bool]) -> Manifest:
         fails: runs a manifest, and says whether it fails as this one did.
     """
 
-    def of(incidents: Sequence[Incident]) -> Manifest:
+    def of(incidents: Sequence[Incident]) -> CampaignManifest:
         return msgspec.structs.replace(manifest, incidents=tuple(incidents))
 
     kept: Sequence[Incident] = manifest.incidents

@@ -28,7 +28,7 @@ class Disk:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, size_mib: int) -> Iterator[Disk]:
+def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
     """A disk of that size for the time of the block. What is on it is gone afterwards, so it is copied out first.
 
     Raises:

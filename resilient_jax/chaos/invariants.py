@@ -13,14 +13,14 @@ class Invariant(enum.StrEnum):
     STEPS = "every step is committed, by each process once and in order"
     MICROBATCHES = "every microbatch of every step is once among the committed"
     BITS = "weights and optimizer state are bit for bit those of an undisturbed run"
-    RESTORED = "restored bytes are those that were committed"
-    FENCED = "nobody commits beyond the step in flight in a generation that has ended"
-    NUMBERS = "no generation number is given out twice"
-    LEADERS = "no two leaders act"
+    RESTORED_BYTES = "restored bytes are those that were committed"
+    FENCING = "nobody commits beyond the step in flight in a generation that has ended"
+    GENERATION_NUMBERS = "no generation number is given out twice"
+    SINGLE_LEADER = "no two leaders act"
     EVENTS = "every degradation has its event"
     RECOVERY = "everybody trains again after an incident"
-    ENDING = "the job ends by itself, as it should"
-    NOTHING_LEFT = "nothing is left of the job"
+    EXIT = "the job ends by itself, as it should"
+    NO_LEFTOVERS = "nothing is left of the job"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,32 +28,32 @@ class Violation:
     """One invariant that does not hold, and how that was seen."""
 
     invariant: Invariant
-    found: str
+    description: str
 
     def __str__(self) -> str:
-        return f"{self.invariant}: {self.found}"
+        return f"{self.invariant}: {self.description}"
 
 
-EVERY_STEP = frozenset({EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_COMPLETE, EventKind.SNAPSHOT_COMMITTED})
+ROUTINE_EVENTS = frozenset({EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_COMPLETE, EventKind.SNAPSHOT_COMMITTED})
 """They come with every step of a healthy job, and would bury what does not."""
-STORY_EVENTS = 60
+MAX_TIMELINE_EVENTS = 60
 """Of the end of a story: what is older rarely tells."""
 
 
-def tell_story(events: Iterable[Event], notes: Iterable[tuple[float, str]] = ()) -> list[str]:
+def format_timeline(events: Iterable[Event], notes: Iterable[tuple[float, str]] = ()) -> list[str]:
     """The last events of all hosts and what the campaign did, merged by time, a line each.
 
     Args:
         events: of all hosts, in any order.
         notes: monotonic time and text of what the campaign did.
     """
-    lines = [(event.monotonic_s, describe(event)) for event in events if event.kind not in EVERY_STEP]
+    lines = [(event.monotonic_s, describe_event(event)) for event in events if event.kind not in ROUTINE_EVENTS]
     lines += [(when_s, f"campaign: {text}") for when_s, text in notes]
     lines.sort()
-    return [f"{when_s:.3f} {text}" for when_s, text in lines[-STORY_EVENTS:]]
+    return [f"{when_s:.3f} {text}" for when_s, text in lines[-MAX_TIMELINE_EVENTS:]]
 
 
-def describe(event: Event) -> str:
+def describe_event(event: Event) -> str:
     """An event without its time, for people."""
     detail = " ".join(f"{name}={value}" for name, value in event.detail.items())
     words = [event.host, str(event.kind)]
@@ -62,6 +62,6 @@ def describe(event: Event) -> str:
     return " ".join([*words, detail]).strip()
 
 
-def without_repeats(violations: Sequence[Violation]) -> list[Violation]:
+def deduplicate(violations: Sequence[Violation]) -> list[Violation]:
     """Each once, in order."""
     return list(dict.fromkeys(violations))

@@ -12,20 +12,20 @@ from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
 
 SUM_MODULUS = 2**64
-HALF = 16
+LANE_DIGITS = 16
 """Hexadecimal digits of each of the two lanes of a sum."""
-SHOWN = 5
+MAX_SHOWN = 5
 """Of many violations of one kind: more would bury the story."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Digest:
+class StateDigest:
     """Of the whole state after a step. `sha256` is empty where no host had the whole."""
 
     sha256: str
     sum: str
 
-    def equals(self, other: "Digest") -> bool:
+    def matches(self, other: "StateDigest") -> bool:
         """By SHA-256 where both have it."""
         if self.sha256 and other.sha256:
             return self.sha256 == other.sha256
@@ -33,7 +33,7 @@ class Digest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Undisturbed:
+class ReferenceStep:
     """A step of the run that nobody disturbed.
 
     Attributes:
@@ -41,45 +41,45 @@ class Undisturbed:
         microbatches: how many each of its sums has, by the sum's name.
     """
 
-    digest: Digest
+    digest: StateDigest
     microbatches: Mapping[str, int]
 
 
-def add_sums(sums: Iterable[str]) -> str:
+def combine_sums(sums: Iterable[str]) -> str:
     """The digest of a state from those of its parts."""
     lanes = [0, 0]
     for text in sums:
-        for lane, digits in enumerate((text[:HALF], text[HALF:])):
+        for lane, digits in enumerate((text[:LANE_DIGITS], text[LANE_DIGITS:])):
             lanes[lane] = (lanes[lane] + int(digits, 16)) % SUM_MODULUS
     return "".join(f"{lane:016x}" for lane in lanes)
 
 
-def digests_of(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple[int, Digest, str]]:
+def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple[int, StateDigest, str]]:
     """Step, digest of the whole state after it, and who says so. Parts of which some are missing say nothing."""
     parts: dict[tuple[int, int], list[StepEntry | RestoreEntry]] = collections.defaultdict(list)
     for line in lines:
         step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
         if line.state_sha256:
-            yield step, Digest(line.state_sha256, line.additive_digest), f"{line.host} in generation {line.generation}"
+            yield step, StateDigest(line.state_sha256, line.additive_digest), f"{line.host} in generation {line.generation}"
         else:
             parts[line.generation, step].append(line)
     for (generation, step), found in parts.items():
         by_host = {line.host: line for line in found}
         if len(by_host) == found[0].num_hosts:
-            total = add_sums(line.additive_digest for line in by_host.values())
-            yield step, Digest("", total), f"all {len(by_host)} hosts of generation {generation}"
+            total = combine_sums(line.additive_digest for line in by_host.values())
+            yield step, StateDigest("", total), f"all {len(by_host)} hosts of generation {generation}"
 
 
-def read_reference(lines: Iterable[LedgerEntry]) -> dict[int, Undisturbed]:
+def read_reference(lines: Iterable[LedgerEntry]) -> dict[int, ReferenceStep]:
     """Each step of a run that nobody disturbed."""
     committed = {line.step: line for line in lines if isinstance(line, StepEntry)}
     return {
-        step: Undisturbed(digest=digest, microbatches=_microbatches_of(committed[step]))
-        for step, digest, _ in digests_of(committed.values())
+        step: ReferenceStep(digest=digest, microbatches=_microbatches_of(committed[step]))
+        for step, digest, _ in iterate_digests(committed.values())
     }
 
 
-def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Undisturbed]) -> list[Violation]:
+def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, ReferenceStep]) -> list[Violation]:
     """All that is wrong.
 
     Args:
@@ -96,8 +96,8 @@ def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Undistur
     ]
 
 
-def check_complete(
-    lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, Undisturbed]
+def check_completeness(
+    lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, ReferenceStep]
 ) -> list[Violation]:
     """What is missing when the job is done.
 
@@ -110,40 +110,40 @@ def check_complete(
     restored = [line for line in lines if isinstance(line, RestoreEntry)]
     done = {line.step for line in committed}
     # A step that a host died in is done again; or else all go on from it, which tells its digest as well.
-    compared = {step for found in (committed, restored) for step, _, _ in digests_of(found)}
+    compared = {step for found in (committed, restored) for step, _, _ in iterate_digests(found)}
     total = steps if steps is not None else max(done, default=-1) + 1
     found = []
     if missing := sorted(set(range(total)) - done):
         found.append(
-            Violation(invariant=Invariant.STEPS, found=f"steps {missing[:SHOWN]} were never committed")
+            Violation(invariant=Invariant.STEPS, description=f"steps {missing[:MAX_SHOWN]} were never committed")
         )
     if extra := sorted(step for step in done if step >= total):
-        found.append(Violation(invariant=Invariant.STEPS, found=f"steps {extra[:SHOWN]} are beyond the last"))
+        found.append(Violation(invariant=Invariant.STEPS, description=f"steps {extra[:MAX_SHOWN]} are beyond the last"))
     if unknown := sorted(done - reference.keys()):
-        text = f"steps {unknown[:SHOWN]} have no undisturbed counterpart"
-        found.append(Violation(invariant=Invariant.BITS, found=text))
+        text = f"steps {unknown[:MAX_SHOWN]} have no undisturbed counterpart"
+        found.append(Violation(invariant=Invariant.BITS, description=text))
     in_flight = {max(done)} if done and steps is None else set()
     if torn := sorted(done - compared - in_flight):
-        text = f"steps {torn[:SHOWN]} were never compared, expected each committed by all hosts of some generation"
-        found.append(Violation(invariant=Invariant.BITS, found=text))
+        text = f"steps {torn[:MAX_SHOWN]} were never compared, expected each committed by all hosts of some generation"
+        found.append(Violation(invariant=Invariant.BITS, description=text))
     return found
 
 
 def _other_bits(
-    committed: list[StepEntry], restored: list[RestoreEntry], reference: Mapping[int, Undisturbed]
+    committed: list[StepEntry], restored: list[RestoreEntry], reference: Mapping[int, ReferenceStep]
 ) -> Iterator[Violation]:
     expected = {step: known.digest for step, known in reference.items()}
     shown: collections.Counter[Invariant] = collections.Counter()
-    for invariant, lines in ((Invariant.BITS, committed), (Invariant.RESTORED, restored)):
-        for step, digest, who in digests_of(lines):
+    for invariant, lines in ((Invariant.BITS, committed), (Invariant.RESTORED_BYTES, restored)):
+        for step, digest, who in iterate_digests(lines):
             if step < 0:
                 continue  # the initial state
             first = expected.setdefault(step, digest)
-            if not digest.equals(first):
+            if not digest.matches(first):
                 shown[invariant] += 1
-                if shown[invariant] <= SHOWN:
+                if shown[invariant] <= MAX_SHOWN:
                     text = f"step {step}: {digest.sha256 or digest.sum} on {who}, expected {first.sha256 or first.sum}"
-                    yield Violation(invariant=invariant, found=text)
+                    yield Violation(invariant=invariant, description=text)
 
 
 def _out_of_order(committed: list[StepEntry]) -> Iterator[Violation]:
@@ -153,12 +153,12 @@ def _out_of_order(committed: list[StepEntry]) -> Iterator[Violation]:
         before = newest.get(key)
         if before is not None and line.step != before + 1:
             text = f"process {line.pid} of {line.host} committed step {line.step} after {before} in generation "
-            yield Violation(invariant=Invariant.STEPS, found=f"{text}{line.generation}")
+            yield Violation(invariant=Invariant.STEPS, description=f"{text}{line.generation}")
         newest[key] = line.step
 
 
 def _wrong_microbatches(
-    committed: list[StepEntry], begun: list[MicrobatchEntry], reference: Mapping[int, Undisturbed]
+    committed: list[StepEntry], begun: list[MicrobatchEntry], reference: Mapping[int, ReferenceStep]
 ) -> Iterator[Violation]:
     computed = {(line.host, line.step, line.index) for line in begun}
     owners: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {}
@@ -169,16 +169,16 @@ def _wrong_microbatches(
         where = f"step {line.step} in generation {line.generation}"
         if first != line.owners:
             text = f"{where}: {line.host} says {line.owners}, another host {first}"
-            yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+            yield Violation(invariant=Invariant.MICROBATCHES, description=text)
         counts = _microbatches_of(line)
         if counts != expected.setdefault(line.step, counts):
             text = f"{where}: {line.host} says so many microbatches: {counts}, expected {expected[line.step]}"
-            yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+            yield Violation(invariant=Invariant.MICROBATCHES, description=text)
         for hosts in line.owners.values():
             for index, host in enumerate(hosts):
                 if (host, line.step, index) not in computed:
                     text = f"{where}: {host} is said to have computed microbatch {index}, and never began it"
-                    yield Violation(invariant=Invariant.MICROBATCHES, found=text)
+                    yield Violation(invariant=Invariant.MICROBATCHES, description=text)
 
 
 def _microbatches_of(line: StepEntry) -> dict[str, int]:
@@ -195,8 +195,8 @@ def _late_commits(committed: list[StepEntry]) -> Iterator[Violation]:
         for generation, (when_s, step) in firsts.items():
             if generation > line.generation and line.step > step:
                 yield Violation(
-                    invariant=Invariant.FENCED,
-                    found=f"{line.host} committed step {line.step} in generation {line.generation} "
+                    invariant=Invariant.FENCING,
+                    description=f"{line.host} committed step {line.step} in generation {line.generation} "
                     f"{line.monotonic_s - when_s:.2f} s after generation {generation} had committed step {step}",
                 )
         firsts.setdefault(line.generation, (line.monotonic_s, line.step))

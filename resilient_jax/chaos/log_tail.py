@@ -13,7 +13,7 @@ from resilient_jax.protocol.ledger import ENTRY_DECODER, LedgerEntry
 T = TypeVar("T")
 
 
-class Tail(Generic[T]):
+class LogTail(Generic[T]):
     """The lines of all files of a pattern, decoded. A line that is torn or no record is left out.
 
     Attributes:
@@ -27,7 +27,7 @@ class Tail(Generic[T]):
         self._offsets: dict[Path, int] = {}
         self.records: list[T] = []
 
-    def look(self) -> list[T]:
+    def poll(self) -> list[T]:
         """Those that have come since the last look."""
         new: list[T] = []
         for path in sorted(self._directory.glob(self._pattern)):
@@ -43,11 +43,11 @@ class Tail(Generic[T]):
         return new
 
 
-def tail_events(directory: Path) -> Tail[Event]:
+def tail_events(directory: Path) -> LogTail[Event]:
     """Of all hosts that write into a run folder."""
-    return Tail(directory, "*.events.jsonl", msgspec.json.Decoder(Event).decode)
+    return LogTail(directory, "*.events.jsonl", msgspec.json.Decoder(Event).decode)
 
 
-def tail_ledger(directory: Path) -> Tail[LedgerEntry]:
+def tail_ledger(directory: Path) -> LogTail[LedgerEntry]:
     """Of all workers."""
-    return Tail(directory, "*.jsonl", ENTRY_DECODER.decode)
+    return LogTail(directory, "*.jsonl", ENTRY_DECODER.decode)

@@ -12,14 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from resilient_jax.chaos.faults import (
-    INNER_FAULTS,
+    WORKER_FAULTS,
     NETWORK_FAULTS,
     ClockJump,
     Fault,
-    Flip,
+    BitFlip,
     FullDisk,
-    is_of_message,
-    kind_of,
+    is_message_flip,
+    fault_kind,
 )
 from resilient_jax.config import JobConfig, decode_toml, load_toml, override_values
 from resilient_jax.config.job_config import Seconds
@@ -27,9 +27,9 @@ from resilient_jax.errors import ConfigError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
-LARGEST = 1_000_000
+MAX_NUMBER = 1_000_000
 """Of a whole number in a manifest: more is a mistyped one."""
-Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
+Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 HostIndex = Annotated[str, Meta(pattern="^(host-[0-9]+|leader|follower|all)$")]
 
 
@@ -57,16 +57,16 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         host: that is waited for and held there; default: the target's first.
     """
 
-    step: Natural | None = None
-    steps: Natural | None = None
-    seconds: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+    step: Count | None = None
+    after_steps: Count | None = None
+    after_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     event: str | None = None
     detail: dict[str, str] = {}
-    place: FailPoint | None = None
+    failpoint: FailPoint | None = None
     host: HostIndex | None = None
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FaultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """To whom.
 
     Attributes:
@@ -85,14 +85,14 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         needs: events of which at least one must follow, besides what the tool expects by itself; empty: none.
     """
 
-    at: Trigger
-    target: Target
+    trigger: Trigger
+    target: FaultTarget
     fault: Fault
     overlaps: bool = False
-    needs: tuple[str, ...] = ()
+    required_events: tuple[str, ...] = ()
 
 
-QUICK_CONFIG: dict[str, float | int | str] = {
+CHAOS_CONFIG: dict[str, float | int | str] = {
     "lease_ttl_s": 2.0,
     "restart_limit": 1000,
     "restart_backoff_s": 0.0,
@@ -103,7 +103,7 @@ QUICK_CONFIG: dict[str, float | int | str] = {
 """For jobs that are broken every few seconds: nobody is given up. What a manifest says of these counts."""
 
 
-class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job that the script is run as.
 
     Attributes:
@@ -116,29 +116,29 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4
     devices_per_host: Annotated[int, Meta(ge=1, le=64)] = 1
-    steps: Natural = 0
+    steps: Count = 0
     network: Literal["loopback", "namespaces"] = "loopback"
-    disk_mib: Natural = 0
+    disk_mib: Count = 0
     may_set_clock: bool = False
     config: dict[str, float | int | str] = {}
 
     @property
-    def settings(self) -> dict[str, float | int | str]:
+    def job_config(self) -> dict[str, float | int | str]:
         """All keys of `config.job_config.JobConfig` that are not left at their defaults."""
-        return {**QUICK_CONFIG, **self.config}
+        return {**CHAOS_CONFIG, **self.config}
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExpectedExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the job must end.
 
     Attributes:
         exit_code: of `resilient-jax launch`. If not 0, the job must have ended `recovery_s` after the last incident.
     """
 
-    exit_code: Annotated[int, Meta(ge=-64, le=255)] = 0
+    code: Annotated[int, Meta(ge=-64, le=255)] = 0
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CampaignManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A campaign.
 
     Attributes:
@@ -148,35 +148,35 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         recovery_s: within which everybody must train again after an incident.
     """
 
-    seed: Natural = 0
+    seed: Count = 0
     about: str = ""
     script: tuple[str, ...] = ()
-    recovery_s: Seconds = 120.0
-    job: JobShape = JobShape()
-    ending: Ending = Ending()
+    recovery_timeout_s: Seconds = 120.0
+    job: ChaosJob = ChaosJob()
+    expected_exit: ExpectedExit = ExpectedExit()
     incidents: tuple[Incident, ...] = ()
 
 
-def fill_in(command: Sequence[str], folder: Path) -> tuple[str, ...]:
+def expand_command(command: Sequence[str], folder: Path) -> tuple[str, ...]:
     """The script's command for a run that has this folder: see `Manifest.script`."""
     return tuple(word.replace("{folder}", str(folder)) for word in command)
 
 
-def load_manifest(path: Path) -> Manifest:
+def load_manifest(path: Path) -> CampaignManifest:
     """The manifest in a file.
 
     Raises:
         ConfigError: it cannot be read or does not fit; names file and key.
     """
-    return _check(load_toml(path, Manifest), str(path))
+    return _check(load_toml(path, CampaignManifest), str(path))
 
 
-def parse_manifest(text: str, *, source: str) -> Manifest:
+def parse_manifest(text: str, *, source: str) -> CampaignManifest:
     """As `load_manifest`, from a text that messages call `source`."""
-    return _check(decode_toml(text, Manifest, source=source), source)
+    return _check(decode_toml(text, CampaignManifest, source=source), source)
 
 
-def _check(manifest: Manifest, source: str) -> Manifest:
+def _check(manifest: CampaignManifest, source: str) -> CampaignManifest:
     override_values(JobConfig(), manifest.job.config, source=f"{source}, job.config")
     for number, incident in enumerate(manifest.incidents):
         for key, found, expected in _misfits(incident, manifest.job):
@@ -186,12 +186,12 @@ def _check(manifest: Manifest, source: str) -> Manifest:
     return manifest
 
 
-def _misfits(incident: Incident, job: JobShape) -> list[tuple[str, str, str]]:
+def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     """Key, found, expected, for each rule that the incident breaks."""
     found: list[tuple[str, str, str]] = []
-    at, target, fault = incident.at, incident.target, incident.fault
+    at, target, fault = incident.trigger, incident.target, incident.fault
     kinds = frozenset(map(str, EventKind))
-    names = [("at.event", at.event), *((f"needs[{i}]", name) for i, name in enumerate(incident.needs))]
+    names = [("at.event", at.event), *((f"needs[{i}]", name) for i, name in enumerate(incident.required_events))]
     names.append(("fault.until", getattr(fault, "until", None)))
     found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
     if at == Trigger():
@@ -205,26 +205,26 @@ def _misfits(incident: Incident, job: JobShape) -> list[tuple[str, str, str]]:
     ]
     if not target.hosts:
         found.append(("target.hosts", "none", "at least one"))
-    if isinstance(fault, INNER_FAULTS) and (target.part is not TargetPart.WORKER or at.place is None):
-        found.append(("fault.kind", kind_of(fault), "a worker as target and a place in `at`"))
+    if isinstance(fault, WORKER_FAULTS) and (target.part is not TargetPart.WORKER or at.failpoint is None):
+        found.append(("fault.kind", fault_kind(fault), "a worker as target and a place in `at`"))
     if isinstance(fault, NETWORK_FAULTS) and (
         target.part is not TargetPart.LINK or job.network != "namespaces"
     ):
-        found.append(("fault.kind", kind_of(fault), 'a link as target and job.network = "namespaces"'))
-    if is_of_message(fault) and (
-        target.part is not TargetPart.SNAPSHOTS or at.place is not FailPoint.BEFORE_SEND
+        found.append(("fault.kind", fault_kind(fault), 'a link as target and job.network = "namespaces"'))
+    if is_message_flip(fault) and (
+        target.part is not TargetPart.SNAPSHOTS or at.failpoint is not FailPoint.BEFORE_SEND
     ):
         found.append(
             ("fault.where", "message", f"snapshots as target and {FailPoint.BEFORE_SEND} as place in `at`")
         )
     if isinstance(fault, ClockJump) and not job.may_set_clock:
         found.append(
-            ("fault.kind", kind_of(fault), "job.may_set_clock = true: all programs here will see it")
+            ("fault.kind", fault_kind(fault), "job.may_set_clock = true: all programs here will see it")
         )
     if isinstance(fault, FullDisk) and not job.disk_mib:
-        found.append(("fault.kind", kind_of(fault), "job.disk_mib, the size of the disk to fill"))
+        found.append(("fault.kind", fault_kind(fault), "job.disk_mib, the size of the disk to fill"))
     if target.part is TargetPart.LINK and not isinstance(fault, NETWORK_FAULTS):
-        found.append(("target.part", "link", f"another part for {kind_of(fault)}"))
-    if isinstance(fault, Flip) and fault.where == "checkpoint" and not fault.path:
+        found.append(("target.part", "link", f"another part for {fault_kind(fault)}"))
+    if isinstance(fault, BitFlip) and fault.region == "checkpoint" and not fault.path:
         found.append(("fault.path", "nothing", "the folder that the script keeps checkpoints in"))
     return found

@@ -5,17 +5,17 @@ from collections.abc import Mapping
 
 import msgspec
 
-from resilient_jax.chaos.manifest import Incident, Manifest
+from resilient_jax.chaos.manifest import Incident, CampaignManifest
 
 
-def write_manifest(manifest: Manifest) -> str:
+def format_manifest(manifest: CampaignManifest) -> str:
     """The text that `parse_manifest` gives the same manifest for; what has its default is left out.
 
     Example:
         >>> print(write_manifest(Manifest(seed=7)), end="")
         seed = 7
     """
-    top = _changed(manifest, Manifest())
+    top = _changed(manifest, CampaignManifest())
     lines = [f"{key} = {_value(value)}" for key, value in top.items() if key not in TABLES]
     for key in ("job", "ending"):
         if key in top:
@@ -27,7 +27,7 @@ def write_manifest(manifest: Manifest) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table(values: Mapping[str, object]) -> str:
+def format_table(values: Mapping[str, object]) -> str:
     """Keys and values as the top level of a TOML file."""
     return "".join(f"{_key(name)} = {_value(value)}\n" for name, value in values.items())
 

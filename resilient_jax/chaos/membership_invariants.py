@@ -10,7 +10,7 @@ from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.records import GenerationPhase
 
-ORDER = {phase: place for place, phase in enumerate(GenerationPhase)}
+PHASE_ORDER = {phase: place for place, phase in enumerate(GenerationPhase)}
 
 
 def check_membership(events: Sequence[Event]) -> list[Violation]:
@@ -30,12 +30,12 @@ def _two_leaders(events: Sequence[Event]) -> Iterator[Violation]:
             token = int(event.detail["token"])
             if elected.setdefault(token, event.host) != event.host:
                 text = f"token {token} was given to {elected[token]} and to {event.host}"
-                yield Violation(invariant=Invariant.LEADERS, found=text)
+                yield Violation(invariant=Invariant.SINGLE_LEADER, description=text)
     newest: Event | None = None
     for event in _decisions(events):
         if newest is not None and int(event.detail["token"]) < int(newest.detail["token"]):
             text = f"{event.host} decided with token {event.detail['token']} after {newest.host} had with "
-            yield Violation(invariant=Invariant.LEADERS, found=f"{text}{newest.detail['token']}")
+            yield Violation(invariant=Invariant.SINGLE_LEADER, description=f"{text}{newest.detail['token']}")
         newest = event
 
 
@@ -47,7 +47,7 @@ def _numbers(events: Sequence[Event]) -> Iterator[Violation]:
             phase, last_phase = str(event.detail["phase"]), str(before.detail["phase"])
             if found < last or (found == last and not _may_follow(GenerationPhase(phase), GenerationPhase(last_phase))):
                 text = f"generation {found} ({phase}) was published after generation {last} ({last_phase})"
-                yield Violation(invariant=Invariant.NUMBERS, found=text)
+                yield Violation(invariant=Invariant.GENERATION_NUMBERS, description=text)
         before = event
 
 
@@ -57,7 +57,7 @@ def _may_follow(phase: GenerationPhase, last: GenerationPhase) -> bool:
         return phase is GenerationPhase.ACTIVE
     if phase is GenerationPhase.QUIESCE:  # unplanned: always the first phase of a number
         return False
-    return ORDER[phase] > ORDER[last]
+    return PHASE_ORDER[phase] > PHASE_ORDER[last]
 
 
 def _forms(events: Sequence[Event]) -> Iterator[Violation]:
@@ -69,11 +69,11 @@ def _forms(events: Sequence[Event]) -> Iterator[Violation]:
             if seen.setdefault(event.generation, form) != form:
                 other = seen[event.generation]
                 text = f"generation {event.generation} is {form} on {event.host}, and {other} elsewhere"
-                yield Violation(invariant=Invariant.NUMBERS, found=text)
+                yield Violation(invariant=Invariant.GENERATION_NUMBERS, description=text)
 
 
 def _without_reason(events: Sequence[Event]) -> Iterator[Violation]:
     for event in _decisions(events):
         if event.detail["phase"] in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE) and not event.detail.get("reason"):
             text = f"generation {event.generation} ({event.detail['phase']}) has no reason"
-            yield Violation(invariant=Invariant.EVENTS, found=text)
+            yield Violation(invariant=Invariant.EVENTS, description=text)

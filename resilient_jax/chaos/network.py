@@ -31,16 +31,16 @@ class Network:
             for index, name in enumerate(self._names.values())
         )
 
-    def cut(self, host: str) -> Callable[[], None]:
+    def cut_link(self, host: str) -> Callable[[], None]:
         """Takes the host's link down; gives what takes it up again."""
-        run("ip", "link", "set", self._names[host], "down")
-        return lambda: run("ip", "link", "set", self._names[host], "up")
+        run_command("ip", "link", "set", self._names[host], "down")
+        return lambda: run_command("ip", "link", "set", self._names[host], "up")
 
-    def throttle(self, host: str, mbit_s: float) -> Callable[[], None]:
+    def throttle_link(self, host: str, mbit_s: float) -> Callable[[], None]:
         """The host's link carries no more, in either direction; gives what ends that."""
         return self._queue(host, "tbf", "rate", f"{mbit_s}mbit", *TBF)
 
-    def lose(self, host: str, percent: float) -> Callable[[], None]:
+    def drop_packets(self, host: str, percent: float) -> Callable[[], None]:
         """The host's link loses packets in either direction; gives what ends that.
 
         Raises:
@@ -56,11 +56,11 @@ class Network:
         def undo() -> None:
             for command, device in done:
                 with contextlib.suppress(OSError):
-                    run(*command, "qdisc", "delete", "dev", device, "root")
+                    run_command(*command, "qdisc", "delete", "dev", device, "root")
 
         try:
             for command, device in ends:
-                run(*command, "qdisc", "replace", "dev", device, "root", *words)
+                run_command(*command, "qdisc", "replace", "dev", device, "root", *words)
                 done.append((command, device))
         except OSError:
             undo()
@@ -73,16 +73,16 @@ class Network:
         Raises:
             OSError: not permitted here.
         """
-        run("ip", "link", "add", self._bridge, "type", "bridge")
-        run("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
-        run("ip", "link", "set", self._bridge, "up")
+        run_command("ip", "link", "add", self._bridge, "type", "bridge")
+        run_command("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
+        run_command("ip", "link", "set", self._bridge, "up")
         for site, name in zip(self.sites(), self._names.values(), strict=True):
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "link", "set", name, "master", self._bridge, "up")
-            run("ip", "-n", name, "address", "add", f"{site.address}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
+            run_command("ip", "netns", "add", name)
+            run_command("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            run_command("ip", "link", "set", name, "master", self._bridge, "up")
+            run_command("ip", "-n", name, "address", "add", f"{site.address}/24", "dev", "eth0")
+            run_command("ip", "-n", name, "link", "set", "eth0", "up")
+            run_command("ip", "-n", name, "link", "set", "lo", "up")
 
     def remove(self) -> None:
         """Undoes `build`, also half of it."""
@@ -91,16 +91,16 @@ class Network:
             ("link", "delete", self._bridge),
         ):
             with contextlib.suppress(OSError):
-                run("ip", *words)
+                run_command("ip", *words)
 
-    def leftovers(self) -> list[str]:
+    def list_namespaces(self) -> list[str]:
         """Namespaces that are still there."""
         found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
         return sorted(set(self._names.values()) & {line.split()[0] for line in found.splitlines() if line})
 
 
 @contextlib.contextmanager
-def built(hosts: int) -> Iterator[Network]:
+def build_network(hosts: int) -> Iterator[Network]:
     """A network for the time of the block.
 
     Raises:
@@ -114,7 +114,7 @@ def built(hosts: int) -> Iterator[Network]:
         network.remove()
 
 
-def run(*words: str) -> None:
+def run_command(*words: str) -> None:
     """Runs a command of the system.
 
     Raises:

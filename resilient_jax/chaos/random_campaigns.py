@@ -10,29 +10,29 @@ import dataclasses
 import random
 from collections.abc import Callable, Collection
 
-from resilient_jax.chaos.faults import Exit, Fault, Flip, Kill, Partition, Slow, SlowLink, Stop
-from resilient_jax.chaos.manifest import Incident, JobShape, Manifest, Target, TargetPart, Trigger
+from resilient_jax.chaos.faults import ProcessExit, Fault, BitFlip, ProcessKill, NetworkPartition, SlowProcess, SlowLink, ProcessStop
+from resilient_jax.chaos.manifest import Incident, ChaosJob, CampaignManifest, FaultTarget, TargetPart, Trigger
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
-LEAST_GAP_STEPS = 0.1
-MOST_GAP_STEPS = 10_000.0
+MIN_GAP_STEPS = 0.1
+MAX_GAP_STEPS = 10_000.0
 """Of the mean distance: a drawn one is at most 37 times as long, and a manifest takes no more than a million steps."""
 OVERLAP_STEPS = 1
 """Closer than this to the one before, an incident comes into the recovery from that."""
-PLACES = (
+FAILPOINTS = (
     FailPoint.BEFORE_MICROBATCH,
     FailPoint.BEFORE_REDUCE,
     FailPoint.AFTER_REDUCE,
     FailPoint.BEFORE_COMMIT,
     FailPoint.AFTER_COMMIT,
 )
-PLACED_SHARE = 0.6
+FAILPOINT_SHARE = 0.6
 """Of the incidents come at a place in a step; the others whenever."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class RandomCampaign:
     """What is wanted.
 
     Attributes:
@@ -43,22 +43,22 @@ class Draw:
     seed: int
     incidents: int
     gap_steps: float = 12.0
-    tolerated: int | None = None
+    max_hosts_lost: int | None = None
 
 
-Make = Callable[[random.Random], tuple[TargetPart, Fault]]
+FaultFactory = Callable[[random.Random], tuple[TargetPart, Fault]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class FailureCause:
     """A published cause, how often it came, and what it does to a job here."""
 
     name: str
     count: int
-    make: Make
+    make_fault: FaultFactory
 
 
-def _part(part: TargetPart, *faults: Fault) -> Make:
+def _part(part: TargetPart, *faults: Fault) -> FaultFactory:
     return lambda chance: (part, chance.choice(faults))
 
 
@@ -66,69 +66,69 @@ def _software(chance: random.Random) -> tuple[TargetPart, Fault]:
     """Any of our own processes, or the script's."""
     part = chance.choice([TargetPart.WORKER, TargetPart.AGENT, TargetPart.SERVICE, TargetPart.SNAPSHOTS])
     if part is TargetPart.WORKER:
-        return part, Exit(code=RESTART_EXIT_CODE)
-    return part, Kill()
+        return part, ProcessExit(code=RESTART_EXIT_CODE)
+    return part, ProcessKill()
 
 
 def _network(chance: random.Random) -> tuple[TargetPart, Fault]:
     return TargetPart.LINK, chance.choice(
-        [Partition(for_s=1.0), Partition(for_s=6.0), SlowLink(mbit_s=2.0, for_s=4.0)]
+        [NetworkPartition(duration_s=1.0), NetworkPartition(duration_s=6.0), SlowLink(mbit_per_s=2.0, duration_s=4.0)]
     )
 
 
 def _silence(chance: random.Random) -> tuple[TargetPart, Fault]:
     """What a broken link looks like where there is none to break: a host that does not answer."""
     part = chance.choice([TargetPart.AGENT, TargetPart.HOST, TargetPart.WORKER, TargetPart.STORE])
-    return part, Stop(for_s=chance.choice([0.5, 2.5, 6.0]))
+    return part, ProcessStop(duration_s=chance.choice([0.5, 2.5, 6.0]))
 
 
-def causes(*, has_links: bool) -> tuple[Cause, ...]:
+def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
     """Those that can be made on one machine; the other 2 of 419 are memory, which is counted as a GPU's."""
-    worker_dies = _part(TargetPart.WORKER, Kill())
-    host_dies = _part(TargetPart.HOST, Kill())
+    worker_dies = _part(TargetPart.WORKER, ProcessKill())
+    host_dies = _part(TargetPart.HOST, ProcessKill())
     link = _network if has_links else _silence
     return (
-        Cause(name="GPU", count=148, make=_part(TargetPart.WORKER, Kill(), Kill(), Stop())),
-        Cause(name="HBM", count=72, make=worker_dies),
-        Cause(name="software", count=54, make=_software),
-        Cause(name="switch or cable", count=35, make=link),
-        Cause(name="unplanned maintenance", count=32, make=host_dies),
-        Cause(name="SRAM", count=19, make=worker_dies),
-        Cause(name="system processor", count=17, make=worker_dies),
-        Cause(name="NIC", count=7, make=link),
-        Cause(name="NCCL timeout", count=7, make=_part(TargetPart.WORKER, Stop(for_s=3.0), Stop())),
-        Cause(name="silent data corruption", count=6, make=_part(TargetPart.SNAPSHOTS, Flip(count=3))),
-        Cause(name="thermal", count=6, make=_part(TargetPart.WORKER, Slow(share=0.3, for_s=4.0))),
-        Cause(name="SSD, power, chassis, IO board", count=10, make=host_dies),
-        Cause(name="dependency", count=2, make=_part(TargetPart.SERVICE, Kill(), Stop())),
-        Cause(name="CPU, memory", count=4, make=worker_dies),
+        FailureCause(name="GPU", count=148, make_fault=_part(TargetPart.WORKER, ProcessKill(), ProcessKill(), ProcessStop())),
+        FailureCause(name="HBM", count=72, make_fault=worker_dies),
+        FailureCause(name="software", count=54, make_fault=_software),
+        FailureCause(name="switch or cable", count=35, make_fault=link),
+        FailureCause(name="unplanned maintenance", count=32, make_fault=host_dies),
+        FailureCause(name="SRAM", count=19, make_fault=worker_dies),
+        FailureCause(name="system processor", count=17, make_fault=worker_dies),
+        FailureCause(name="NIC", count=7, make_fault=link),
+        FailureCause(name="NCCL timeout", count=7, make_fault=_part(TargetPart.WORKER, ProcessStop(duration_s=3.0), ProcessStop())),
+        FailureCause(name="silent data corruption", count=6, make_fault=_part(TargetPart.SNAPSHOTS, BitFlip(count=3))),
+        FailureCause(name="thermal", count=6, make_fault=_part(TargetPart.WORKER, SlowProcess(share=0.3, duration_s=4.0))),
+        FailureCause(name="SSD, power, chassis, IO board", count=10, make_fault=host_dies),
+        FailureCause(name="dependency", count=2, make_fault=_part(TargetPart.SERVICE, ProcessKill(), ProcessStop())),
+        FailureCause(name="CPU, memory", count=4, make_fault=worker_dies),
     )
 
 
-def draw_campaign(shape: JobShape, wanted: Draw) -> Manifest:
+def draw_campaign(job: ChaosJob, options: RandomCampaign) -> CampaignManifest:
     """The manifest.
 
     Args:
         shape: of the job.
         wanted: seed, how many, how close.
     """
-    chance = random.Random(wanted.seed)
-    table = causes(has_links=shape.network == "namespaces")
-    tolerated = wanted.tolerated if wanted.tolerated is not None else shape.hosts - 1
-    hosts = [f"host-{index}" for index in range(shape.hosts)]
+    chance = random.Random(options.seed)
+    table = list_causes(has_links=job.network == "namespaces")
+    tolerated = options.max_hosts_lost if options.max_hosts_lost is not None else job.hosts - 1
+    hosts = [f"host-{index}" for index in range(job.hosts)]
     # Of `hosts` processes with the same rate the merged one has `hosts` times the rate, and any host is as likely.
     incidents: list[Incident] = []
     hit: set[str] = set()
-    for number in range(wanted.incidents):
-        gap = chance.expovariate(1 / wanted.gap_steps)
+    for number in range(options.incidents):
+        gap = chance.expovariate(1 / options.gap_steps)
         cause = chance.choices(table, weights=[cause.count for cause in table])[0]
-        part, fault = cause.make(chance)
+        part, fault = cause.make_fault(chance)
         host = chance.choice(hosts)
         overlaps = number > 0 and gap < OVERLAP_STEPS and _is_bearable(hit | {host}, tolerated, part)
         hit = {host} | (hit if overlaps else set())
         incidents.append(_place(chance, part, fault, host, gap, overlaps=overlaps))
-    about = f"drawn: mean gap {wanted.gap_steps:g} steps, at most {tolerated} hosts lost at once"
-    return Manifest(seed=wanted.seed, about=about, job=shape, incidents=tuple(incidents))
+    about = f"drawn: mean gap {options.gap_steps:g} steps, at most {tolerated} hosts lost at once"
+    return CampaignManifest(seed=options.seed, about=about, job=job, incidents=tuple(incidents))
 
 
 def _is_bearable(hit: Collection[str], tolerated: int, part: TargetPart) -> bool:
@@ -139,10 +139,10 @@ def _place(
     chance: random.Random, part: TargetPart, fault: Fault, host: str, gap: float, *, overlaps: bool
 ) -> Incident:
     """When and to whom exactly."""
-    target = Target(part=part, hosts=("leader" if part is TargetPart.SERVICE else host,))
-    place = chance.choice(PLACES) if chance.random() < PLACED_SHARE or isinstance(fault, Exit) else None
+    target = FaultTarget(part=part, hosts=("leader" if part is TargetPart.SERVICE else host,))
+    place = chance.choice(FAILPOINTS) if chance.random() < FAILPOINT_SHARE or isinstance(fault, ProcessExit) else None
     if overlaps:
-        at = Trigger(seconds=round(gap, 2), place=place if isinstance(fault, Exit) else None)
+        at = Trigger(after_s=round(gap, 2), failpoint=place if isinstance(fault, ProcessExit) else None)
     else:
-        at = Trigger(steps=max(1, round(gap)), place=place)
-    return Incident(at=at, target=target, fault=fault, overlaps=overlaps)
+        at = Trigger(after_steps=max(1, round(gap)), failpoint=place)
+    return Incident(trigger=at, target=target, fault=fault, overlaps=overlaps)

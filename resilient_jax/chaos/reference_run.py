@@ -6,18 +6,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.chaos.ledger_invariants import Undisturbed, read_reference
-from resilient_jax.chaos.manifest import fill_in
+from resilient_jax.chaos.ledger_invariants import ReferenceStep, read_reference
+from resilient_jax.chaos.manifest import expand_command
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
 
-END_VARIABLE = "RESILIENT_JAX_CHAOS_END"
+STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_END"
 """Environment variable with the file that says at which step a script without a fixed length stops."""
-DEADLINE_S = 1800.0
+RUN_TIMEOUT_S = 1800.0
 
 
-class Reference:
+class ReferenceRun:
     """The steps of an undisturbed run, made when they are first needed and longer when they do not reach.
 
     Attributes:
@@ -29,9 +29,9 @@ class Reference:
         self._command = command
         self._directory = directory
         self._environment = environment
-        self.steps: Mapping[int, Undisturbed] = self._read()
+        self.steps: Mapping[int, ReferenceStep] = self._read()
 
-    def reach(self, steps: int) -> Mapping[int, Undisturbed]:
+    def extend_to(self, steps: int) -> Mapping[int, ReferenceStep]:
         """At least so many steps, or all if the script ends before.
 
         Raises:
@@ -42,7 +42,7 @@ class Reference:
             self.steps = self._read()
         return self.steps
 
-    def _read(self) -> Mapping[int, Undisturbed]:
+    def _read(self) -> Mapping[int, ReferenceStep]:
         return read_reference(read_ledger((self._directory / "ledger").glob("*.jsonl")))
 
     def _run(self, steps: int) -> None:
@@ -50,12 +50,12 @@ class Reference:
         self._directory.mkdir(parents=True)
         end = self._directory / "end"
         end.write_text(str(steps))
-        command = fill_in(self._command, self._directory)
+        command = expand_command(self._command, self._directory)
         environment = {
             **self._environment,
             "JAX_PLATFORMS": "cpu",
             LEDGER_VARIABLE: str(self._directory / "ledger"),
-            END_VARIABLE: str(end),
+            STOP_STEP_VARIABLE: str(end),
         }
         try:
             done = subprocess.run(
@@ -63,13 +63,13 @@ class Reference:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=DEADLINE_S,
+                timeout=RUN_TIMEOUT_S,
                 env=environment,
             )
         except subprocess.TimeoutExpired as late:
             raise CallerError(
-                f"{command[0]}: found it still training after {DEADLINE_S / 60:.0f} minutes undisturbed, expected an "
-                f"end after step {steps}: it has to stop where the file named in {END_VARIABLE} says (see "
+                f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes undisturbed, expected an "
+                f"end after step {steps}: it has to stop where the file named in {STOP_STEP_VARIABLE} says (see "
                 "examples/chaos_job.py), or after --steps (job.steps in a manifest) of itself"
             ) from late
         if done.returncode:

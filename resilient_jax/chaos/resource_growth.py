@@ -3,15 +3,15 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-SETTLED = 10
+SETTLING_INCIDENTS = 10
 """Incidents after which a process has loaded and opened all that it ever does."""
-WINDOW = 5
+WINDOW_SAMPLES = 5
 """Samples whose least counts: for some seconds after a change a process holds what belonged to the world before."""
 MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ProcessSample:
     """A process after an incident.
 
     Attributes:
@@ -20,14 +20,14 @@ class Sample:
     """
 
     name: str
-    process: int
-    started: int
+    pid: int
+    start_ticks: int
     rss_bytes: int
     descriptors: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class ResourceGrowth:
     """The largest of any process; 0 if none has lived that long.
 
     Attributes:
@@ -38,38 +38,38 @@ class Growth:
     """
 
     rss_mib: float = 0.0
-    rss_of: str = ""
+    rss_process: str = ""
     late_rss_mib: float = 0.0
     descriptors: int = 0
-    descriptors_of: str = ""
+    descriptors_process: str = ""
     processes: int = 0
 
 
-def measure_growth(samples: Iterable[Sample]) -> Growth:
+def measure_growth(samples: Iterable[ProcessSample]) -> ResourceGrowth:
     """How much each process has grown since its `SETTLED`th sample, of those in which it was the same.
 
     Args:
         samples: in order of time.
     """
-    series: dict[tuple[int, int, str], list[Sample]] = {}
+    series: dict[tuple[int, int, str], list[ProcessSample]] = {}
     for sample in samples:
-        series.setdefault((sample.process, sample.started, sample.name), []).append(sample)
-    old = [found[SETTLED - 1 :] for found in series.values() if len(found) > SETTLED]
+        series.setdefault((sample.pid, sample.start_ticks, sample.name), []).append(sample)
+    old = [found[SETTLING_INCIDENTS - 1 :] for found in series.values() if len(found) > SETTLING_INCIDENTS]
     if not old:
-        return Growth()
+        return ResourceGrowth()
     rss, rss_of = max((_growth([s.rss_bytes for s in run]), run[0].name) for run in old)
     descriptors, descriptors_of = max((_growth([s.descriptors for s in run]), run[0].name) for run in old)
-    return Growth(
+    return ResourceGrowth(
         rss_mib=rss / MIB,
-        rss_of=rss_of,
+        rss_process=rss_of,
         late_rss_mib=max(_growth([s.rss_bytes for s in run[len(run) // 2 :]]) for run in old) / MIB,
         descriptors=descriptors,
-        descriptors_of=descriptors_of,
+        descriptors_process=descriptors_of,
         processes=len(old),
     )
 
 
 def _growth(values: Sequence[int]) -> int:
     """From the beginning to the end, each by the least of a window; the windows do not overlap."""
-    window = max(1, min(WINDOW, len(values) // 2))
+    window = max(1, min(WINDOW_SAMPLES, len(values) // 2))
     return min(values[-window:]) - min(values[:window])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def refuse_memory(pid: int) -> Callable[[], None]:
+def limit_memory(pid: int) -> Callable[[], None]:
     """The process can map nothing more; gives what ends that.
 
     Raises:
@@ -17,7 +17,7 @@ def refuse_memory(pid: int) -> Callable[[], None]:
     return _limit(pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
-def refuse_descriptors(pid: int) -> Callable[[], None]:
+def limit_descriptors(pid: int) -> Callable[[], None]:
     """The process can open nothing more; gives what ends that.
 
     Raises:

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Iterable
 
 
-def send(pids: Iterable[int], number: signal.Signals) -> None:
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
     """To each that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def wake(pids: Iterable[int]) -> None:
+def resume_processes(pids: Iterable[int]) -> None:
     """SIGCONT to each that is stopped."""
-    send(pids, signal.SIGCONT)
+    send_signal(pids, signal.SIGCONT)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from resilient_jax.chaos.manifest import Target, TargetPart
+from resilient_jax.chaos.manifest import FaultTarget, TargetPart
 from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
 from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
@@ -16,7 +16,7 @@ PARTS = {
 }
 
 
-def hosts_of(names: Collection[str], report: JobReport) -> tuple[str, ...]:
+def resolve_hosts(names: Collection[str], report: JobReport) -> tuple[str, ...]:
     """The hosts that are meant, each once; a leader that does not exist just now is left out."""
     found: list[str] = []
     for name in names:
@@ -31,7 +31,7 @@ def hosts_of(names: Collection[str], report: JobReport) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def processes_of(target: Target, host: str, report: JobReport) -> tuple[int, ...]:
+def find_pids(target: FaultTarget, host: str, report: JobReport) -> tuple[int, ...]:
     """The processes on one host that a fault is done to; none if they do not run just now."""
     part = PARTS.get(target.part)
     if part is None or all(h.host != host for h in report.hosts):
@@ -39,7 +39,7 @@ def processes_of(target: Target, host: str, report: JobReport) -> tuple[int, ...
     return tuple(find_pids(report, part, host))
 
 
-def service_host(report: JobReport) -> str | None:
+def find_service_host(report: JobReport) -> str | None:
     """Where the coordination service of the present world runs."""
     world = report.generation.world if report.generation is not None else None
     running = [
@@ -48,7 +48,7 @@ def service_host(report: JobReport) -> str | None:
     return max(running)[1] if running else None
 
 
-def all_processes(report: JobReport) -> frozenset[int]:
+def list_pids(report: JobReport) -> frozenset[int]:
     """Every process that the store knows of."""
     found: set[int] = set()
     for host in report.hosts:

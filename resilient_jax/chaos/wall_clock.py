@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def jump(seconds: float) -> Callable[[], None]:
+def jump_clock(seconds: float) -> Callable[[], None]:
     """Sets it ahead, or back if negative; gives what sets it back by as much.
 
     Raises:

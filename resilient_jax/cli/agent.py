@@ -24,10 +24,10 @@ from resilient_jax.cli.options import (
     check_devices,
     check_platform,
     check_script,
-    domain_in,
-    installed_versions,
-    job_config,
-    say,
+    find_failure_domain,
+    read_versions,
+    load_job_config,
+    print_line,
 )
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
@@ -46,18 +46,18 @@ from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import parse_address, check_bindable
 
-WAITING_INTERVAL_S = 10.0
+WAITING_MESSAGE_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""
-SERVING_POLL_S = 0.2
+SERVING_POLL_INTERVAL_S = 0.2
 """How often an agent that only serves the store any more looks whether anybody needs it."""
-PLAIN_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
+HOST_NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
 """Of a host, which names files, keys of the store and lines of a log; the kernel's own have at most 64 characters."""
 
 THIS_HOST = socket.gethostname()
 StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
 JobOption = Annotated[str, typer.Option(help="Name of the job; the same on all its hosts.")]
 NameOption = Annotated[str, typer.Option(help="This host's name, unique in the job.")]
-ExpectedOption = Annotated[int, typer.Option(help="Hosts to wait for before the first step.")]
+NumHostsOption = Annotated[int, typer.Option(help="Hosts to wait for before the first step.")]
 AddressOption = Annotated[
     str | None,
     typer.Option(help="Address of this host for the others. Default: the one that reaches the store."),
@@ -82,7 +82,7 @@ def agent(
     store: StoreOption,
     job: JobOption,
     host_name: NameOption = THIS_HOST,
-    expected_hosts: ExpectedOption = 1,
+    num_hosts: NumHostsOption = 1,
     address: AddressOption = None,
     serve_store_here: ServeOption = False,
     devices_per_host: DevicesOption = None,
@@ -109,14 +109,14 @@ def agent(
     token = _read_token()
     command = check_script(script)
     check_devices(devices_per_host)
-    _check_host(host_name, expected_hosts)
+    _check_host(host_name, num_hosts)
     credentials = Credentials(token, _tls_files(tls))
     where = _split_store(store)
     here = _address_towards(where, store) if address is None else _check_address(address)
     directory = create_run_directory(run_dir)
     environment = copy_environment()
     environment.pop(TOKEN_VARIABLE, None)
-    settled = job_config(config, expected_hosts)
+    settled = load_job_config(config, num_hosts)
     environment |= make_worker_environment(
         platform=check_platform(platform),
         devices_per_host=devices_per_host,
@@ -131,17 +131,17 @@ def agent(
         command=command,
         environment=environment,
         devices_per_host=devices_per_host,
-        num_hosts=expected_hosts,
-        versions=installed_versions(),
+        num_hosts=num_hosts,
+        versions=read_versions(),
         credentials=credentials,
         config=settled,
-        failure_domain=failure_domain or (domain_in(topology, host_name) if topology is not None else ""),
+        failure_domain=failure_domain or (find_failure_domain(topology, host_name) if topology is not None else ""),
         run_directory=directory,
         show_all_output=verbose,
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
     if outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
-        say(f"[{host_name}] {_last_words(outcome)}")
+        print_line(f"[{host_name}] {_last_words(outcome)}")
     sys.exit(outcome.exit_code)
 
 
@@ -166,7 +166,7 @@ def _last_words(outcome: JobOutcome) -> str:
     return f"the job ended: {outcome.kind}{where}: {message}"
 
 
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
+EXHAUSTION_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
 """What the kernel says when there is no more of something."""
 
 
@@ -196,12 +196,12 @@ async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None
         if not hosts:
             return
         if hosts != before:
-            say(
+            print_line(
                 f"[{settings.host}] serving the store until these have ended: {', '.join(hosts)}; Ctrl-C ends it now"
             )
             before = hosts
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SERVING_POLL_S):
+            async with asyncio.timeout(SERVING_POLL_INTERVAL_S):
                 await told.wait()
 
 
@@ -216,9 +216,9 @@ async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
     )
     async with store:
         try:
-            return await Agent(settings, store, say).run()
+            return await Agent(settings, store, print_line).run()
         except OSError as error:
-            if error.errno not in EXHAUSTED:
+            if error.errno not in EXHAUSTION_ERRNOS:
                 raise
             raise OutOfResources(
                 f"host {settings.host}: the machine refused this agent something: {error}; expected free descriptors "
@@ -237,8 +237,8 @@ class _WaitingForStore:
     def update(self, tried_s: float) -> None:
         """A try has failed, so many seconds after the first."""
         if tried_s >= self._say_at_s:
-            say(f"{self._text} ({tried_s:.0f} s)")
-            self._say_at_s = tried_s + WAITING_INTERVAL_S
+            print_line(f"{self._text} ({tried_s:.0f} s)")
+            self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
 
 
 def _tls_files(folder: Path | None) -> TlsFiles | None:
@@ -248,7 +248,7 @@ def _tls_files(folder: Path | None) -> TlsFiles | None:
 
 
 def _check_host(name: str, expected_hosts: int) -> None:
-    if PLAIN_NAME.fullmatch(name) is None:
+    if HOST_NAME_PATTERN.fullmatch(name) is None:
         raise CallerError(
             f"--host-name: found {name!r}, expected 1 to 64 letters, digits, '.', '-' or '_', and not only dots: files "
             "have this name. Choose another"

@@ -15,19 +15,19 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.chaos.campaign import Findings
-from resilient_jax.chaos.delta_debugging import is_same_failure, minimise
-from resilient_jax.chaos.manifest import LARGEST, JobShape, Manifest, load_manifest
-from resilient_jax.chaos.manifest_toml import write_manifest
-from resilient_jax.chaos.random_campaigns import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, draw_campaign
-from resilient_jax.chaos.runner import Setting, run_campaign
+from resilient_jax.chaos.campaign import CampaignResult
+from resilient_jax.chaos.delta_debugging import is_same_failure, minimize_manifest
+from resilient_jax.chaos.manifest import MAX_NUMBER, ChaosJob, CampaignManifest, load_manifest
+from resilient_jax.chaos.manifest_toml import format_manifest
+from resilient_jax.chaos.random_campaigns import MIN_GAP_STEPS, MAX_GAP_STEPS, RandomCampaign, draw_campaign
+from resilient_jax.chaos.runner import CampaignSetup, run_campaign
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cli.options import check_script, say
+from resilient_jax.cli.options import check_script, print_line
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
 
 CAMPAIGNS = "configs/chaos"
-RUN_FOLDER = "campaign"
+CAMPAIGN_FOLDER = "campaign"
 """Of the run folder: where the campaign itself goes, beside the undisturbed run and the cache."""
 
 
@@ -50,13 +50,13 @@ def chaos(
     random: Annotated[
         bool, typer.Option("--random", help="Draw the incidents from published failure rates.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Of a random campaign.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, help="Of a random campaign.")] = 0,
     incidents: Annotated[int, typer.Option(min=1, help="Of a random campaign.")] = 20,
     gap: Annotated[
         float,
         typer.Option(
-            min=LEAST_GAP_STEPS,
-            max=MOST_GAP_STEPS,
+            min=MIN_GAP_STEPS,
+            max=MAX_GAP_STEPS,
             help="Mean steps between two incidents anywhere in a random campaign.",
         ),
     ] = 12.0,
@@ -65,11 +65,11 @@ def chaos(
         int,
         typer.Option(
             min=0,
-            max=LARGEST,
+            max=MAX_NUMBER,
             help="That the script of a random campaign trains. 0: until the tool says so.",
         ),
     ] = 0,
-    tolerated: Annotated[
+    max_hosts_lost: Annotated[
         int | None,
         typer.Option(
             min=1, help="Hosts that may be lost at once in a random campaign. Default: all but one."
@@ -110,16 +110,16 @@ def chaos(
     if random:
         if manifest is not None:
             raise CallerError("--random: found a manifest besides, expected none: leave one of them out")
-        shape = JobShape(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
+        shape = ChaosJob(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
         if math.isnan(gap):  # no bound of a number's range refuses it
-            raise CallerError(f"--gap: found {gap}, expected {LEAST_GAP_STEPS:g} to {MOST_GAP_STEPS:g} steps")
-        wanted = Draw(seed=seed, incidents=incidents, gap_steps=gap, tolerated=tolerated)
+            raise CallerError(f"--gap: found {gap}, expected {MIN_GAP_STEPS:g} to {MAX_GAP_STEPS:g} steps")
+        wanted = RandomCampaign(seed=seed, incidents=incidents, gap_steps=gap, max_hosts_lost=max_hosts_lost)
         manifest = draw_campaign(shape, wanted)
     if manifest is None:
         raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
     command = _find_script(script, manifest)
     directory = create_run_directory(run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-")))
-    if (directory / RUN_FOLDER).exists():
+    if (directory / CAMPAIGN_FOLDER).exists():
         raise CallerError(
             f"--run-dir {directory}: found a campaign there, expected none: its events would be taken for those of "
             "this one. Name another folder, or remove it"
@@ -127,8 +127,8 @@ def chaos(
     tell = _Teller(quiet=as_json)
     tell(f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {directory}")
     with _unwound_by_signals():
-        findings = _run(manifest, command, directory, directory / RUN_FOLDER, tell)
-        _report(findings, directory / RUN_FOLDER / "manifest.toml", as_json=as_json)
+        findings = _run(manifest, command, directory, directory / CAMPAIGN_FOLDER, tell)
+        _report(findings, directory / CAMPAIGN_FOLDER / "manifest.toml", as_json=as_json)
         if findings.violations and shrink:
             smallest = _shrink(manifest, findings, command, directory, repeat, tell)
             tell(
@@ -142,7 +142,7 @@ def chaos(
         )
 
 
-def _read_words(words: list[str], campaign: str | None) -> tuple[Manifest | None, list[str]]:
+def _read_words(words: list[str], campaign: str | None) -> tuple[CampaignManifest | None, list[str]]:
     if campaign is not None:
         return load_manifest(find_in_checkout(f"{CAMPAIGNS}/{campaign}.toml")), words
     if words and words[0].endswith(".toml"):
@@ -150,7 +150,7 @@ def _read_words(words: list[str], campaign: str | None) -> tuple[Manifest | None
     return None, words
 
 
-def _find_script(script: list[str], manifest: Manifest) -> tuple[str, ...]:
+def _find_script(script: list[str], manifest: CampaignManifest) -> tuple[str, ...]:
     if not (script or manifest.script):
         raise CallerError(
             "chaos: found no script, expected one after `--`, or the key script in the manifest"
@@ -159,28 +159,28 @@ def _find_script(script: list[str], manifest: Manifest) -> tuple[str, ...]:
 
 
 def _run(
-    manifest: Manifest, command: tuple[str, ...], top: Path, directory: Path, tell: "_Teller"
-) -> Findings:
-    setting = Setting(
+    manifest: CampaignManifest, command: tuple[str, ...], top: Path, directory: Path, tell: "_Teller"
+) -> CampaignResult:
+    setting = CampaignSetup(
         command=command,
         directory=directory,
-        cache=Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", top / "compile-cache")),
-        reference=top / "reference",
+        compile_cache=Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", top / "compile-cache")),
+        reference_directory=top / "reference",
     )
     return run_campaign(manifest, setting, tell)
 
 
 def _shrink(
-    manifest: Manifest,
-    findings: Findings,
+    manifest: CampaignManifest,
+    findings: CampaignResult,
     command: tuple[str, ...],
     directory: Path,
     repeat: int,
     tell: "_Teller",
-) -> Manifest:
+) -> CampaignManifest:
     tries = 0
 
-    def fails(candidate: Manifest) -> bool:
+    def fails(candidate: CampaignManifest) -> bool:
         nonlocal tries
         for _ in range(repeat):
             tries += 1
@@ -190,8 +190,8 @@ def _shrink(
                 return True
         return False
 
-    smallest = minimise(manifest, fails)
-    (directory / "minimal.toml").write_text(write_manifest(smallest))
+    smallest = minimize_manifest(manifest, fails)
+    (directory / "minimal.toml").write_text(format_manifest(smallest))
     return smallest
 
 
@@ -230,32 +230,32 @@ class _Teller:
         if self._quiet:
             sys.stderr.write(line + "\n")
         else:
-            say(line)
+            print_line(line)
 
 
-def _report(findings: Findings, manifest: Path, *, as_json: bool) -> None:
-    for line in findings.story:
+def _report(findings: CampaignResult, manifest: Path, *, as_json: bool) -> None:
+    for line in findings.timeline:
         sys.stderr.write(line + "\n")
     for violation in findings.violations:
         sys.stderr.write(f"VIOLATED {violation}\n")
     growth = findings.growth
     figures = {
-        "incidents": len(findings.done) - len(findings.skipped),
+        "incidents": len(findings.incidents) - len(findings.skipped),
         "violations": len(findings.violations),
         "skipped": len(findings.skipped),
         "rss_growth_mib": round(growth.rss_mib, 2),
-        "rss_growth_of": growth.rss_of,
+        "rss_growth_of": growth.rss_process,
         "rss_growth_late_mib": round(growth.late_rss_mib, 2),
         "fd_growth": growth.descriptors,
-        "fd_growth_of": growth.descriptors_of,
+        "fd_growth_of": growth.descriptors_process,
         "grown_processes": growth.processes,
         "steps": findings.steps,
-        "seconds": round(findings.seconds, 1),
+        "seconds": round(findings.duration_s, 1),
         "manifest": str(manifest),
     }
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
     for item in findings.skipped:
-        say(f"skipped {item.describe()}: {item.skipped}")
-    say(", ".join(f"{name} {value}" for name, value in figures.items()))
+        print_line(f"skipped {item.describe()}: {item.skip_reason}")
+    print_line(", ".join(f"{name} {value}" for name, value in figures.items()))

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from resilient_jax.errors import OperatorError
 
-WIDTH_IN_A_FILE = 160
+FILE_WIDTH = 160
 """Columns of what is printed where no terminal says how wide it is."""
 
 
 @contextlib.contextmanager
-def printing() -> Iterator[Console]:
+def open_console() -> Iterator[Console]:
     """A console for a command's result, all of which is out at the end of the `with`; a file has wide tables.
 
     Raises:
@@ -23,7 +23,7 @@ def printing() -> Iterator[Console]:
     if sys.stdout is None:
         raise _unprintable("it is closed")
     try:
-        yield Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
+        yield Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads has seen enough; the command line ends quietly
         raise

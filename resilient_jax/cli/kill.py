@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from resilient_jax.cli.options import RunDirectoryArgument, contact_of
+from resilient_jax.cli.options import RunDirectoryArgument, find_contact
 from resilient_jax.cluster.job_report import JobComponent, find_pids, read_job_report
 from resilient_jax.errors import CallerError
 
@@ -23,7 +23,7 @@ def kill(
     stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
 ) -> None:
     """Break a part of a job on this machine, to see that training goes on."""
-    report = asyncio.run(read_job_report(contact_of(run_dir)))
+    report = asyncio.run(read_job_report(find_contact(run_dir)))
     number = signal.SIGSTOP if stop else signal.SIGKILL
     killed = list(find_pids(report, part, host))
     if not killed:

@@ -20,9 +20,9 @@ from resilient_jax.cli.options import (
     check_devices,
     check_platform,
     check_script,
-    domain_in,
-    job_config,
-    say,
+    find_failure_domain,
+    load_job_config,
+    print_line,
 )
 from resilient_jax.cli.progress import ProgressLine
 from resilient_jax.cluster.launcher import Launcher, LaunchSettings, HostSite, make_host_names
@@ -83,7 +83,7 @@ def launch(
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
-    if (least := job_config(config, hosts).min_hosts) > hosts:  # refused here once, not by every agent
+    if (least := load_job_config(config, hosts).min_hosts) > hosts:  # refused here once, not by every agent
         raise ConfigError(
             f"{config}: min_hosts: found {least} for a job of {hosts} hosts, expected no more than those. Lower it, or "
             "start more hosts"
@@ -97,7 +97,7 @@ def launch(
         options += ["--config", str(config)]
     if topology is not None:
         for host in make_host_names(hosts):  # refused here once, not by every agent
-            domain_in(topology, host)
+            find_failure_domain(topology, host)
         options += ["--topology", str(topology)]
     if verbose:
         options += ["--verbose"]
@@ -124,9 +124,9 @@ def launch(
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with claim_directory(directory), progress:
-        say(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
+        print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
         outcome = asyncio.run(launcher.run())
-    say(_last_words(outcome, directory))
+    print_line(_last_words(outcome, directory))
     sys.exit(outcome.exit_code)
 
 

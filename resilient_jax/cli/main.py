@@ -8,7 +8,7 @@ import typer
 
 from resilient_jax.errors import ResilientJaxError
 
-HOME = {
+COMMAND_MODULES = {
     "launch": "resilient_jax.cli.launch",
     "agent": "resilient_jax.cli.agent",
     "status": "resilient_jax.cli.status",
@@ -24,7 +24,7 @@ SCRIPT_FOLLOWS = {"ignore_unknown_options": True, "allow_interspersed_args": Fal
 HELP = "Train with JAX on many hosts; go on when hosts die, and take them back when they return."
 
 
-def build(names: Iterable[str]) -> typer.Typer:
+def build_app(names: Iterable[str]) -> typer.Typer:
     """The command line with these commands."""
     app = typer.Typer(
         name="resilient-jax",
@@ -35,7 +35,7 @@ def build(names: Iterable[str]) -> typer.Typer:
     )
     app.callback()(lambda: None)  # so that one command alone still has to be named
     for name in names:
-        command = getattr(importlib.import_module(HOME[name]), name)
+        command = getattr(importlib.import_module(COMMAND_MODULES[name]), name)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
@@ -49,7 +49,7 @@ def main() -> None:
     """Runs a command; our own errors become one line and an exit code, never a traceback."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        build([asked] if asked in HOME else HOME)()
+        build_app([asked] if asked in COMMAND_MODULES else COMMAND_MODULES)()
     except ResilientJaxError as error:
         sys.stderr.write(f"resilient-jax: {error}\n")
         sys.exit(int(error.exit_code))

@@ -55,7 +55,7 @@ MAX_DEVICES = 256
 """Of one host; more is a mistyped number."""
 
 
-def job_config(path: Path | None, hosts: int) -> JobConfig:
+def load_job_config(path: Path | None, hosts: int) -> JobConfig:
     """The job's knobs: from the file, or their defaults.
 
     Raises:
@@ -105,7 +105,7 @@ def check_script(command: list[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def domain_in(topology: Path, host: str) -> str:
+def find_failure_domain(topology: Path, host: str) -> str:
     """What fails together with a host, as the topology has it: its innermost domain under the wider ones.
 
     Such as "pod-1/rack-3", so that neighbours sort together; empty where the topology has nothing but hosts.
@@ -141,7 +141,7 @@ def check_devices(count: int | None) -> None:
         raise CallerError(f"--devices-per-host: found {count}, expected 1 to {MAX_DEVICES}")
 
 
-def contact_of(run_directory: Path) -> JobContact:
+def find_contact(run_directory: Path) -> JobContact:
     """How to reach the job of this machine that runs in a folder.
 
     Raises:
@@ -157,7 +157,7 @@ def contact_of(run_directory: Path) -> JobContact:
     return contact
 
 
-def installed_versions() -> Versions:
+def read_versions() -> Versions:
     """What must be equal on all hosts; read without importing any of it."""
     return Versions(
         python=platform.python_version(),
@@ -167,6 +167,6 @@ def installed_versions() -> Versions:
     )
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """A line for people."""
     print_bytes(f"{text}\n".encode())

@@ -2,22 +2,22 @@
 
 import time
 
-from resilient_jax.cli.console import printing
+from resilient_jax.cli.console import open_console
 from resilient_jax.cli.plan_json import print_plans_as_json
 from resilient_jax.cli.plan_options import (
     BatchOption,
     CalibrationOption,
     CheckOption,
     ClusterOption,
-    FixOption,
+    AxisOption,
     JsonOption,
-    LoseOption,
+    WithoutOption,
     MinReplicasOption,
     ModelOption,
     SlowOption,
     TopOption,
     change_topology,
-    constants_for,
+    find_calibration,
     parse_axes,
 )
 from resilient_jax.cli.plan_table import print_plans
@@ -40,9 +40,9 @@ def plan(
     topology: ClusterOption = None,
     model: ModelOption = None,
     global_batch: BatchOption = None,
-    lose: LoseOption = None,
+    without: WithoutOption = None,
     slow: SlowOption = None,
-    fix: FixOption = None,
+    axis: AxisOption = None,
     min_replicas: MinReplicasOption = 1,
     top: TopOption = 3,
     calibration: CalibrationOption = None,
@@ -65,7 +65,7 @@ def plan(
     """
     if check is not None:
         checked = load_topology(check)
-        with printing() as console:
+        with open_console() as console:
             print_topology(console, checked)
         return
     if topology is None or model is None or global_batch is None:
@@ -76,11 +76,11 @@ def plan(
     if global_batch > MAX_BATCH:
         raise CallerError(f"--global-batch: found {global_batch}, expected at most {MAX_BATCH}")
     full = load_topology(topology)
-    now = change_topology(full, lose or (), slow or ())
+    now = change_topology(full, without or (), slow or ())
     shape = load_model_shape(model)
     profile = analyze_transformer(shape.transformer, name=shape.name)
-    constants = constants_for(calibration, topology)
-    fixed = PlanConstraints(parse_axes(fix or ()), min_replicas=min_replicas)
+    constants = find_calibration(calibration, topology)
+    fixed = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
 
     def find(where: Topology, number: int) -> tuple[Plan, ...]:
         return search_plans(
@@ -91,7 +91,7 @@ def plan(
     plans = find(now, top)
     search_s = time.monotonic() - started
     change = _react(find(full, 1)[0], now, fixed) if now != full else None
-    with printing() as console:
+    with open_console() as console:
         if json_only:
             print_plans_as_json(plans, change, search_s)
         else:

@@ -21,12 +21,12 @@ ModelOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The model, such as configs/llama3_70b.toml.")
 ]
 BatchOption = Annotated[int | None, typer.Option(help="Sequences in a step, whoever lives.")]
-LoseOption = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A host that died; repeat.")]
+WithoutOption = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A host that died; repeat.")]
 SlowOption = Annotated[
     list[str] | None,
     typer.Option(metavar="HOST=SPEED", help="A host at a part of its speed, such as host-11=0.6; repeat."),
 ]
-FixOption = Annotated[
+AxisOption = Annotated[
     list[str] | None,
     typer.Option(metavar="AXIS=SIZE", help="An axis that is given, such as tensor=8; repeat."),
 ]
@@ -47,7 +47,7 @@ CalibrationOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
-def constants_for(path: Path | None, topology: Path) -> Calibration:
+def find_calibration(path: Path | None, topology: Path) -> Calibration:
     """Those in the file, or beside the topology, or the defaults.
 
     Raises:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from resilient_jax.cli.topology_table import scale
+from resilient_jax.cli.topology_table import format_si
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.replanning import ReplanOption, ReplanDecision
 
@@ -50,9 +50,9 @@ def tabulate_plans(plans: Sequence[Plan]) -> Table:
             f"{quotas[0]}" if len(quotas) == 1 else f"{quotas[0]} to {quotas[-1]}",
             str(plan.devices_spare),
             f"{plan.step_time_s:.4g} s",
-            scale(plan.tokens_per_s, "") if plan.tokens_per_s else "-",
+            format_si(plan.tokens_per_s, "") if plan.tokens_per_s else "-",
             f"{plan.model_flops_utilization:.1%}",
-            f"{scale(plan.memory.total, 'B')} ({plan.memory.total / plan.usable_bytes:.0%})",
+            f"{format_si(plan.memory.total, 'B')} ({plan.memory.total / plan.usable_bytes:.0%})",
         )
     return table
 
@@ -68,7 +68,7 @@ def tabulate_memory(plans: Sequence[Plan]) -> Table:
     terms = [
         {field.name: getattr(p.memory, field.name) for field in dataclasses.fields(p.memory)} for p in plans
     ]
-    return _tabulate("memory of the fullest device by term", terms, lambda number: scale(number, "B"))
+    return _tabulate("memory of the fullest device by term", terms, lambda number: format_si(number, "B"))
 
 
 def _tabulate(title: str, rows: Sequence[dict[str, float]], show) -> Table:  # noqa: ANN001 - of a number its text
@@ -119,6 +119,6 @@ def _describe(option: ReplanOption) -> tuple[str, ...]:
         f"{option.search_s:.3g} s",
         f"{option.compile_s:.3g} s",
         f"{option.move_s:.3g} s",
-        scale(option.migration.bytes_moved, "B"),
+        format_si(option.migration.bytes_moved, "B"),
         f"{option.score:.4g}",
     )

@@ -9,7 +9,7 @@ from resilient_jax.cluster.launcher import JobView
 from resilient_jax.cluster.worker_output import print_bytes
 from resilient_jax.protocol.records import GenerationPhase
 
-REDRAW_S = 0.1
+REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
 CLEAR_LINE = "\r\x1b[2K"
 
@@ -38,9 +38,9 @@ class ProgressLine:
 
     def update(self, view: JobView) -> None:
         """The job has moved."""
-        self._text = describe(view)
+        self._text = describe_progress(view)
         now = time.monotonic()
-        interval_s = REDRAW_S if self._on_terminal else LOG_INTERVAL_S
+        interval_s = REDRAW_INTERVAL_S if self._on_terminal else LOG_INTERVAL_S
         if now - self._drawn_s < interval_s:
             return
         self._drawn_s = now
@@ -51,7 +51,7 @@ def _show(text: str) -> None:
     print_bytes(text.encode(errors="replace"))
 
 
-def describe(view: JobView) -> str:
+def describe_progress(view: JobView) -> str:
     """The line itself."""
     generation = view.generation
     if generation is None:

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from resilient_jax.cli.console import printing
-from resilient_jax.cli.options import RunDirectoryArgument, contact_of
+from resilient_jax.cli.console import open_console
+from resilient_jax.cli.options import RunDirectoryArgument, find_contact
 from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.protocol.snapshots import SnapshotStatus
 
-LEAST_WIDTH = 110
+MIN_WIDTH = 110
 """Columns of the table; in a narrower terminal its lines wrap, which can be read, unlike columns that are cut away."""
 
 
@@ -25,8 +25,8 @@ def status(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Show generation, hosts, workers and services of a running job."""
-    report = asyncio.run(read_job_report(contact_of(run_dir)))
-    with printing() as console:
+    report = asyncio.run(read_job_report(find_contact(run_dir)))
+    with open_console() as console:
         if json_output:
             sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         else:
@@ -52,7 +52,7 @@ def print_report(console: Console, report: JobReport) -> None:
             f"job {job}: generation {generation.number} ({generation.phase}, {generation.change}), "
             f"world {generation.world}, {len(generation.members)} hosts live, leader {report.leader}"
         )
-    console.width = max(console.width, LEAST_WIDTH)
+    console.width = max(console.width, MIN_WIDTH)
     table = Table()
     for name in ("host", "process", "worker", "incarnation", "pid", "step", "services", "snapshots", "notes"):
         table.add_column(name, overflow="fold")

@@ -25,7 +25,7 @@ def print_topology(console: Console, topology: Topology) -> None:
         console.print(f"source of {escape(name)}: {escape(source)}")
 
 
-def scale(number: float, unit: str) -> str:
+def format_si(number: float, unit: str) -> str:
     """Such as "989.4 TFLOP/s": at most four digits that count."""
     for factor, prefix in _PREFIXES:
         if number >= factor:
@@ -48,15 +48,15 @@ def _tabulate_accelerators(topology: Topology) -> Table:
         table.add_row(
             escape(accelerator.name),
             _describe_peaks(accelerator),
-            scale(accelerator.memory_bytes, "B"),
-            scale(accelerator.memory_bandwidth_bytes_per_s, "B/s"),
+            format_si(accelerator.memory_bytes, "B"),
+            format_si(accelerator.memory_bandwidth_bytes_per_s, "B/s"),
         )
     return table
 
 
 def _describe_peaks(accelerator: Accelerator) -> str:
     return "\n".join(
-        f"{peak.number_format} {scale(peak.flops_per_s, 'FLOP/s')}" for peak in accelerator.peaks
+        f"{peak.number_format} {format_si(peak.flops_per_s, 'FLOP/s')}" for peak in accelerator.peaks
     )
 
 
@@ -74,7 +74,7 @@ def _tabulate_links(topology: Topology) -> Table:
 
 def _describe_port(level: LinkLevel) -> str:
     whose = "each device" if level.port is Port.DEVICE else "the devices of a host together"
-    return f"{scale(level.bandwidth_bytes_per_s, 'B/s')} {whose}"
+    return f"{format_si(level.bandwidth_bytes_per_s, 'B/s')} {whose}"
 
 
 def _tabulate_domains(topology: Topology) -> Table:

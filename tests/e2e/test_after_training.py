@@ -10,7 +10,7 @@ import pytest
 from agents import TOKEN, HandStartedAgent, free_port, wait_until
 from tiny_job import newest_step, read_logs
 
-from resilient_jax.cli.options import installed_versions
+from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster import worker_supervisor
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
@@ -155,7 +155,7 @@ def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
             },
             devices_per_host=1,
             num_hosts=1,
-            versions=installed_versions(),
+            versions=read_versions(),
             credentials=Credentials(TOKEN),
             config=JobConfig(),
             run_directory=tmp_path,

@@ -15,7 +15,7 @@ from agents import COMMAND, TOKEN, HandStartedAgent, free_port, run_command, ser
 from launched import JOBS, run_launch
 from tiny_job import ONE_DEVICE, TinyJob
 
-from resilient_jax.cli.options import installed_versions
+from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
 from resilient_jax.cluster.local_job import LocalJob
@@ -248,7 +248,7 @@ def test_an_agent_that_was_stopped_while_it_waited_for_its_name_goes_on_waiting(
     async def take_name(address: str) -> None:
         async with await RemoteStore.connect(address, Credentials(TOKEN), 5.0) as store:
             status = HostStatus(
-                host=HostName("host-a"), agent_id="", agent_pid=1, address="", versions=installed_versions()
+                host=HostName("host-a"), agent_id="", agent_pid=1, address="", versions=read_versions()
             )
             lease = await store.grant(100.0)
             await store.put(make_host_key(JOB, HostName("host-a")), msgspec.msgpack.encode(status), lease)
@@ -273,9 +273,9 @@ def test_an_agent_that_was_stopped_while_it_waited_for_its_name_goes_on_waiting(
 
 @pytest.mark.parametrize("name", ["resilient_jax", "jax", "jaxlib"])
 def test_a_host_with_other_versions_is_refused(name: str, work: Path) -> None:
-    ours = getattr(installed_versions(), name)
+    ours = getattr(read_versions(), name)
     with served_store() as address:
-        others = msgspec.structs.replace(installed_versions(), **{name: "0.0.7"})
+        others = msgspec.structs.replace(read_versions(), **{name: "0.0.7"})
         put_job(address, JobRecord(versions=others, first_host=HostName("host-z")))
         code, output = run_agent(agent_arguments(address, work))
     assert code == 83, output

@@ -11,7 +11,7 @@ from agents import served_store, wait_until
 from pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
-from resilient_jax.chaos.network import built
+from resilient_jax.chaos.network import build_network
 from resilient_jax.cluster.job_report import JobReport, JobComponent
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import PeerUnreachable
@@ -164,14 +164,14 @@ def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -
     if (why_not := may_build_networks()) is not None:
         pytest.skip(why_not)
     with (
-        built(3) as network,
+        build_network(3) as network,
         served_store(f"{network.gateway}:0") as store,
         Pod(tmp_path, store, network.sites()) as pod,
     ):
         report = pod.wait_training(3)
         assert report.leader is not None
         lost = report.leader
-        mend = network.cut(lost)
+        mend = network.cut_link(lost)
         pod.agents[lost].wait_said("training stops here until the store is back")
         report = pod.wait_training(2, number_of(report))
         stopped_at = pod.steps_of(lost)[-1]

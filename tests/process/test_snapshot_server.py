@@ -39,7 +39,7 @@ from snapshot_servers import (
     take,
 )
 
-from resilient_jax.chaos.resource_limits import refuse_memory
+from resilient_jax.chaos.resource_limits import limit_memory
 from resilient_jax.erasure import ReedSolomon, encode
 from resilient_jax.erasure.kernels import NumpyKernel
 from resilient_jax.errors import (
@@ -310,7 +310,7 @@ def test_a_server_that_had_no_memory_for_a_while_answers_and_commits_again():
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
         steps = itertools.count(2)
-        end_shortage = refuse_memory(hosts[1].process.pid)
+        end_shortage = limit_memory(hosts[1].process.pid)
         for step in itertools.islice(steps, 30):
             may_commit(layout, hosts, workers, make_id(step), 0.1)
         end_shortage()

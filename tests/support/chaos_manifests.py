@@ -5,7 +5,7 @@ import string
 from hypothesis import strategies as st
 
 from resilient_jax.chaos import faults
-from resilient_jax.chaos.manifest import Ending, Incident, JobShape, Manifest, Target, TargetPart, Trigger
+from resilient_jax.chaos.manifest import ExpectedExit, Incident, ChaosJob, CampaignManifest, FaultTarget, TargetPart, Trigger
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
@@ -14,26 +14,26 @@ HOSTS = ("host-0", "host-1", "leader", "follower", "all")
 TEXT = st.text(string.printable + "äé\x7f", max_size=20)
 
 OUTER = st.one_of(
-    st.just(faults.Kill()),
-    st.builds(faults.Stop, for_s=st.none() | SECONDS, until=st.none() | st.just(str(EventKind.HOST_LOST))),
-    st.builds(faults.Slow, share=st.floats(0.01, 0.99), for_s=SECONDS),
+    st.just(faults.ProcessKill()),
+    st.builds(faults.ProcessStop, for_s=st.none() | SECONDS, until=st.none() | st.just(str(EventKind.HOST_LOST))),
+    st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), for_s=SECONDS),
     st.builds(faults.FullMemory, for_s=SECONDS),
     st.builds(faults.NoDescriptors, for_s=SECONDS),
     st.builds(faults.ClockJump, seconds=st.floats(-1000, 1000), for_s=SECONDS),
     st.builds(
-        faults.Flip, where=st.sampled_from(["arena", "parity", "mark", "manifest"]), count=st.integers(1, 9)
+        faults.BitFlip, where=st.sampled_from(["arena", "parity", "mark", "manifest"]), count=st.integers(1, 9)
     ),
 )
 LINKS = st.one_of(
-    st.builds(faults.Partition, for_s=SECONDS),
+    st.builds(faults.NetworkPartition, for_s=SECONDS),
     st.builds(faults.SlowLink, mbit_s=st.floats(0.1, 1000), for_s=SECONDS),
     st.builds(faults.LossyLink, percent=st.floats(0.1, 100), for_s=SECONDS),
 )
 INNER = st.one_of(
-    st.builds(faults.Exit, code=st.integers(0, 255)),
-    st.just(faults.Raise()),
-    st.builds(faults.Hang, for_s=SECONDS),
-    st.just(faults.Nan()),
+    st.builds(faults.ProcessExit, code=st.integers(0, 255)),
+    st.just(faults.UserException()),
+    st.builds(faults.MainThreadHang, for_s=SECONDS),
+    st.just(faults.NanGradients()),
 )
 EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 
@@ -49,34 +49,34 @@ def incidents(draw: st.DrawFn) -> Incident:
         case "inner":
             part, fault = TargetPart.WORKER, draw(INNER)
         case "sent":
-            part, fault, place = TargetPart.SNAPSHOTS, faults.Flip(where="message"), FailPoint.BEFORE_SEND
+            part, fault, place = TargetPart.SNAPSHOTS, faults.BitFlip(region="message"), FailPoint.BEFORE_SEND
         case _:
             parts = [part for part in TargetPart if part is not TargetPart.LINK]
             part, fault = draw(st.sampled_from(parts)), draw(OUTER)
     hosts = tuple(draw(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=3, unique=True)))
     return Incident(
-        at=Trigger(
-            steps=draw(st.integers(0, 1000)),
-            seconds=draw(st.none() | SECONDS),
+        trigger=Trigger(
+            after_steps=draw(st.integers(0, 1000)),
+            after_s=draw(st.none() | SECONDS),
             event=draw(st.none() | EVENTS),
-            place=place,
+            failpoint=place,
         ),
-        target=Target(part=part, hosts=hosts),
+        target=FaultTarget(part=part, hosts=hosts),
         fault=fault,
         overlaps=draw(st.booleans()),
-        needs=tuple(draw(st.lists(EVENTS, max_size=2))),
+        required_events=tuple(draw(st.lists(EVENTS, max_size=2))),
     )
 
 
 @st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
+def manifests(draw: st.DrawFn) -> CampaignManifest:
     """Any that is allowed."""
-    return Manifest(
+    return CampaignManifest(
         seed=draw(st.integers(0, 1000)),
         about=draw(TEXT),
         script=tuple(draw(st.lists(TEXT, max_size=3))),
-        recovery_s=draw(SECONDS),
-        job=JobShape(
+        recovery_timeout_s=draw(SECONDS),
+        job=ChaosJob(
             hosts=draw(st.integers(2, 8)),
             steps=draw(st.integers(0, 1000)),
             network="namespaces",
@@ -86,6 +86,6 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 st.fixed_dictionaries({}, optional={"lease_ttl_s": SECONDS, "on_state_lost": st.just("stop")})
             ),
         ),
-        ending=Ending(exit_code=draw(st.integers(0, 255))),
+        expected_exit=ExpectedExit(code=draw(st.integers(0, 255))),
         incidents=tuple(draw(st.lists(incidents(), max_size=5))),
     )

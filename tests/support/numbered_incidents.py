@@ -1,18 +1,18 @@
 """Manifests of incidents that can be told apart."""
 
-from resilient_jax.chaos.faults import Kill
-from resilient_jax.chaos.manifest import Incident, Manifest, Target, TargetPart, Trigger
+from resilient_jax.chaos.faults import ProcessKill
+from resilient_jax.chaos.manifest import Incident, CampaignManifest, FaultTarget, TargetPart, Trigger
 
 
-def numbered(count: int) -> Manifest:
+def numbered(count: int) -> CampaignManifest:
     """Incidents that differ."""
-    return Manifest(
+    return CampaignManifest(
         incidents=tuple(
-            Incident(at=Trigger(step=number), target=Target(part=TargetPart.WORKER), fault=Kill())
+            Incident(trigger=Trigger(step=number), target=FaultTarget(part=TargetPart.WORKER), fault=ProcessKill())
             for number in range(count)
         )
     )
 
 
-def steps_of(manifest: Manifest) -> set[int]:
-    return {incident.at.step or 0 for incident in manifest.incidents}
+def steps_of(manifest: CampaignManifest) -> set[int]:
+    return {incident.trigger.step or 0 for incident in manifest.incidents}

@@ -10,14 +10,14 @@ import pytest
 
 from resilient_jax.chaos import campaign as campaign_module
 from resilient_jax.chaos import job_monitor as watch_module
-from resilient_jax.chaos.active_faults import Lifetimes
-from resilient_jax.chaos.campaign import Campaign, Findings
-from resilient_jax.chaos.injection import Surroundings
+from resilient_jax.chaos.active_faults import ActiveFaults
+from resilient_jax.chaos.campaign import Campaign, CampaignResult
+from resilient_jax.chaos.injection import FaultEnvironment
 from resilient_jax.chaos.invariants import Invariant
-from resilient_jax.chaos.job_monitor import Watch
+from resilient_jax.chaos.job_monitor import JobMonitor
 from resilient_jax.chaos.log_tail import tail_events, tail_ledger
-from resilient_jax.chaos.manifest import Ending, JobShape, Manifest, Trigger
-from resilient_jax.chaos.reference_run import Reference
+from resilient_jax.chaos.manifest import ExpectedExit, ChaosJob, CampaignManifest, Trigger
+from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import EventKind
@@ -96,34 +96,34 @@ def alone_and_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign_module, "shared_segments", frozenset)
 
 
-def live(manifest: Manifest, folder: Path, *, steps: int, code: int) -> Findings:
+def live(manifest: CampaignManifest, folder: Path, *, steps: int, code: int) -> CampaignResult:
     """What a campaign finds about a job that ends after `steps` with exit code `code`."""
     job = cast(LocalJob, FakeJob(folder, steps, code))
-    lifetimes = Lifetimes()
-    watch = Watch(job, tail_events(folder), tail_ledger(folder / "ledger"), lifetimes)
-    around = Surroundings(network=None, disk=None, checkpoints=folder)
-    reference = cast(Reference, FakeReference())
+    lifetimes = ActiveFaults()
+    watch = JobMonitor(job, tail_events(folder), tail_ledger(folder / "ledger"), lifetimes)
+    around = FaultEnvironment(network=None, disk=None, checkpoint_root=folder)
+    reference = cast(ReferenceRun, FakeReference())
     return Campaign(manifest, watch, lifetimes, reference, around, folder / "end", lambda text: None).run()
 
 
-def one_host(*, steps: int = 0, exit_code: int = 0) -> Manifest:
+def one_host(*, steps: int = 0, exit_code: int = 0) -> CampaignManifest:
     """A campaign in which nothing is broken."""
-    job, ending = JobShape(hosts=1, steps=steps), Ending(exit_code=exit_code)
-    return Manifest(job=job, ending=ending, recovery_s=PATIENCE_S)
+    job, ending = ChaosJob(hosts=1, steps=steps), ExpectedExit(code=exit_code)
+    return CampaignManifest(job=job, expected_exit=ending, recovery_timeout_s=PATIENCE_S)
 
 
-def found_by(findings: Findings) -> list[tuple[Invariant, str]]:
-    return [(violation.invariant, violation.found) for violation in findings.violations]
+def found_by(findings: CampaignResult) -> list[tuple[Invariant, str]]:
+    return [(violation.invariant, violation.description) for violation in findings.violations]
 
 
 def test_a_job_that_ends_well_before_it_was_told_to_is_found(tmp_path: Path) -> None:
     found = found_by(live(one_host(), tmp_path, steps=1, code=0))
-    assert found == [(Invariant.ENDING, "ended by itself at step 1 before it was told to")]
+    assert found == [(Invariant.EXIT, "ended by itself at step 1 before it was told to")]
 
 
 def test_a_job_that_survives_what_should_end_it_is_given_up(tmp_path: Path) -> None:
     found = found_by(live(one_host(exit_code=85), tmp_path, steps=MANY, code=85))
-    assert found == [(Invariant.ENDING, f"the end of the job did not happen within {PATIENCE_S:g} s")]
+    assert found == [(Invariant.EXIT, f"the end of the job did not happen within {PATIENCE_S:g} s")]
 
 
 def test_a_job_that_fails_as_it_should_is_well(tmp_path: Path) -> None:
@@ -133,16 +133,16 @@ def test_a_job_that_fails_as_it_should_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [0, 10])
 def test_a_job_that_trains_on_beyond_its_last_step_is_given_up(steps: int, tmp_path: Path) -> None:
     found = found_by(live(one_host(steps=steps), tmp_path, steps=MANY, code=0))
-    assert [invariant for invariant, _ in found] == [Invariant.ENDING]
+    assert [invariant for invariant, _ in found] == [Invariant.EXIT]
     assert "trains on" in found[0][1]
 
 
 LASTS_UNTIL = str(EventKind.GENERATION_PHASE)
 
 
-def wait_in_vain(folder: Path, lifetimes: Lifetimes) -> None:
+def wait_in_vain(folder: Path, lifetimes: ActiveFaults) -> None:
     """For an event that does not come."""
-    watch = Watch(
+    watch = JobMonitor(
         cast(LocalJob, FakeJob(folder, MANY, 0)), tail_events(folder), tail_ledger(folder), lifetimes
     )
     assert not watch.try_wait_event(Trigger(event=EventKind.WORLD_FORMED), PATIENCE_S)
@@ -150,7 +150,7 @@ def wait_in_vain(folder: Path, lifetimes: Lifetimes) -> None:
 
 def test_a_fault_ends_with_an_event_that_comes_just_before_another_one_is_waited_for(tmp_path: Path) -> None:
     ended: list[str] = []
-    lifetimes = Lifetimes()
+    lifetimes = ActiveFaults()
     lifetimes.add(lambda: ended.append("it"), after_s=None, until=LASTS_UNTIL)
     with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
         log.record(EventKind.GENERATION_PHASE)
@@ -162,7 +162,7 @@ def test_a_fault_ends_with_an_event_that_comes_while_another_one_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
-    lifetimes = Lifetimes()
+    lifetimes = ActiveFaults()
     with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
 
         def tell(_: float) -> None:

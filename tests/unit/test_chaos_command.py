@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from numbered_incidents import numbered, steps_of
 
-from resilient_jax.chaos.campaign import Findings
+from resilient_jax.chaos.campaign import CampaignResult
 from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.chaos.manifest import LARGEST, Manifest, load_manifest
-from resilient_jax.chaos.manifest_toml import write_manifest
-from resilient_jax.chaos.runner import Setting
+from resilient_jax.chaos.manifest import MAX_NUMBER, CampaignManifest, load_manifest
+from resilient_jax.chaos.manifest_toml import format_manifest
+from resilient_jax.chaos.runner import CampaignSetup
 from resilient_jax.cli import chaos as command
 from resilient_jax.cli import main
 from resilient_jax.errors import ExitCode
 
 SCRIPT = ("--", __file__)
-Judge = Callable[[Manifest], Sequence[Invariant]]
+Judge = Callable[[CampaignManifest], Sequence[Invariant]]
 Run = Callable[..., tuple[int, str]]
 
 
@@ -27,9 +27,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def run(*words: object, judge: Judge = lambda manifest: ()) -> tuple[int, str]:
         """Exit code and messages of the command, where a campaign violates what `judge` says."""
 
-        def run_campaign(manifest: Manifest, setting: Setting, say: Callable[[str], None]) -> Findings:
-            violations = tuple(Violation(invariant=invariant, found="") for invariant in judge(manifest))
-            return Findings(done=(), violations=violations, samples=(), story=(), steps=0, seconds=0.0)
+        def run_campaign(manifest: CampaignManifest, setting: CampaignSetup, say: Callable[[str], None]) -> CampaignResult:
+            violations = tuple(Violation(invariant=invariant, description="") for invariant in judge(manifest))
+            return CampaignResult(incidents=(), violations=violations, samples=(), timeline=(), steps=0, duration_s=0.0)
 
         monkeypatch.setattr(command, "run_campaign", run_campaign)
         monkeypatch.setattr(sys, "argv", ["resilient-jax", "chaos", "--json", *map(str, words), *SCRIPT])
@@ -47,7 +47,7 @@ def test_a_campaign_that_finds_nothing_ends_well(run: Run, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "words",
-    [("--gap", "inf"), ("--gap", "nan"), ("--gap", "0"), ("--seed", LARGEST + 1), ("--steps", LARGEST + 1)],
+    [("--gap", "inf"), ("--gap", "nan"), ("--gap", "0"), ("--seed", MAX_NUMBER + 1), ("--steps", MAX_NUMBER + 1)],
 )
 def test_a_number_that_no_manifest_can_have_is_refused_by_its_option(
     run: Run, tmp_path: Path, words: tuple[object, ...]
@@ -70,12 +70,12 @@ def test_a_run_folder_that_cannot_be_written_is_refused(run: Run, tmp_path: Path
 def test_what_is_left_breaks_the_same_promise_as_all(run: Run, tmp_path: Path) -> None:
     """Not one that is broken because something was left out, such as what the job was to fail by."""
 
-    def judge(manifest: Manifest) -> Sequence[Invariant]:
+    def judge(manifest: CampaignManifest) -> Sequence[Invariant]:
         found = [Invariant.BITS] if {2, 5} <= steps_of(manifest) else []
-        return found if 7 in steps_of(manifest) else [*found, Invariant.ENDING]
+        return found if 7 in steps_of(manifest) else [*found, Invariant.EXIT]
 
     path = tmp_path / "manifest.toml"
-    path.write_text(write_manifest(numbered(8)))
+    path.write_text(format_manifest(numbered(8)))
     code, _ = run("--minimise", "--run-dir", tmp_path / "run", path, judge=judge)
     assert code == ExitCode.INTERNAL_ERROR
     assert steps_of(load_manifest(tmp_path / "run" / "minimal.toml")) == {2, 5}

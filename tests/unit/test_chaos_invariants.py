@@ -7,27 +7,27 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from resilient_jax.chaos.expected_events import Done, check_told
-from resilient_jax.chaos.faults import Flip, Kill, Stop
-from resilient_jax.chaos.invariants import Invariant, tell_story
+from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events
+from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop
+from resilient_jax.chaos.invariants import Invariant, format_timeline
 from resilient_jax.chaos.ledger_invariants import (
-    Digest,
-    Undisturbed,
-    add_sums,
+    StateDigest,
+    ReferenceStep,
+    combine_sums,
     check_commits,
-    check_complete,
+    check_completeness,
     read_reference,
 )
-from resilient_jax.chaos.manifest import Incident, Target, TargetPart, Trigger
+from resilient_jax.chaos.manifest import Incident, FaultTarget, TargetPart, Trigger
 from resilient_jax.chaos.membership_invariants import check_membership
-from resilient_jax.chaos.resource_growth import MIB, SETTLED, Growth, Sample, measure_growth
+from resilient_jax.chaos.resource_growth import MIB, SETTLING_INCIDENTS, ResourceGrowth, ProcessSample, measure_growth
 from resilient_jax.events import Event, EventKind
 from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
 
 HOSTS = ("host-0", "host-1")
 OWNERS = {"train": ("host-0", "host-1", "host-0")}
 REFERENCE = {
-    step: Undisturbed(digest=Digest(f"sha-{step}", f"{step:032x}"), microbatches={"train": 3})
+    step: ReferenceStep(digest=StateDigest(f"sha-{step}", f"{step:032x}"), microbatches={"train": 3})
     for step in range(4)
 }
 
@@ -75,7 +75,7 @@ def good_lines() -> list[LedgerEntry]:
 
 def test_a_good_record_violates_nothing() -> None:
     assert check_commits(good_lines(), REFERENCE) == []
-    assert check_complete(good_lines(), 4, REFERENCE) == []
+    assert check_completeness(good_lines(), 4, REFERENCE) == []
 
 
 def change(lines: list[LedgerEntry], where: Callable[[LedgerEntry], bool], **changes: object) -> list[LedgerEntry]:
@@ -92,7 +92,7 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntr
         lambda lines: change(lines, lambda line: is_commit(line, "host-1", 2), sha256="sha-x"),
     ),
     "a restored state that nobody committed": (
-        Invariant.RESTORED,
+        Invariant.RESTORED_BYTES,
         lambda lines: change(lines, lambda line: isinstance(line, RestoreEntry), sha256="sha-x"),
     ),
     "a step left out by a process": (
@@ -131,7 +131,7 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntr
         ],
     ),
     "a zombie that trains on beside the others": (
-        Invariant.FENCED,
+        Invariant.FENCING,
         lambda lines: [
             *lines,
             MicrobatchEntry(host="host-1", pid=9, generation=1, step=3, index=1),
@@ -155,9 +155,9 @@ def test_a_zombie_may_finish_the_step_that_it_was_in() -> None:
 
 def test_missing_steps_are_found() -> None:
     lines = [line for line in good_lines() if not (isinstance(line, StepEntry) and line.step == 3)]
-    assert [v.invariant for v in check_complete(lines, 4, REFERENCE)] == [Invariant.STEPS]
-    assert [v.invariant for v in check_complete(good_lines(), 3, REFERENCE)] == [Invariant.STEPS]
-    assert [v.invariant for v in check_complete(good_lines(), 4, {})] == [Invariant.BITS]
+    assert [v.invariant for v in check_completeness(lines, 4, REFERENCE)] == [Invariant.STEPS]
+    assert [v.invariant for v in check_completeness(good_lines(), 3, REFERENCE)] == [Invariant.STEPS]
+    assert [v.invariant for v in check_completeness(good_lines(), 4, {})] == [Invariant.BITS]
 
 
 def test_a_step_may_have_a_sum_that_others_have_not() -> None:
@@ -178,10 +178,10 @@ def part(host: str, number: int, step: int = 0, generation: int = 1) -> StepEntr
     return commit(host, step, generation, sha256="", sum=f"{number:016x}{number:016x}", owners={})
 
 
-def wholes(steps: int) -> dict[int, Undisturbed]:
+def wholes(steps: int) -> dict[int, ReferenceStep]:
     """What parts 3 and 4 come to, after each step."""
-    digest = Digest("sha-0", add_sums([f"{3:016x}{3:016x}", f"{4:016x}{4:016x}"]))
-    return {step: Undisturbed(digest=digest, microbatches={}) for step in range(steps)}
+    digest = StateDigest("sha-0", combine_sums([f"{3:016x}{3:016x}", f"{4:016x}{4:016x}"]))
+    return {step: ReferenceStep(digest=digest, microbatches={}) for step in range(steps)}
 
 
 def test_parts_are_added_up_and_compared() -> None:
@@ -194,14 +194,14 @@ def test_parts_are_added_up_and_compared() -> None:
 def test_a_step_of_which_a_part_was_never_committed_is_not_complete() -> None:
     silent = [part("host-0", 7, step) for step in range(3)]
     assert check_commits(silent, wholes(3)) == [], "there is nothing to compare"
-    assert [v.invariant for v in check_complete(silent, 3, wholes(3))] == [Invariant.BITS]
+    assert [v.invariant for v in check_completeness(silent, 3, wholes(3))] == [Invariant.BITS]
 
 
 def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_on_from() -> None:
     both = [part("host-0", 3), part("host-1", 4)]
     torn = [*both, part("host-0", 3, 1)]
     again = [part("host-0", 3, 1, generation=2), part("host-1", 4, 1, generation=2)]
-    assert check_complete([*torn, *again], 2, wholes(2)) == []
+    assert check_completeness([*torn, *again], 2, wholes(2)) == []
     restored: list[LedgerEntry] = [
         RestoreEntry(
             host=line.host,
@@ -215,13 +215,13 @@ def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_o
         )
         for line in both
     ]
-    assert check_complete([*torn, *restored], 2, wholes(2)) == []
+    assert check_completeness([*torn, *restored], 2, wholes(2)) == []
 
 
 def test_of_a_job_that_failed_the_step_in_flight_need_not_be_complete() -> None:
     lines = [part("host-0", 3), part("host-1", 4), part("host-0", 3, 1)]
-    assert check_complete(lines, None, wholes(2)) == []
-    assert [v.invariant for v in check_complete(lines[:1] + lines[2:], None, wholes(2))] == [Invariant.BITS]
+    assert check_completeness(lines, None, wholes(2)) == []
+    assert [v.invariant for v in check_completeness(lines[:1] + lines[2:], None, wholes(2))] == [Invariant.BITS]
 
 
 def decided(number: int, phase: str, token: int, revision: int, host: str = "host-0") -> Event:
@@ -251,10 +251,10 @@ def test_good_decisions_violate_nothing_in_whatever_order_they_are_written() -> 
 @pytest.mark.parametrize(
     ("bad", "invariant"),
     [
-        (decided(2, "active", 10, 23), Invariant.LEADERS),
-        (decided(1, "form", 20, 23, "host-1"), Invariant.NUMBERS),
-        (decided(2, "quiesce", 20, 23, "host-1"), Invariant.NUMBERS),
-        (decided(2, "form", 20, 23, "host-1"), Invariant.NUMBERS),
+        (decided(2, "active", 10, 23), Invariant.SINGLE_LEADER),
+        (decided(1, "form", 20, 23, "host-1"), Invariant.GENERATION_NUMBERS),
+        (decided(2, "quiesce", 20, 23, "host-1"), Invariant.GENERATION_NUMBERS),
+        (decided(2, "form", 20, 23, "host-1"), Invariant.GENERATION_NUMBERS),
     ],
 )
 def test_bad_decisions_are_found(bad: Event, invariant: Invariant) -> None:
@@ -265,7 +265,7 @@ def test_an_active_generation_may_be_written_again_and_no_planned_change_becomes
     again = [*GOOD_DECISIONS, decided(2, "active", 20, 23, "host-1"), decided(2, "active", 20, 24, "host-1")]
     assert check_membership(again) == []
     changed = [*again, decided(3, "pause", 20, 25, "host-1"), decided(3, "quiesce", 20, 26, "host-1")]
-    assert [v.invariant for v in check_membership(changed)] == [Invariant.NUMBERS]
+    assert [v.invariant for v in check_membership(changed)] == [Invariant.GENERATION_NUMBERS]
 
 
 def test_a_token_that_two_hosts_got_is_found() -> None:
@@ -273,7 +273,7 @@ def test_a_token_that_two_hosts_got_is_found() -> None:
         Event(kind=EventKind.LEADER_ELECTED, host=host, monotonic_s=0.0, wall_s=0.0, detail={"token": 5})
         for host in HOSTS
     ]
-    assert [v.invariant for v in check_membership(events)] == [Invariant.LEADERS]
+    assert [v.invariant for v in check_membership(events)] == [Invariant.SINGLE_LEADER]
 
 
 def test_a_change_without_a_reason_is_found() -> None:
@@ -282,9 +282,9 @@ def test_a_change_without_a_reason_is_found() -> None:
     assert [v.invariant for v in check_membership([silent])] == [Invariant.EVENTS]
 
 
-def killed(part: TargetPart, fault: Kill | Stop | Flip = Kill(), needs: tuple[str, ...] = ()) -> Done:  # noqa: B008
-    incident = Incident(at=Trigger(step=1), target=Target(part=part), fault=fault, needs=needs)
-    return Done(number=0, incident=incident, hosts=("host-1",), begun_s=50.0)
+def killed(part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = ProcessKill(), needs: tuple[str, ...] = ()) -> IncidentRecord:  # noqa: B008
+    incident = Incident(trigger=Trigger(step=1), target=FaultTarget(part=part), fault=fault, required_events=needs)
+    return IncidentRecord(index=0, incident=incident, hosts=("host-1",), started_s=50.0)
 
 
 def happened(kind: EventKind, host: str = "host-1", at_s: float = 51.0, **detail: str) -> Event:
@@ -293,26 +293,26 @@ def happened(kind: EventKind, host: str = "host-1", at_s: float = 51.0, **detail
 
 def test_a_fault_that_nobody_tells_of_is_found() -> None:
     done = killed(TargetPart.WORKER)
-    told = functools.partial(check_told, [done], lease_ttl_s=2.0)
+    told = functools.partial(check_expected_events, [done], lease_ttl_s=2.0)
     assert told([happened(EventKind.WORKER_EXITED)]) == []
     assert len(told([])) == 1
     assert len(told([happened(EventKind.WORKER_EXITED, "host-0")])) == 1, "it is of another host"
     assert len(told([happened(EventKind.WORKER_EXITED, at_s=49.0)])) == 1, "it was before"
-    assert check_told([dataclasses.replace(done, skipped="why")], [], 2.0) == []
+    assert check_expected_events([dataclasses.replace(done, skipped="why")], [], 2.0) == []
     lost = [happened(EventKind.HOST_LOST, "host-0", lost="host-1")]
-    assert check_told([killed(TargetPart.HOST)], lost, 2.0) == []
+    assert check_expected_events([killed(TargetPart.HOST)], lost, 2.0) == []
 
 
 def test_a_blink_need_not_be_told() -> None:
-    assert check_told([killed(TargetPart.WORKER, Stop(for_s=0.3))], [], 2.0) == []
-    assert len(check_told([killed(TargetPart.WORKER, Stop(for_s=3.0))], [], 2.0)) == 1
-    assert check_told([killed(TargetPart.AGENT, Stop(for_s=3.0))], [], 2.0) == []
-    assert len(check_told([killed(TargetPart.AGENT, Stop(for_s=6.0))], [], 2.0)) == 1
+    assert check_expected_events([killed(TargetPart.WORKER, ProcessStop(duration_s=0.3))], [], 2.0) == []
+    assert len(check_expected_events([killed(TargetPart.WORKER, ProcessStop(duration_s=3.0))], [], 2.0)) == 1
+    assert check_expected_events([killed(TargetPart.AGENT, ProcessStop(duration_s=3.0))], [], 2.0) == []
+    assert len(check_expected_events([killed(TargetPart.AGENT, ProcessStop(duration_s=6.0))], [], 2.0)) == 1
 
 
 def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
     told = functools.partial(
-        check_told, [killed(TargetPart.SNAPSHOTS, Flip(where="message"))], lease_ttl_s=2.0
+        check_expected_events, [killed(TargetPart.SNAPSHOTS, BitFlip(region="message"))], lease_ttl_s=2.0
     )
     failed = functools.partial(happened, EventKind.SNAPSHOT_PEER_FAILED, "host-0", peer="host-1")
     assert told([failed(error="ChecksumMismatch: block 1 of host-1's part came damaged")]) == []
@@ -323,31 +323,31 @@ def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
 
 
 def test_what_a_manifest_needs_must_come() -> None:
-    done = killed(TargetPart.SNAPSHOTS, Flip(), needs=("snapshot.block_bad",))
-    assert len(check_told([done], [], 2.0)) == 1
-    assert check_told([done], [happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0")], 2.0) == []
+    done = killed(TargetPart.SNAPSHOTS, BitFlip(), needs=("snapshot.block_bad",))
+    assert len(check_expected_events([done], [], 2.0)) == 1
+    assert check_expected_events([done], [happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0")], 2.0) == []
 
 
 def test_growth_is_counted_from_the_tenth_sample_of_each_process() -> None:
-    def samples(process: int, sizes: list[int]) -> list[Sample]:
+    def samples(process: int, sizes: list[int]) -> list[ProcessSample]:
         name = f"process {process}"
         return [
-            Sample(name=name, process=process, started=1, rss_bytes=size * MIB, descriptors=size)
+            ProcessSample(name=name, pid=process, start_ticks=1, rss_bytes=size * MIB, descriptors=size)
             for size in sizes
         ]
 
-    warm = [50] * (SETTLED - 1)
+    warm = [50] * (SETTLING_INCIDENTS - 1)
     grown = samples(1, [*warm, 60, 61, 64]) + samples(2, [*warm, 60, 60]) + samples(3, [1, 99])
     one = "process 1"
-    assert measure_growth(grown) == Growth(
-        rss_mib=4.0, rss_of=one, late_rss_mib=3.0, descriptors=4, descriptors_of=one, processes=2
+    assert measure_growth(grown) == ResourceGrowth(
+        rss_mib=4.0, rss_process=one, late_rss_mib=3.0, descriptors=4, descriptors_process=one, processes=2
     )
-    assert measure_growth(samples(3, [1, 99])) == Growth()
+    assert measure_growth(samples(3, [1, 99])) == ResourceGrowth()
     busy = measure_growth(samples(4, [*warm, *[60, 69] * 5, *[61, 90] * 5]))
     assert (busy.rss_mib, busy.descriptors) == (1.0, 1), "what passes does not count"
     full = measure_growth(samples(5, [*warm, *range(60, 70), *[70] * 12]))
     assert (full.rss_mib, full.late_rss_mib) == (10.0, 0.0), "what is full grows no more"
-    later = Sample(name=one, process=1, started=2, rss_bytes=MIB, descriptors=1)
+    later = ProcessSample(name=one, pid=1, start_ticks=2, rss_bytes=MIB, descriptors=1)
     assert measure_growth([*samples(1, [*warm, 60]), later]).processes == 0
 
 
@@ -356,7 +356,7 @@ def test_a_story_is_in_order_of_time() -> None:
         happened(EventKind.HOST_LOST, at_s=3.0, lost="host-2"),
         happened(EventKind.WORKER_EXITED, at_s=1.0),
     ]
-    story = tell_story(events, [(2.0, "SIGKILL to [5]")])
+    story = format_timeline(events, [(2.0, "SIGKILL to [5]")])
     assert story == [
         "1.000 host-1 worker.exited",
         "2.000 campaign: SIGKILL to [5]",

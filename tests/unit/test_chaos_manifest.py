@@ -7,9 +7,9 @@ from chaos_manifests import manifests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_jax.chaos.manifest import LARGEST, JobShape, TargetPart, load_manifest, parse_manifest
-from resilient_jax.chaos.manifest_toml import write_manifest
-from resilient_jax.chaos.random_campaigns import LEAST_GAP_STEPS, MOST_GAP_STEPS, Draw, causes, draw_campaign
+from resilient_jax.chaos.manifest import MAX_NUMBER, ChaosJob, TargetPart, load_manifest, parse_manifest
+from resilient_jax.chaos.manifest_toml import format_manifest
+from resilient_jax.chaos.random_campaigns import MIN_GAP_STEPS, MAX_GAP_STEPS, RandomCampaign, list_causes, draw_campaign
 from resilient_jax.errors import ConfigError
 
 GOOD = """
@@ -87,35 +87,35 @@ def test_a_shipped_manifest_names_a_script_and_is_as_long_as_promised(path: Path
     assert (path.parents[2] / manifest.script[0]).exists() or path.parent.name == "regressions"
     if path.stem == "soak":
         assert len(manifest.incidents) == SOAK_INCIDENTS
-        drawn = draw_campaign(manifest.job, Draw(seed=manifest.seed, incidents=SOAK_INCIDENTS, gap_steps=6.0))
+        drawn = draw_campaign(manifest.job, RandomCampaign(seed=manifest.seed, incidents=SOAK_INCIDENTS, gap_steps=6.0))
         assert manifest.incidents == drawn.incidents, "it is not what its first line says"
 
 
 @given(manifests())
 def test_what_is_written_reads_back(manifest) -> None:
-    assert parse_manifest(write_manifest(manifest), source="written") == manifest
+    assert parse_manifest(format_manifest(manifest), source="written") == manifest
 
 
 @given(
-    st.integers(0, LARGEST),
+    st.integers(0, MAX_NUMBER),
     st.integers(1, 60),
-    st.floats(LEAST_GAP_STEPS, MOST_GAP_STEPS),
+    st.floats(MIN_GAP_STEPS, MAX_GAP_STEPS),
     st.integers(1, 6),
     st.booleans(),
 )
 def test_a_drawn_campaign_is_a_manifest_and_the_same_each_time(seed, count, gap, hosts, has_links) -> None:
-    shape = JobShape(hosts=hosts, network="namespaces" if has_links else "loopback")
-    wanted = Draw(seed=seed, incidents=count, gap_steps=gap)
+    shape = ChaosJob(hosts=hosts, network="namespaces" if has_links else "loopback")
+    wanted = RandomCampaign(seed=seed, incidents=count, gap_steps=gap)
     drawn = draw_campaign(shape, wanted)
     assert draw_campaign(shape, wanted) == drawn
-    assert parse_manifest(write_manifest(drawn), source="drawn") == drawn
+    assert parse_manifest(format_manifest(drawn), source="drawn") == drawn
     assert len(drawn.incidents) == count
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3))
 def test_no_more_hosts_are_hit_at_once_than_are_tolerated(seed, tolerated) -> None:
     drawn = draw_campaign(
-        JobShape(hosts=4), Draw(seed=seed, incidents=60, gap_steps=1.0, tolerated=tolerated)
+        ChaosJob(hosts=4), RandomCampaign(seed=seed, incidents=60, gap_steps=1.0, max_hosts_lost=tolerated)
     )
     hit: set[str] = set()
     for incident in drawn.incidents:
@@ -124,8 +124,8 @@ def test_no_more_hosts_are_hit_at_once_than_are_tolerated(seed, tolerated) -> No
 
 
 def test_the_mix_of_a_drawn_campaign_is_that_of_the_table() -> None:
-    drawn = draw_campaign(JobShape(hosts=4), Draw(seed=1, incidents=4000))
-    total = sum(cause.count for cause in causes(has_links=False))
+    drawn = draw_campaign(ChaosJob(hosts=4), RandomCampaign(seed=1, incidents=4000))
+    total = sum(cause.count for cause in list_causes(has_links=False))
     hosts = sum(incident.target.part is TargetPart.HOST for incident in drawn.incidents) / 4000
     # Maintenance, SSD, power, chassis and IO board, and a quarter of what a broken link looks like.
     assert abs(hosts - (32 + 10 + (35 + 7) / 4) / total) < 0.02

@@ -4,20 +4,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numbered_incidents import numbered, steps_of
 
-from resilient_jax.chaos.delta_debugging import minimise
-from resilient_jax.chaos.manifest import Manifest
+from resilient_jax.chaos.delta_debugging import minimize_manifest
+from resilient_jax.chaos.manifest import CampaignManifest
 
 
 @given(st.data(), st.integers(1, 40))
 def test_what_is_left_is_what_it_takes(data, count) -> None:
     culprits = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=5))
-    tried: list[Manifest] = []
+    tried: list[CampaignManifest] = []
 
-    def fails(manifest: Manifest) -> bool:
+    def fails(manifest: CampaignManifest) -> bool:
         tried.append(manifest)
         return culprits <= steps_of(manifest)
 
-    smallest = minimise(numbered(count), fails)
+    smallest = minimize_manifest(numbered(count), fails)
     assert steps_of(smallest) == culprits
     assert len(tried) <= count**2 + 3 * count  # the algorithm's bound
 
@@ -25,15 +25,15 @@ def test_what_is_left_is_what_it_takes(data, count) -> None:
 def test_a_failure_that_one_incident_makes_takes_few_tries() -> None:
     tries = 0
 
-    def fails(manifest: Manifest) -> bool:
+    def fails(manifest: CampaignManifest) -> bool:
         nonlocal tries
         tries += 1
         return 17 in steps_of(manifest)
 
-    assert steps_of(minimise(numbered(64), fails)) == {17}
+    assert steps_of(minimize_manifest(numbered(64), fails)) == {17}
     assert tries <= 12
 
 
 def test_the_order_of_incidents_is_kept() -> None:
-    smallest = minimise(numbered(10), lambda manifest: {2, 7} <= steps_of(manifest))
-    assert [incident.at.step for incident in smallest.incidents] == [2, 7]
+    smallest = minimize_manifest(numbered(10), lambda manifest: {2, 7} <= steps_of(manifest))
+    assert [incident.trigger.step for incident in smallest.incidents] == [2, 7]

@@ -6,7 +6,7 @@ import pytest
 from topologies import MESHES
 
 from resilient_jax.cli import main
-from resilient_jax.cli.options import domain_in
+from resilient_jax.cli.options import find_failure_domain
 from resilient_jax.errors import CallerError, ConfigError, ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.snapshot.parity_groups import form_parity_groups
@@ -14,8 +14,8 @@ from resilient_jax.topology import load_topology
 
 
 def test_a_host_fails_together_with_its_rack_inside_its_pod():
-    assert domain_in(MESHES / "h100_2048x8.toml", "host-0000") == "pod-0/rack-0"
-    assert domain_in(MESHES / "local_4x2.toml", "host-2") == ""
+    assert find_failure_domain(MESHES / "h100_2048x8.toml", "host-0000") == "pod-0/rack-0"
+    assert find_failure_domain(MESHES / "local_4x2.toml", "host-2") == ""
 
 
 @pytest.mark.parametrize(("file", "parity"), [("h100_32x8.toml", 2), ("h100_2048x8.toml", 1)])
@@ -42,14 +42,14 @@ def test_wider_domains_are_spread_as_thin_as_can_be():
 
 def test_a_host_that_the_topology_does_not_have_is_refused_with_the_file_and_the_nearest_names():
     with pytest.raises(CallerError, match=r"--topology .*local_4x2\.toml: .*host-9.*host-"):
-        domain_in(MESHES / "local_4x2.toml", "host-9")
+        find_failure_domain(MESHES / "local_4x2.toml", "host-9")
 
 
 def test_a_file_that_is_no_topology_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("name = 3\n")
     with pytest.raises((CallerError, ConfigError), match=r"mine\.toml"):
-        domain_in(file, "host-0")
+        find_failure_domain(file, "host-0")
 
 
 def test_launch_refuses_a_topology_with_fewer_hosts_before_anything_starts(monkeypatch, capsys, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from topologies import MESHES, TEXT
 
 from resilient_jax.cli import main
-from resilient_jax.cli.topology_table import scale
+from resilient_jax.cli.topology_table import format_si
 from resilient_jax.errors import ExitCode
 
 
@@ -108,4 +108,4 @@ def test_without_anything_to_do_the_command_says_what_it_can(run):
     ],
 )
 def test_numbers_are_shown_in_units_that_people_read(number, text):
-    assert scale(number, "B") == text
+    assert format_si(number, "B") == text

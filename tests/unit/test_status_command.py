@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from resilient_jax.cli import main, status
-from resilient_jax.cli.options import installed_versions
+from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
@@ -33,7 +33,7 @@ REPORT = JobReport(
             agent_id="",
             agent_pid=1,
             address="",
-            versions=installed_versions(),
+            versions=read_versions(),
             worker=WorkerStatus(incarnation=Incarnation(3), pid=1795312),
             services=(CoordinationServiceStatus(world=WorldId(11), num_processes=2, address="", pid=2),),
             snapshots=(SNAPSHOT,),

@@ -8,7 +8,7 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.chaos.ledger_invariants import add_sums
+from resilient_jax.chaos.ledger_invariants import combine_sums
 from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, read_ledger
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.worker import ledger
@@ -65,7 +65,7 @@ def test_parts_add_up_to_the_whole(spec: P) -> None:
             start = [cut.start or 0 for cut in shard.index]
             mixed = ledger._mix(np.asarray(shard.data), start, value.shape, seed)
             sums.append("".join(f"{lane:016x}" for lane in mixed))
-    assert add_sums(sums) == whole
+    assert combine_sums(sums) == whole
 
 
 def test_a_ledger_reads_back_and_a_torn_line_is_left_out(tmp_path) -> None:

@@ -10,15 +10,15 @@ import typer
 from rich.console import Console
 
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cli.demo.results import Ending, read_ending, tabulate, train_undisturbed
-from resilient_jax.cli.demo.scenarios import HOSTS, Incident, Story
+from resilient_jax.cli.demo.results import TrainingResult, parse_result, tabulate_recoveries, train_without_faults
+from resilient_jax.cli.demo.scenarios import HOSTS, Recovery, Scenario
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 
-DEVICES: Final = 2
+DEVICES_PER_HOST: Final = 2
 PARITY: Final = 2
 """Of four hosts any two may be lost at once."""
-WITHIN: Final = 1e-3
+LOSS_TOLERANCE: Final = 1e-3
 """Part of the loss by which trainings under other plans may differ after some dozens of steps."""
 
 
@@ -41,15 +41,15 @@ def demo(
     directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-demo-"))
     script = [str(find_in_checkout("examples/train_lm.py")), "--steps", str(steps), "--digest"]
     sharded = [*script, "--config", str(find_in_checkout("configs/lm_tiny_fsdp.toml"))]
-    incidents: list[Incident] = []
+    incidents: list[Recovery] = []
     console.print("[bold]every host has the whole state[/]")
-    whole = _act(console, directory / "whole", script, steps, Story.play_whole_state, incidents)
+    whole = _act(console, directory / "whole", script, steps, Scenario.run_replicated_state, incidents)
     console.print("[bold]each host has a part of the state[/]")
-    cut = _act(console, directory / "sharded", sharded, steps, Story.play_sharded_state, incidents)
+    cut = _act(console, directory / "sharded", sharded, steps, Scenario.run_sharded_state, incidents)
     console.print("[bold]a plan says how the devices work together[/]")
     planned = [*script, "--config", str(find_in_checkout("configs/lm_tiny_planned.toml"))]
-    loss = _break(console, directory / "planned", planned, steps, Story.play_plans, incidents).loss
-    console.print(tabulate(incidents, DEVICES))
+    loss = _break(console, directory / "planned", planned, steps, Scenario.run_planned_job, incidents).loss
+    console.print(tabulate_recoveries(incidents, DEVICES_PER_HOST))
     is_equal = [_compare(console, *endings) for endings in (("whole state", *whole), ("sharded state", *cut))]
     is_equal.append(_compare_losses(console, float(loss), float(whole[1].loss)))
     console.print(f"logs and events: {directory}")
@@ -62,13 +62,13 @@ def _act(
     directory: Path,
     command: list[str],
     steps: int,
-    play: Callable[[Story], None],
-    incidents: list[Incident],
-) -> tuple[Ending, Ending]:
+    play: Callable[[Scenario], None],
+    incidents: list[Recovery],
+) -> tuple[TrainingResult, TrainingResult]:
     """How a job ended that was broken, and how the same ends that was not."""
     found = _break(console, directory, command, steps, play, incidents)
     console.print("the same training again, undisturbed, on one host")
-    return found, train_undisturbed(command, DEVICES)
+    return found, train_without_faults(command, DEVICES_PER_HOST)
 
 
 def _break(
@@ -76,24 +76,24 @@ def _break(
     directory: Path,
     command: list[str],
     steps: int,
-    play: Callable[[Story], None],
-    incidents: list[Incident],
-) -> Ending:
+    play: Callable[[Scenario], None],
+    incidents: list[Recovery],
+) -> TrainingResult:
     """How a job ended that was broken."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "job.toml"
     config.write_text(f"snapshot_parity = {PARITY}\n")
-    options = ["--devices-per-host", str(DEVICES), "--config", str(config)]
+    options = ["--devices-per-host", str(DEVICES_PER_HOST), "--config", str(config)]
     with LocalJob(command, num_hosts=HOSTS, run_directory=directory, options=options) as job:
-        story = Story(job, console, steps)
+        story = Scenario(job, console, steps)
         play(story)
-        story.watch_to_the_end()
-        found = read_ending(job.read_output())
-    incidents += story.incidents
+        story.wait_done()
+        found = parse_result(job.read_output())
+    incidents += story.recoveries
     return found
 
 
-def _compare(console: Console, what: str, found: Ending, expected: Ending) -> bool:
+def _compare(console: Console, what: str, found: TrainingResult, expected: TrainingResult) -> bool:
     console.print(f"{what}, with kills:   loss {found.loss}, SHA-256 of all weights {found.digest}")
     console.print(f"{what}, undisturbed:  loss {expected.loss}, SHA-256 of all weights {expected.digest}")
     if found.digest == expected.digest:
@@ -104,4 +104,4 @@ def _compare(console: Console, what: str, found: Ending, expected: Ending) -> bo
 def _compare_losses(console: Console, found: float, expected: float) -> bool:
     """Of the same training under other plans: other orders of addition, which grow over the steps."""
     console.print(f"planned, with kills:   loss {found}; the same without plan or kill: {expected}")
-    return abs(found - expected) <= WITHIN * expected
+    return abs(found - expected) <= LOSS_TOLERANCE * expected

@@ -18,13 +18,13 @@ from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall, measure_stall
 
 HOSTS: Final = 4
-TRAINED_STEPS: Final = 3
+RECOVERED_STEPS: Final = 3
 """Between two incidents everybody trains together for this long, so that each starts from health."""
-PATIENCE_S: Final = 120.0
+RECOVERY_TIMEOUT_S: Final = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Recovery:
     """What was done to the job, and what became of it.
 
     Attributes:
@@ -34,15 +34,15 @@ class Incident:
         restore_s: for reading them, on the slowest host.
     """
 
-    what: str
+    fault: str
     stall: Stall
     steps_lost: int
-    decoded: int
-    from_memory: int
+    decoded_bytes: int
+    snapshot_bytes: int
     restore_s: float
 
 
-class Story:
+class Scenario:
     """A running job, and the incidents so far."""
 
     def __init__(self, job: LocalJob, console: Console, steps: int) -> None:
@@ -50,9 +50,9 @@ class Story:
         self._console = console
         self._steps = steps
         self._shown_s = 0.0
-        self.incidents: list[Incident] = []
+        self.recoveries: list[Recovery] = []
 
-    def play_whole_state(self) -> None:
+    def run_replicated_state(self) -> None:
         """Every host has the whole state: kills a worker in a collective, the leader's host, a service."""
         self._wait_all_train(f"{HOSTS} hosts import JAX, compile and begin to train")
         self._break("one worker, SIGKILL inside a collective", self._kill_worker_in_collective)
@@ -61,14 +61,14 @@ class Story:
         self._wait_all_train("the host comes back")
         self._break("the coordination service", lambda: self._kill(JobComponent.COORDINATION_SERVICE, "leader"))
 
-    def play_sharded_state(self) -> None:
+    def run_sharded_state(self) -> None:
         """No host has the whole state: two hosts die at once, and a worker while it is being copied."""
         self._wait_all_train(f"{HOSTS} hosts train; each keeps a part of the state, and parity of others")
         self._break("two hosts at once, with their memory", self._kill_two_hosts)
         self._wait_all_train("both hosts come back")
         self._break("a worker while its part of a snapshot is copied", self._kill_worker_in_copy)
 
-    def play_plans(self) -> None:
+    def run_planned_job(self) -> None:
         """The trainer follows a plan: kills a worker, when the programs of the next plan are there."""
         self._wait_all_train(f"{HOSTS} hosts train, as the fastest plan for them says")
         self._say_plan()
@@ -78,7 +78,7 @@ class Story:
         self._wait_all_train("the worker comes back and asks to join")
         self._say_plan()
 
-    def watch_to_the_end(self) -> None:
+    def wait_done(self) -> None:
         """Shows progress until the job has ended."""
         self._console.print("nothing more is broken; training to the end")
         while self._job.process.poll() is None:
@@ -94,7 +94,7 @@ class Story:
             self._job.wait_event(
                 "programs compiled ahead",
                 lambda event, host=host: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == host,
-                PATIENCE_S,
+                RECOVERY_TIMEOUT_S,
             )
 
     def _say_plan(self) -> None:
@@ -151,8 +151,8 @@ class Story:
         fault_s = act()
         stall = self._wait_stall(what, fault_s)
         incident = _describe(what, stall, before, self._job.read_events())
-        self.incidents.append(incident)
-        decoded = f", {incident.decoded / 2**20:.1f} MiB decoded from parity" if incident.decoded else ""
+        self.recoveries.append(incident)
+        decoded = f", {incident.decoded_bytes / 2**20:.1f} MiB decoded from parity" if incident.decoded_bytes else ""
         self._console.print(
             f"  noticed by {stall.detected_by} after {1000 * stall.detection_s:.0f} ms; {stall.num_hosts} hosts train on "
             f"({stall.change}) from step {stall.step} after {stall.total_s:.2f} s{decoded}"
@@ -161,7 +161,7 @@ class Story:
     # Waiting.
 
     def _wait_stall(self, what: str, fault_s: float) -> Stall:
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + RECOVERY_TIMEOUT_S
         while time.monotonic() < end_s and self._job.process.poll() is None:
             stall = measure_stall(self._job.read_events(), fault_s)
             if stall is not None:
@@ -172,14 +172,14 @@ class Story:
 
     def _wait_all_train(self, why: str) -> None:
         self._console.print(f"[dim]{why}[/]")
-        first = self._job.wait_report(why, self._all_train, PATIENCE_S)
-        target = _newest_step(first) + TRAINED_STEPS
+        first = self._job.wait_report(why, self._all_train, RECOVERY_TIMEOUT_S)
+        target = _newest_step(first) + RECOVERED_STEPS
 
         def far_enough(report: JobReport) -> bool:
             self._show_progress(report)
             return _newest_step(report) >= target
 
-        self._job.wait_report(f"step {target}", far_enough, PATIENCE_S)
+        self._job.wait_report(f"step {target}", far_enough, RECOVERY_TIMEOUT_S)
 
     def _all_train(self, report: JobReport) -> bool:
         """All hosts, and if they take snapshots with a committed one."""
@@ -214,7 +214,7 @@ class Story:
         return self._job.wait_report("the job's report", lambda report: report.generation is not None)
 
 
-def _describe(what: str, stall: Stall, before: JobReport, events: Sequence[Event]) -> Incident:
+def _describe(what: str, stall: Stall, before: JobReport, events: Sequence[Event]) -> Recovery:
     restored = [
         e.detail
         for e in events
@@ -222,12 +222,12 @@ def _describe(what: str, stall: Stall, before: JobReport, events: Sequence[Event
         and e.generation is not None
         and e.generation == stall.generation
     ]
-    return Incident(
-        what=what,
+    return Recovery(
+        fault=what,
         stall=stall,
         steps_lost=max(0, _newest_step(before) - stall.step),
-        decoded=sum(int(detail["decoded"]) for detail in restored),
-        from_memory=sum(int(detail["local"]) + int(detail["peer"]) for detail in restored),
+        decoded_bytes=sum(int(detail["decoded"]) for detail in restored),
+        snapshot_bytes=sum(int(detail["local"]) + int(detail["peer"]) for detail in restored),
         restore_s=max((float(detail["seconds"]) for detail in restored), default=0.0),
     )
 
