@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.sharding.placements import FullyShardedPlacement, fully_sharded
-from resilient_jax.step.resharding import shard_tree, replicate_tree
+from resilient_jax.step.resharding import replicate_tree, shard_tree
 
 SIZE, MICROBATCHES, UNIT, ROWS = 48, 12, 2, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
@@ -94,7 +94,9 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
             return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
 
         loss, gradients = world.accumulate_microbatches(MICROBATCHES, add, zeros, unit_size=UNIT)
-        state = update(state, shard_tree(gradients, rule) if isinstance(rule, FullyShardedPlacement) else gradients)
+        state = update(
+            state, shard_tree(gradients, rule) if isinstance(rule, FullyShardedPlacement) else gradients
+        )
         world.commit(state, loss=float(loss) / MICROBATCHES)
         if is_sharded or options.snapshots:
             world.snapshot(state)

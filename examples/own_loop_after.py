@@ -66,7 +66,9 @@ def train(world: rj.World) -> None:
     for step in world.steps(STEPS):
 
         def add(total: tuple, one: rj.Microbatch, now: jax.Array = state.matrix) -> tuple:
-            return accumulate(total, one.replica.to_replica(now), one.replica.place_batch(rows_of(one.step, one.index)))
+            return accumulate(
+                total, one.replica.to_replica(now), one.replica.place_batch(rows_of(one.step, one.index))
+            )
 
         total = world.accumulate_microbatches(MICROBATCHES, add, zeros)
         state, loss = apply(state, total)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from resilient_jax.trainer.checkpoints import Checkpoints as Checkpoints
     from resilient_jax.trainer.early_stopping import EarlyStopping as EarlyStopping
     from resilient_jax.trainer.evaluation import Evaluation as Evaluation
-    from resilient_jax.trainer.fit_config import ReadOptions as ReadOptions
     from resilient_jax.trainer.fit_config import Parallelism as Parallelism
+    from resilient_jax.trainer.fit_config import ReadOptions as ReadOptions
     from resilient_jax.trainer.fit_result import FitResult as FitResult
     from resilient_jax.trainer.numerics import Numerics as Numerics
     from resilient_jax.trainer.planner import Planner as Planner
@@ -78,11 +78,12 @@ __all__ = [
     "EarlyStopping",
     "Evaluation",
     "FitResult",
-    "Microbatch",
     "LogicalAxisRules",
+    "Microbatch",
     "NonFiniteError",
     "Numerics",
     "PackedDocuments",
+    "Parallelism",
     "Plan",
     "Planner",
     "Prefetcher",
@@ -90,18 +91,17 @@ __all__ = [
     "ReadOptions",
     "ReplicaShape",
     "ResilientJaxError",
-    "Parallelism",
     "StepReport",
     "Topology",
     "Trainer",
     "TransformerShape",
     "World",
+    "analyze_program",
+    "analyze_transformer",
     "digest_tree",
     "load_model_shape",
     "load_topology",
     "make_microbatch_data",
-    "analyze_program",
-    "analyze_transformer",
     "replan",
     "run",
     "search_plan",

@@ -31,7 +31,11 @@ def flip_snapshot_bits(server_pid: int, region: str, count: int, rng: random.Ran
     newest: tuple[SlotHeader, str] | None = None
     for path in _slots_of(server_pid):
         mark = _read_mark(path)
-        if mark is not None and mark.phase >= SlotPhase.COMPLETE and (newest is None or mark.id > newest[0].id):
+        if (
+            mark is not None
+            and mark.phase >= SlotPhase.COMPLETE
+            and (newest is None or mark.id > newest[0].id)
+        ):
             newest = mark, path
     if newest is None:
         raise CallerError(f"process {server_pid} holds no complete snapshot now")

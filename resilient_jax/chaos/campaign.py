@@ -12,24 +12,37 @@ from pathlib import Path
 
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_events
-from resilient_jax.chaos.faults import ProcessExit, ProcessKill, UserException, ProcessStop, fault_kind, fault_duration_s
-from resilient_jax.chaos.injection import FaultUnsupported, FaultEnvironment, get_worker_action, inject_fault
-from resilient_jax.chaos.invariants import Invariant, Violation, format_timeline, deduplicate
+from resilient_jax.chaos.faults import (
+    ProcessExit,
+    ProcessKill,
+    ProcessStop,
+    UserException,
+    fault_duration_s,
+    fault_kind,
+)
+from resilient_jax.chaos.injection import FaultEnvironment, FaultUnsupported, get_worker_action, inject_fault
+from resilient_jax.chaos.invariants import Invariant, Violation, deduplicate, format_timeline
 from resilient_jax.chaos.job_monitor import InvariantBroken, JobEnded, JobMonitor
-from resilient_jax.chaos.leaks import ProcessIdentity, identify_process, list_leftover_files, sample_process, list_shared_segments
+from resilient_jax.chaos.leaks import (
+    ProcessIdentity,
+    identify_process,
+    list_leftover_files,
+    list_shared_segments,
+    sample_process,
+)
 from resilient_jax.chaos.ledger_invariants import check_commits, check_completeness
-from resilient_jax.chaos.manifest import Incident, CampaignManifest, TargetPart
+from resilient_jax.chaos.manifest import CampaignManifest, Incident, TargetPart
 from resilient_jax.chaos.membership_invariants import check_membership
 from resilient_jax.chaos.reference_run import ReferenceRun
-from resilient_jax.chaos.resource_growth import ResourceGrowth, ProcessSample, measure_growth
+from resilient_jax.chaos.resource_growth import ProcessSample, ResourceGrowth, measure_growth
 from resilient_jax.chaos.targets import (
-    list_pids,
-    resolve_hosts,
-    is_training,
     find_pids,
     find_service_host,
+    is_training,
+    list_pids,
+    resolve_hosts,
 )
-from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.config import JobConfig, override_values
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
@@ -106,7 +119,9 @@ class Campaign:
         self._told = 0
         """So many of them have been told of."""
         self._base_step = 0
-        self._lease_ttl_s = override_values(JobConfig(), manifest.job.job_config, source="job.config").lease_ttl_s
+        self._lease_ttl_s = override_values(
+            JobConfig(), manifest.job.job_config, source="job.config"
+        ).lease_ttl_s
 
     def run(self) -> CampaignResult:
         """To the job's end."""
@@ -166,7 +181,9 @@ class Campaign:
         is_exact = at.step is not None and at.failpoint is not None
         for what, goal in (("step", at.step), ("step", at.after_steps and self._base_step + at.after_steps)):
             if goal is not None and not is_exact:
-                self._watch.wait_report(f"{what} {goal}", lambda _, goal=goal: self._watch.step >= goal, patience_s)
+                self._watch.wait_report(
+                    f"{what} {goal}", lambda _, goal=goal: self._watch.step >= goal, patience_s
+                )
         if at.after_s:
             self._watch.try_wait(lambda: False, at.after_s)
         if at.event is not None and not self._watch.try_wait_event(at, patience_s):
@@ -174,10 +191,14 @@ class Campaign:
 
     def _do(self, number: int, incident: Incident) -> IncidentRecord:
         at, act = incident.trigger, get_worker_action(incident.fault)
-        report = self._watch.wait_report("the store's records", lambda report: True, self._manifest.recovery_timeout_s)
+        report = self._watch.wait_report(
+            "the store's records", lambda report: True, self._manifest.recovery_timeout_s
+        )
         hosts = self._hosts_hit(incident, report)
         if not hosts:
-            return IncidentRecord(index=number, incident=incident, skip_reason="no host is meant by the target just now")
+            return IncidentRecord(
+                index=number, incident=incident, skip_reason="no host is meant by the target just now"
+            )
         name = f"incident-{number}"
         ordered_s = time.monotonic()
         held = resolve_hosts((at.host,), report) if at.host is not None else hosts[:1]
@@ -196,7 +217,9 @@ class Campaign:
         at = incident.trigger
         assert at.failpoint is not None, "asked before"
         step = at.step if at.step is not None else ANY_STEP
-        self._job.set_order(FailPointOrder(failpoint=at.failpoint, step=step, hosts=hosts, action=act, name=name))
+        self._job.set_order(
+            FailPointOrder(failpoint=at.failpoint, step=step, hosts=hosts, action=act, name=name)
+        )
         patience_s = FAILPOINT_TIMEOUT_S if at.step is None else self._manifest.recovery_timeout_s
         if not self._watch.try_wait(lambda: self._job.came(name) >= set(hosts), patience_s):
             missing = sorted(set(hosts) - self._job.came(name))
@@ -254,8 +277,12 @@ class Campaign:
         self, incident: Incident, hosts: tuple[str, ...], processes: tuple[ProcessIdentity, ...]
     ) -> None:
         fault, part = incident.fault, incident.target.part
-        is_for_good = isinstance(fault, ProcessStop) and fault.duration_s is None and fault.until_event is None
-        if isinstance(fault, ProcessKill) or (is_for_good and part not in (TargetPart.AGENT, TargetPart.HOST)):
+        is_for_good = (
+            isinstance(fault, ProcessStop) and fault.duration_s is None and fault.until_event is None
+        )
+        if isinstance(fault, ProcessKill) or (
+            is_for_good and part not in (TargetPart.AGENT, TargetPart.HOST)
+        ):
             self._gone |= set(processes)
         elif is_for_good:
             self._away |= set(hosts)
@@ -314,7 +341,10 @@ class Campaign:
         named = [(self._job.launcher_pid, "launcher")]
         for host in (status.host for status in report.hosts):
             agent = "leading agent" if host == report.leader else "agent"
-            for part, what in ((JobComponent.AGENT, agent), (JobComponent.SNAPSHOT_SERVER, "snapshot server")):
+            for part, what in (
+                (JobComponent.AGENT, agent),
+                (JobComponent.SNAPSHOT_SERVER, "snapshot server"),
+            ):
                 named += [(pid, f"{what} of {host}") for pid in find_pids(report, part, host)]
         self._samples += [found for pid, name in named if (found := sample_process(pid, name)) is not None]
 
@@ -367,9 +397,7 @@ class Campaign:
         expected, code = self._manifest.expected_exit.code, self._job.process.returncode
         found: list[Violation] = []
         if code != expected:
-            text = (
-                f"found exit code {code}, expected {expected}; the end of its output:\n{self._job.read_tail(15)}"
-            )
+            text = f"found exit code {code}, expected {expected}; the end of its output:\n{self._job.read_tail(15)}"
             found.append(Violation(invariant=Invariant.EXIT, description=text))
         elif expected == 0 and self._steps_told() is None:
             text = f"ended by itself at step {self._watch.step} before it was told to"

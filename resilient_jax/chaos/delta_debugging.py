@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from resilient_jax.chaos.invariants import Violation
-from resilient_jax.chaos.manifest import Incident, CampaignManifest
+from resilient_jax.chaos.manifest import CampaignManifest, Incident
 
 
-def minimize_manifest(manifest: CampaignManifest, fails: Callable[[CampaignManifest], bool]) -> CampaignManifest:
+def minimize_manifest(
+    manifest: CampaignManifest, fails: Callable[[CampaignManifest], bool]
+) -> CampaignManifest:
     """A manifest with some of the incidents, of which none can be left out.
 
     That holds if `fails` gives the same answer each time; of failures that come and go it gives some that has failed.

@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from resilient_jax.chaos.faults import (
-    ProcessExit,
     BitFlip,
-    ProcessKill,
     NanGradients,
     NetworkPartition,
-    UserException,
+    ProcessExit,
+    ProcessKill,
     ProcessStop,
-    is_message_flip,
+    UserException,
     fault_kind,
+    is_message_flip,
 )
 from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.chaos.manifest import Incident, TargetPart
@@ -85,7 +85,9 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
             return ()
 
 
-def check_expected_events(done: Sequence[IncidentRecord], events: Sequence[Event], lease_ttl_s: float) -> list[Violation]:
+def check_expected_events(
+    done: Sequence[IncidentRecord], events: Sequence[Event], lease_ttl_s: float
+) -> list[Violation]:
     """Incidents that nobody has told of.
 
     Args:

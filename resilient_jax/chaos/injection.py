@@ -11,26 +11,26 @@ from resilient_jax.chaos import bit_flips, cpu_quota, resource_limits, wall_cloc
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.disk import Disk
 from resilient_jax.chaos.faults import (
-    ClockJump,
-    ProcessExit,
-    Fault,
     BitFlip,
+    ClockJump,
+    Fault,
     FullDisk,
     FullMemory,
-    MainThreadHang,
-    ProcessKill,
     LossyLink,
+    MainThreadHang,
     NanGradients,
-    NoDescriptors,
     NetworkPartition,
-    UserException,
-    SlowProcess,
-    SlowLink,
+    NoDescriptors,
+    ProcessExit,
+    ProcessKill,
     ProcessStop,
+    SlowLink,
+    SlowProcess,
+    UserException,
     fault_kind,
 )
 from resilient_jax.chaos.network import Network
-from resilient_jax.chaos.signals import send_signal, resume_processes
+from resilient_jax.chaos.signals import resume_processes, send_signal
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol import failpoints
 
@@ -145,9 +145,13 @@ def _disturb_links(
         case NetworkPartition():
             return [network.cut_link(host) for host in hosts], f"the link of {', '.join(hosts)} is down"
         case SlowLink(mbit_per_s=mbit_s):
-            return [network.throttle_link(h, mbit_s) for h in hosts], f"{mbit_s:g} Mbit/s for {', '.join(hosts)}"
+            return [
+                network.throttle_link(h, mbit_s) for h in hosts
+            ], f"{mbit_s:g} Mbit/s for {', '.join(hosts)}"
         case LossyLink(percent=percent):
-            return [network.drop_packets(h, percent) for h in hosts], f"{percent:g} % lost by {', '.join(hosts)}"
+            return [
+                network.drop_packets(h, percent) for h in hosts
+            ], f"{percent:g} % lost by {', '.join(hosts)}"
         case _:
             assert_never(fault)
 

@@ -34,7 +34,9 @@ class Violation:
         return f"{self.invariant}: {self.description}"
 
 
-ROUTINE_EVENTS = frozenset({EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_COMPLETE, EventKind.SNAPSHOT_COMMITTED})
+ROUTINE_EVENTS = frozenset(
+    {EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_COMPLETE, EventKind.SNAPSHOT_COMMITTED}
+)
 """They come with every step of a healthy job, and would bury what does not."""
 MAX_TIMELINE_EVENTS = 60
 """Of the end of a story: what is older rarely tells."""
@@ -47,7 +49,9 @@ def format_timeline(events: Iterable[Event], notes: Iterable[tuple[float, str]] 
         events: of all hosts, in any order.
         notes: monotonic time and text of what the campaign did.
     """
-    lines = [(event.monotonic_s, describe_event(event)) for event in events if event.kind not in ROUTINE_EVENTS]
+    lines = [
+        (event.monotonic_s, describe_event(event)) for event in events if event.kind not in ROUTINE_EVENTS
+    ]
     lines += [(when_s, f"campaign: {text}") for when_s, text in notes]
     lines.sort()
     return [f"{when_s:.3f} {text}" for when_s, text in lines[-MAX_TIMELINE_EVENTS:]]

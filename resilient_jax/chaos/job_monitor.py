@@ -11,7 +11,7 @@ from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import Event
-from resilient_jax.protocol.ledger import MicrobatchEntry, LedgerEntry
+from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry
 
 POLL_INTERVAL_S = 0.1
 """A look costs the store and this process 9 ms of processor time, which the job needs itself."""
@@ -36,7 +36,9 @@ class JobMonitor:
         step: so many steps are done, as far as the store knew at the last look.
     """
 
-    def __init__(self, job: LocalJob, events: LogTail[Event], ledger: LogTail[LedgerEntry], lifetimes: ActiveFaults) -> None:
+    def __init__(
+        self, job: LocalJob, events: LogTail[Event], ledger: LogTail[LedgerEntry], lifetimes: ActiveFaults
+    ) -> None:
         self.job = job
         self.events = events
         self.step = 0
@@ -77,7 +79,9 @@ class JobMonitor:
                 return report
             if time.monotonic() > end_s:
                 raise InvariantBroken(
-                    Violation(invariant=invariant, description=f"{what} did not happen within {timeout_s:g} s")
+                    Violation(
+                        invariant=invariant, description=f"{what} did not happen within {timeout_s:g} s"
+                    )
                 )
             time.sleep(POLL_INTERVAL_S)
 
@@ -117,7 +121,9 @@ class JobMonitor:
         until_s = time.monotonic()
         self._ledger.poll()
         return [
-            line for line in self._ledger.records if isinstance(line, MicrobatchEntry) or line.monotonic_s < until_s
+            line
+            for line in self._ledger.records
+            if isinstance(line, MicrobatchEntry) or line.monotonic_s < until_s
         ]
 
 

@@ -17,7 +17,9 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def list_shared_segments() -> frozenset[str]:
     """What a job may have left in shared memory."""
     with contextlib.suppress(OSError):
-        return frozenset(name for name in os.listdir(SHARED_MEMORY) if any(word in name for word in SEGMENT_WORDS))
+        return frozenset(
+            name for name in os.listdir(SHARED_MEMORY) if any(word in name for word in SEGMENT_WORDS)
+        )
     return frozenset()
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from resilient_jax.chaos.invariants import Invariant, Violation
-from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
+from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry, RestoreEntry, StepEntry
 
 SUM_MODULUS = 2**64
 LANE_DIGITS = 16
@@ -60,7 +60,11 @@ def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple
     for line in lines:
         step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
         if line.state_sha256:
-            yield step, StateDigest(line.state_sha256, line.additive_digest), f"{line.host} in generation {line.generation}"
+            yield (
+                step,
+                StateDigest(line.state_sha256, line.additive_digest),
+                f"{line.host} in generation {line.generation}",
+            )
         else:
             parts[line.generation, step].append(line)
     for (generation, step), found in parts.items():
@@ -91,7 +95,9 @@ def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Referenc
     return [
         *_other_bits(committed, restored, reference),
         *_out_of_order(committed),
-        *_wrong_microbatches(committed, [line for line in lines if isinstance(line, MicrobatchEntry)], reference),
+        *_wrong_microbatches(
+            committed, [line for line in lines if isinstance(line, MicrobatchEntry)], reference
+        ),
         *_late_commits(committed),
     ]
 
@@ -115,10 +121,14 @@ def check_completeness(
     found = []
     if missing := sorted(set(range(total)) - done):
         found.append(
-            Violation(invariant=Invariant.STEPS, description=f"steps {missing[:MAX_SHOWN]} were never committed")
+            Violation(
+                invariant=Invariant.STEPS, description=f"steps {missing[:MAX_SHOWN]} were never committed"
+            )
         )
     if extra := sorted(step for step in done if step >= total):
-        found.append(Violation(invariant=Invariant.STEPS, description=f"steps {extra[:MAX_SHOWN]} are beyond the last"))
+        found.append(
+            Violation(invariant=Invariant.STEPS, description=f"steps {extra[:MAX_SHOWN]} are beyond the last")
+        )
     if unknown := sorted(done - reference.keys()):
         text = f"steps {unknown[:MAX_SHOWN]} have no undisturbed counterpart"
         found.append(Violation(invariant=Invariant.BITS, description=text))
@@ -152,7 +162,9 @@ def _out_of_order(committed: list[StepEntry]) -> Iterator[Violation]:
         key = line.host, line.pid, line.generation
         before = newest.get(key)
         if before is not None and line.step != before + 1:
-            text = f"process {line.pid} of {line.host} committed step {line.step} after {before} in generation "
+            text = (
+                f"process {line.pid} of {line.host} committed step {line.step} after {before} in generation "
+            )
             yield Violation(invariant=Invariant.STEPS, description=f"{text}{line.generation}")
         newest[key] = line.step
 

@@ -12,14 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from resilient_jax.chaos.faults import (
-    WORKER_FAULTS,
     NETWORK_FAULTS,
+    WORKER_FAULTS,
+    BitFlip,
     ClockJump,
     Fault,
-    BitFlip,
     FullDisk,
-    is_message_flip,
     fault_kind,
+    is_message_flip,
 )
 from resilient_jax.config import JobConfig, decode_toml, load_toml, override_values
 from resilient_jax.config.job_config import Seconds
@@ -191,7 +191,10 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
     at, target, fault = incident.trigger, incident.target, incident.fault
     kinds = frozenset(map(str, EventKind))
-    names = [("at.event", at.event), *((f"needs[{i}]", name) for i, name in enumerate(incident.required_events))]
+    names = [
+        ("at.event", at.event),
+        *((f"needs[{i}]", name) for i, name in enumerate(incident.required_events)),
+    ]
     names.append(("fault.until", getattr(fault, "until", None)))
     found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
     if at == Trigger():

@@ -45,7 +45,9 @@ def _numbers(events: Sequence[Event]) -> Iterator[Violation]:
         if before is not None:
             found, last = event.generation or 0, before.generation or 0
             phase, last_phase = str(event.detail["phase"]), str(before.detail["phase"])
-            if found < last or (found == last and not _may_follow(GenerationPhase(phase), GenerationPhase(last_phase))):
+            if found < last or (
+                found == last and not _may_follow(GenerationPhase(phase), GenerationPhase(last_phase))
+            ):
                 text = f"generation {found} ({phase}) was published after generation {last} ({last_phase})"
                 yield Violation(invariant=Invariant.GENERATION_NUMBERS, description=text)
         before = event
@@ -74,6 +76,8 @@ def _forms(events: Sequence[Event]) -> Iterator[Violation]:
 
 def _without_reason(events: Sequence[Event]) -> Iterator[Violation]:
     for event in _decisions(events):
-        if event.detail["phase"] in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE) and not event.detail.get("reason"):
+        if event.detail["phase"] in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE) and not event.detail.get(
+            "reason"
+        ):
             text = f"generation {event.generation} ({event.detail['phase']}) has no reason"
             yield Violation(invariant=Invariant.EVENTS, description=text)

@@ -10,8 +10,24 @@ import dataclasses
 import random
 from collections.abc import Callable, Collection
 
-from resilient_jax.chaos.faults import ProcessExit, Fault, BitFlip, ProcessKill, NetworkPartition, SlowProcess, SlowLink, ProcessStop
-from resilient_jax.chaos.manifest import Incident, ChaosJob, CampaignManifest, FaultTarget, TargetPart, Trigger
+from resilient_jax.chaos.faults import (
+    BitFlip,
+    Fault,
+    NetworkPartition,
+    ProcessExit,
+    ProcessKill,
+    ProcessStop,
+    SlowLink,
+    SlowProcess,
+)
+from resilient_jax.chaos.manifest import (
+    CampaignManifest,
+    ChaosJob,
+    FaultTarget,
+    Incident,
+    TargetPart,
+    Trigger,
+)
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
@@ -72,7 +88,11 @@ def _software(chance: random.Random) -> tuple[TargetPart, Fault]:
 
 def _network(chance: random.Random) -> tuple[TargetPart, Fault]:
     return TargetPart.LINK, chance.choice(
-        [NetworkPartition(duration_s=1.0), NetworkPartition(duration_s=6.0), SlowLink(mbit_per_s=2.0, duration_s=4.0)]
+        [
+            NetworkPartition(duration_s=1.0),
+            NetworkPartition(duration_s=6.0),
+            SlowLink(mbit_per_s=2.0, duration_s=4.0),
+        ]
     )
 
 
@@ -88,7 +108,11 @@ def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
     host_dies = _part(TargetPart.HOST, ProcessKill())
     link = _network if has_links else _silence
     return (
-        FailureCause(name="GPU", count=148, make_fault=_part(TargetPart.WORKER, ProcessKill(), ProcessKill(), ProcessStop())),
+        FailureCause(
+            name="GPU",
+            count=148,
+            make_fault=_part(TargetPart.WORKER, ProcessKill(), ProcessKill(), ProcessStop()),
+        ),
         FailureCause(name="HBM", count=72, make_fault=worker_dies),
         FailureCause(name="software", count=54, make_fault=_software),
         FailureCause(name="switch or cable", count=35, make_fault=link),
@@ -96,11 +120,23 @@ def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
         FailureCause(name="SRAM", count=19, make_fault=worker_dies),
         FailureCause(name="system processor", count=17, make_fault=worker_dies),
         FailureCause(name="NIC", count=7, make_fault=link),
-        FailureCause(name="NCCL timeout", count=7, make_fault=_part(TargetPart.WORKER, ProcessStop(duration_s=3.0), ProcessStop())),
-        FailureCause(name="silent data corruption", count=6, make_fault=_part(TargetPart.SNAPSHOTS, BitFlip(count=3))),
-        FailureCause(name="thermal", count=6, make_fault=_part(TargetPart.WORKER, SlowProcess(share=0.3, duration_s=4.0))),
+        FailureCause(
+            name="NCCL timeout",
+            count=7,
+            make_fault=_part(TargetPart.WORKER, ProcessStop(duration_s=3.0), ProcessStop()),
+        ),
+        FailureCause(
+            name="silent data corruption", count=6, make_fault=_part(TargetPart.SNAPSHOTS, BitFlip(count=3))
+        ),
+        FailureCause(
+            name="thermal",
+            count=6,
+            make_fault=_part(TargetPart.WORKER, SlowProcess(share=0.3, duration_s=4.0)),
+        ),
         FailureCause(name="SSD, power, chassis, IO board", count=10, make_fault=host_dies),
-        FailureCause(name="dependency", count=2, make_fault=_part(TargetPart.SERVICE, ProcessKill(), ProcessStop())),
+        FailureCause(
+            name="dependency", count=2, make_fault=_part(TargetPart.SERVICE, ProcessKill(), ProcessStop())
+        ),
         FailureCause(name="CPU, memory", count=4, make_fault=worker_dies),
     )
 
@@ -140,7 +176,11 @@ def _place(
 ) -> Incident:
     """When and to whom exactly."""
     target = FaultTarget(part=part, hosts=("leader" if part is TargetPart.SERVICE else host,))
-    place = chance.choice(FAILPOINTS) if chance.random() < FAILPOINT_SHARE or isinstance(fault, ProcessExit) else None
+    place = (
+        chance.choice(FAILPOINTS)
+        if chance.random() < FAILPOINT_SHARE or isinstance(fault, ProcessExit)
+        else None
+    )
     if overlaps:
         at = Trigger(after_s=round(gap, 2), failpoint=place if isinstance(fault, ProcessExit) else None)
     else:

@@ -45,7 +45,9 @@ class CampaignSetup:
     reference_directory: Path
 
 
-def run_campaign(manifest: CampaignManifest, setting: CampaignSetup, say: Callable[[str], None]) -> CampaignResult:
+def run_campaign(
+    manifest: CampaignManifest, setting: CampaignSetup, say: Callable[[str], None]
+) -> CampaignResult:
     """Runs the job under the campaign, to its end.
 
     Raises:

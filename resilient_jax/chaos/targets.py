@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from resilient_jax.chaos.manifest import FaultTarget, TargetPart
-from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.protocol.records import GenerationPhase
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
@@ -67,7 +67,12 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
     for member in generation.members:
         status = by_host.get(member.host)
         worker = status.worker if status is not None else None
-        if status is None or worker is None or worker.incarnation != member.incarnation or not worker.is_alive:
+        if (
+            status is None
+            or worker is None
+            or worker.incarnation != member.incarnation
+            or not worker.is_alive
+        ):
             return False
         if not worker.report.has_finished_step or worker.report.generation != generation.number:
             return False

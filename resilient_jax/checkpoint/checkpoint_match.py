@@ -38,7 +38,9 @@ class MatchedCheckpoint:
         )
 
 
-def match_checkpoint(leaves: Iterable[StoredLeaf], abstract: Tree, sharding: ShardingRule | None, folder: Path) -> MatchedCheckpoint:
+def match_checkpoint(
+    leaves: Iterable[StoredLeaf], abstract: Tree, sharding: ShardingRule | None, folder: Path
+) -> MatchedCheckpoint:
     """Which stored array goes where.
 
     Args:

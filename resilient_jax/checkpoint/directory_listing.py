@@ -53,4 +53,6 @@ def list_directory(directory: Path) -> DirectoryListing:
 
 def find_tree_folder(folder: Path) -> Path | None:
     """Where the tree of a checkpoint is, written by a `Checkpointer` or a `CheckpointManager`; None: there is none."""
-    return next((place for place in (folder, folder / MANAGER_ITEM) if (place / METADATA_FILE).is_file()), None)
+    return next(
+        (place for place in (folder, folder / MANAGER_ITEM) if (place / METADATA_FILE).is_file()), None
+    )

@@ -8,7 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from resilient_jax.checkpoint.stored_tree import StoredLeaf, Tree, allocate_memory, flatten_tree, assign_offsets, view_array
+from resilient_jax.checkpoint.stored_tree import (
+    StoredLeaf,
+    Tree,
+    allocate_memory,
+    assign_offsets,
+    flatten_tree,
+    view_array,
+)
 from resilient_jax.errors import StateError
 from resilient_jax.state.flat_state import is_random_key
 

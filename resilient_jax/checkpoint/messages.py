@@ -5,7 +5,7 @@ The numbers are in memory of the worker's, whose descriptor goes with the order.
 
 import msgspec
 
-from resilient_jax.checkpoint.stored_tree import StoredLeaf, StoredBox
+from resilient_jax.checkpoint.stored_tree import StoredBox, StoredLeaf
 
 
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

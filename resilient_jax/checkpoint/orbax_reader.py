@@ -21,7 +21,15 @@ import tensorstore as ts
 from resilient_jax.checkpoint.byte_budget import ByteBudget
 from resilient_jax.checkpoint.directory_listing import METADATA_FILE, find_tree_folder
 from resilient_jax.checkpoint.file_digests import find_damage, has_digests
-from resilient_jax.checkpoint.stored_tree import PathKey, StoredLeaf, StoredBox, flatten_tree, assign_offsets, make_orbax_path, view_array
+from resilient_jax.checkpoint.stored_tree import (
+    PathKey,
+    StoredBox,
+    StoredLeaf,
+    assign_offsets,
+    flatten_tree,
+    make_orbax_path,
+    view_array,
+)
 from resilient_jax.errors import CheckpointUnreadable
 from resilient_jax.state.index_box import IndexBox, whole_box
 
@@ -162,7 +170,10 @@ def _restore(folder: Path, wanted: Mapping[tuple[PathKey, ...], Sequence[tuple[I
     with _open(folder, _BoxHandler()) as (restore, tree):
         restore(
             jax.tree_util.tree_map_with_path(
-                lambda path, _: _BoxArgs(restore_type=np.ndarray, boxes=wanted.get(make_orbax_path(path), ())), tree
+                lambda path, _: _BoxArgs(
+                    restore_type=np.ndarray, boxes=wanted.get(make_orbax_path(path), ())
+                ),
+                tree,
             )
         )
 

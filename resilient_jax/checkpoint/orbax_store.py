@@ -17,20 +17,20 @@ from typing import Final
 import jax
 import numpy as np
 
-from resilient_jax.checkpoint.array_reads import ArrayRead, split_into_batches, count_bytes
+from resilient_jax.checkpoint.array_reads import ArrayRead, count_bytes, split_into_batches
 from resilient_jax.checkpoint.checkpoint_match import match_checkpoint
 from resilient_jax.checkpoint.directory_listing import DirectoryListing, find_tree_folder, list_directory
 from resilient_jax.checkpoint.host_copy import HostCopy
 from resilient_jax.checkpoint.messages import (
-    Reply,
     FailureReply,
-    Request,
+    ReadBoxesReply,
     ReadBoxesRequest,
-    SaveRequest,
+    Reply,
+    Request,
     SaveReply,
+    SaveRequest,
     VerifyReply,
     VerifyRequest,
-    ReadBoxesReply,
 )
 from resilient_jax.checkpoint.storage_connection import StorageConnection
 from resilient_jax.checkpoint.stored_tree import Tree, allocate_memory
@@ -132,7 +132,9 @@ class OrbaxStore:
         if self._in_flight is not None:
             since_s = time.monotonic() - self._in_flight.started_s
             logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._in_flight.step)
-            record_event(EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s)
+            record_event(
+                EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s
+            )
             return False
         started_s = time.monotonic()
         leaves, descriptor = self._copy.copy(state)
@@ -155,7 +157,9 @@ class OrbaxStore:
         """Notes what has become of the save in flight, if that is known. Waits for nothing."""
         self._wait_save(record_event, timeout_s=0.0)
 
-    def wait_until_finished(self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None) -> None:
+    def wait_until_finished(
+        self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None
+    ) -> None:
         """Returns when no save is in flight.
 
         Args:
@@ -167,7 +171,9 @@ class OrbaxStore:
             if check is not None:
                 check()
 
-    def wait_until_saved(self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None) -> None:
+    def wait_until_saved(
+        self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None
+    ) -> None:
         """Returns when no save is in flight, and the last one is on storage; arguments as those of `wait`.
 
         Raises:
@@ -261,7 +267,8 @@ class OrbaxStore:
                 raise _unreadable(found)
             if not found.has_digests:
                 logger.warning(
-                    "the checkpoint %s has no digests: damaged numbers would not be seen", self.get_folder(step)
+                    "the checkpoint %s has no digests: damaged numbers would not be seen",
+                    self.get_folder(step),
                 )
             matched = match_checkpoint(found.leaves, abstract, sharding, self.get_folder(step))
             return matched.build(self._read(step, matched.arrays, patience))
@@ -280,7 +287,9 @@ class OrbaxStore:
             placed: list[np.ndarray | jax.Array] = []
             for batch in split_into_batches(arrays):
                 pieces = [piece for array in batch for piece in array.boxes]
-                answer = self._ask(ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=pieces), patience, descriptor)
+                answer = self._ask(
+                    ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=pieces), patience, descriptor
+                )
                 if not isinstance(answer, ReadBoxesReply):
                     raise _unreadable(answer)
                 placed += [array.build_array(memory) for array in batch]
@@ -334,7 +343,9 @@ class OrbaxStore:
 
 
 def _unreadable(answer: Reply) -> CheckpointUnreadable:
-    return CheckpointUnreadable(answer.reason if isinstance(answer, FailureReply) else "an answer to another order")
+    return CheckpointUnreadable(
+        answer.reason if isinstance(answer, FailureReply) else "an answer to another order"
+    )
 
 
 def _check_deadline(deadline_s: float) -> None:

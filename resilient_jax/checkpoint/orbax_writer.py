@@ -62,7 +62,11 @@ def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrus
         keep: how many to keep; the newest of those up to `step`.
         distrusted: steps that do not count as kept.
     """
-    found = [s for s in list_directory(directory).steps if s <= step and find_tree_folder(directory / str(s)) is not None]
+    found = [
+        s
+        for s in list_directory(directory).steps
+        if s <= step and find_tree_folder(directory / str(s)) is not None
+    ]
     kept = [s for s in found if s not in distrusted][:max_to_keep]
     for old in (s for s in found if s < min(kept, default=0)):
         # Renamed first: half of a checkpoint must not look like one.

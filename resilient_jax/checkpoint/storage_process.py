@@ -18,15 +18,15 @@ from typing import Final, assert_never
 import msgspec
 
 from resilient_jax.checkpoint.messages import (
-    Reply,
     FailureReply,
-    Request,
+    ReadBoxesReply,
     ReadBoxesRequest,
-    SaveRequest,
+    Reply,
+    Request,
     SaveReply,
+    SaveRequest,
     VerifyReply,
     VerifyRequest,
-    ReadBoxesReply,
 )
 from resilient_jax.checkpoint.orbax_reader import inspect_checkpoint, read_boxes
 from resilient_jax.checkpoint.orbax_writer import remove_old_checkpoints, write_checkpoint
@@ -88,7 +88,9 @@ def _save(order: SaveRequest, memory: int) -> SaveReply:
     started_s = time.monotonic()
     directory = Path(order.directory)
     numbers = mmap.mmap(memory, 0, prot=mmap.PROT_READ)  # unmapped with the last array on it
-    nbytes = write_checkpoint(directory, order.step, build_tree((leaf.path, view_leaf(leaf, numbers)) for leaf in order.leaves))
+    nbytes = write_checkpoint(
+        directory, order.step, build_tree((leaf.path, view_leaf(leaf, numbers)) for leaf in order.leaves)
+    )
     remove_old_checkpoints(directory, order.step, order.max_to_keep, order.distrusted)
     return SaveReply(
         step=order.step, nbytes=nbytes or 0, existed=nbytes is None, duration_s=time.monotonic() - started_s

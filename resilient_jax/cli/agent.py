@@ -25,9 +25,9 @@ from resilient_jax.cli.options import (
     check_platform,
     check_script,
     find_failure_domain,
-    read_versions,
     load_job_config,
     print_line,
+    read_versions,
 )
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
@@ -44,7 +44,7 @@ from resilient_jax.store.remote import RemoteStore
 from resilient_jax.store.service import serve_store
 from resilient_jax.transport.credentials import Credentials, TlsFiles
 from resilient_jax.transport.server import Server
-from resilient_jax.transport.server_address import parse_address, check_bindable
+from resilient_jax.transport.server_address import check_bindable, parse_address
 
 WAITING_MESSAGE_INTERVAL_S = 10.0
 """How often an agent that waits for the store says so."""
@@ -135,7 +135,8 @@ def agent(
         versions=read_versions(),
         credentials=credentials,
         config=settled,
-        failure_domain=failure_domain or (find_failure_domain(topology, host_name) if topology is not None else ""),
+        failure_domain=failure_domain
+        or (find_failure_domain(topology, host_name) if topology is not None else ""),
         run_directory=directory,
         show_all_output=verbose,
     )

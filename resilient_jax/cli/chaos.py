@@ -17,9 +17,9 @@ import typer
 
 from resilient_jax.chaos.campaign import CampaignResult
 from resilient_jax.chaos.delta_debugging import is_same_failure, minimize_manifest
-from resilient_jax.chaos.manifest import MAX_NUMBER, ChaosJob, CampaignManifest, load_manifest
+from resilient_jax.chaos.manifest import MAX_NUMBER, CampaignManifest, ChaosJob, load_manifest
 from resilient_jax.chaos.manifest_toml import format_manifest
-from resilient_jax.chaos.random_campaigns import MIN_GAP_STEPS, MAX_GAP_STEPS, RandomCampaign, draw_campaign
+from resilient_jax.chaos.random_campaigns import MAX_GAP_STEPS, MIN_GAP_STEPS, RandomCampaign, draw_campaign
 from resilient_jax.chaos.runner import CampaignSetup, run_campaign
 from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.cli.options import check_script, print_line

@@ -25,8 +25,12 @@ from resilient_jax.cli.options import (
     print_line,
 )
 from resilient_jax.cli.progress import ProgressLine
-from resilient_jax.cluster.launcher import Launcher, LaunchSettings, HostSite, make_host_names
-from resilient_jax.cluster.run_directory import claim_directory, create_run_directory, create_numbered_directory
+from resilient_jax.cluster.launcher import HostSite, Launcher, LaunchSettings, make_host_names
+from resilient_jax.cluster.run_directory import (
+    claim_directory,
+    create_numbered_directory,
+    create_run_directory,
+)
 from resilient_jax.config import load_toml
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.ids import JobName
@@ -124,7 +128,9 @@ def launch(
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
     with claim_directory(directory), progress:
-        print_line(f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)")
+        print_line(
+            f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)"
+        )
         outcome = asyncio.run(launcher.run())
     print_line(_last_words(outcome, directory))
     sys.exit(outcome.exit_code)

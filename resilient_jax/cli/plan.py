@@ -5,17 +5,17 @@ import time
 from resilient_jax.cli.console import open_console
 from resilient_jax.cli.plan_json import print_plans_as_json
 from resilient_jax.cli.plan_options import (
+    AxisOption,
     BatchOption,
     CalibrationOption,
     CheckOption,
     ClusterOption,
-    AxisOption,
     JsonOption,
-    WithoutOption,
     MinReplicasOption,
     ModelOption,
     SlowOption,
     TopOption,
+    WithoutOption,
     change_topology,
     find_calibration,
     parse_axes,

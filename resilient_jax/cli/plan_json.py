@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import ReplanOption, ReplanDecision
+from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 
 
 def print_plans_as_json(plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:

@@ -9,14 +9,16 @@ from rich.table import Table
 
 from resilient_jax.cli.topology_table import format_si
 from resilient_jax.planning.plan import Plan
-from resilient_jax.planning.replanning import ReplanOption, ReplanDecision
+from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 
 BAR_CELLS = 50
 """Length of the chart's longest bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_plans(console: Console, plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:
+def print_plans(
+    console: Console, plans: Sequence[Plan], change: ReplanDecision | None, search_s: float
+) -> None:
     """The best plans, where their time and memory goes, and what a change of the cluster means."""
     best = plans[0]
     console.print(

@@ -21,30 +21,30 @@ from resilient_jax.cluster.membership import MembershipConfig
 from resilient_jax.cluster.relay import Relay
 from resilient_jax.cluster.snapshot_server_process import SnapshotServerProcess
 from resilient_jax.cluster.state_loss import StateLossPolicy
-from resilient_jax.cluster.store_session import StoreSession, SessionLost
+from resilient_jax.cluster.store_session import SessionLost, StoreSession
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.cluster.worker_supervisor import WorkerSupervisor
 from resilient_jax.errors import ExitCode, PeerError, StoreUnreachable
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, Revision
 from resilient_jax.protocol.records import (
-    WorldChange,
     Generation,
+    GenerationPhase,
     HostStatus,
-    LeaderRecord,
     JobOutcome,
     JobOutcomeKind,
-    GenerationPhase,
+    LeaderRecord,
     WorkerState,
+    WorldChange,
 )
 from resilient_jax.protocol.store_keys import make_generation_key
 from resilient_jax.protocol.worker_messages import (
-    RunToBoundary,
     FormWorld,
     HoldTraining,
     LeaseRenewed,
     Pause,
     Quiesce,
+    RunToBoundary,
 )
 from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.telemetry.event_log import EventLog
@@ -69,7 +69,11 @@ class Agent:
     """One host's supervisor. `run` is its whole life."""
 
     def __init__(
-        self, settings: AgentSettings, store: Store, print_line: Callable[[str], None], clock: Clock | None = None
+        self,
+        settings: AgentSettings,
+        store: Store,
+        print_line: Callable[[str], None],
+        clock: Clock | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -393,16 +397,23 @@ class Agent:
                 worker.send_order(Pause(generation=generation.number))
             case GenerationPhase.BOUNDARY:
                 assert generation.boundary_step is not None, "a boundary has a step"
-                worker.send_order(RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step))
+                worker.send_order(
+                    RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step)
+                )
             case GenerationPhase.FORM:
                 relay = await self._relay_to(generation)
-                worker.send_order(FormWorld(generation=generation, host=self._settings.host, relay_address=relay))
+                worker.send_order(
+                    FormWorld(generation=generation, host=self._settings.host, relay_address=relay)
+                )
             case GenerationPhase.ACTIVE:
                 self._services.stop_older(generation.world)
 
     async def _obey_from_outside(self, generation: Generation) -> None:
         """This host's worker is not a member: it must not train, and may ask to join."""
-        if self._leaving is not _Leaving.NO and generation.phase in (GenerationPhase.FORM, GenerationPhase.ACTIVE):
+        if self._leaving is not _Leaving.NO and generation.phase in (
+            GenerationPhase.FORM,
+            GenerationPhase.ACTIVE,
+        ):
             if (
                 generation.snapshot is None
             ):  # else the others still read what only this host's memory may have

@@ -85,7 +85,9 @@ class CoordinationServices:
             raise InternalError(f"no free port for a coordination service on {self._host_address}")
         except (InternalError, OSError, TimeoutError) as error:
             self._log.record(
-                EventKind.COORDINATION_SERVICE_START_FAILED, world=world, error=str(error) or "it took too long"
+                EventKind.COORDINATION_SERVICE_START_FAILED,
+                world=world,
+                error=str(error) or "it took too long",
             )
             await asyncio.sleep(START_RETRY_INTERVAL_S)  # then the leader asks again
         finally:
@@ -107,9 +109,13 @@ class CoordinationServices:
             if not is_serving:
                 await waiting.child.kill_and_wait()
         if is_serving:
-            status = CoordinationServiceStatus(world=world, num_processes=nodes, address=address, pid=waiting.child.pid)
+            status = CoordinationServiceStatus(
+                world=world, num_processes=nodes, address=address, pid=waiting.child.pid
+            )
             self._children[status] = waiting.child
-            self._log.record(EventKind.COORDINATION_SERVICE_STARTED, world=world, address=address, pid=status.pid)
+            self._log.record(
+                EventKind.COORDINATION_SERVICE_STARTED, world=world, address=address, pid=status.pid
+            )
             self._spawn(self._watch(status, waiting.child))
         return is_serving
 

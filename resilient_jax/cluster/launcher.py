@@ -211,7 +211,9 @@ class Launcher:
             message = "interrupted after training was done, while scripts still worked"
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=cut_short[0], message=message)
         # Our own codes say that a host left or was given up: the others did the job without it.
-        failed = [(h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in AGENT_EXIT_CODES]
+        failed = [
+            (h, code) for h, code in sorted(self._codes.items()) if code > 0 and code not in AGENT_EXIT_CODES
+        ]
         if not failed:
             return outcome
         host, code = failed[0]

@@ -14,34 +14,34 @@ import msgspec
 from resilient_jax.clock import Clock
 from resilient_jax.cluster.coordination_services import CoordinationServices
 from resilient_jax.cluster.membership import (
-    MembershipCommand,
     HostChanged,
     HostLeft,
+    MembershipCommand,
+    MembershipConfig,
     MembershipEvent,
     MembershipState,
-    StartCoordinationService,
     PublishGeneration,
-    MembershipConfig,
+    StartCoordinationService,
     Tick,
     handle,
     make_initial_state,
 )
-from resilient_jax.cluster.state_loss import explain_state_loss, count_lost_steps
+from resilient_jax.cluster.state_loss import count_lost_steps, explain_state_loss
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName, LeaseId, Revision
 from resilient_jax.protocol.records import Generation, HostStatus, LeaderRecord, StateLoss
 from resilient_jax.protocol.store_keys import make_generation_key, make_hosts_prefix, make_leader_key
 from resilient_jax.store.interface import (
     Compare,
+    CompareOperator,
+    CompareTarget,
     DeleteEvent,
     OperationResponse,
-    CompareOperator,
     PutEvent,
     PutOp,
     RangeOp,
     RangeResponse,
     Store,
-    CompareTarget,
     WatchEvent,
     require_absent,
 )
@@ -224,7 +224,9 @@ class _Rule:
             token=self._token,
             revision=result.revision,
         )
-        if generation.state_loss is not None and (before is None or generation.state_loss != before.state_loss):
+        if generation.state_loss is not None and (
+            before is None or generation.state_loss != before.state_loss
+        ):
             self._announce(generation, generation.state_loss)
 
     def _announce(self, generation: Generation, lost: StateLoss) -> None:

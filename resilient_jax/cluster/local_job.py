@@ -16,7 +16,7 @@ from typing import Self
 import msgspec
 
 from resilient_jax.cluster.child_process import bind_to_this_process
-from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids, read_job_report
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids, read_job_report
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import InternalError, ResilientJaxError
 from resilient_jax.events import Event
@@ -24,9 +24,9 @@ from resilient_jax.protocol.failpoints import (
     ANY_INDEX,
     ANY_STEP,
     FAILPOINTS_VARIABLE,
-    FailPointOrder,
-    FailPointController,
     FailPoint,
+    FailPointController,
+    FailPointOrder,
 )
 from resilient_jax.telemetry.event_log import read_events
 
@@ -98,14 +98,18 @@ class LocalJob:
         report = self.read_report()
         pids = list(find_pids(report, component, host)) if report is not None else []
         if not pids:
-            raise InternalError(f"{host} runs no {component} now, so it cannot be killed:\n{self.read_tail()}")
+            raise InternalError(
+                f"{host} runs no {component} now, so it cannot be killed:\n{self.read_tail()}"
+            )
         now_s = time.monotonic()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         return now_s
 
-    def hold(self, failpoint: FailPoint, hosts: Sequence[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
+    def hold(
+        self, failpoint: FailPoint, hosts: Sequence[str], step: int = ANY_STEP, index: int = ANY_INDEX
+    ) -> None:
         """Has these hosts wait at `place` of `step` until `release`; with `index`, of that microbatch only."""
         self._points.hold(failpoint, hosts, step, index)
 
@@ -119,7 +123,9 @@ class LocalJob:
         while not self._points.list_held_hosts() >= set(hosts):
             if time.monotonic() > end_s or self.process.poll() is not None:
                 missing = sorted(set(hosts) - self._points.list_held_hosts())
-                raise InternalError(f"{missing} did not come to where they are to be held:\n{self.read_tail()}")
+                raise InternalError(
+                    f"{missing} did not come to where they are to be held:\n{self.read_tail()}"
+                )
             time.sleep(POLL_INTERVAL_S)
 
     def release(self) -> None:

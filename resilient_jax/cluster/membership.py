@@ -30,35 +30,45 @@ import msgspec
 from resilient_jax.cluster.membership_state import (
     Disruption,
     MembershipState,
-    have_all_finished_step,
     awaits_snapshot_report,
-    list_dropped_workers,
     find_disruption,
+    find_newest_step,
+    find_recoverable_step,
     find_snapshot,
     find_user_error,
+    find_worker,
     has_service,
+    have_all_finished_step,
     is_draining,
     is_idle,
     is_snapshot_needed,
+    join_names,
+    list_dropped_workers,
     list_joiners,
     list_live_workers,
-    join_names,
-    find_newest_step,
-    find_recoverable_step,
     list_survivors,
-    find_worker,
 )
-from resilient_jax.cluster.state_loss import StateLossPolicy, is_any_polling_checkpoints, decide_after_state_loss, make_state_loss_outcome
-from resilient_jax.cluster.world_formation import StateOrigin, StartCoordinationService, find_state_origin, form_next_generation
+from resilient_jax.cluster.state_loss import (
+    StateLossPolicy,
+    decide_after_state_loss,
+    is_any_polling_checkpoints,
+    make_state_loss_outcome,
+)
+from resilient_jax.cluster.world_formation import (
+    StartCoordinationService,
+    StateOrigin,
+    find_state_origin,
+    form_next_generation,
+)
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import (
     Generation,
+    GenerationPhase,
     HostStatus,
-    Member,
     JobOutcome,
     JobOutcomeKind,
-    GenerationPhase,
+    Member,
     StateLoss,
     WorkerStatus,
 )
@@ -122,7 +132,9 @@ class PublishGeneration:
 
 MembershipCommand = PublishGeneration | StartCoordinationService
 
-FIRST_GENERATION = Generation(number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts")
+FIRST_GENERATION = Generation(
+    number=GenerationNumber(1), phase=GenerationPhase.QUIESCE, reason="the job starts"
+)
 
 
 def make_initial_state(generation: Generation | None, now: float) -> MembershipState:
@@ -158,7 +170,9 @@ def _absorb(state: MembershipState, event: MembershipEvent) -> MembershipState:
             assert_never(event)
 
 
-def _next_move(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | StartCoordinationService | None:
+def _next_move(
+    state: MembershipState, now: float, rules: MembershipConfig
+) -> Generation | StartCoordinationService | None:
     generation = state.generation
     if generation.phase is GenerationPhase.FINISHED:
         return None
@@ -203,7 +217,8 @@ def _quiesce(
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.QUIESCE,
         members=members,
-        unreadable=generation.unreadable_snapshots + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
+        unreadable=generation.unreadable_snapshots
+        + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
         boundary=None,
         dropped=list_dropped_workers(state, members),
         progress=find_recoverable_step(state),
@@ -214,7 +229,9 @@ def _quiesce(
     )
 
 
-def _after_quiesce(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | StartCoordinationService | None:
+def _after_quiesce(
+    state: MembershipState, now: float, rules: MembershipConfig
+) -> Generation | StartCoordinationService | None:
     generation = state.generation
     lost = [m.host for m in generation.members if find_worker(state, m) is None]
     if lost:
@@ -248,7 +265,11 @@ def _after_quiesce(state: MembershipState, now: float, rules: MembershipConfig) 
 
 def _after_pause(state: MembershipState) -> Generation | None:
     generation = state.generation
-    limits = [w.report.earliest_stop_step for w in list_live_workers(state) if w.report.generation == generation.number]
+    limits = [
+        w.report.earliest_stop_step
+        for w in list_live_workers(state)
+        if w.report.generation == generation.number
+    ]
     if len(limits) < len(generation.members) or None in limits:
         return None
     boundary = max(limit for limit in limits if limit is not None)
@@ -311,7 +332,9 @@ def _wish_for_change(state: MembershipState) -> str | None:
     return None
 
 
-def _settle(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | StartCoordinationService | None:
+def _settle(
+    state: MembershipState, now: float, rules: MembershipConfig
+) -> Generation | StartCoordinationService | None:
     """All members are idle: decide who goes on, from which state, and how."""
     generation = state.generation
     if generation.attempts > rules.max_collective_retries:
@@ -345,10 +368,14 @@ def _settle(state: MembershipState, now: float, rules: MembershipConfig) -> Gene
     if generation.progress > 0 and not origin.exists and (kept or joiners):
         is_everybody_here = len(state.hosts) >= rules.num_hosts
         if waited_s <= (
-            rules.regroup_grace_s if is_everybody_here else max(rules.regroup_grace_s, rules.state_loss_grace_s)
+            rules.regroup_grace_s
+            if is_everybody_here
+            else max(rules.regroup_grace_s, rules.state_loss_grace_s)
         ):
             return None  # a host that only lost the store for a moment comes back with its state
-        if waited_s <= rules.checkpoint_poll_timeout_s and is_any_polling_checkpoints([*kept, *joiners], rules.state_loss_policy):
+        if waited_s <= rules.checkpoint_poll_timeout_s and is_any_polling_checkpoints(
+            [*kept, *joiners], rules.state_loss_policy
+        ):
             return None  # storage that hangs must not keep the job waiting for ever
         decision = decide_after_state_loss(state, [*kept, *joiners], rules.state_loss_policy)
         if isinstance(decision, JobOutcome):

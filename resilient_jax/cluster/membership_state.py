@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
+    CoordinationServiceStatus,
     DroppedWorker,
-    WorkerFailureKind,
     Generation,
+    GenerationPhase,
     HostStatus,
-    Member,
     JobOutcome,
     JobOutcomeKind,
-    GenerationPhase,
-    CoordinationServiceStatus,
+    Member,
+    WorkerFailureKind,
     WorkerState,
     WorkerStatus,
 )
@@ -100,7 +100,9 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
         status = state.hosts.get(member.host)
         worker = status.worker if status else None
         if member not in members and worker is not None and worker.incarnation == member.incarnation:
-            found[member.host] = DroppedWorker(host=member.host, incarnation=member.incarnation, required_generation=answer)
+            found[member.host] = DroppedWorker(
+                host=member.host, incarnation=member.incarnation, required_generation=answer
+            )
     workers = {host: status.worker for host, status in state.hosts.items()}
     return tuple(
         d
@@ -140,7 +142,12 @@ def find_user_error(state: MembershipState) -> JobOutcome | None:
             return JobOutcome(
                 kind=JobOutcomeKind.USER_ERROR, exit_code=int(ExitCode.USAGE), host=host, message=text
             )
-        if failure is not None and failure.kind is WorkerFailureKind.USER and code is None and not worker.is_unresponsive:
+        if (
+            failure is not None
+            and failure.kind is WorkerFailureKind.USER
+            and code is None
+            and not worker.is_unresponsive
+        ):
             return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=1, host=host, message=failure.text)
     return None
 

@@ -23,11 +23,11 @@ from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.snapshot.messages import (
     SERVER_TO_AGENT_DECODER,
     SETTINGS_ENV_VARIABLE,
-    EventOccurred,
     CompleteSnapshots,
+    EventOccurred,
     NewWorker,
-    ServerSettings,
     ServerReady,
+    ServerSettings,
 )
 from resilient_jax.telemetry.event_log import EventLog
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_jax.clock import Clock
-from resilient_jax.errors import LeaseExpired, PeerUnreachable, JoinRefused
+from resilient_jax.errors import JoinRefused, LeaseExpired, PeerUnreachable
 from resilient_jax.ids import HostName, JobName, LeaseId
 from resilient_jax.protocol.records import HostStatus, JobRecord, Versions
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
@@ -69,7 +69,9 @@ class StoreSession:
         deadline_s = self._clock.monotonic_s() + self._ttl_s + 2.0
         while True:
             result = await self._store.transaction(
-                [require_absent(key)], [PutOp(key, ENCODER.encode(self._status()), self.lease)], [RangeOp(key)]
+                [require_absent(key)],
+                [PutOp(key, ENCODER.encode(self._status()), self.lease)],
+                [RangeOp(key)],
             )
             if result.succeeded:
                 return

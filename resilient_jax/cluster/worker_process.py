@@ -17,22 +17,27 @@ from resilient_jax.protocol.framing import Deframer, frame
 from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
-    WORKER_SETTINGS_VARIABLE,
-    SNAPSHOT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
+    SNAPSHOT_CONNECTION_VARIABLE,
     WORD_DECODER,
+    WORKER_SETTINGS_VARIABLE,
     EventOccurred,
-    WorkerOrder,
-    StepCommitted,
-    WorkerReported,
     SnapshotServerRequested,
+    StepCommitted,
+    WorkerOrder,
+    WorkerReported,
     WorkerSettings,
 )
 
 POLL_INTERVAL_S = 0.1
 """How often the process's state is read; a stop must be seen twice, so that a blink does not count."""
 
-WORKER_VARIABLES = (AGENT_CONNECTION_VARIABLE, WORKER_SETTINGS_VARIABLE, SNAPSHOT_CONNECTION_VARIABLE, DEATH_PIPE_VARIABLE)
+WORKER_VARIABLES = (
+    AGENT_CONNECTION_VARIABLE,
+    WORKER_SETTINGS_VARIABLE,
+    SNAPSHOT_CONNECTION_VARIABLE,
+    DEATH_PIPE_VARIABLE,
+)
 
 ENCODER = msgspec.msgpack.Encoder()
 
@@ -147,7 +152,9 @@ class WorkerProcess:
             self._writer.write(frame(ENCODER.encode(order)))
 
     async def _listen(
-        self, on_change: Callable[[], None], on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None]
+        self,
+        on_change: Callable[[], None],
+        on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._link)
         deframer = Deframer()

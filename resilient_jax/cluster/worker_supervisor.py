@@ -16,17 +16,17 @@ from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.records import WorkerFailureKind, JobOutcome, JobOutcomeKind, WorkerStatus
+from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, WorkerFailureKind, WorkerStatus
 from resilient_jax.protocol.worker_messages import (
     JOB_OVER_EXIT_CODE,
     RESTART_EXIT_CODE,
     EventOccurred,
-    WorkerOrder,
-    StepCommitted,
     SnapshotServerReady,
-    SnapshotSettings,
-    StopWorker,
     SnapshotServerRequested,
+    SnapshotSettings,
+    StepCommitted,
+    StopWorker,
+    WorkerOrder,
     WorkerSettings,
 )
 from resilient_jax.telemetry.event_log import EventLog

@@ -8,13 +8,13 @@ from resilient_jax.cluster.membership_state import MembershipState, find_snapsho
 from resilient_jax.cluster.state_loss import explain_state_loss
 from resilient_jax.ids import HostName, ProcessIndex, WorldId
 from resilient_jax.protocol.records import (
-    WorldChange,
     Generation,
+    GenerationPhase,
     HostStatus,
     Member,
-    GenerationPhase,
-    StateSource,
     StateLoss,
+    StateSource,
+    WorldChange,
 )
 from resilient_jax.protocol.snapshots import SnapshotPlan
 
@@ -47,7 +47,9 @@ class StateOrigin:
         return bool(self.sources) or self.snapshot is not None
 
 
-def find_state_origin(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> StateOrigin:
+def find_state_origin(
+    state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
+) -> StateOrigin:
     """The newest state that is whole somewhere: in a worker, or, if that is newer, in a snapshot."""
     holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
@@ -111,7 +113,9 @@ def form_next_generation(
         lost=None
         if origin.exists
         else state_loss or generation.state_loss,  # the world in which it was to be read may be lost, too
-        reason=f"{generation.reason}: {explain_state_loss(state_loss)}" if state_loss is not None else generation.reason,
+        reason=f"{generation.reason}: {explain_state_loss(state_loss)}"
+        if state_loss is not None
+        else generation.reason,
         progress=max(generation.progress, origin.step) if origin.exists else 0,
         began=generation.initial_generation if origin.exists else generation.number,
     )

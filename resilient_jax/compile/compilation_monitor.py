@@ -9,7 +9,7 @@ from typing import Final
 import jax
 
 from resilient_jax.compile.ahead_of_time import is_compiling_ahead, may_wait
-from resilient_jax.compile.program_exchange import ProgramPeer, ProgramFetcher, ProgramDirectory
+from resilient_jax.compile.program_exchange import ProgramDirectory, ProgramFetcher, ProgramPeer
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX

@@ -39,7 +39,9 @@ def find_key_mismatches(values: object, info: inspect.Type, prefix: str = "") ->
         fields = {field.encode_name: field for field in info.fields}
         known = tuple(fields)
         allowed = {*known, info.tag_field}
-        yield from (KeyMismatch(key=f"{prefix}{key}", known_keys=known) for key in values if key not in allowed)
+        yield from (
+            KeyMismatch(key=f"{prefix}{key}", known_keys=known) for key in values if key not in allowed
+        )
         for name, field in fields.items():
             if name in values:
                 yield from find_key_mismatches(values[name], field.type, f"{prefix}{name}.")

@@ -47,7 +47,9 @@ class LayoutChecker:
         arrays = [_to_array(leaf, tree, position, name) for position, leaf in enumerate(leaves)]
         if not arrays:
             raise DataError(f"{name}: found {tree!r}, which holds no arrays; expected arrays or numbers")
-        layout = ExampleLayout(structure=structure, leaves=tuple((array.shape, array.dtype) for array in arrays))
+        layout = ExampleLayout(
+            structure=structure, leaves=tuple((array.shape, array.dtype) for array in arrays)
+        )
         with self._lock:
             if self._first is None:
                 self._first = (name, layout)

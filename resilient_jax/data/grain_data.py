@@ -13,7 +13,12 @@ import numpy as np
 from resilient_jax.data.example_layout import LayoutChecker, Tree
 from resilient_jax.data.function_data import FunctionData
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers, list_positions
-from resilient_jax.data.random_access import RandomAccessSource, count_at_least_one_item, read_examples, read_item
+from resilient_jax.data.random_access import (
+    RandomAccessSource,
+    count_at_least_one_item,
+    read_examples,
+    read_item,
+)
 
 
 def is_grain_map_dataset(source: object) -> bool:
@@ -46,7 +51,9 @@ class GrainData:
         Raises:
             DataError: no such microbatch or part, or an element is filtered out, no tree of arrays, or different.
         """
-        positions = list_positions(step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size)
+        positions = list_positions(
+            step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size
+        )
         return read_examples(self._dataset, list(positions), self._length, self._layout)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
@@ -67,7 +74,9 @@ def make_batched_grain_data(dataset: RandomAccessSource, *, num_microbatches: in
     length = count_at_least_one_item(dataset)
 
     def read_microbatch(step: int, index: int) -> Tree:
-        (number,) = list_positions(step, index, ALL_ROWS, num_microbatches=num_microbatches, microbatch_size=1)
+        (number,) = list_positions(
+            step, index, ALL_ROWS, num_microbatches=num_microbatches, microbatch_size=1
+        )
         return read_item(dataset, number, length)
 
     return FunctionData(read_microbatch)

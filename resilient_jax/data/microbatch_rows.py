@@ -27,7 +27,9 @@ def slice_rows(rows: int, part: RowPart) -> slice:
     return slice(k * rows // n, (k + 1) * rows // n)
 
 
-def list_positions(step: int, index: int, part: RowPart, *, num_microbatches: int, microbatch_size: int) -> range:
+def list_positions(
+    step: int, index: int, part: RowPart, *, num_microbatches: int, microbatch_size: int
+) -> range:
     """Positions, counted from the first row of step 0, of the rows of one part of a microbatch.
 
     Position `(step * microbatches + index) * size + k` is row k. No two microbatches share a position.

@@ -7,7 +7,7 @@ import numpy as np
 
 from resilient_jax.data.example_layout import Tree
 from resilient_jax.data.function_data import FunctionData
-from resilient_jax.data.grain_data import GrainData, make_batched_grain_data, is_grain_map_dataset
+from resilient_jax.data.grain_data import GrainData, is_grain_map_dataset, make_batched_grain_data
 from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers
 from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import DataError
@@ -67,7 +67,9 @@ def make_microbatch_data(
     >>> data.batch(step=1, index=0), data.batch(step=1, index=0, part=(1, 2))
     (array([14, 10]), array([10]))
     """
-    check_positive_integers(microbatches=num_microbatches, size=1 if microbatch_size is None else microbatch_size)
+    check_positive_integers(
+        microbatches=num_microbatches, size=1 if microbatch_size is None else microbatch_size
+    )
     if is_grain_map_dataset(source):
         _refuse_shuffle(shuffle, source, "Call shuffle on the dataset before it is batched")
         if microbatch_size is None:
@@ -85,7 +87,13 @@ def make_microbatch_data(
                 "microbatch has"
             )
         shuffled = shuffle is not False
-        return RandomAccessData(source, num_microbatches=num_microbatches, microbatch_size=microbatch_size, seed=seed, shuffle=shuffled)
+        return RandomAccessData(
+            source,
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            seed=seed,
+            shuffle=shuffled,
+        )
     if callable(source):
         _refuse_shuffle(shuffle, source, "Shuffle inside of it")
         return FunctionData(source, microbatch_size=microbatch_size)
@@ -102,7 +110,9 @@ def _refuse_shuffle(shuffle: bool | None, source: object, remedy: str) -> None:
 
 def _describe_refusal(source: object) -> str:
     if isinstance(source, type):
-        return f"data: found the class {source.__name__} itself, {EXPECTED_SOURCES}. Give an object of the class"
+        return (
+            f"data: found the class {source.__name__} itself, {EXPECTED_SOURCES}. Give an object of the class"
+        )
     found = f"data: found a {type(source).__name__}, {EXPECTED_SOURCES}. "
     if isinstance(source, Mapping):
         return found + "Give one of its values, or a list of examples, each a mapping"

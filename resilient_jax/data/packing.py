@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient_jax.data.example_layout import Tree
-from resilient_jax.data.microbatch_rows import check_positive_integers, check_integers
+from resilient_jax.data.microbatch_rows import check_integers, check_positive_integers
 from resilient_jax.data.random_access import RandomAccessSource, count_items, describe_item, read_item
 from resilient_jax.errors import DataError
 
@@ -64,7 +64,10 @@ def pack_documents(lengths: npt.ArrayLike, context_length: int) -> Packing:
     starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * context_length
     pieces = np.minimum(whole[documents] - starts, context_length)
     return Packing(
-        documents=documents, starts=starts, lengths=pieces.astype(np.int32), row_bounds=_fill(pieces, context_length)
+        documents=documents,
+        starts=starts,
+        lengths=pieces.astype(np.int32),
+        row_bounds=_fill(pieces, context_length),
     )
 
 

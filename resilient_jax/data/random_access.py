@@ -5,7 +5,13 @@ from typing import Protocol
 import numpy as np
 
 from resilient_jax.data.example_layout import LayoutChecker, Tree
-from resilient_jax.data.microbatch_rows import ALL_ROWS, RowPart, check_positive_integers, check_integers, list_positions
+from resilient_jax.data.microbatch_rows import (
+    ALL_ROWS,
+    RowPart,
+    check_integers,
+    check_positive_integers,
+    list_positions,
+)
 from resilient_jax.data.shuffle import permute
 from resilient_jax.errors import DataError
 
@@ -25,7 +31,13 @@ class RandomAccessData:
     """
 
     def __init__(
-        self, source: RandomAccessSource, *, num_microbatches: int, microbatch_size: int, seed: int = 0, shuffle: bool = True
+        self,
+        source: RandomAccessSource,
+        *,
+        num_microbatches: int,
+        microbatch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         """Takes the source's length as it is now.
 
@@ -67,7 +79,9 @@ class RandomAccessData:
 
     def _numbers(self, step: int, index: int, part: RowPart) -> list[int]:
         """The source's numbers of the items, row by row."""
-        positions = list_positions(step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size)
+        positions = list_positions(
+            step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size
+        )
         numbers: list[int] = []
         while positions:
             epoch, first = divmod(positions.start, self._length)
@@ -137,7 +151,9 @@ def read_examples(source: RandomAccessSource, numbers: list[int], length: int, l
     Raises:
         DataError: an item is missing, is no tree of arrays, or has another layout than the first.
     """
-    rows = [layout.check(read_item(source, number, length), describe_item(source, number)) for number in numbers]
+    rows = [
+        layout.check(read_item(source, number, length), describe_item(source, number)) for number in numbers
+    ]
     return layout.rebuild([np.stack(leaves) for leaves in zip(*rows, strict=True)])
 
 

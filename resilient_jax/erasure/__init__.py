@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from resilient_jax.erasure.encoding import encode as encode
     from resilient_jax.erasure.encoding import update_parity as update_parity
     from resilient_jax.erasure.errors import ErasureCodeError as ErasureCodeError
-    from resilient_jax.erasure.errors import KernelUnavailable as KernelUnavailable
     from resilient_jax.erasure.errors import KernelSelfTestFailed as KernelSelfTestFailed
+    from resilient_jax.erasure.errors import KernelUnavailable as KernelUnavailable
     from resilient_jax.erasure.errors import NotRepaired as NotRepaired
     from resilient_jax.erasure.errors import TooManyErasures as TooManyErasures
     from resilient_jax.erasure.kernel import Kernel as Kernel
@@ -61,23 +61,23 @@ __all__ = [
     "Buffer",
     "Checksum",
     "ChecksumName",
-    "ErasureCodeError",
     "DirtyBlock",
+    "ErasureCodeError",
     "Kernel",
-    "KernelUnavailable",
     "KernelName",
     "KernelSelfTestFailed",
+    "KernelUnavailable",
     "NotRepaired",
     "Patch",
     "ReedSolomon",
     "TooManyErasures",
     "add_shard",
-    "run_self_test",
     "choose_checksum",
     "decode",
     "encode",
     "locate",
     "repair",
+    "run_self_test",
     "scan",
     "update_parity",
     "verify_against",

@@ -66,7 +66,9 @@ def choose_checksum(requested: ChecksumName | None = None) -> Checksum:
         if google_crc32c is not None and google_crc32c.implementation == "c":
             return Checksum(ChecksumName.CRC32C, "google-crc32c", _google_crc32c)
         if requested is ChecksumName.CRC32C:
-            raise KernelUnavailable(f"no library for CRC32C, and no google-crc32c either. {missing}") from missing
+            raise KernelUnavailable(
+                f"no library for CRC32C, and no google-crc32c either. {missing}"
+            ) from missing
     return Checksum(ChecksumName.CRC32, "zlib", _zlib_crc32)
 
 
@@ -79,7 +81,9 @@ def verify_against(checksum: Checksum, digests: Mapping[int, int]) -> Verify:
 
     def verify(shard: int, data: memoryview) -> bool:
         if shard not in digests:
-            raise ErasureCodeError(f"no digest for shard {shard}, expected one for each; found {sorted(digests)}")
+            raise ErasureCodeError(
+                f"no digest for shard {shard}, expected one for each; found {sorted(digests)}"
+            )
         return checksum.compute(data) == digests[shard]
 
     return verify

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 from resilient_jax.erasure.errors import ErasureCodeError, TooManyErasures
 from resilient_jax.erasure.galois_field import GROUP_ORDER, POWERS
-from resilient_jax.erasure.matrix import Matrix, add_vectors, linear_combination, identity, invert, matmul, scale_vector, unit_vector
+from resilient_jax.erasure.matrix import (
+    Matrix,
+    add_vectors,
+    identity,
+    invert,
+    linear_combination,
+    matmul,
+    scale_vector,
+    unit_vector,
+)
 
 MAX_SHARDS = GROUP_ORDER
 """A codeword has at most one byte for each power of 2 in the field."""
@@ -94,7 +103,9 @@ class ReedSolomon:
     def _checked(self, shards: Collection[int]) -> tuple[int, ...]:
         ordered = tuple(sorted(shards))
         if len(set(ordered)) < len(ordered) or (ordered and not 0 <= ordered[0] <= ordered[-1] < self.n):
-            raise ErasureCodeError(f"shards: found {ordered}, expected different numbers from 0 to {self.n - 1}")
+            raise ErasureCodeError(
+                f"shards: found {ordered}, expected different numbers from 0 to {self.n - 1}"
+            )
         return ordered
 
 
@@ -167,7 +178,9 @@ def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ..
         # parity = A_data data + A_absent absent, so absent = A_absent^-1 (A_data data + parity): only the lost
         # part, at most m x m, is inverted.
         a = code.parity_matrix
-        known = tuple(bytes(a[p][d] for d in data) + unit_vector(len(parity), i) for i, p in enumerate(parity))
+        known = tuple(
+            bytes(a[p][d] for d in data) + unit_vector(len(parity), i) for i, p in enumerate(parity)
+        )
         solved = matmul(invert(tuple(bytes(a[p][d] for d in absent) for p in parity)), known)
         rows |= dict(zip(absent, solved, strict=True))
     data_rows = [rows[shard] for shard in range(k)]

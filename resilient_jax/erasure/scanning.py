@@ -83,7 +83,9 @@ def scan(
     views = [view_bytes(shards[shard], f"shard {shard}") for shard in check.shards]
     lengths = {len(view) for view in views}
     if len(lengths) > 1:
-        raise ErasureCodeError(f"shards of unequal length: found {sorted(lengths)} bytes, expected one length")
+        raise ErasureCodeError(
+            f"shards of unequal length: found {sorted(lengths)} bytes, expected one length"
+        )
     return _scan(check, kernel, views, block_bytes)
 
 

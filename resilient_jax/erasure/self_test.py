@@ -56,7 +56,9 @@ def _compare_products(kernel: Kernel) -> None:
     kernel.apply(tuple(bytes([factor]) for factor in range(256)), [every_byte], rows)
     for factor, row in enumerate(rows):
         if row != multiplication_row(factor):
-            raise KernelSelfTestFailed(f"{kernel.name} kernel ({kernel.description}): wrong products with {factor}")
+            raise KernelSelfTestFailed(
+                f"{kernel.name} kernel ({kernel.description}): wrong products with {factor}"
+            )
 
 
 def _compare_code(kernel: Kernel, code: ReedSolomon) -> None:

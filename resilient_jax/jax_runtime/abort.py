@@ -4,12 +4,12 @@ import socket
 from collections.abc import Callable
 
 from resilient_jax.jax_runtime.gloo import (
+    DuplicateSocket,
     Endpoint,
     GlooSockets,
-    DuplicateSocket,
-    is_listener,
     find_local_endpoint,
     find_remote_endpoint,
+    is_listener,
     list_socket_descriptors,
 )
 
@@ -46,7 +46,11 @@ def _shut_connections(chosen: Callable[[Endpoint | None, Endpoint | None], bool]
 
 def _try_shut(descriptor: int, chosen: Callable[[Endpoint | None, Endpoint | None], bool]) -> bool:
     with DuplicateSocket(descriptor) as copy:
-        if copy is None or is_listener(copy) or not chosen(find_local_endpoint(copy), find_remote_endpoint(copy)):
+        if (
+            copy is None
+            or is_listener(copy)
+            or not chosen(find_local_endpoint(copy), find_remote_endpoint(copy))
+        ):
             return False
         try:
             copy.shutdown(socket.SHUT_RDWR)

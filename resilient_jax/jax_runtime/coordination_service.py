@@ -71,7 +71,11 @@ def _free_address(address: str) -> str:
 
 def _start(address: str, nodes: int) -> RuntimeService:
     return jaxlib_runtime.get_distributed_runtime_service(
-        address, nodes, heartbeat_timeout=HEARTBEAT_TIMEOUT_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S, recoverable=True
+        address,
+        nodes,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        recoverable=True,
     )
 
 

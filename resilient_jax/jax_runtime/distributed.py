@@ -143,7 +143,9 @@ def connect(
     (connection,) = found
     client = jax_distributed.global_state.client
     host, _, port = attempt.address.rpartition(":")
-    formings.set_current_wait(CliqueInterrupter(client, (host, int(port)), connection.gloo, attempt.listener_key))
+    formings.set_current_wait(
+        CliqueInterrupter(client, (host, int(port)), connection.gloo, attempt.listener_key)
+    )
     jax.devices()  # so that other platforms, too, are there when we return
     return connection
 
@@ -268,7 +270,9 @@ def _make_collectives(
         if len(opened) == 1:
             return collectives, opened
         del collectives  # another thread opened one too: which is gloo's cannot be told, so again
-    raise RuntimeError(f"gloo's listener cannot be told in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}")
+    raise RuntimeError(
+        f"gloo's listener cannot be told in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}"
+    )
 
 
 def _peer_endpoints(attempt: FormingAttempt, client: RuntimeClient) -> frozenset[Endpoint]:

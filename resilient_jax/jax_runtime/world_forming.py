@@ -23,7 +23,11 @@ import weakref
 from collections.abc import Callable
 from typing import Final, assert_never
 
-from resilient_jax.jax_runtime.clique_interruption import UNREADABLE_VALUE, CliqueInterrupter, is_service_alive
+from resilient_jax.jax_runtime.clique_interruption import (
+    UNREADABLE_VALUE,
+    CliqueInterrupter,
+    is_service_alive,
+)
 from resilient_jax.jax_runtime.failures import FormingFailed, FormingInterrupted
 from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClient, jaxlib_runtime
 
@@ -220,7 +224,9 @@ def count_living_clients() -> int:
     return len(_living)
 
 
-def make_forming_error(forming: FormingAttempt, stage: FormingStage, error: BaseException | None) -> FormingFailed:
+def make_forming_error(
+    forming: FormingAttempt, stage: FormingStage, error: BaseException | None
+) -> FormingFailed:
     """Gives the error for an attempt that did not come through."""
     reason = "not everybody came in time" if error is None else f"{type(error).__name__}: {error}"
     return FormingFailed(

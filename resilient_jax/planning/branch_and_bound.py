@@ -14,8 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, assert_never
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cost_model import PlanCost, CostModel, BlockClass
-from resilient_jax.planning.device_layout import ReplicaAxes, DeviceLayout, MicrobatchConfig, enumerate_layouts
+from resilient_jax.planning.cost_model import BlockClass, CostModel, PlanCost
+from resilient_jax.planning.device_layout import (
+    DeviceLayout,
+    MicrobatchConfig,
+    ReplicaAxes,
+    enumerate_layouts,
+)
 from resilient_jax.planning.lower_bounds import LowerBounds, find_divisors
 from resilient_jax.planning.stage_balancing import relax_layer_limits, tighten_layer_limits
 from resilient_jax.planning.tensor_partition import find_axis_sizes
@@ -83,7 +88,10 @@ def enumerate_axes(pricing: CostModel, fixed: PlanConstraints) -> Iterator[Repli
 
 
 def visit_candidates(
-    pricing: CostModel, fixed: PlanConstraints, limit_s: Callable[[ReplicaAxes], float], keep: Callable[[PlanCandidate], None]
+    pricing: CostModel,
+    fixed: PlanConstraints,
+    limit_s: Callable[[ReplicaAxes], float],
+    keep: Callable[[PlanCandidate], None],
 ) -> None:
     """Gives `keep` every candidate that could be below its limit.
 
@@ -249,7 +257,11 @@ class _Visit:
                 pricing, self._fixed, layout, batch, teams, self._limit_s(group)
             ):
                 self._keep(PlanCandidate(price.step_s, layout, batch, blocks))
-                least_s = min(least_s, price.assignment.makespan_s + sum(pricing.estimate_reduction_and_update_s(layout, evened, blocks)))
+                least_s = min(
+                    least_s,
+                    price.assignment.makespan_s
+                    + sum(pricing.estimate_reduction_and_update_s(layout, evened, blocks)),
+                )
             if group.pipeline == 1 or least_s >= self._limit_s(group):
                 continue
             for other in tighten_layer_limits(pricing, layout, teams):
@@ -259,7 +271,12 @@ class _Visit:
 
 
 def enumerate_block_counts(
-    pricing: CostModel, fixed: PlanConstraints, layout: DeviceLayout, batch: MicrobatchConfig, teams: tuple[BlockClass, ...], limit_s: float
+    pricing: CostModel,
+    fixed: PlanConstraints,
+    layout: DeviceLayout,
+    batch: MicrobatchConfig,
+    teams: tuple[BlockClass, ...],
+    limit_s: float,
 ) -> Iterator[tuple[int, PlanCost]]:
     """Yields the numbers of blocks that may be best, the largest first.
 

@@ -57,7 +57,9 @@ def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
     return pricing.estimate_plan(plan.layout, plan.microbatch, ordered, plan.blocks).step_s
 
 
-def fit_calibration(measurements: Sequence[StepMeasurement], start: Calibration | None = None) -> CalibrationFit:
+def fit_calibration(
+    measurements: Sequence[StepMeasurement], start: Calibration | None = None
+) -> CalibrationFit:
     """Gives the constants with which the estimates are nearest to measured steps.
 
     Least squares of ln(estimated / measured), so that a short step counts as much as a long one; by a pattern search

@@ -29,7 +29,9 @@ LevelFactors = tuple[int, ...]
 """How many parts of a group meet at each level, from inside a host outward; their product is the group's size."""
 
 
-def find_device_links(topology: Topology, efficiency: float, latency_factor: float = 1.0) -> tuple[DeviceLink, ...]:
+def find_device_links(
+    topology: Topology, efficiency: float, latency_factor: float = 1.0
+) -> tuple[DeviceLink, ...]:
     """Gives the links of a topology as a device sees them while all devices of its host send.
 
     Args:
@@ -48,7 +50,11 @@ def find_device_links(topology: Topology, efficiency: float, latency_factor: flo
 
 
 def estimate_collective_s(
-    kind: CollectiveKind, message_bytes: float, spread: LevelFactors, links: Sequence[DeviceLink], pieces: int = 1
+    kind: CollectiveKind,
+    message_bytes: float,
+    spread: LevelFactors,
+    links: Sequence[DeviceLink],
+    pieces: int = 1,
 ) -> float:
     """Gives the seconds of one collective, or of several after one another that send an array in pieces.
 

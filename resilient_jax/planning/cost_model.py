@@ -10,11 +10,17 @@ from typing import NamedTuple
 import msgspec
 
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.collectives import DeviceLink, find_device_links, estimate_collective_s
-from resilient_jax.planning.device_layout import NO_LAYER_LIMITS, ReplicaAxes, DeviceLayout, MicrobatchConfig, StageLayerLimits
-from resilient_jax.planning.host_pool import Composition, HostPool, HostKind, find_stage_kinds
+from resilient_jax.planning.collectives import DeviceLink, estimate_collective_s, find_device_links
+from resilient_jax.planning.device_layout import (
+    NO_LAYER_LIMITS,
+    DeviceLayout,
+    MicrobatchConfig,
+    ReplicaAxes,
+    StageLayerLimits,
+)
+from resilient_jax.planning.host_pool import Composition, HostKind, HostPool, find_stage_kinds
 from resilient_jax.planning.layer_split import StageRun, split_layers_by_run
-from resilient_jax.planning.makespan import UNLIMITED, TaskAssignment, MachineClass, assign_tasks
+from resilient_jax.planning.makespan import UNLIMITED, MachineClass, TaskAssignment, assign_tasks
 from resilient_jax.planning.memory import (
     ActivationBytes,
     DeviceMemory,
@@ -27,9 +33,9 @@ from resilient_jax.planning.program_cost import CollectiveKind, ProgramCost
 from resilient_jax.planning.stage_cost import (
     PartTimes,
     StageTime,
+    count_microbatch_load,
     estimate_part_times,
     estimate_transfer_s,
-    count_microbatch_load,
 )
 from resilient_jax.planning.state_bytes import StateBytes, StateCounter
 from resilient_jax.topology import Topology
@@ -166,7 +172,9 @@ class CostModel:
         self.usable_bytes = question.pool.memory_bytes * question.calibration.usable_memory
         self.measured = read_measured_memory(question.program_cost)
         # Copies of gradients lie where activations were: what more they need is known with the activations only.
-        self._least_need = None if self.measured is None else dataclasses.replace(self.measured, gradient_copies=0)
+        self._least_need = (
+            None if self.measured is None else dataclasses.replace(self.measured, gradient_copies=0)
+        )
         self._counter = StateCounter(question.program_cost)
         self._states: dict[tuple[int, int, int], StateBytes] = {}
         self._activations: dict[tuple[int, int, int, MicrobatchConfig], ActivationBytes] = {}
@@ -206,7 +214,9 @@ class CostModel:
         """How many the hosts can make."""
         return sum(blocks for _, blocks in self.find_blocks(layout)) * layout.replicas_per_block
 
-    def find_block_classes(self, layout: DeviceLayout, batch: MicrobatchConfig, limit_s: float = math.inf) -> tuple[BlockClass, ...]:
+    def find_block_classes(
+        self, layout: DeviceLayout, batch: MicrobatchConfig, limit_s: float = math.inf
+    ) -> tuple[BlockClass, ...]:
         """The replicas that have the memory, fastest first; none, if even all of them would not be done by the
         limit."""
         blocks = self.find_blocks(layout)
@@ -223,7 +233,9 @@ class CostModel:
                 work.times[key] = self._time_replica(work.parts, layout, batch, composition)
             if (time := work.times[key]) is not None:
                 found.append(BlockClass(composition=composition, blocks=number, time=time))
-        return tuple(sorted(found, key=lambda team: (team.time.microbatch_s, team.time.host_kind, team.composition)))
+        return tuple(
+            sorted(found, key=lambda team: (team.time.microbatch_s, team.time.host_kind, team.composition))
+        )
 
     def _work(self, layout: DeviceLayout, batch: MicrobatchConfig) -> "_Work":
         """What is the same for all sizes of blocks; only the newest is remembered."""
@@ -239,14 +251,18 @@ class CostModel:
         is_piped = layout.axes.pipeline > 1
         key = (layout.axes[:-1], layout.axes_in_host[:-1], layout.level, is_piped, batch, sending)
         if key not in self._parts:
-            asked = count_microbatch_load(question.program_cost, self.count_state(layout.axes), layout, batch, self.links)
+            asked = count_microbatch_load(
+                question.program_cost, self.count_state(layout.axes), layout, batch, self.links
+            )
             self._parts[key] = [
                 estimate_part_times(asked, sending, kind, peak, question.calibration)
                 for kind, peak in zip(question.pool.kinds, self._peaks, strict=True)
             ]
         return self._parts[key]
 
-    def _least_s(self, layout: DeviceLayout, batch: MicrobatchConfig, parts: Sequence[PartTimes], replicas: int) -> float:
+    def _least_s(
+        self, layout: DeviceLayout, batch: MicrobatchConfig, parts: Sequence[PartTimes], replicas: int
+    ) -> float:
         """A time by which the last replica cannot be done: the slowest stage has the average, and some stage so many
         layers."""
         stages, layers = layout.axes.pipeline, self.layers
@@ -292,7 +308,11 @@ class CostModel:
         )
 
     def _find_split(
-        self, parts: Sequence[PartTimes], layout: DeviceLayout, batch: MicrobatchConfig, kinds: Sequence[_Same]
+        self,
+        parts: Sequence[PartTimes],
+        layout: DeviceLayout,
+        batch: MicrobatchConfig,
+        kinds: Sequence[_Same],
     ) -> tuple[list[_Same], DeviceMemory] | None:
         """The fastest that has the memory, and what its fullest device needs."""
         group = layout.axes
@@ -311,7 +331,9 @@ class CostModel:
             memory = self._find_fullest(group, batch, split)
         return split, memory
 
-    def _find_fullest(self, group: ReplicaAxes, batch: MicrobatchConfig, split: Sequence[_Same]) -> DeviceMemory:
+    def _find_fullest(
+        self, group: ReplicaAxes, batch: MicrobatchConfig, split: Sequence[_Same]
+    ) -> DeviceMemory:
         """Of the fullest device of a replica; the same wherever it stands, so layouts share it."""
         key = (group, batch, tuple((count, layers) for _, count, layers in split))
         if key not in self._fullest:
@@ -357,14 +379,24 @@ class CostModel:
         """
         key = (group, batch)
         if key not in self._held:
-            room, one, stages = self.find_headroom(group), self.count_activations(group, batch), group.pipeline
+            room, one, stages = (
+                self.find_headroom(group),
+                self.count_activations(group, batch),
+                group.pipeline,
+            )
             microbatches, rounds = self.count_microbatches(group, batch), self.request.pipeline_repeats
             flying = [count_in_flight(stage, stages, microbatches, rounds) for stage in range(stages)]
             left = [room.middle] * stages
             left[0] = room.first - flying[0] * one.embedding
             left[-1] = (left[0] if stages == 1 else room.last) - flying[-1] * one.head
             self._held[key] = tuple(
-                max(0, min(count_fitting_layers(free - one.extra, room.layer + number * one.layer), self.layers - stages + 1))
+                max(
+                    0,
+                    min(
+                        count_fitting_layers(free - one.extra, room.layer + number * one.layer),
+                        self.layers - stages + 1,
+                    ),
+                )
                 for free, number in zip(left, flying, strict=True)
             )
         return self._held[key]
@@ -427,7 +459,9 @@ class CostModel:
             layers=layers,
             stage=stage,
             stages=group.pipeline,
-            microbatches=count_in_flight(stage, group.pipeline, self.count_microbatches(group, batch), question.pipeline_repeats),
+            microbatches=count_in_flight(
+                stage, group.pipeline, self.count_microbatches(group, batch), question.pipeline_repeats
+            ),
             is_gathered=group.fsdp > 1,
             measured=self.measured,
         )
@@ -436,7 +470,9 @@ class CostModel:
         """In a step, of all replicas together."""
         return self.request.global_batch // (group.fsdp * batch.sequences)
 
-    def list_machines(self, layout: DeviceLayout, teams: Sequence[BlockClass], blocks: int) -> list[MachineClass]:
+    def list_machines(
+        self, layout: DeviceLayout, teams: Sequence[BlockClass], blocks: int
+    ) -> list[MachineClass]:
         """The replicas of the fastest so many blocks, for dealing out microbatches."""
         fill = (layout.axes.pipeline - 1) / self.request.pipeline_repeats
         found = []
@@ -449,11 +485,17 @@ class CostModel:
                 found.append(MachineClass(count=count, start_s=fill * slot, task_s=slot))
         return found
 
-    def assign_microbatches(self, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass], blocks: int) -> TaskAssignment:
+    def assign_microbatches(
+        self, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass], blocks: int
+    ) -> TaskAssignment:
         """The step's microbatches to the replicas of the fastest so many blocks."""
-        return assign_tasks(self.count_microbatches(layout.axes, batch), self.list_machines(layout, teams, blocks))
+        return assign_tasks(
+            self.count_microbatches(layout.axes, batch), self.list_machines(layout, teams, blocks)
+        )
 
-    def estimate_reduction_and_update_s(self, layout: DeviceLayout, teams: Sequence[BlockClass], blocks: int) -> tuple[float, float]:
+    def estimate_reduction_and_update_s(
+        self, layout: DeviceLayout, teams: Sequence[BlockClass], blocks: int
+    ) -> tuple[float, float]:
         """After the last microbatch: the sum over replicas, and the update with the overhead of a step."""
         constants = self.request.calibration
         synced = update = 0.0
@@ -470,7 +512,9 @@ class CostModel:
         replica = estimate_collective_s(CollectiveKind.ALL_REDUCE, synced, spread, self.links)
         return replica, update + constants.step_overhead_s
 
-    def estimate_plan(self, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass], blocks: int) -> PlanCost:
+    def estimate_plan(
+        self, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass], blocks: int
+    ) -> PlanCost:
         """The step of the fastest so many blocks."""
         dealt = self.assign_microbatches(layout, batch, teams, blocks)
         replica, optimizer = self.estimate_reduction_and_update_s(layout, teams, blocks)

@@ -6,8 +6,15 @@ from typing import NamedTuple
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import DeviceLink, LevelFactors, estimate_collective_s
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
-from resilient_jax.planning.program_cost import AmountByAxis, ActivationCollective, CollectiveKind, ModelPart, ProgramCost, PartCost
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
+from resilient_jax.planning.program_cost import (
+    ActivationCollective,
+    AmountByAxis,
+    CollectiveKind,
+    ModelPart,
+    PartCost,
+    ProgramCost,
+)
 from resilient_jax.planning.state_bytes import PartBytes
 from resilient_jax.planning.tensor_partition import is_divisible
 
@@ -39,10 +46,14 @@ def compute_device_share(profile: ProgramCost, amounts: AmountByAxis, group: Rep
 
 def is_partitioned(profile: ProgramCost, axis: Axis, name: str, size: int) -> bool:
     """Whether an axis of this size cuts the dims of a name; a program that does not list it has it cut."""
-    return all(is_divisible(divisor, size) for divisor in profile.divisibility_rules_by_dim.get((axis, name), ()))
+    return all(
+        is_divisible(divisor, size) for divisor in profile.divisibility_rules_by_dim.get((axis, name), ())
+    )
 
 
-def count_device_work(profile: ProgramCost, work: PartCost, state: PartBytes, group: ReplicaAxes, batch: MicrobatchConfig) -> DeviceWork:
+def count_device_work(
+    profile: ProgramCost, work: PartCost, state: PartBytes, group: ReplicaAxes, batch: MicrobatchConfig
+) -> DeviceWork:
     """Gives what a device does in one copy of a part.
 
     Formula: each amount's share, times the sequences. Parameters are read in each pass, and a gradient is added to its
@@ -106,7 +117,9 @@ def estimate_exposed_collectives(
         if times:
             found[axis] += times * estimate_collective_s(exchange.kind, message, spreads[axis], links)
     if group.sequence > 1 and state.gradients:
-        reduced = estimate_collective_s(CollectiveKind.ALL_REDUCE, state.gradients, spreads[Axis.SEQUENCE], links)
+        reduced = estimate_collective_s(
+            CollectiveKind.ALL_REDUCE, state.gradients, spreads[Axis.SEQUENCE], links
+        )
         found[Axis.SEQUENCE] += reduced
     if group.fsdp > 1 and state.gathered:
         found[Axis.FSDP] += sum(
@@ -119,7 +132,9 @@ def estimate_exposed_collectives(
 def is_collective_needed(profile: ProgramCost, exchange: ActivationCollective, group: ReplicaAxes) -> bool:
     """Whether these axes ask for it."""
     size = getattr(group, exchange.axis)
-    return size > 1 and (not exchange.logical_name or is_partitioned(profile, exchange.axis, exchange.logical_name, size))
+    return size > 1 and (
+        not exchange.logical_name or is_partitioned(profile, exchange.axis, exchange.logical_name, size)
+    )
 
 
 class FsdpCollective(NamedTuple):
@@ -130,7 +145,9 @@ class FsdpCollective(NamedTuple):
     pieces: int
 
 
-def list_fsdp_collectives(profile: ProgramCost, part: ModelPart, state: PartBytes) -> tuple[FsdpCollective, ...]:
+def list_fsdp_collectives(
+    profile: ProgramCost, part: ModelPart, state: PartBytes
+) -> tuple[FsdpCollective, ...]:
     """Gives what FSDP sends for a microbatch: the part's parameters as often as they are gathered, and its gradients.
 
     Where gradients are summed before they are cut (see `memory.Need`), that was measured to be as fast as a scatter.

@@ -159,7 +159,9 @@ def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost
     )
 
 
-def enumerate_layouts(group: ReplicaAxes, devices_per_host: int, levels: tuple[int, ...]) -> tuple[DeviceLayout, ...]:
+def enumerate_layouts(
+    group: ReplicaAxes, devices_per_host: int, levels: tuple[int, ...]
+) -> tuple[DeviceLayout, ...]:
     """Gives every layout of a replica's axes with blocks of one, those that fill hosts first.
 
     Args:

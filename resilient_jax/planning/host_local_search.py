@@ -57,12 +57,16 @@ def search_host_local_plan(
                 topology,
                 global_batch=global_batch,
                 calibration=calibration,
-                constraints=PlanConstraints(given, MicrobatchConfig(sequences=microbatch_size // given[Axis.FSDP])),
+                constraints=PlanConstraints(
+                    given, MicrobatchConfig(sequences=microbatch_size // given[Axis.FSDP])
+                ),
                 top=MAX_PLANS_PER_SEARCH,
             )
         except PlanError as error:  # the program does not allow such axes, or they do not fit
             refused.append(error)
-    whole = [plan for plan in found if plan.layout.devices_per_slot == min(devices) and not plan.devices_spare]
+    whole = [
+        plan for plan in found if plan.layout.devices_per_slot == min(devices) and not plan.devices_spare
+    ]
     if whole:
         return explain_choice(sorted(whole, key=lambda plan: plan.step_time_s))[0]
     nothing_fits = [error for error in refused if isinstance(error, NoFeasiblePlan)]

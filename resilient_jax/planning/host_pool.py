@@ -68,7 +68,8 @@ class HostPool:
         found: Counter[Composition] = Counter()
         for domain, count in self.domains[max(layout.level - 1, 0)]:
             cells = [
-                (kind, hosts * (self.kinds[kind].devices // layout.devices_per_slot)) for kind, hosts in domain
+                (kind, hosts * (self.kinds[kind].devices // layout.devices_per_slot))
+                for kind, hosts in domain
             ]
             for replicas, number in group_runs(group_runs(cells, layout.host_slots), layout.block_size):
                 found[replicas[-1][0]] += number * count
@@ -115,7 +116,9 @@ def sort_host_kinds(hosts: Sequence[Host], number_format: str) -> tuple[HostKind
         TopologyError: an accelerator has no peak in this format.
     """
     kinds = {(id(host.accelerator), host.devices, host.speed): host for host in hosts}
-    made = {HostKind(accelerator=h.accelerator, devices=h.devices, speed=h.speed): None for h in kinds.values()}
+    made = {
+        HostKind(accelerator=h.accelerator, devices=h.devices, speed=h.speed): None for h in kinds.values()
+    }
     return tuple(
         sorted(
             made,

@@ -4,9 +4,15 @@ import dataclasses
 import math
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.branch_and_bound import PlanCandidate, PlanConstraints, enumerate_axes, find_useful_levels, visit_candidates
+from resilient_jax.planning.branch_and_bound import (
+    PlanCandidate,
+    PlanConstraints,
+    enumerate_axes,
+    find_useful_levels,
+    visit_candidates,
+)
 from resilient_jax.planning.cost_model import CostModel
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig, enumerate_layouts
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, enumerate_layouts
 from resilient_jax.planning.errors import NoFeasiblePlan
 from resilient_jax.planning.host_pool import HostPool
 from resilient_jax.planning.lower_bounds import find_divisors

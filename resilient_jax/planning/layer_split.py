@@ -34,7 +34,8 @@ def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float]
         raise CallerError(f"layers: found {layers} for {stages} stages, expected at least one for each")
     extras = extra_s or [0.0] * stages
     takers = [
-        MachineClass(count=1, start_s=extra + one, task_s=one) for one, extra in zip(layer_s, extras, strict=True)
+        MachineClass(count=1, start_s=extra + one, task_s=one)
+        for one, extra in zip(layer_s, extras, strict=True)
     ]
     dealt = assign_tasks(layers - stages, takers) if stages > 1 else None
     if dealt is None:
@@ -71,7 +72,12 @@ def split_layers_by_run(
     end = len(runs) - 1
     places = [(0, 1, first_s), *((i, n, 0.0) for i, n in enumerate(counts) if n), (end, 1, last_s)]
     takers = [
-        MachineClass(count=count, start_s=extra + runs[i].layer_s, task_s=runs[i].layer_s, max_tasks=runs[i].max_layers - 1)
+        MachineClass(
+            count=count,
+            start_s=extra + runs[i].layer_s,
+            task_s=runs[i].layer_s,
+            max_tasks=runs[i].max_layers - 1,
+        )
         for i, count, extra in places
     ]
     dealt = assign_tasks(layers - sum(run.stages for run in runs), takers)

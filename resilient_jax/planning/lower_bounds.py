@@ -7,9 +7,21 @@ from typing import NamedTuple
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.collectives import DeviceLink, estimate_collective_s
 from resilient_jax.planning.cost_model import CostModel
-from resilient_jax.planning.device_cost import FsdpCollective, estimate_exposed_collectives, list_fsdp_collectives, compute_device_share
-from resilient_jax.planning.device_layout import ReplicaAxes, DeviceLayout, MicrobatchConfig, fill_host, enumerate_layouts, compute_level_factors
-from resilient_jax.planning.memory_filter import MemoryFilter, HeadroomSummary
+from resilient_jax.planning.device_cost import (
+    FsdpCollective,
+    compute_device_share,
+    estimate_exposed_collectives,
+    list_fsdp_collectives,
+)
+from resilient_jax.planning.device_layout import (
+    DeviceLayout,
+    MicrobatchConfig,
+    ReplicaAxes,
+    compute_level_factors,
+    enumerate_layouts,
+    fill_host,
+)
+from resilient_jax.planning.memory_filter import HeadroomSummary, MemoryFilter
 from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, PartCost
 from resilient_jax.planning.state_bytes import PartBytes
 
@@ -140,9 +152,13 @@ class LowerBounds:
             pass_s=layer.gathered / self._bytes_per_s,
             gradient_s=2 * layer.gradients / self._bytes_per_s,
             summed_s=shown
-            * self._least_s(group, Axis.SEQUENCE, (FsdpCollective(CollectiveKind.ALL_REDUCE, layer.gradients, 1),)),
+            * self._least_s(
+                group, Axis.SEQUENCE, (FsdpCollective(CollectiveKind.ALL_REDUCE, layer.gradients, 1),)
+            ),
             fsdp_s=self._least_s(
-                group, Axis.FSDP, list_fsdp_collectives(self._pricing.request.program_cost, ModelPart.LAYER, layer)
+                group,
+                Axis.FSDP,
+                list_fsdp_collectives(self._pricing.request.program_cost, ModelPart.LAYER, layer),
             ),
         )
 
@@ -153,9 +169,14 @@ class LowerBounds:
         inside = frozenset(math.gcd(size, left) for left in self._left_by(group[: group._fields.index(axis)]))
         if (key := (size, inside, messages)) not in self._times:
             outermost = self._levels[-1]
-            ways = {compute_level_factors(size, part, at, outermost) for part in inside for at in self._levels}
+            ways = {
+                compute_level_factors(size, part, at, outermost) for part in inside for at in self._levels
+            }
             self._times[key] = min(
-                sum(estimate_collective_s(kind, size, way, self._pricing.links, pieces) for kind, size, pieces in messages)
+                sum(
+                    estimate_collective_s(kind, size, way, self._pricing.links, pieces)
+                    for kind, size, pieces in messages
+                )
                 for way in ways
             )
         return self._times[key]
@@ -246,7 +267,9 @@ class LowerBounds:
                 least = min(least, self._least_with(slot, group.pipeline, share, replicas, most))
         return least
 
-    def _least_with(self, slot: MicrobatchBound, stages: int, share: int, replicas: int, most: float) -> float:
+    def _least_with(
+        self, slot: MicrobatchBound, stages: int, share: int, replicas: int, most: float
+    ) -> float:
         """With microbatches of at most so many sequences."""
         longest = -(-self._layers // stages)
         step = share / replicas * self._slot_s(slot, stages, most, longest) / most

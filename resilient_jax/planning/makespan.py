@@ -57,7 +57,9 @@ def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
     if len(takers) == 1:
         return _deal_alike(pieces, takers[0])
     early = _find_early(pieces, takers)
-    each = [min(max(0, math.floor((early - kind.start_s) / kind.task_s) - 1), kind.max_tasks) for kind in takers]
+    each = [
+        min(max(0, math.floor((early - kind.start_s) / kind.task_s) - 1), kind.max_tasks) for kind in takers
+    ]
     left = pieces - sum(kind.count * number for kind, number in zip(takers, each, strict=True))
     extra = [0] * len(takers)
     queue = [

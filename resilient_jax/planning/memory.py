@@ -3,9 +3,9 @@
 import dataclasses
 
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.device_cost import is_collective_needed, compute_device_share
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
-from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, ProgramCost, PartCost
+from resilient_jax.planning.device_cost import compute_device_share, is_collective_needed
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
+from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, PartCost, ProgramCost
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 
@@ -104,10 +104,15 @@ def count_activations(profile: ProgramCost, group: ReplicaAxes, batch: Microbatc
             kept[work.part] += _count_sums(profile, work, group) * batch.sequences
         more = work.working_bytes
         if again:
-            more = more + work.residual_bytes if work.remat_working_bytes is None else work.remat_working_bytes
+            more = (
+                more + work.residual_bytes if work.remat_working_bytes is None else work.remat_working_bytes
+            )
         extra = max(extra, compute_device_share(profile, more, group) * batch.sequences)
     return ActivationBytes(
-        embedding=kept[ModelPart.EMBEDDING], layer=kept[ModelPart.LAYER], head=kept[ModelPart.HEAD], extra=extra
+        embedding=kept[ModelPart.EMBEDDING],
+        layer=kept[ModelPart.LAYER],
+        head=kept[ModelPart.HEAD],
+        extra=extra,
     )
 
 

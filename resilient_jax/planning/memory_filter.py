@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from resilient_jax.planning.cost_model import ROUNDING_SLACK, CostModel, count_fitting_layers
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.memory import count_in_flight
 
 
@@ -64,8 +64,12 @@ class MemoryFilter:
             kept = deepest * (layers * layer + size * (one.embedding + one.head))
             return extra + layers * room.layer + kept <= room.first * ROUNDING_SLACK
         flattest = count_in_flight(stages - 1, stages, microbatches, rounds)
-        first = count_fitting_layers(room.first - extra - deepest * size * one.embedding, room.layer + deepest * layer)
-        last = count_fitting_layers(room.last - extra - flattest * size * one.head, room.layer + flattest * layer)
+        first = count_fitting_layers(
+            room.first - extra - deepest * size * one.embedding, room.layer + deepest * layer
+        )
+        last = count_fitting_layers(
+            room.last - extra - flattest * size * one.head, room.layer + flattest * layer
+        )
         if first < 1 or last < 1:
             return False
         missing = layers - first - last

@@ -171,7 +171,9 @@ class Plan:
     @property
     def quotas(self) -> tuple[int, ...]:
         """Microbatches of each replica in a step, in the order of replicas; their sum is `microbatches`."""
-        return tuple(n for team in self.replica_classes for replicas, n in team.quotas for _ in range(replicas))
+        return tuple(
+            n for team in self.replica_classes for replicas, n in team.quotas for _ in range(replicas)
+        )
 
     @property
     def shape(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from resilient_jax.planning.branch_and_bound import PlanCandidate
-from resilient_jax.planning.cost_model import PlanCost, CostModel, BlockClass
+from resilient_jax.planning.cost_model import BlockClass, CostModel, PlanCost
 from resilient_jax.planning.placement import find_host_ranges, place_replicas
 from resilient_jax.planning.plan import Plan, ReplicaClass, StepTime
 
@@ -41,7 +41,9 @@ def build_plan(pricing: CostModel, candidate: PlanCandidate) -> Plan:
         pipeline_repeats=question.pipeline_repeats,
         replica_classes=_describe_teams(pricing, candidate, used, price),
         hosts=find_host_ranges(hosts, devices),
-        spares=find_host_ranges(hosts, [host.devices - used for host, used in zip(hosts, devices, strict=True)]),
+        spares=find_host_ranges(
+            hosts, [host.devices - used for host, used in zip(hosts, devices, strict=True)]
+        ),
         step_breakdown=step,
         memory=memory,
         usable_bytes=pricing.usable_bytes,
@@ -59,12 +61,15 @@ def _used_teams(teams: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
     return used
 
 
-def _explain(pricing: CostModel, candidate: PlanCandidate, teams: Sequence[BlockClass], price: PlanCost) -> StepTime:
+def _explain(
+    pricing: CostModel, candidate: PlanCandidate, teams: Sequence[BlockClass], price: PlanCost
+) -> StepTime:
     """The terms of the replica that is done last."""
     fill = (candidate.layout.axes.pipeline - 1) / pricing.request.pipeline_repeats
     counts = [shares[0][1] for shares in price.assignment.task_counts]
     last = max(
-        range(len(counts)), key=lambda i: (counts[i] + fill) * teams[i].time.microbatch_s if counts[i] else 0.0
+        range(len(counts)),
+        key=lambda i: (counts[i] + fill) * teams[i].time.microbatch_s if counts[i] else 0.0,
     )
     stage, number = teams[last].time.slowest_stage, counts[last]
     return StepTime(
@@ -99,7 +104,9 @@ def _describe_teams(
 
 def _utilization(pricing: CostModel, step_s: float) -> float:
     question = pricing.request
-    flops = (question.program_cost.forward_flops + question.program_cost.backward_flops).total * question.global_batch
+    flops = (
+        question.program_cost.forward_flops + question.program_cost.backward_flops
+    ).total * question.global_batch
     peak = sum(
         kind.device_count * kind.accelerator.peak_flops_per_s(question.number_format)
         for kind in question.topology.classes

@@ -53,7 +53,10 @@ def _spares(plan: Plan) -> str:
 
 
 def _speeds(plan: Plan) -> str:
-    if len({quota for team in plan.replica_classes for _, quota in team.quotas}) <= 1 and len(plan.replica_classes) == 1:
+    if (
+        len({quota for team in plan.replica_classes for _, quota in team.quotas}) <= 1
+        and len(plan.replica_classes) == 1
+    ):
         return ""
     quotas = ", ".join(
         f"{replicas} replica{'s'[: replicas != 1]} with {quota}"

@@ -313,7 +313,9 @@ class ProgramCost:
     @property
     def other_flops(self) -> float:
         """Of everything but matrix products, forward and backward, one sequence."""
-        return sum((work.forward_other_flops + work.backward_other_flops) * work.copies for work in self.parts)
+        return sum(
+            (work.forward_other_flops + work.backward_other_flops) * work.copies for work in self.parts
+        )
 
     @property
     def has_blocking_collectives(self) -> bool:
@@ -329,7 +331,9 @@ class ProgramCost:
         if not self.has_blocking_collectives:
             return FsdpGathers(passes=2, pieces=1)
         arrays = sum(part in tensor.parts for tensor in self._of(TensorRole.PARAMETER))
-        return FsdpGathers(passes=2 if self.has_scanned_layers and part is ModelPart.LAYER else 1, pieces=max(arrays, 1))
+        return FsdpGathers(
+            passes=2 if self.has_scanned_layers and part is ModelPart.LAYER else 1, pieces=max(arrays, 1)
+        )
 
     def _of(self, role: TensorRole) -> Iterable[StateTensor]:
         return (tensor for tensor in self.tensors if tensor.role is role)

@@ -232,7 +232,9 @@ def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s:
     question = plan.request
     pricing = CostModel(question)
     bandwidth = pricing.links[-1].bytes_per_s * question.pool.devices_per_host
-    move_s = moves.count_max_host_bytes() / bandwidth + (pricing.links[-1].latency_s if moves.transfers else 0.0)
+    move_s = moves.count_max_host_bytes() / bandwidth + (
+        pricing.links[-1].latency_s if moves.transfers else 0.0
+    )
     return ReplanOption(
         action=ReplanAction.KEEP if _same(before, plan) else ReplanAction.NEW,
         plan=plan,

@@ -3,7 +3,13 @@
 import math
 
 from resilient_jax.planning.axes import Axis, AxisSizes, parse_axis_sizes
-from resilient_jax.planning.branch_and_bound import NO_CONSTRAINTS, NO_FIXED_AXES, PlanCandidate, PlanConstraints, visit_candidates
+from resilient_jax.planning.branch_and_bound import (
+    NO_CONSTRAINTS,
+    NO_FIXED_AXES,
+    PlanCandidate,
+    PlanConstraints,
+    visit_candidates,
+)
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.cost_model import CostModel, PlanRequest
 from resilient_jax.planning.device_layout import ReplicaAxes

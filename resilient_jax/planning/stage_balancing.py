@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import msgspec
 
-from resilient_jax.planning.cost_model import CostModel, BlockClass
+from resilient_jax.planning.cost_model import BlockClass, CostModel
 from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig, StageLayerLimits
 from resilient_jax.planning.makespan import UNLIMITED
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
@@ -21,7 +21,9 @@ NOTHING = PartBytes()
 _GRADIENTS, _UPDATED = attrgetter("gradients"), attrgetter("updated")
 
 
-def relax_layer_limits(pricing: CostModel, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass]) -> list[BlockClass]:
+def relax_layer_limits(
+    pricing: CostModel, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass]
+) -> list[BlockClass]:
     """Gives the same teams with no more on the fullest stage than any split has: no split that is slower is done
     sooner than they would be."""
     if layout.axes.pipeline == 1:
@@ -32,7 +34,9 @@ def relax_layer_limits(pricing: CostModel, layout: DeviceLayout, batch: Microbat
     return [msgspec.structs.replace(team, time=msgspec.structs.replace(team.time, **least)) for team in teams]
 
 
-def tighten_layer_limits(pricing: CostModel, layout: DeviceLayout, teams: Sequence[BlockClass]) -> list[DeviceLayout]:
+def tighten_layer_limits(
+    pricing: CostModel, layout: DeviceLayout, teams: Sequence[BlockClass]
+) -> list[DeviceLayout]:
     """Gives the layout with fewer layers where most are summed up, and with fewer where most are updated.
 
     Every split that has less of one of the two is one that the former or the latter allows: who goes on with what this

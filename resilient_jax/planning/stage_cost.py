@@ -8,8 +8,13 @@ import msgspec
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import DeviceLink, estimate_send_s
-from resilient_jax.planning.device_cost import DeviceWork, estimate_compute_s, count_device_work, estimate_exposed_collectives
-from resilient_jax.planning.device_layout import ReplicaAxes, DeviceLayout, MicrobatchConfig
+from resilient_jax.planning.device_cost import (
+    DeviceWork,
+    count_device_work,
+    estimate_compute_s,
+    estimate_exposed_collectives,
+)
+from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.host_pool import HostKind
 from resilient_jax.planning.program_cost import ModelPart, ProgramCost
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
@@ -74,7 +79,11 @@ class MicrobatchLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_microbatch_load(
-    profile: ProgramCost, state: StateBytes, layout: DeviceLayout, batch: MicrobatchConfig, links: tuple[DeviceLink, ...]
+    profile: ProgramCost,
+    state: StateBytes,
+    layout: DeviceLayout,
+    batch: MicrobatchConfig,
+    links: tuple[DeviceLink, ...],
 ) -> MicrobatchLoad:
     """Gives what one microbatch asks of each device, and what its exchanges take; the same for any two or more
     stages."""
@@ -90,20 +99,31 @@ def count_microbatch_load(
             count_device_work(profile, work, held, group, batch),
             estimate_exposed_collectives(profile, work, held, group, batch, spreads, links),
         )
-    return MicrobatchLoad(embedding=found[ModelPart.EMBEDDING], layer=found[ModelPart.LAYER], head=found[ModelPart.HEAD])
+    return MicrobatchLoad(
+        embedding=found[ModelPart.EMBEDDING], layer=found[ModelPart.LAYER], head=found[ModelPart.HEAD]
+    )
 
 
-def estimate_transfer_s(profile: ProgramCost, layout: DeviceLayout, batch: MicrobatchConfig, links: tuple[DeviceLink, ...]) -> float:
+def estimate_transfer_s(
+    profile: ProgramCost, layout: DeviceLayout, batch: MicrobatchConfig, links: tuple[DeviceLink, ...]
+) -> float:
     """Gives what a stage takes to send to one neighbour and to receive from it, a microbatch forward and backward."""
     if layout.axes.pipeline == 1:
         return 0.0
     sent = sum(work.input_bytes for work in profile.parts if work.part is ModelPart.LAYER)
-    return estimate_send_s(sent * batch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links)
+    return estimate_send_s(
+        sent * batch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links
+    )
 
 
-def _with_tied(own: dict[ModelPart, PartBytes], state: StateBytes, group: ReplicaAxes) -> dict[ModelPart, PartBytes]:
+def _with_tied(
+    own: dict[ModelPart, PartBytes], state: StateBytes, group: ReplicaAxes
+) -> dict[ModelPart, PartBytes]:
     """What both ends use: gathered at each, but on one stage it has one gradient."""
-    ends = {ModelPart.EMBEDDING: own[ModelPart.EMBEDDING].plus(state.tied), ModelPart.HEAD: own[ModelPart.HEAD].plus(state.tied)}
+    ends = {
+        ModelPart.EMBEDDING: own[ModelPart.EMBEDDING].plus(state.tied),
+        ModelPart.HEAD: own[ModelPart.HEAD].plus(state.tied),
+    }
     if group.pipeline == 1:
         once = state.tied._replace(gradients=0.0, gathered_gradients=0.0)
         ends[ModelPart.EMBEDDING] = own[ModelPart.EMBEDDING].plus(once)

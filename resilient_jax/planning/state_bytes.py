@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.device_layout import ReplicaAxes
-from resilient_jax.planning.program_cost import ModelPart, ProgramCost, TensorRole, StateTensor
+from resilient_jax.planning.program_cost import ModelPart, ProgramCost, StateTensor, TensorRole
 from resilient_jax.planning.tensor_partition import count_shards
 
 

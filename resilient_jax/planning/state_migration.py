@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from resilient_jax.ids import HostName
 from resilient_jax.planning.assignment import solve_assignment
 from resilient_jax.planning.host_state import (
-    StateRegion,
     HostState,
-    intersect_regions,
-    find_host_states,
-    count_region_bytes,
+    StateRegion,
     count_layer_bytes,
+    count_region_bytes,
+    find_host_states,
+    intersect_regions,
 )
 from resilient_jax.planning.plan import Plan
 from resilient_jax.topology import Host
@@ -176,4 +176,7 @@ def _find_sources(
                 left = [part for one in left for part in _subtract_one(one, owned)]
         if lost := sum(count_region_bytes(part, weights) for part in left):
             total[None, target] = lost
-    return [HostTransfer(source=source, target=target, bytes_moved=size) for (source, target), size in total.items()]
+    return [
+        HostTransfer(source=source, target=target, bytes_moved=size)
+        for (source, target), size in total.items()
+    ]

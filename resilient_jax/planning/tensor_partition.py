@@ -119,7 +119,10 @@ def require_partitionable(profile: ProgramCost, at_most: int) -> None:
     dims = {size for tensor in profile.tensors for size in tensor.shape}
     if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
         return  # FSDP cuts these
-    named = ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in profile.divisibility_rules})) or "no named dim"
+    named = (
+        ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in profile.divisibility_rules}))
+        or "no named dim"
+    )
     raise CallerError(
         f"{profile.name}: found dims that divide by nothing from 2 to {at_most} ({named}; sizes of parameters: "
         f"{', '.join(map(str, sorted(dims)))}), expected at least one that an axis can cut. Change the model's sizes "

@@ -84,7 +84,10 @@ def list_parameters(shape: TransformerShape) -> Iterator[TransformerParameter]:
     if shape.positions == "table":
         yield TransformerParameter("embedding/positions", (ModelPart.EMBEDDING,), ("positions", "embed"))
     yield from _list_layer(shape)
-    yield from (TransformerParameter(f"head/norm/{kind}", (ModelPart.HEAD,), ("embed",)) for kind in _NORMS[shape.norm])
+    yield from (
+        TransformerParameter(f"head/norm/{kind}", (ModelPart.HEAD,), ("embed",))
+        for kind in _NORMS[shape.norm]
+    )
     if not shape.tied_embedding:
         yield TransformerParameter("head/kernel", (ModelPart.HEAD,), ("embed", "vocab"))
 
@@ -92,7 +95,9 @@ def list_parameters(shape: TransformerShape) -> Iterator[TransformerParameter]:
 def _list_layer(shape: TransformerShape) -> Iterator[TransformerParameter]:
     part = (ModelPart.LAYER,)
     for norm in ("attention_norm", "feed_forward_norm"):
-        yield from (TransformerParameter(f"layers/*/{norm}/{kind}", part, ("embed",)) for kind in _NORMS[shape.norm])
+        yield from (
+            TransformerParameter(f"layers/*/{norm}/{kind}", part, ("embed",)) for kind in _NORMS[shape.norm]
+        )
     for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
         yield TransformerParameter(f"layers/*/attention/{name}/kernel", part, ("embed", heads, "head_dim"))
         if shape.biases != "none":

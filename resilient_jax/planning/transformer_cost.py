@@ -1,10 +1,22 @@
 """The profile of a transformer from its sizes alone, in closed form."""
 
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
-from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, ProgramCost, TensorRole, StateTensor
-from resilient_jax.planning.transformer import TransformerShape, list_parameters, get_dim_size
+from resilient_jax.planning.program_cost import (
+    DivisibilityRule,
+    ModelPart,
+    ProgramCost,
+    StateTensor,
+    TensorRole,
+)
+from resilient_jax.planning.transformer import TransformerShape, get_dim_size, list_parameters
 from resilient_jax.planning.transformer_operations import AttentionKind
-from resilient_jax.planning.transformer_parts import MIXED_PRECISION, Precision, analyze_embedding, analyze_head, analyze_layer
+from resilient_jax.planning.transformer_parts import (
+    MIXED_PRECISION,
+    Precision,
+    analyze_embedding,
+    analyze_head,
+    analyze_layer,
+)
 
 
 def analyze_transformer(
@@ -53,7 +65,9 @@ def analyze_transformer(
 
 def _tensors(shape: TransformerShape, precision: Precision) -> tuple[StateTensor, ...]:
     roles = [("", TensorRole.PARAMETER, precision.parameter_bytes)]
-    roles += [(f"optimizer/{i}/", TensorRole.OPTIMIZER, size) for i, size in enumerate(precision.optimizer_bytes)]
+    roles += [
+        (f"optimizer/{i}/", TensorRole.OPTIMIZER, size) for i, size in enumerate(precision.optimizer_bytes)
+    ]
     return tuple(
         StateTensor(
             path=prefix + parameter.path,
@@ -82,4 +96,7 @@ def _divisors(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
         (Axis.EXPERT, "experts", shape.experts, True),
         (Axis.PIPELINE, "layers", shape.layers, True),
     )
-    return tuple(DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r) for a, n, number, r in numbers)
+    return tuple(
+        DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r)
+        for a, n, number, r in numbers
+    )

@@ -4,17 +4,23 @@ import dataclasses
 from typing import Final
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import AmountByAxis, ActivationCollective, CollectiveKind, ModelPart, PartCost
+from resilient_jax.planning.program_cost import (
+    ActivationCollective,
+    AmountByAxis,
+    CollectiveKind,
+    ModelPart,
+    PartCost,
+)
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.planning.transformer_operations import (
     ADD,
     CROSS_ENTROPY,
     NORM,
     AttentionKind,
+    count_matmul_flops,
+    count_other_flops,
     count_residuals,
     count_traffic,
-    count_other_flops,
-    count_matmul_flops,
     count_working_set,
 )
 
@@ -67,7 +73,9 @@ def analyze_embedding(shape: TransformerShape, precision: Precision) -> PartCost
     )
 
 
-def _reduced(message_bytes: float, forward: int, backward: int, dim: str | None = None) -> ActivationCollective:
+def _reduced(
+    message_bytes: float, forward: int, backward: int, dim: str | None = None
+) -> ActivationCollective:
     return ActivationCollective(
         axis=Axis.TENSOR,
         kind=CollectiveKind.ALL_REDUCE,
@@ -83,7 +91,9 @@ def analyze_head(shape: TransformerShape, precision: Precision) -> PartCost:
     width, logits = shape.sequence_tokens * shape.width, shape.sequence_tokens * shape.vocabulary_tokens
     product = AmountByAxis(vocabulary=2 * width * shape.vocabulary_tokens)
     norm = NORM[shape.norm]
-    moved = AmountByAxis(replicated=3 * width * precision.compute_bytes, vocabulary=2 * logits * precision.logits_bytes)
+    moved = AmountByAxis(
+        replicated=3 * width * precision.compute_bytes, vocabulary=2 * logits * precision.logits_bytes
+    )
     return PartCost(
         part=ModelPart.HEAD,
         copies=1,

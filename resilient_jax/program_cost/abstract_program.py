@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from resilient_jax.errors import CallerError
-from resilient_jax.sharding.logical_axes import LogicalNames, Tree, get_linen_names, get_nnx_names, format_path
+from resilient_jax.sharding.logical_axes import (
+    LogicalNames,
+    Tree,
+    format_path,
+    get_linen_names,
+    get_nnx_names,
+)
 
 LossFn = Callable[[Any, Tree], Any]
 """Gets the model, or a plain function's tree, and a batch; gives a number, or a tuple that begins with it."""
@@ -57,7 +63,9 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
         program = _linen_program(model, loss_fn, batch)
     elif callable(model) and not isinstance(model, nnx.Module):
         program = (
-            _nnx_program(model, loss_fn, batch) if _makes_nnx(model) else _plain_program(model, loss_fn, batch)
+            _nnx_program(model, loss_fn, batch)
+            if _makes_nnx(model)
+            else _plain_program(model, loss_fn, batch)
         )
     else:
         raise CallerError(
@@ -124,7 +132,11 @@ def _linen_program(module: nn.Module, loss: LossFn, batch: Tree) -> AbstractProg
 
     params = variables.pop("params", {})
     return AbstractProgram(
-        loss_fn=compute, params=params, others=variables, batch=batch, names=get_linen_names(boxed.get("params", {}))
+        loss_fn=compute,
+        params=params,
+        others=variables,
+        batch=batch,
+        names=get_linen_names(boxed.get("params", {})),
     )
 
 

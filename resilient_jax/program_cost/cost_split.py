@@ -7,13 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.program_cost import AmountByAxis, ActivationCollective, CollectiveKind, ModelPart, PartCost
+from resilient_jax.planning.program_cost import (
+    ActivationCollective,
+    AmountByAxis,
+    CollectiveKind,
+    ModelPart,
+    PartCost,
+)
 from resilient_jax.program_cost.abstract_program import AbstractProgram, count_examples
 from resilient_jax.program_cost.measurement import MeasuredCost
 from resilient_jax.program_cost.operations import OperationTrace, trace_operations
 from resilient_jax.program_cost.program_parts import PartAssignment, assign_parts
-from resilient_jax.program_cost.residuals import FUSIBLE_PRIMITIVES, count_residual_bytes, compute_residuals
-from resilient_jax.program_cost.sharding_propagation import AnnotatedOperation, PropagatedSharding, ShardingKind, propagate_sharding
+from resilient_jax.program_cost.residuals import FUSIBLE_PRIMITIVES, compute_residuals, count_residual_bytes
+from resilient_jax.program_cost.sharding_propagation import (
+    AnnotatedOperation,
+    PropagatedSharding,
+    ShardingKind,
+    propagate_sharding,
+)
 from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.sharding.state_tensors import ParameterInfo
 
@@ -80,23 +91,32 @@ def trace_program(
             info.path: where.uses.get(value, (ModelPart.EMBEDDING,))
             for info, value in zip(parameters, keeping.inputs, strict=False)  # parameters come first
         },
-        residual_bytes={key: value / examples for key, value in count_residual_bytes(keeping, followed).items()},
+        residual_bytes={
+            key: value / examples for key, value in count_residual_bytes(keeping, followed).items()
+        },
         boundary_bytes=where.boundary_bytes / examples,
         largest_activation=(followed.parts[largest], followed.kinds[largest], largest.bytes / examples),
     )
 
 
 def _follow(
-    operations: OperationTrace, program: AbstractProgram, parameters: Sequence[ParameterInfo], naming: LogicalAxisRules
+    operations: OperationTrace,
+    program: AbstractProgram,
+    parameters: Sequence[ParameterInfo],
+    naming: LogicalAxisRules,
 ) -> tuple[PartAssignment, PropagatedSharding]:
     infos = list(zip(operations.inputs, parameters, strict=False))  # parameters come first
     batch = frozenset(operations.inputs[-len(jax.tree.leaves(program.batch)) :])
     where = assign_parts(operations, {value: info.position for value, info in infos}, batch)
     names = {value: info.names for value, info in infos}
-    return where, propagate_sharding(operations, [step.part for step in where.positions], names, batch, naming.mesh_axes)
+    return where, propagate_sharding(
+        operations, [step.part for step in where.positions], names, batch, naming.mesh_axes
+    )
 
 
-def split_cost(traced: TracedProgram, remat: TracedProgram | None, measured: MeasuredCost) -> tuple[PartCost, ...]:
+def split_cost(
+    traced: TracedProgram, remat: TracedProgram | None, measured: MeasuredCost
+) -> tuple[PartCost, ...]:
     """Gives the work of each part that the program has.
 
     Args:
@@ -121,7 +141,9 @@ def split_cost(traced: TracedProgram, remat: TracedProgram | None, measured: Mea
         if not any(key[0] is part for key in (*products, *others, *traced.residual_bytes)):
             continue
 
-        def share(shares: CostShares, total: float | None, part: ModelPart = part, copies: int = copies) -> AmountByAxis:
+        def share(
+            shares: CostShares, total: float | None, part: ModelPart = part, copies: int = copies
+        ) -> AmountByAxis:
             return _amounts(shares, total, part, copies)
 
         kept = share(traced.residual_bytes, measured.temporary_bytes - working)
@@ -138,7 +160,9 @@ def split_cost(traced: TracedProgram, remat: TracedProgram | None, measured: Mea
                 backward_bytes=share(moved, measured.bytes_moved * 2 / 3),
                 input_bytes=0.0 if part is ModelPart.EMBEDDING else traced.boundary_bytes,
                 residual_bytes=kept,
-                remat_residual_bytes=share(remat.residual_bytes, None) if remat and part is ModelPart.LAYER else kept,
+                remat_residual_bytes=share(remat.residual_bytes, None)
+                if remat and part is ModelPart.LAYER
+                else kept,
                 working_bytes=AmountByAxis(**{traced.largest_activation[1]: working})
                 if part is traced.largest_activation[0]
                 else AmountByAxis(),

@@ -10,7 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from resilient_jax.program_cost.abstract_program import AbstractProgram, count_examples, resize_batch
 from resilient_jax.program_cost.operations import trace_operations
 from resilient_jax.program_cost.sharding_propagation import count_matmul_flops
-from resilient_jax.program_cost.xla_cost import CompiledProgram, ShardedArguments, compile_and_analyze, count_flops
+from resilient_jax.program_cost.xla_cost import (
+    CompiledProgram,
+    ShardedArguments,
+    compile_and_analyze,
+    count_flops,
+)
 from resilient_jax.sharding.logical_axes import Tree
 
 
@@ -89,7 +94,9 @@ def _compile_twice(program: AbstractProgram) -> tuple[CompiledProgram, CompiledP
     for times in (1, 2):
         batch = resize_batch(program.batch, times)
         spread = _spread(program, batch)
-        found.append(compile_and_analyze(gradient, program.params, program.others, batch, sharded_arguments=spread))
+        found.append(
+            compile_and_analyze(gradient, program.params, program.others, batch, sharded_arguments=spread)
+        )
     return found[0], found[1]
 
 

@@ -14,7 +14,11 @@ from resilient_jax.errors import CallerError
 from resilient_jax.planning.program_cost import ProgramCost, TensorRole
 from resilient_jax.program_cost.abstract_program import AbstractProgram, LossFn, make_abstract_program
 from resilient_jax.program_cost.cost_split import TracedProgram, split_cost, trace_program
-from resilient_jax.program_cost.measurement import measure_cost, measure_temporary_memory, count_gradient_matmul_flops
+from resilient_jax.program_cost.measurement import (
+    count_gradient_matmul_flops,
+    measure_cost,
+    measure_temporary_memory,
+)
 from resilient_jax.program_cost.operations import has_while_loop
 from resilient_jax.sharding.logical_axes import LogicalAxisRules, Tree
 from resilient_jax.sharding.state_tensors import (
@@ -99,7 +103,11 @@ def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, Tensor
 
 
 def _trace_again(
-    model: object, loss: LossFn, program: AbstractProgram, parameters: tuple[ParameterInfo, ...], naming: LogicalAxisRules
+    model: object,
+    loss: LossFn,
+    program: AbstractProgram,
+    parameters: tuple[ParameterInfo, ...],
+    naming: LogicalAxisRules,
 ) -> TracedProgram | None:
     """The rematerialised program, followed in the same way.
 
@@ -119,7 +127,9 @@ def _trace_again(
         )
     traced = trace_program(again, parameters, naming)
     return dataclasses.replace(
-        traced, gradient_products=count_gradient_matmul_flops(again), temporary_bytes=measure_temporary_memory(again).per_example
+        traced,
+        gradient_products=count_gradient_matmul_flops(again),
+        temporary_bytes=measure_temporary_memory(again).per_example,
     )
 
 

@@ -41,7 +41,9 @@ class PartAssignment:
     boundary_bytes: int
 
 
-def assign_parts(operations: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]) -> PartAssignment:
+def assign_parts(
+    operations: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]
+) -> PartAssignment:
     """Gives where the operations of a forward pass belong.
 
     Args:
@@ -103,7 +105,9 @@ def _locate_loop(operations: OperationTrace, flow: _Flow, layers: int) -> tuple[
     for step in operations.operations:
         inside = step.iterations >= layers > 1
         seen = seen or inside
-        found.append(PartPosition(part=ModelPart.LAYER if inside else ModelPart.HEAD if seen else ModelPart.EMBEDDING))
+        found.append(
+            PartPosition(part=ModelPart.LAYER if inside else ModelPart.HEAD if seen else ModelPart.EMBEDDING)
+        )
     carried = [
         value.bytes for value, turns in operations.carries.items() if turns == layers and flow.depends(value)
     ]

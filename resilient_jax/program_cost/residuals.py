@@ -54,7 +54,9 @@ FUSIBLE_PRIMITIVES: Final = frozenset(
 )
 """What XLA rather does again in every fusion than write to memory."""
 
-UNFUSED_PRIMITIVES: Final = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+UNFUSED_PRIMITIVES: Final = frozenset(
+    {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
+)
 """What reads its operands from memory, and is fused with nothing."""
 
 
@@ -64,14 +66,18 @@ def compute_residuals(loss_fn: Any, params: Tree, others: Tree, batch: Tree) -> 
     return jax.tree.leaves(backward)
 
 
-def count_residual_bytes(operations: OperationTrace, propagated: PropagatedSharding) -> Mapping[tuple[ModelPart, ShardingKind], int]:
+def count_residual_bytes(
+    operations: OperationTrace, propagated: PropagatedSharding
+) -> Mapping[tuple[ModelPart, ShardingKind], int]:
     """Gives the bytes kept of a whole batch, all layers together.
 
     Args:
         operations: of `residuals_of`.
         attribution: of the same.
     """
-    read = {value for step in operations.operations if step.name in UNFUSED_PRIMITIVES for value in step.inputs}
+    read = {
+        value for step in operations.operations if step.name in UNFUSED_PRIMITIVES for value in step.inputs
+    }
     cheap = {step.outputs[0]: step for step in operations.operations if step.name in FUSIBLE_PRIMITIVES}
     makers = {value: step for value, step in cheap.items() if value not in read}
     kept: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()

@@ -165,7 +165,9 @@ class _Walk:
             for value in operation.outputs:
                 self.kinds[value], self.parts[value] = judged.result, part
         flops = judged.flops * operation.iterations
-        self.steps.append(AnnotatedOperation(operation=operation, part=part, kind=judged.work, matmul_flops=flops))
+        self.steps.append(
+            AnnotatedOperation(operation=operation, part=part, kind=judged.work, matmul_flops=flops)
+        )
 
     def note_stack(self, value: Value | None) -> None:
         """A loop's stack is what the loop writes into it."""
@@ -221,10 +223,16 @@ class _Walk:
                 kind = self._kind_of_names(names) or ShardingKind.REPLICATED
                 is_summed = any(self._axes.get(names[dim] or "") is Axis.TENSOR for dim in dims)
                 self._complete(operation, kind, other, is_summed=is_summed)
-                return _Judgement(kind, ShardingKind.REPLICATED if is_summed and kind is not ShardingKind.EXPERT else kind, flops)
+                return _Judgement(
+                    kind,
+                    ShardingKind.REPLICATED if is_summed and kind is not ShardingKind.EXPERT else kind,
+                    flops,
+                )
         return self._judge_pairs(operation, flops)
 
-    def _complete(self, operation: Operation, kind: ShardingKind, other: Value | None, *, is_summed: bool) -> None:
+    def _complete(
+        self, operation: Operation, kind: ShardingKind, other: Value | None, *, is_summed: bool
+    ) -> None:
         """A product of a parameter that is cut and an activation: what must be completed between devices."""
         if kind is ShardingKind.REPLICATED:
             return
@@ -248,7 +256,11 @@ class _Walk:
             self._exchange(smaller, operation, 1, 1, Axis.SEQUENCE, None)
         if kinds <= {ShardingKind.REPLICATED}:
             return _Judgement(ShardingKind.REPLICATED, ShardingKind.REPLICATED, flops)
-        return _Judgement(ShardingKind.ATTENTION, ShardingKind.TENSOR if ShardingKind.ATTENTION in kinds else ShardingKind.ATTENTION, flops)
+        return _Judgement(
+            ShardingKind.ATTENTION,
+            ShardingKind.TENSOR if ShardingKind.ATTENTION in kinds else ShardingKind.ATTENTION,
+            flops,
+        )
 
     def _exchange(
         self, value: Value, operation: Operation, forward: int, backward: int, axis: Axis, dim: str | None
@@ -278,7 +290,11 @@ class _Walk:
         inputs = [value for value in operation.inputs if value in self.kinds]
         size = operation.outputs[0].size if operation.outputs else 0
         alike = [value for value in inputs if value is not None and value.size == size] or inputs
-        return max((self.kinds[v] for v in alike if v is not None), key=STRENGTH.__getitem__, default=ShardingKind.REPLICATED)
+        return max(
+            (self.kinds[v] for v in alike if v is not None),
+            key=STRENGTH.__getitem__,
+            default=ShardingKind.REPLICATED,
+        )
 
 
 def _names_after(operation: Operation, source: Value, result: Value, names: LogicalNames) -> LogicalNames:
@@ -298,7 +314,9 @@ def _names_after(operation: Operation, source: Value, result: Value, names: Logi
             return unknown
 
 
-def _names_after_reshape(before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames) -> LogicalNames:
+def _names_after_reshape(
+    before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames
+) -> LogicalNames:
     """Dims merged take the first name among them, the first of several split from one takes its name."""
     found: list[str | None] = [None] * len(after)
     source = target = 0

@@ -132,7 +132,9 @@ def compile_and_analyze(
 
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     compiled = (
-        jax.jit(function).lower(*arguments).compile(ANALYSIS_OPTIONS) if sharded_arguments is None else sharded_arguments.compile(function)
+        jax.jit(function).lower(*arguments).compile(ANALYSIS_OPTIONS)
+        if sharded_arguments is None
+        else sharded_arguments.compile(function)
     )
     memory = compiled.memory_analysis()
     if memory is None:

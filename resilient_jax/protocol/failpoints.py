@@ -181,7 +181,9 @@ class FailPointController:
         directory.mkdir(parents=True, exist_ok=True)
         self._orders: dict[str, FailPointOrder] = {}
 
-    def hold(self, failpoint: FailPoint, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX) -> None:
+    def hold(
+        self, failpoint: FailPoint, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX
+    ) -> None:
         """From now on these hosts wait at that place."""
         self.set_order(FailPointOrder(failpoint=failpoint, step=step, hosts=tuple(hosts), index=index))
 

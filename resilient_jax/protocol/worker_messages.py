@@ -96,7 +96,16 @@ class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     event: Event
 
 
-WorkerOrder = Quiesce | Pause | RunToBoundary | FormWorld | HoldTraining | LeaseRenewed | SnapshotServerReady | StopWorker
+WorkerOrder = (
+    Quiesce
+    | Pause
+    | RunToBoundary
+    | FormWorld
+    | HoldTraining
+    | LeaseRenewed
+    | SnapshotServerReady
+    | StopWorker
+)
 WorkerMessage = WorkerReported | StepCommitted | Heartbeat | SnapshotServerRequested | EventOccurred
 
 ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Decoder(WorkerOrder)

@@ -41,7 +41,10 @@ def constrain_activations(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> 
         closed, shape = jax.make_jaxpr(function, return_shape=True)(state, batch)
         rows = jax.tree.leaves(batch)
         arguments = [*jax.tree.leaves(state), *rows]
-        dims: BatchDims = (*(None,) * (len(arguments) - len(rows)), *(0 if row.shape else None for row in rows))
+        dims: BatchDims = (
+            *(None,) * (len(arguments) - len(rows)),
+            *(0 if row.shape else None for row in rows),
+        )
         found = _evaluate(closed.jaxpr, closed.consts, arguments, dims, mesh)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 

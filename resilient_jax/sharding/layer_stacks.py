@@ -38,7 +38,9 @@ class LayerPosition:
         return self.layer is not None or self.stack_dim is not None
 
 
-def find_layer_positions(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, LogicalNames]) -> dict[str, LayerPosition]:
+def find_layer_positions(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, LogicalNames]
+) -> dict[str, LayerPosition]:
     """Gives the place of each parameter.
 
     Args:

@@ -57,7 +57,12 @@ def _names_of_specs(specs: Tree) -> dict[str, LogicalNames]:
     return {format_path(path): tuple(spec) for path, spec in leaves if spec is not None and len(spec)}
 
 
-def name_dims(path: str, shape: tuple[int, ...], metadata_names: Mapping[str, LogicalNames], logical_axis_rules: LogicalAxisRules) -> LogicalNames:
+def name_dims(
+    path: str,
+    shape: tuple[int, ...],
+    metadata_names: Mapping[str, LogicalNames],
+    logical_axis_rules: LogicalAxisRules,
+) -> LogicalNames:
     """Gives the name of each dim of a parameter.
 
     Args:
@@ -69,7 +74,10 @@ def name_dims(path: str, shape: tuple[int, ...], metadata_names: Mapping[str, Lo
     Raises:
         CallerError: there are more names than dims, or one that no axis is known for.
     """
-    ruled = next((names for pattern, names in logical_axis_rules.names_by_path if fnmatch.fnmatchcase(path, pattern)), None)
+    ruled = next(
+        (names for pattern, names in logical_axis_rules.names_by_path if fnmatch.fnmatchcase(path, pattern)),
+        None,
+    )
     names = tuple(metadata_names.get(path, ()) if ruled is None else ruled)
     if len(names) > len(shape):
         raise CallerError(
@@ -85,8 +93,11 @@ def name_dims(path: str, shape: tuple[int, ...], metadata_names: Mapping[str, Lo
     return names + (None,) * (len(shape) - len(names))
 
 
-def get_max_shards(names: LogicalNames, shape: tuple[int, ...], logical_axis_rules: LogicalAxisRules) -> tuple[int, ...]:
+def get_max_shards(
+    names: LogicalNames, shape: tuple[int, ...], logical_axis_rules: LogicalAxisRules
+) -> tuple[int, ...]:
     """Gives into how many pieces each dim may be cut at most; divides the dim."""
     return tuple(
-        math.gcd(size, logical_axis_rules.max_shards.get(name or "", size)) for name, size in zip(names, shape, strict=True)
+        math.gcd(size, logical_axis_rules.max_shards.get(name or "", size))
+        for name, size in zip(names, shape, strict=True)
     )

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec
 
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import LAYERS, Axis
-from resilient_jax.planning.program_cost import ModelPart, ProgramCost, TensorRole, StateTensor
+from resilient_jax.planning.program_cost import ModelPart, ProgramCost, StateTensor, TensorRole
 from resilient_jax.planning.tensor_partition import partition_tensor
 from resilient_jax.sharding.layer_stacks import LayerPosition
-from resilient_jax.sharding.logical_axes import LogicalNames, LogicalAxisRules, Tree, name_dims, format_path
+from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, Tree, format_path, name_dims
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
 
 BATCH_AXES: Final = (Axis.REPLICA.value, Axis.FSDP.value)
@@ -51,7 +51,9 @@ class StatePartitioner:
         naming: for what the profile does not have.
     """
 
-    def __init__(self, profile: ProgramCost, sizes: Mapping[Axis, int], naming: LogicalAxisRules | None = None) -> None:
+    def __init__(
+        self, profile: ProgramCost, sizes: Mapping[Axis, int], naming: LogicalAxisRules | None = None
+    ) -> None:
         self._sizes = {axis: sizes.get(axis, 1) for axis in STATE_AXES}
         self._naming = naming or LogicalAxisRules()
         self._tensors = [(_pattern_of(tensor.path), tensor) for tensor in profile.tensors]

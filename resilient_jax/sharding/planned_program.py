@@ -65,7 +65,9 @@ def get_mesh_sizes(plan: Plan) -> dict[Axis, int]:
     return {axis: plan.axis_sizes[axis] for axis in MESH_AXES}
 
 
-def make_state_shardings(plan: Plan, state: Tree, mesh: Mesh, logical_axis_rules: LogicalAxisRules | None = None) -> Tree:
+def make_state_shardings(
+    plan: Plan, state: Tree, mesh: Mesh, logical_axis_rules: LogicalAxisRules | None = None
+) -> Tree:
     """See `Plan.shardings`."""
     cuts = StatePartitioner(plan.request.program_cost, plan.axis_sizes, logical_axis_rules)
     return _shardings(cuts.specs(state), mesh)

@@ -9,9 +9,16 @@ from typing import Any
 import jax
 
 from resilient_jax.planning.axes import LAYERS, Axis
-from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, TensorRole, StateTensor
+from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, StateTensor, TensorRole
 from resilient_jax.sharding.layer_stacks import LayerPosition, find_layer_positions
-from resilient_jax.sharding.logical_axes import LogicalNames, LogicalAxisRules, Tree, name_dims, format_path, get_max_shards
+from resilient_jax.sharding.logical_axes import (
+    LogicalAxisRules,
+    LogicalNames,
+    Tree,
+    format_path,
+    get_max_shards,
+    name_dims,
+)
 
 OPTIONAL_DIMS = frozenset({"kv_heads", "vocab"})
 """Dims that stay whole where an axis does not divide them, and the program runs all the same."""
@@ -45,7 +52,11 @@ def describe_parameters(
     places = find_layer_positions({path: leaf.shape for path, leaf in leaves}, names)
     return tuple(
         ParameterInfo(
-            path=path, shape=leaf.shape, itemsize=leaf.dtype.itemsize, names=names[path], position=places[path]
+            path=path,
+            shape=leaf.shape,
+            itemsize=leaf.dtype.itemsize,
+            names=names[path],
+            position=places[path],
         )
         for path, leaf in leaves
     )
@@ -79,7 +90,13 @@ def make_state_tensors(
     return tuple(tensors.values())
 
 
-def make_tensor(info: ParameterInfo, path: str, role: TensorRole, parts: tuple[ModelPart, ...], logical_axis_rules: LogicalAxisRules) -> StateTensor:
+def make_tensor(
+    info: ParameterInfo,
+    path: str,
+    role: TensorRole,
+    parts: tuple[ModelPart, ...],
+    logical_axis_rules: LogicalAxisRules,
+) -> StateTensor:
     """Gives an array of a state as a tensor: without the dim over which its layers are stacked."""
     kept = [dim for dim in range(len(info.shape)) if dim != info.position.stack_dim]
     shape, names = tuple(info.shape[dim] for dim in kept), tuple(info.names[dim] for dim in kept)
@@ -89,7 +106,9 @@ def make_tensor(info: ParameterInfo, path: str, role: TensorRole, parts: tuple[M
         parts=parts,
         shape=shape,
         logical_names=names,
-        axes=tuple(None if name is None or name == LAYERS else logical_axis_rules.mesh_axes[name] for name in names),
+        axes=tuple(
+            None if name is None or name == LAYERS else logical_axis_rules.mesh_axes[name] for name in names
+        ),
         units=get_max_shards(names, shape, logical_axis_rules),
         dtype_bytes=info.itemsize,
         copies=info.position.copies,
@@ -120,7 +139,9 @@ def _other_tensor(
     return make_tensor(unknown, path, role, (ModelPart.EMBEDDING,), naming)
 
 
-def find_divisors(tensors: Sequence[StateTensor], num_layers: int, sequence_tokens: int | None) -> tuple[DivisibilityRule, ...]:
+def find_divisors(
+    tensors: Sequence[StateTensor], num_layers: int, sequence_tokens: int | None
+) -> tuple[DivisibilityRule, ...]:
     """Gives what axes have to divide: of dims with the same name, the greatest common divisor."""
     units: dict[tuple[Axis, str], int] = collections.defaultdict(int)
     for tensor in tensors:
@@ -132,4 +153,7 @@ def find_divisors(tensors: Sequence[StateTensor], num_layers: int, sequence_toke
         numbers.append((Axis.SEQUENCE, "tokens", sequence_tokens, True))
     if num_layers > 1:
         numbers.append((Axis.PIPELINE, LAYERS, num_layers, True))
-    return tuple(DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r) for a, n, number, r in numbers)
+    return tuple(
+        DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r)
+        for a, n, number, r in numbers
+    )

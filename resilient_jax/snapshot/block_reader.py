@@ -117,7 +117,9 @@ class BlockReader:
         else:
             reason = survivors.failure_reason(host)
         if self._group.parity:
-            survivors.record_event(EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PARITY, reason=reason)
+            survivors.record_event(
+                EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PARITY, reason=reason
+            )
             yield BlockOrigin.PARITY, rebuild
         if self._own is None and survivors.is_suspect(host):
             survivors.record_event(
@@ -175,7 +177,9 @@ class BlockReader:
         return None
 
     def _note_bad(self, source: str, asked: str, reason: str) -> None:
-        self._survivors.record_event(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=source, asked=asked, reason=reason)
+        self._survivors.record_event(
+            EventKind.SNAPSHOT_BLOCK_CORRUPT, source=source, asked=asked, reason=reason
+        )
 
     def _verify(self, offset: int, out: memoryview) -> None:
         bad = find_corrupt_block(self.manifest, self._checksum, offset, out)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.messages import CompleteReply, CommitOutcome
+from resilient_jax.snapshot.messages import CommitOutcome, CompleteReply
 
 MAX_SNAPSHOTS_KEPT: Final = 64
 """Snapshots whose outcome is kept, for hosts that ask late."""

@@ -10,24 +10,24 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, SnapshotMissing
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.fd_connection import FdConnection
-from resilient_jax.snapshot.manifest import PartManifest, PartContents, decode_manifest
+from resilient_jax.snapshot.manifest import PartContents, PartManifest, decode_manifest
 from resilient_jax.snapshot.messages import (
     SERVER_MESSAGE_DECODER,
     AbandonSnapshot,
     BeginSnapshot,
-    RequestDone,
-    RequestFailed,
     FinishSnapshot,
     OpenLayout,
     OpenOwnPart,
     PartLocation,
-    SlotRetired,
+    RequestDone,
+    RequestFailed,
     ServerReply,
-    SnapshotSettled,
-    SlotsReady,
     SlotInfo,
+    SlotRetired,
+    SlotsReady,
+    SnapshotSettled,
     WorkerRequest,
 )
 from resilient_jax.transport.error_codec import ERROR_CLASSES
@@ -96,7 +96,9 @@ class LocalServerClient:
             PeerUnreachable: the server is gone, or does not answer.
         """
         try:
-            answer, (descriptor,) = self._ask(BeginSnapshot(request_id=next(self._calls), id=id), PartLocation)
+            answer, (descriptor,) = self._ask(
+                BeginSnapshot(request_id=next(self._calls), id=id), PartLocation
+            )
             mapped = self._map(answer.slot, descriptor)
         except (PeerUnreachable, OSError):
             with contextlib.suppress(OSError):  # a slot that it gave, or may give later, must not wait for us
@@ -256,7 +258,9 @@ class LocalServerClient:
                     descriptors = self._take_descriptors(message)
                 except MessageError as error:  # the kernel drops those that this process has no room for
                     text = f"{error}: this process can open no more (ulimit -n). Raise its limit"
-                    message = RequestFailed(request_id=message.request_id, error=PeerUnreachable.__name__, message=text)
+                    message = RequestFailed(
+                        request_id=message.request_id, error=PeerUnreachable.__name__, message=text
+                    )
                 if message.request_id in self._answers:
                     self._answers[message.request_id] = (message, descriptors)
                 else:  # whoever asked has given up

@@ -67,7 +67,11 @@ class FreeMemory:
     @property
     def free_bytes(self) -> int:
         """The smaller of what the machine and what the control group has left."""
-        return self.available_bytes if self.limit_bytes is None else min(self.available_bytes, max(0, self.limit_bytes - self.used_bytes))
+        return (
+            self.available_bytes
+            if self.limit_bytes is None
+            else min(self.available_bytes, max(0, self.limit_bytes - self.used_bytes))
+        )
 
 
 def compute_required_memory(layout: SnapshotLayout, host: HostName) -> RequiredMemory:
@@ -80,11 +84,15 @@ def compute_required_memory(layout: SnapshotLayout, host: HostName) -> RequiredM
     return RequiredMemory(
         part_bytes=layout.part_bytes[host],
         parity_bytes=group.parity * chunk,
-        metadata_bytes=HEADER_BYTES + len(parts) * MANIFEST_BYTES + CHECKSUM_RECORD_BYTES * (sum(blocks) + kept_blocks),
+        metadata_bytes=HEADER_BYTES
+        + len(parts) * MANIFEST_BYTES
+        + CHECKSUM_RECORD_BYTES * (sum(blocks) + kept_blocks),
     )
 
 
-def check_memory(required: RequiredMemory, free: FreeMemory, host: HostName, *, reclaimed_bytes: int = 0) -> None:
+def check_memory(
+    required: RequiredMemory, free: FreeMemory, host: HostName, *, reclaimed_bytes: int = 0
+) -> None:
     """Refuses snapshots that do not fit.
 
     Args:

@@ -10,7 +10,7 @@ import msgspec
 
 from resilient_jax.erasure import ChecksumName
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotStatus
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotStatus
 from resilient_jax.protocol.worker_messages import EventOccurred
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES

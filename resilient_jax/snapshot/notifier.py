@@ -9,9 +9,9 @@ from typing import Final
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotStatus
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotStatus
 from resilient_jax.snapshot.fd_connection import FdConnection
-from resilient_jax.snapshot.messages import EventOccurred, CompleteSnapshots, ServerNotification
+from resilient_jax.snapshot.messages import CompleteSnapshots, EventOccurred, ServerNotification
 
 RETRY_INTERVAL_S: Final = 0.1
 """Between two tries to tell something."""
@@ -34,7 +34,9 @@ class Notifier:
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._tell, name="rj-snapshot-reports", daemon=True).start()
 
-    def record_event(self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool) -> None:
+    def record_event(
+        self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool
+    ) -> None:
         event = Event(
             kind=kind,
             host=self._host,

@@ -30,8 +30,8 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoints, FailPoint
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint, FailPoints
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.commit_votes import CommitVotes
 from resilient_jax.snapshot.manifest import PartContents, encode_manifest, find_corrupt_block
 from resilient_jax.snapshot.messages import (
@@ -40,18 +40,18 @@ from resilient_jax.snapshot.messages import (
     MANIFEST,
     PARITY,
     PARITY_PIECE_BYTES,
+    CommitOutcome,
     CompleteReply,
     CompleteRequest,
     DropNotice,
     ManifestRequest,
-    CommitOutcome,
     ParityPiece,
 )
 from resilient_jax.snapshot.peer_pool import PeerPool
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
-from resilient_jax.snapshot.slot_contents import SlotContents, get_checksum, cut_blocks
+from resilient_jax.snapshot.slot_contents import SlotContents, cut_blocks, get_checksum
 from resilient_jax.snapshot.slot_memory import SlotPhase
-from resilient_jax.snapshot.snapshot_slots import SnapshotSlots, SlotListener
+from resilient_jax.snapshot.snapshot_slots import SlotListener, SnapshotSlots
 from resilient_jax.snapshot.stripes import data_members, parity_members
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,8 @@ class ParityExchange:
         while True:
             with self._arena.changed:
                 has_parity = self._arena.changed.wait_for(
-                    lambda: self._held.has_parity() or not self._arena.is_held(self._held), MAX_RETRY_INTERVAL_S
+                    lambda: self._held.has_parity() or not self._arena.is_held(self._held),
+                    MAX_RETRY_INTERVAL_S,
                 )
                 self._check()
             if has_parity:
@@ -369,7 +370,9 @@ class ParityExchange:
             )
 
 
-def report_drop_to_root(id: SnapshotId, layout: SnapshotLayout, reason: str, context: ExchangeContext) -> None:
+def report_drop_to_root(
+    id: SnapshotId, layout: SnapshotLayout, reason: str, context: ExchangeContext
+) -> None:
     """Returns when the root knows, or nothing of this generation counts any more."""
     arena, delay_s = context.slots, MIN_RETRY_INTERVAL_S
     request = DropNotice(id=id, host=context.host, reason=f"{context.host}: {reason}")
@@ -385,7 +388,9 @@ def report_drop_to_root(id: SnapshotId, layout: SnapshotLayout, reason: str, con
         except StaleGeneration:
             return
         except ResilientJaxError as error:
-            logger.info("%s cannot be told that %s was dropped: %s", layout.root, format_snapshot_id(id), error)
+            logger.info(
+                "%s cannot be told that %s was dropped: %s", layout.root, format_snapshot_id(id), error
+            )
         with arena.changed:
             arena.changed.wait_for(lambda: arena.layout is not layout, delay_s)
         delay_s = min(2 * delay_s, MAX_RETRY_INTERVAL_S)

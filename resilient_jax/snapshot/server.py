@@ -17,7 +17,7 @@ from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoints
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.commit_votes import CommitVotes
 from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.malloc_settings import keep_freed_memory
@@ -26,11 +26,16 @@ from resilient_jax.snapshot.messages import (
     NEW_WORKER_DECODER,
     SERVICE,
     SETTINGS_ENV_VARIABLE,
-    ServerSettings,
     ServerReady,
+    ServerSettings,
 )
 from resilient_jax.snapshot.notifier import Notifier
-from resilient_jax.snapshot.parity_exchange import CONCURRENT_PIECES, ParityExchange, ExchangeContext, report_drop_to_root
+from resilient_jax.snapshot.parity_exchange import (
+    CONCURRENT_PIECES,
+    ExchangeContext,
+    ParityExchange,
+    report_drop_to_root,
+)
 from resilient_jax.snapshot.peer_pool import PeerPool
 from resilient_jax.snapshot.service import SnapshotService
 from resilient_jax.snapshot.slot_contents import SlotContents

@@ -14,15 +14,15 @@ from resilient_jax.snapshot.messages import (
     DROPPED,
     MANIFEST,
     PARITY,
+    Ack,
     BulkAddressReply,
     BulkAddressRequest,
+    CommitOutcome,
     CompleteReply,
     CompleteRequest,
     DropNotice,
     ManifestReply,
     ManifestRequest,
-    Ack,
-    CommitOutcome,
     ParityPiece,
     ReadRequest,
     Region,
@@ -125,11 +125,17 @@ class SnapshotService:
         self._refuse_stale(id)
         layout = self._arena.layout
         if layout is None or layout.generation < id.generation:
-            raise SnapshotMissing(f"{self._tools.host} does not know the layout of {format_snapshot_id(id)} yet")
+            raise SnapshotMissing(
+                f"{self._tools.host} does not know the layout of {format_snapshot_id(id)} yet"
+            )
         if layout.root != self._tools.host:
-            raise CallerError(f"{self._tools.host} is not the root of {format_snapshot_id(id)}, {layout.root} is")
+            raise CallerError(
+                f"{self._tools.host} is not the root of {format_snapshot_id(id)}, {layout.root} is"
+            )
 
     def _refuse_stale(self, id: SnapshotId) -> None:
         layout = self._arena.layout
         if layout is not None and id.generation < layout.generation:
-            raise StaleGeneration(f"{format_snapshot_id(id)}: {self._tools.host} is in generation {layout.generation}")
+            raise StaleGeneration(
+                f"{format_snapshot_id(id)}: {self._tools.host} is in generation {layout.generation}"
+            )

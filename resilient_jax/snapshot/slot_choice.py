@@ -17,7 +17,9 @@ class SnapshotProgress(Protocol):
     def phase(self) -> SlotPhase: ...
 
 
-def choose_slot(contents: Sequence[SnapshotProgress | None], generation: GenerationNumber) -> tuple[int | None, str]:
+def choose_slot(
+    contents: Sequence[SnapshotProgress | None], generation: GenerationNumber
+) -> tuple[int | None, str]:
     """The index of the slot that the next snapshot of a generation takes; None, and why, if it can take none.
 
     Never that of the newest committed snapshot, nor of one that may still become it.

@@ -14,15 +14,15 @@ from typing import Final
 from resilient_jax.erasure import Buffer, Checksum, ChecksumName, choose_checksum
 from resilient_jax.errors import CallerError, ChecksumMismatch, SnapshotMissing
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.manifest import (
-    PartManifest,
     PartContents,
+    PartManifest,
     checksum_blocks,
     decode_manifest,
 )
 from resilient_jax.snapshot.messages import PARITY_PIECE_BYTES, ParityPiece
-from resilient_jax.snapshot.slot_memory import CHECKSUM_BYTES, SlotHeader, SlotPhase, SlotMemory, SlotLayout
+from resilient_jax.snapshot.slot_memory import CHECKSUM_BYTES, SlotHeader, SlotLayout, SlotMemory, SlotPhase
 from resilient_jax.snapshot.stripes import cut_grid, stripe_of_row
 
 _DIGEST = struct.Struct("<I")
@@ -54,7 +54,9 @@ class SlotContents:
         wall_s: when it became complete.
     """
 
-    def __init__(self, id: SnapshotId, layout: SnapshotLayout, host: HostName, memory: SlotMemory, writer: object) -> None:
+    def __init__(
+        self, id: SnapshotId, layout: SnapshotLayout, host: HostName, memory: SlotMemory, writer: object
+    ) -> None:
         """Makes the slot dirty: what it held before is gone."""
         self.id = id
         self.layout = layout
@@ -226,7 +228,10 @@ class SlotContents:
         checksum = get_checksum(piece.checksum)
         for index, block in enumerate(cut_blocks(piece.data, self.slot_layout.block_bytes)):
             self._verify(
-                checksum, block, piece.checksums[index], f"block {index} of parity at {piece.offset} that came"
+                checksum,
+                block,
+                piece.checksums[index],
+                f"block {index} of parity at {piece.offset} that came",
             )
 
     def store_parity(self, piece: ParityPiece) -> None:
@@ -255,7 +260,10 @@ class SlotContents:
         chunk, checksum = self.parity_chunk(row), get_checksum(self._algorithms[row])
         size = self.slot_layout.block_bytes
         for index in range(offset // size, -(-(offset + length) // size)) if verify else ():
-            at = self.slot_layout.checksums_offset + (row * self.slot_layout.blocks_per_row + index) * CHECKSUM_BYTES
+            at = (
+                self.slot_layout.checksums_offset
+                + (row * self.slot_layout.blocks_per_row + index) * CHECKSUM_BYTES
+            )
             (expected,) = _DIGEST.unpack_from(self.memory.view, at)
             block = chunk[index * size : (index + 1) * size]
             self._verify(checksum, block, expected, f"block {index} of parity row {row}")

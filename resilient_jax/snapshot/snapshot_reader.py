@@ -166,7 +166,9 @@ class SnapshotReader:
             held = local.open_own_part(self._plan.id) if local is not None else None
             own = OwnPart(*held) if held is not None else None
         except ResilientJaxError as error:
-            self._survivors.record_event(EventKind.SNAPSHOT_FALLBACK, part=host, to="its server", reason=str(error))
+            self._survivors.record_event(
+                EventKind.SNAPSHOT_FALLBACK, part=host, to="its server", reason=str(error)
+            )
             return None
         if own is not None:
             self._manifests[host] = own.manifest

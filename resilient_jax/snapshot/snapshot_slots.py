@@ -26,12 +26,23 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPhase, SnapshotStatus
-from resilient_jax.snapshot.memory_budget import NUM_SLOTS, check_memory, compute_required_memory, read_free_memory
-from resilient_jax.snapshot.messages import ParityPiece, SlotRetired, ServerNotification, SnapshotSettled, SlotInfo
-from resilient_jax.snapshot.slot_choice import recency_key, choose_slot, is_outdated, format_snapshot_id
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPhase, SnapshotStatus
+from resilient_jax.snapshot.memory_budget import (
+    NUM_SLOTS,
+    check_memory,
+    compute_required_memory,
+    read_free_memory,
+)
+from resilient_jax.snapshot.messages import (
+    ParityPiece,
+    ServerNotification,
+    SlotInfo,
+    SlotRetired,
+    SnapshotSettled,
+)
+from resilient_jax.snapshot.slot_choice import choose_slot, format_snapshot_id, is_outdated, recency_key
 from resilient_jax.snapshot.slot_contents import SlotContents, compute_slot_layout
-from resilient_jax.snapshot.slot_memory import SlotPhase, SlotMemory
+from resilient_jax.snapshot.slot_memory import SlotMemory, SlotPhase
 
 ALLOCATION_TIMEOUT_S: Final = 2.0
 """How long a snapshot waits at its begin for a slot that just gets its memory."""
@@ -44,7 +55,9 @@ MAX_DROPPED_KEPT: Final = 64
 class SlotListener(Protocol):
     """Who is told what happens. Called with the arena's lock held: must return at once and not call back."""
 
-    def record_event(self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool) -> None:
+    def record_event(
+        self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool
+    ) -> None:
         """An event."""
         ...
 
@@ -233,7 +246,11 @@ class SnapshotSlots:
     def is_held(self, held: object) -> bool:
         """Whether it is still in its slot: what was read of it meanwhile is its own."""
         with self.changed:
-            return any(b.contents is held and not b.contents.drop_reason for b in self._berths if b.contents is not None)
+            return any(
+                b.contents is held and not b.contents.drop_reason
+                for b in self._berths
+                if b.contents is not None
+            )
 
     def advance(self, held: SlotContents, phase: SlotPhase) -> None:
         """Writes the mark.
@@ -244,7 +261,9 @@ class SnapshotSlots:
         with self.changed:
             self._check_held(held)
             held.advance(phase, time.time() if phase is SlotPhase.COMPLETE else 0.0)
-            kind = EventKind.SNAPSHOT_COMMITTED if phase is SlotPhase.COMMITTED else EventKind.SNAPSHOT_COMPLETE
+            kind = (
+                EventKind.SNAPSHOT_COMMITTED if phase is SlotPhase.COMMITTED else EventKind.SNAPSHOT_COMPLETE
+            )
             self._listener.record_event(kind, held.id, nbytes=held.nbytes)
             if phase is SlotPhase.COMMITTED:
                 self._listener.notify_worker(SnapshotSettled(id=held.id, committed=True))
@@ -348,9 +367,13 @@ class SnapshotSlots:
 
     def _layout_of(self, id: SnapshotId) -> SnapshotLayout:
         if self.layout is None or id.generation > self.layout.generation:
-            raise SnapshotDropped(f"{format_snapshot_id(id)}: its layout is unknown on {self.host}; open it first")
+            raise SnapshotDropped(
+                f"{format_snapshot_id(id)}: its layout is unknown on {self.host}; open it first"
+            )
         if id.generation < self.layout.generation:
-            raise StaleGeneration(f"{format_snapshot_id(id)}: {self.host} is in generation {self.layout.generation}")
+            raise StaleGeneration(
+                f"{format_snapshot_id(id)}: {self.host} is in generation {self.layout.generation}"
+            )
         return self.layout
 
     def _choose(self, id: SnapshotId) -> tuple[_Slot | None, str]:
@@ -403,7 +426,10 @@ class SnapshotSlots:
             return None
 
     def _is_small(self, berth: _Slot, layout: SnapshotLayout) -> bool:
-        return berth.memory is None or berth.memory.mapped_bytes < compute_slot_layout(layout, self.host).mapped_bytes
+        return (
+            berth.memory is None
+            or berth.memory.mapped_bytes < compute_slot_layout(layout, self.host).mapped_bytes
+        )
 
     def _written_by(self, id: SnapshotId, writer: object) -> SlotContents:
         held = self._find(id)
@@ -419,7 +445,9 @@ class SnapshotSlots:
 
     def _check_held(self, held: SlotContents) -> None:
         if not self.is_held(held):
-            raise SnapshotDropped(f"{format_snapshot_id(held.id)}: {held.drop_reason or 'its slot was taken'}")
+            raise SnapshotDropped(
+                f"{format_snapshot_id(held.id)}: {held.drop_reason or 'its slot was taken'}"
+            )
 
     def _release(self, held: SlotContents) -> None:
         for berth in self._berths:

@@ -120,7 +120,9 @@ class Survivors:
 
     def _failed(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
         if isinstance(error, ChecksumMismatch):
-            self.record_event(EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error))
+            self.record_event(
+                EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error)
+            )
             return
         with self._lock:
             is_known = self._closed or survivor in self._failures

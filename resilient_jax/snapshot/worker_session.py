@@ -19,21 +19,21 @@ from resilient_jax.snapshot.messages import (
     WORKER_REQUEST_DECODER,
     AbandonSnapshot,
     BeginSnapshot,
-    RequestDone,
-    RequestFailed,
     FinishSnapshot,
     OpenLayout,
     OpenOwnPart,
     PartLocation,
+    RequestDone,
+    RequestFailed,
     ServerReply,
-    SnapshotSettled,
-    SlotsReady,
     SlotInfo,
+    SlotsReady,
+    SnapshotSettled,
     WorkerRequest,
 )
 from resilient_jax.snapshot.slot_contents import SlotContents
 from resilient_jax.snapshot.slot_memory import SlotPhase
-from resilient_jax.snapshot.snapshot_slots import SnapshotSlots, SlotListener
+from resilient_jax.snapshot.snapshot_slots import SlotListener, SnapshotSlots
 
 ReplyWithDescriptors = tuple[ServerReply, list[int]]
 """With the descriptors that go with it, which are ours to close."""
@@ -78,7 +78,10 @@ class WorkerSession:
         try:
             answer, descriptors = self._carry_out(request)
         except ResilientJaxError as error:
-            answer, descriptors = RequestFailed(request_id=request.request_id, error=_class_of(error), message=str(error)), []
+            answer, descriptors = (
+                RequestFailed(request_id=request.request_id, error=_class_of(error), message=str(error)),
+                [],
+            )
         except Exception as error:  # the process boundary
             text = f"{type(error).__name__}: {error}"
             answer = RequestFailed(request_id=request.request_id, error=InternalError.__name__, message=text)

@@ -24,7 +24,7 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.state.copy_sources import CopyTask, is_on_accelerator, plan_copies, start_host_transfer
 from resilient_jax.state.flat_state import FlatLeaf
-from resilient_jax.state.interfaces import EventRecorder, PartServer, FailPointHook, ignore_failpoint
+from resilient_jax.state.interfaces import EventRecorder, FailPointHook, PartServer, ignore_failpoint
 from resilient_jax.state.part_copy import copy_into_part
 from resilient_jax.state.state_partition import StatePartition, check_same_structure
 

@@ -62,7 +62,9 @@ def plan_copies(leaves: Sequence[FlatLeaf], slices: Sequence[LeafSlice]) -> list
     return [_plan(leaves[piece.leaf], piece, turn, known) for turn, piece in enumerate(slices)]
 
 
-SourceCache = dict[tuple[Sharding, tuple[int, ...], IndexBox], list[tuple[IndexBox, IndexBox, tuple[int, ...]]]]
+SourceCache = dict[
+    tuple[Sharding, tuple[int, ...], IndexBox], list[tuple[IndexBox, IndexBox, tuple[int, ...]]]
+]
 """Of a sharding, a shape and a piece: what is held, what of that is wanted, which shards have it. Layers are alike."""
 
 

@@ -244,7 +244,9 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
         StateError: structure, shape or dtype differ; names the first leaf that does.
     """
     by_path = {leaf.path: leaf for leaf in state.leaves}
-    matched = match_state(abstract, {path: leaf.type for path, leaf in by_path.items()}, state.strings, sharding)
+    matched = match_state(
+        abstract, {path: leaf.type for path, leaf in by_path.items()}, state.strings, sharding
+    )
     return matched.build([_place(path, by_path[path].value, target) for path, target in matched.leaves])
 
 
@@ -272,7 +274,10 @@ class MatchedState(Generic[Tree]):
 
 
 def match_state(
-    abstract: Tree, held: Mapping[str, FlatLeafType], strings: Mapping[str, str], sharding: ShardingRule | None
+    abstract: Tree,
+    held: Mapping[str, FlatLeafType],
+    strings: Mapping[str, str],
+    sharding: ShardingRule | None,
 ) -> MatchedState[Tree]:
     """Which held leaf goes where in the tree of `abstract`.
 

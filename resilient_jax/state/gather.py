@@ -11,7 +11,7 @@ import numpy as np
 
 from resilient_jax.errors import MessageError
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.manifest import PartManifest, LeafSlice
+from resilient_jax.snapshot.manifest import LeafSlice, PartManifest
 from resilient_jax.snapshot.snapshot_reader import PartRead
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state.index_box import IndexBox, intersect_boxes

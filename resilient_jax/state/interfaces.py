@@ -7,7 +7,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.snapshots import SnapshotId
-from resilient_jax.snapshot.manifest import PartManifest, PartContents
+from resilient_jax.snapshot.manifest import PartContents, PartManifest
 from resilient_jax.snapshot.snapshot_reader import PartRead
 
 

@@ -19,7 +19,9 @@ UNSIGNED_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """By item size. numpy copies its own types without Python's lock; bfloat16 and its kin, which are not, with it."""
 
 
-def copy_into_part(part: memoryview, tasks: list[CopyTask], check_cancelled: Callable[[], None], num_threads: int = 1) -> None:
+def copy_into_part(
+    part: memoryview, tasks: list[CopyTask], check_cancelled: Callable[[], None], num_threads: int = 1
+) -> None:
     """Copies all pieces. Bytes between two of them stay as they are.
 
     Args:

@@ -20,7 +20,7 @@ from resilient_jax.state.flat_state import FlatLeafType, ShardingRule, match_sta
 from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import IndexBox, whole_box
-from resilient_jax.state.interfaces import PartReader, FailPointHook, ignore_failpoint
+from resilient_jax.state.interfaces import FailPointHook, PartReader, ignore_failpoint
 
 Tree = TypeVar("Tree")
 RESTORE_BATCH_BYTES: Final = 256 * 2**20
@@ -33,7 +33,11 @@ of a slab lives as long as one array in it; after a step of training none does."
 
 
 def restore_snapshot(
-    abstract: Tree, reader: PartReader, sharding: ShardingRule | None, *, failpoint: FailPointHook = ignore_failpoint
+    abstract: Tree,
+    reader: PartReader,
+    sharding: ShardingRule | None,
+    *,
+    failpoint: FailPointHook = ignore_failpoint,
 ) -> tuple[int, Tree]:
     """The snapshot's state in the tree of `abstract`, placed for the present mesh.
 

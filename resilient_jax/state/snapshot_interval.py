@@ -32,7 +32,9 @@ def compute_optimal_interval_s(cost_s: float, failure_interval_s: float) -> floa
     return min(math.sqrt(2 * cost_s * failure_interval_s), failure_interval_s)
 
 
-def compute_interval_steps(cost_s: float, failure_interval_s: float, step_s: float, *, copy_s: float = 0.0) -> int:
+def compute_interval_steps(
+    cost_s: float, failure_interval_s: float, step_s: float, *, copy_s: float = 0.0
+) -> int:
     """Every how many steps a snapshot is taken, at least one.
 
     Args:

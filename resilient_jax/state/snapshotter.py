@@ -18,7 +18,7 @@ from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.framing import LIMIT_BYTES
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPlan
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
@@ -244,7 +244,9 @@ class Snapshotter:
         step_s = (time.monotonic() - opened.began_s) / NUM_MEASURED_STEPS
         measured[world.host_index] = self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s
         blocked_s, copy_s, step_s = map(float, world.all_reduce(measured).max(axis=0))
-        every = compute_interval_steps(blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s)
+        every = compute_interval_steps(
+            blocked_s, self._settings.mean_time_between_failures_s, step_s, copy_s=copy_s
+        )
         self._line.record_event(
             EventKind.SNAPSHOT_INTERVAL, steps=every, blocked_s=blocked_s, copy_s=copy_s, step_s=step_s
         )

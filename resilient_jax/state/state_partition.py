@@ -17,7 +17,7 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafInfo, LeafSlice
 from resilient_jax.state.flat_state import FlatLeaf
-from resilient_jax.state.index_box import IndexBox, split_box, box_from_index, whole_box
+from resilient_jax.state.index_box import IndexBox, box_from_index, split_box, whole_box
 
 HostOf = Callable[[Device], HostName]
 BoxHolders = Mapping[IndexBox, tuple[HostName, ...]]

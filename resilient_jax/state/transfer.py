@@ -17,7 +17,7 @@ from resilient_jax.compile.program_exchange import ProgramDirectory
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
 from resilient_jax.protocol.records import StateSource
-from resilient_jax.state.flat_state import FlatState, FlatLeaf
+from resilient_jax.state.flat_state import FlatLeaf, FlatState
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.transport.method import Method
 from resilient_jax.transport.sync_channel import SyncChannel
@@ -71,7 +71,9 @@ class StateServer:
         self._server = SyncServer(f"{host_address}:0", credentials=credentials, num_threads=NUM_THREADS)
         self._server.add(SERVICE, {FETCH_STATE: self._fetch})
         if programs is not None:
-            self._server.add(program_exchange.PROGRAM_SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve})
+            self._server.add(
+                program_exchange.PROGRAM_SERVICE, {program_exchange.FETCH_PROGRAM: programs.serve}
+            )
         self._server.start()
 
     @property
@@ -192,7 +194,9 @@ def fetch_state(
 def _fetch_from(
     source: StateSource, channel: SyncChannel, generation: GenerationNumber, check: Callable[[], None]
 ) -> FlatState:
-    parts = channel.stream(SERVICE, FETCH_STATE, FetchStateRequest(generation=generation), timeout_s=FETCH_TIMEOUT_S)
+    parts = channel.stream(
+        SERVICE, FETCH_STATE, FetchStateRequest(generation=generation), timeout_s=FETCH_TIMEOUT_S
+    )
     head = next(parts, None)
     if head is None or head.manifest is None:
         raise MessageError(f"{source.host} began its state without a manifest")

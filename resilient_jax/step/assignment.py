@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 
 from resilient_jax.errors import CallerError
-from resilient_jax.step.quotas import distribute_units, microbatches_of_unit, count_units
+from resilient_jax.step.quotas import count_units, distribute_units, microbatches_of_unit
 
 DATA_AXIS: Final = "data"
 """The one axis of a replica's mesh, if nobody says otherwise."""
@@ -118,7 +118,9 @@ class ReplicaLocation:
     slot: int = 0
 
 
-def locate_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices_per_host: int = 1) -> tuple[ReplicaLocation, ...]:
+def locate_replicas(
+    process_indexes: Sequence[int], shape: ReplicaShape, devices_per_host: int = 1
+) -> tuple[ReplicaLocation, ...]:
     """The replicas that the live hosts can form.
 
     Replicas that span hosts keep their hosts: those that are still whole stay together, so that nothing is compiled
@@ -134,7 +136,11 @@ def locate_replicas(process_indexes: Sequence[int], shape: ReplicaShape, devices
     """
     places = range(len(process_indexes))
     if shape.hosts == 1:
-        return tuple(ReplicaLocation((place,), slot) for place in places for slot in range(shape.count_replicas_per_host(devices_per_host)))
+        return tuple(
+            ReplicaLocation((place,), slot)
+            for place in places
+            for slot in range(shape.count_replicas_per_host(devices_per_host))
+        )
     if len(process_indexes) < shape.hosts:
         raise CallerError(
             f"replicas: found {len(process_indexes)} live hosts, expected at least {shape.hosts}, which one replica "
@@ -164,7 +170,9 @@ class Assignment:
     owners: tuple[int, ...]
 
 
-def assign_units(spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray, speeds: np.ndarray) -> Assignment:
+def assign_units(
+    spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray, speeds: np.ndarray
+) -> Assignment:
     """What is complete stays where it is; the rest is dealt out, begun units to those who began them.
 
     Args:
@@ -181,17 +189,25 @@ def assign_units(spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...],
     missing = [unit for unit in range(spec.num_units) if unit not in owners]
     begun = {}
     for unit in missing:
-        best = max(range(len(locations)), key=lambda number: find_common_progress(progress, locations[number], unit))
+        best = max(
+            range(len(locations)), key=lambda number: find_common_progress(progress, locations[number], unit)
+        )
         if find_common_progress(progress, locations[best], unit):
             begun[unit] = best
     dealt = distribute_units(missing, replica_speeds(locations, speeds), begun)
     for seat, units in zip(locations, dealt, strict=True):
         for turn, unit in enumerate(units):
             owners[unit] = seat.host_indexes[turn % len(seat.host_indexes)]
-    return Assignment(locations=locations, units_by_replica=dealt, owners=tuple(owners[unit] for unit in range(spec.num_units)))
+    return Assignment(
+        locations=locations,
+        units_by_replica=dealt,
+        owners=tuple(owners[unit] for unit in range(spec.num_units)),
+    )
 
 
-def predict_widths_after_loss(spec: AccumulationSpec, before: tuple[ReplicaLocation, ...], after: tuple[ReplicaLocation, ...]) -> set[int]:
+def predict_widths_after_loss(
+    spec: AccumulationSpec, before: tuple[ReplicaLocation, ...], after: tuple[ReplicaLocation, ...]
+) -> set[int]:
     """How many units the host with the most may own where hosts are lost, in the first sum after that.
 
     As a step begins or ends, and between: one host may have added up all of its units and another none. Of many such

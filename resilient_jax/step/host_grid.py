@@ -38,7 +38,9 @@ class HostGrid:
         for device in devices:
             by_host.setdefault(device.process_index, []).append(device)
         width = min(len(of_host) for of_host in by_host.values())
-        self.mesh = Mesh(np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST_AXIS, LOCAL_AXIS))
+        self.mesh = Mesh(
+            np.array([by_host[index][:width] for index in sorted(by_host)]), (HOST_AXIS, LOCAL_AXIS)
+        )
         self.num_hosts = len(by_host)
         self.host_index = sorted(by_host).index(process_index)
         self.local_mesh = Mesh(np.array(by_host[process_index][:width]), (LOCAL_AXIS,))
@@ -61,7 +63,9 @@ class HostGrid:
         size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
         whole = size + -size % self.local_mesh.size
         return jax.ShapeDtypeStruct(
-            (self.num_hosts, whole), jnp.result_type(leaves[0]), sharding=NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS))
+            (self.num_hosts, whole),
+            jnp.result_type(leaves[0]),
+            sharding=NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS)),
         )
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:

@@ -27,17 +27,17 @@ from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.step.assignment import (
     Assignment,
-    ReplicaShape,
     ReplicaLocation,
+    ReplicaShape,
     assign_units,
     find_common_progress,
     locate_replicas,
-    replica_speeds,
     predict_widths_after_loss,
+    replica_speeds,
 )
-from resilient_jax.step.contributions import Contributions, AccumulationSpec, PartialSum
+from resilient_jax.step.contributions import AccumulationSpec, Contributions, PartialSum
 from resilient_jax.step.host_grid import HostGrid
-from resilient_jax.step.quotas import distribute_units, accept_disjoint_claims
+from resilient_jax.step.quotas import accept_disjoint_claims, distribute_units
 from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
 from resilient_jax.step.replicas import Replica, build_replicas
 
@@ -168,12 +168,18 @@ class Reducer:
             _Adder(accumulate_fn, spec, data, self._surroundings, self._first_calls),
             zeros,
         )
-        self.owners = tuple(assignment.owners[index // spec.unit_size] for index in range(spec.num_microbatches))
+        self.owners = tuple(
+            assignment.owners[index // spec.unit_size] for index in range(spec.num_microbatches)
+        )
         self._surroundings.reach(FailPoint.BEFORE_REDUCE, ANY_INDEX)
         if spec.is_pooled:
             total = self._sum_pooled(mine, zeros)
         else:
-            parts = {u: mine.partial_sums[u].total for u, owner in enumerate(assignment.owners) if owner == self._me}
+            parts = {
+                u: mine.partial_sums[u].total
+                for u, owner in enumerate(assignment.owners)
+                if owner == self._me
+            }
             total = OrderedAllReduce(self._grid)(parts, assignment.owners, zeros)
         jax.block_until_ready(total)
         self._surroundings.raise_if_ended()
@@ -237,7 +243,8 @@ class Reducer:
         shares = []
         for number, replica in replicas.items():
             begun = {
-                u: find_common_progress(progress, assignment.locations[number], u) for u in assignment.units_by_replica[number]
+                u: find_common_progress(progress, assignment.locations[number], u)
+                for u in assignment.units_by_replica[number]
             }
             keeps = replica.data_shard[0] == 0 or not mine.spec.is_pooled
             pool = min([0, *mine.partial_sums]) - 1 - len(shares)
@@ -252,14 +259,20 @@ class Reducer:
                 for done in [threads.submit(share) for share in shares]:
                     done.result()
         jax.block_until_ready([part.total for part in mine.partial_sums.values()])
-        count = sum(len(mine.spec.microbatches_of(u)) for number in replicas for u in assignment.units_by_replica[number])
+        count = sum(
+            len(mine.spec.microbatches_of(u))
+            for number in replicas
+            for u in assignment.units_by_replica[number]
+        )
         if count:
             self._own_seconds = (time.monotonic() - started_s) / count
             self._has_computed = True
 
     def _sum_pooled(self, mine: Contributions, zeros: Tree) -> Tree:
         where = jax.tree.map(lambda leaf: leaf.sharding, zeros)
-        totals = [jax.device_put(mine.partial_sums[number].total, where) for number in sorted(mine.partial_sums)]
+        totals = [
+            jax.device_put(mine.partial_sums[number].total, where) for number in sorted(mine.partial_sums)
+        ]
         return AllReduce(self._grid)(functools.reduce(_add_trees, totals, zeros))
 
 
@@ -281,7 +294,9 @@ class AccumulationCall:
     replica_shape: ReplicaShape
     like: Any
 
-    def compile_for_hosts(self, num_hosts: int, replica_shape_after: ReplicaShape, check: CancellationCheck) -> bool:
+    def compile_for_hosts(
+        self, num_hosts: int, replica_shape_after: ReplicaShape, check: CancellationCheck
+    ) -> bool:
         """Compiles, for the persistent cache, the exchanges between that many hosts. False: it would be of no use.
 
         What is compiled for some hosts serves any as many (on CPU: see `compile_cache`). More than live now cannot be

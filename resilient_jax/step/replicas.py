@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import CallerError
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.step.assignment import ReplicaShape, ReplicaLocation
+from resilient_jax.step.assignment import ReplicaLocation, ReplicaShape
 
 Tree = TypeVar("Tree")
 _looking = threading.Lock()
@@ -142,7 +142,10 @@ def _on_each(leaf: Any, devices: Sequence[Device]) -> list[jax.Array]:  # noqa: 
 
 
 def build_replicas(
-    locations: Sequence[ReplicaLocation], devices_by_host: Sequence[Sequence[Device]], host_index: int, replica_shape: ReplicaShape
+    locations: Sequence[ReplicaLocation],
+    devices_by_host: Sequence[Sequence[Device]],
+    host_index: int,
+    replica_shape: ReplicaShape,
 ) -> dict[int, Replica]:
     """The replicas that the host at place `me` belongs to, by their numbers.
 
@@ -157,7 +160,11 @@ def build_replicas(
         mine = list(devices_by_host[host_index])
         width = len(mine) // replica_shape.count_replicas_per_host(len(mine))
         local = mine[seat.slot * width : (seat.slot + 1) * width]
-        devices = local if len(seat.host_indexes) == 1 else [d for place in seat.host_indexes for d in devices_by_host[place]]
+        devices = (
+            local
+            if len(seat.host_indexes) == 1
+            else [d for place in seat.host_indexes for d in devices_by_host[place]]
+        )
         part = (seat.host_indexes.index(host_index), len(seat.host_indexes))
         found[number] = Replica(devices, local, part, replica_shape.mesh_axes(len(devices)))
     return found

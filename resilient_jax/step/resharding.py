@@ -53,7 +53,9 @@ class ShardGrid:
         )
 
 
-def find_shard_grid(sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]) -> ShardGrid | None:
+def find_shard_grid(
+    sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]
+) -> ShardGrid | None:
     """How `devices`, numbered in their order, hold a leaf; None: together they lack some of it."""
     starts = _find_starts(sharding, shape)
     holder_of: dict[tuple[int, ...], int] = {}
@@ -61,7 +63,9 @@ def find_shard_grid(sharding: NamedSharding, shape: tuple[int, ...], devices: Se
         holder_of.setdefault(starts[device], number)
     if len(holder_of) < len(set(starts.values())):
         return None
-    return ShardGrid(shape, sharding.shard_shape(shape), tuple(holder_of[start] for start in sorted(holder_of)))
+    return ShardGrid(
+        shape, sharding.shard_shape(shape), tuple(holder_of[start] for start in sorted(holder_of))
+    )
 
 
 def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:

@@ -156,7 +156,11 @@ class MemoryStore:
         while True:
             now_s = self._advance_time()
             deadline_s = self._machine.next_deadline_s()
-            wait_s = EXPIRY_CHECK_INTERVAL_S if deadline_s is None else min(EXPIRY_CHECK_INTERVAL_S, max(0.0, deadline_s - now_s))
+            wait_s = (
+                EXPIRY_CHECK_INTERVAL_S
+                if deadline_s is None
+                else min(EXPIRY_CHECK_INTERVAL_S, max(0.0, deadline_s - now_s))
+            )
             self._planned_wake_s = now_s + wait_s
             await asyncio.sleep(wait_s)
 

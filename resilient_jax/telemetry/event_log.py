@@ -30,7 +30,9 @@ class EventLog:
         self.host = host
         self.recent: collections.deque[Event] = collections.deque(maxlen=self.MAX_KEPT)
         self._clock = clock or SystemClock()
-        self._file = LogFile(path, max_kept=self.MAX_KEPT, format_lost=self._encode_lost) if path is not None else None
+        self._file = (
+            LogFile(path, max_kept=self.MAX_KEPT, format_lost=self._encode_lost) if path is not None else None
+        )
 
     def record(
         self,

@@ -19,17 +19,17 @@ from resilient_jax.errors import CallerError, CompactedRevision, LeaseExpired, P
 from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
     Compare,
+    CompareOperator,
+    CompareTarget,
     DeleteEvent,
     DeleteOp,
     DeleteResponse,
-    CompareOperator,
     PutEvent,
     PutOp,
     PutResponse,
     RangeOp,
     RangeResponse,
     Store,
-    CompareTarget,
     WatchEvent,
     require_absent,
     require_unchanged,
@@ -165,7 +165,9 @@ async def check_an_absent_key_compares_as_zero_and_its_value_never(open_store: O
     async with open_store() as store:
         for target in (CompareTarget.VERSION, CompareTarget.CREATE_REVISION, CompareTarget.MOD_REVISION):
             assert (await store.transaction([Compare("a", target, CompareOperator.EQUAL, 0)], [])).succeeded
-            assert not (await store.transaction([Compare("a", target, CompareOperator.GREATER, 0)], [])).succeeded
+            assert not (
+                await store.transaction([Compare("a", target, CompareOperator.GREATER, 0)], [])
+            ).succeeded
         for operator in CompareOperator:
             result = await store.transaction([Compare("a", CompareTarget.VALUE, operator, b"")], [])
             assert not result.succeeded, operator
@@ -261,7 +263,9 @@ async def check_an_expired_lease_deletes_its_keys_in_one_revision(open_store: Op
         last = await store.put("held/a", b"", lease)
         async with contextlib.aclosing(store.watch("held/", Revision(last + 1))) as batches:
             deleted = await _next(batches)
-        assert deleted == [DeleteEvent(key=key, mod_revision=Revision(last + 1)) for key in ("held/a", "held/b")]
+        assert deleted == [
+            DeleteEvent(key=key, mod_revision=Revision(last + 1)) for key in ("held/a", "held/b")
+        ]
         _, found = await store.range("")
         assert [entry.key for entry in found] == ["other"]
         await _expect(LeaseExpired, store.keep_alive(lease))

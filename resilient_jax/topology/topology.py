@@ -10,9 +10,9 @@ from resilient_jax.topology.accelerator import Accelerator
 from resilient_jax.topology.domains import (
     DomainHosts,
     FailureDomain,
-    validate_domains,
-    list_failure_domains,
     group_by_domain,
+    list_failure_domains,
+    validate_domains,
 )
 from resilient_jax.topology.errors import TopologyError, UnknownHost
 from resilient_jax.topology.hosts import Host, HostClass, classify_hosts, sort_hosts

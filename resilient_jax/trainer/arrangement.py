@@ -20,7 +20,12 @@ from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.program_cost.program_analysis import analyze_program
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import StatePartitioner
-from resilient_jax.sharding.placements import ParameterPlacement, ReplicatedPlacement, Placement, ParameterSpecs
+from resilient_jax.sharding.placements import (
+    ParameterPlacement,
+    ParameterSpecs,
+    Placement,
+    ReplicatedPlacement,
+)
 from resilient_jax.step.assignment import DATA_AXIS, ReplicaShape
 from resilient_jax.topology import Topology, load_topology
 from resilient_jax.trainer.accumulation import make_abstract
@@ -69,7 +74,10 @@ class Arranger:
             CallerError: no plan fits; a host is not in the topology.
         """
         if self.plan_searcher is None:
-            return Arrangement(replica_shape=self._order.parallelism.replica_shape, placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)))
+            return Arrangement(
+                replica_shape=self._order.parallelism.replica_shape,
+                placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)),
+            )
         plan = self.plan_searcher.find_plan(world.hosts)
         self.plan_searcher.check_device_count(world)
         self._say(world, plan)
@@ -173,7 +181,9 @@ class PlanSearcher:
     def _find_table(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
         key = tuple(sizes.values())
         if key not in self._tables:
-            specs = StatePartitioner(self.program_cost, sizes, self._planning.logical_axis_rules).specs(params)
+            specs = StatePartitioner(self.program_cost, sizes, self._planning.logical_axis_rules).specs(
+                params
+            )
             leaves = jax.tree_util.tree_leaves_with_path(params)
             self._tables[key] = tuple(
                 (jax.tree_util.keystr(path), tuple(leaf.shape), spec)

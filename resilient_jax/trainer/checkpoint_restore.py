@@ -48,7 +48,9 @@ def restore_newest(
         path = str(store.get_folder(0).with_name(name))
         world.record_event(EventKind.CHECKPOINT_REFUSED, path=path, reason="its save was not finished")
     while True:
-        step = agree_on_checkpoint(world, listing.find_newest_before(min(refused) if refused else None), checkpoints)
+        step = agree_on_checkpoint(
+            world, listing.find_newest_before(min(refused) if refused else None), checkpoints
+        )
         if step is None:
             _check_nothing_is_there(listing, refused, checkpoints)
             _check_may_begin(world.state_loss, checkpoints)
@@ -57,15 +59,23 @@ def restore_newest(
         state, reason = _try_load(world, store, step, abstract, sharding)
         readers = int(world.agree(np.array([state is not None], np.int32))[0])
         if readers == len(world.hosts):
-            detail: dict[str, Any] = {"steps_lost": world.state_loss.step - step} if world.state_loss is not None else {}
+            detail: dict[str, Any] = (
+                {"steps_lost": world.state_loss.step - step} if world.state_loss is not None else {}
+            )
             nbytes = store.bytes_read - bytes_before
             world.record_event(
-                EventKind.CHECKPOINT_RESTORED, step=step, path=str(store.get_folder(step)), bytes=nbytes, **detail
+                EventKind.CHECKPOINT_RESTORED,
+                step=step,
+                path=str(store.get_folder(step)),
+                bytes=nbytes,
+                **detail,
             )
             return step, state
         refused[step] = reason or UNREADABLE_ON_ANOTHER_HOST
         logger.warning("the checkpoint %s is skipped: %s", store.get_folder(step), refused[step])
-        world.record_event(EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.get_folder(step)), reason=refused[step])
+        world.record_event(
+            EventKind.CHECKPOINT_REFUSED, step=step, path=str(store.get_folder(step)), reason=refused[step]
+        )
 
 
 def _try_load(
@@ -87,7 +97,9 @@ def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
         )
 
 
-def _check_nothing_is_there(listing: DirectoryListing, refused: dict[int, str], checkpoints: Checkpoints) -> None:
+def _check_nothing_is_there(
+    listing: DirectoryListing, refused: dict[int, str], checkpoints: Checkpoints
+) -> None:
     """Refuses to begin anew where somebody has saved something."""
     if refused:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in list(refused.items())[:MAX_SHOWN])

@@ -38,7 +38,9 @@ class Checkpointer:
         if not self._checkpoints.is_due(step, self._steps):
             return
         if world.host_index == 0 and step == self._steps:
-            self._store.wait_until_finished(world.record_event, world.raise_if_ended)  # no step comes after it that might be saved instead
+            self._store.wait_until_finished(
+                world.record_event, world.raise_if_ended
+            )  # no step comes after it that might be saved instead
         self._start(keeping, state, step)
 
     def _start(self, keeping: StateLayout, state: TrainingState, step: int) -> None:

@@ -42,7 +42,9 @@ class EarlyStopping:
         worst = -math.inf if self.larger_is_better else math.inf
         return EarlyStoppingState(np.array(worst, np.float32), np.array(0, np.int32))
 
-    def update(self, state: EarlyStoppingState, metrics: dict[str, float]) -> tuple[EarlyStoppingState, bool, str]:
+    def update(
+        self, state: EarlyStoppingState, metrics: dict[str, float]
+    ) -> tuple[EarlyStoppingState, bool, str]:
         """(what to remember now, whether to stop, why).
 
         A value that is NaN betters nothing.

@@ -78,9 +78,13 @@ class Evaluation:
     def make_data(self, microbatch_size: int, seed: int) -> MicrobatchData:
         """The evaluation's data, the same in every step."""
         count = self.count_microbatches(microbatch_size)
-        data = make_microbatch_data(self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed)
+        data = make_microbatch_data(
+            self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed
+        )
         if isinstance(data, RandomAccessData):
-            data = make_microbatch_data(self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed, shuffle=False)
+            data = make_microbatch_data(
+                self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed, shuffle=False
+            )
         return RepeatedStepData(data)
 
 
@@ -115,7 +119,13 @@ class EvaluationProgram:
     """
 
     def __init__(
-        self, model: ModelAdapter, loss_fn: LossFunction, numerics: Numerics, seed: int, variables: Variables, example: Tree
+        self,
+        model: ModelAdapter,
+        loss_fn: LossFunction,
+        numerics: Numerics,
+        seed: int,
+        variables: Variables,
+        example: Tree,
     ) -> None:
         """Traces the loss once, without a device.
 

@@ -29,7 +29,11 @@ class Evaluator:
             programs.abstract_state.variables,
             make_abstract(data.batch(0, 0)),
         )
-        self._data = Prefetcher(data, buffer_size=config.read_options.prefetch_buffer_size, num_threads=config.read_options.num_threads)
+        self._data = Prefetcher(
+            data,
+            buffer_size=config.read_options.prefetch_buffer_size,
+            num_threads=config.read_options.num_threads,
+        )
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate when `step` steps are committed."""

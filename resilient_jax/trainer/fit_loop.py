@@ -22,7 +22,7 @@ from resilient_jax.trainer.checkpointer import Checkpointer
 from resilient_jax.trainer.evaluator import Evaluator
 from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.trainer.fit_result import FitResult, copy_to_numpy
-from resilient_jax.trainer.host_checks import check_microbatch_size, check_batch_size
+from resilient_jax.trainer.host_checks import check_batch_size, check_microbatch_size
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.nonfinite import handle_nonfinite
 from resilient_jax.trainer.progress_bar import ProgressBar
@@ -30,7 +30,12 @@ from resilient_jax.trainer.speculative_compilation import SpeculativeCompiler
 from resilient_jax.trainer.state_layout import StateLayout, make_state_layout
 from resilient_jax.trainer.step_programs import StepPrograms, make_zeros
 from resilient_jax.trainer.step_report import JsonLog, StepReport
-from resilient_jax.trainer.training_state import StepSummary, EarlyStoppingState, MicrobatchSums, TrainingState
+from resilient_jax.trainer.training_state import (
+    EarlyStoppingState,
+    MicrobatchSums,
+    StepSummary,
+    TrainingState,
+)
 from resilient_jax.worker.world import World
 
 logger = logging.getLogger(__name__)
@@ -48,7 +53,9 @@ class FitLoop:
         self._arranger = Arranger(config)
         self._forecast: SpeculativeCompiler | None = None
         self._evaluator: Evaluator | None = None
-        self._saving = Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
+        self._saving = (
+            Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
+        )
         self._metrics: dict[str, float] = {}
         self._stop: tuple[int, str] | None = None
         """After which step this host was told to stop, and why."""
@@ -102,7 +109,11 @@ class FitLoop:
         programs = StepPrograms(order.recipe, example)
         if order.evaluation is not None:
             self._evaluator = Evaluator(order, programs)
-        self._data = Prefetcher(order.data, buffer_size=order.read_options.prefetch_buffer_size, num_threads=order.read_options.num_threads)
+        self._data = Prefetcher(
+            order.data,
+            buffer_size=order.read_options.prefetch_buffer_size,
+            num_threads=order.read_options.num_threads,
+        )
         if order.log_directory is not None:
             self._log = JsonLog(order.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.statistics):
@@ -124,7 +135,9 @@ class FitLoop:
         """The step of the newest checkpoint on storage. May be called on any thread."""
         return self._saving.find_newest() if self._saving is not None else None
 
-    def _load(self, keeping: StateLayout, programs: StepPrograms, placement: Placement) -> TrainingState | None:
+    def _load(
+        self, keeping: StateLayout, programs: StepPrograms, placement: Placement
+    ) -> TrainingState | None:
         """The state where nothing is committed, from storage; None: the job begins."""
         world = keeping.world
         check_batch_size(world, self._order, keeping.arrangement.replica_shape)
@@ -163,7 +176,9 @@ class FitLoop:
         )
         if order.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), "it is made together with early_stop"
-            patience, stops, reason = order.early_stopping.update(jax.device_get(state.early_stopping), metrics)
+            patience, stops, reason = order.early_stopping.update(
+                jax.device_get(state.early_stopping), metrics
+            )
             state = state._replace(patience=keeping.shard(jax.device_put(patience, keeping.local_sharding)))
             if stops and step < order.num_steps:
                 self._stop = (step, f"early stop: {reason}")
@@ -171,7 +186,12 @@ class FitLoop:
         return state
 
     def _step(
-        self, keeping: StateLayout, programs: StepPrograms, state: TrainingState, step: int, zeros: MicrobatchSums
+        self,
+        keeping: StateLayout,
+        programs: StepPrograms,
+        state: TrainingState,
+        step: int,
+        zeros: MicrobatchSums,
     ) -> TrainingState:
         started_s = time.monotonic()
         world = keeping.world
@@ -186,7 +206,12 @@ class FitLoop:
         return state
 
     def _sum(
-        self, keeping: StateLayout, programs: StepPrograms, variables: Variables, zeros: MicrobatchSums, step: int
+        self,
+        keeping: StateLayout,
+        programs: StepPrograms,
+        variables: Variables,
+        zeros: MicrobatchSums,
+        step: int,
     ) -> tuple[tuple[Any, Any], StepSummary, dict[str, float]]:
         """(gradients and statistics, measures) of all microbatches, as they lie in a state, and the metrics.
 
@@ -196,7 +221,9 @@ class FitLoop:
         order, sharing, world = self._order, self._order.parallelism, keeping.world
         total = world.accumulate_microbatches(
             order.recipe.num_microbatches,
-            make_microbatch_adder(programs.accumulate, keeping.gather(variables), keeping.arrangement.placement),
+            make_microbatch_adder(
+                programs.accumulate, keeping.gather(variables), keeping.arrangement.placement
+            ),
             zeros,
             data=self._data,
             unit_size=sharing.unit_size,

@@ -48,7 +48,9 @@ class ModelAdapter(abc.ABC):
         """The numbers to begin with; a pure function of the key. `use` shows what the model is called with."""
 
     @abc.abstractmethod
-    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
+    def apply(
+        self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
+    ) -> tuple[Any, Tree]:
         """What `use(model)` gives, and the statistics after it.
 
         Args:
@@ -101,7 +103,9 @@ class NnxAdapter(ModelAdapter):
         _, params, _, statistics, constants = _split(self._make(key))
         return Variables(params, statistics, constants)
 
-    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
+    def apply(
+        self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
+    ) -> tuple[Any, Tree]:
         """See `Model`. Training uses the module in the mode that the factory left it in."""
         graph, _, streams, _, _ = self._shape
         net = nnx.merge(
@@ -158,7 +162,9 @@ class LinenAdapter(ModelAdapter):
         made = dict(nn.init(use, self._module)({"params": key}))
         return Variables(made.pop("params", {}), made.pop(BATCH_STATS, {}), made)
 
-    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
+    def apply(
+        self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
+    ) -> tuple[Any, Tree]:
         """See `Model`. Linen has no mode: the loss says `train=` to its modules, or leaves it."""
         params, statistics, constants = variables
         bound = {"params": params, BATCH_STATS: statistics, **constants}
@@ -189,7 +195,9 @@ class FunctionAdapter(ModelAdapter):
                 )
         return Variables(params, {}, {})
 
-    def apply(self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool) -> tuple[Any, Tree]:
+    def apply(
+        self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
+    ) -> tuple[Any, Tree]:
         """See `Model`; the bound model is the tree."""
         return use(variables.params), {}
 

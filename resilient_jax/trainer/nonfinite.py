@@ -23,7 +23,9 @@ def handle_nonfinite(world: World, recipe: Recipe, step: int, microbatches: Sequ
     policy = recipe.numerics.non_finite
     names = ", ".join(f"{index} (host {world.host_of_microbatch(index)})" for index in microbatches)
     found = f"step {step}: found a loss, gradient or statistic that is not finite in the microbatches {names}"
-    if policy == NonFinitePolicy.STOP or (policy == NonFinitePolicy.SKIP and len(microbatches) == recipe.num_microbatches):
+    if policy == NonFinitePolicy.STOP or (
+        policy == NonFinitePolicy.SKIP and len(microbatches) == recipe.num_microbatches
+    ):
         raise NonFiniteError(
             f"{found}, expected finite numbers. Nothing of this step was committed. Look at these microbatches of "
             "the data, lower the learning rate, or clip; numerics=Numerics(non_finite='skip') leaves them out of "

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from resilient_jax.compile.ahead_of_time import CompilationJob, CancellationCheck
+from resilient_jax.compile.ahead_of_time import CancellationCheck, CompilationJob
 from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
@@ -34,7 +34,9 @@ Key = tuple[object, ...]
 class SpeculativeCompiler:
     """What to compile ahead, for one process; remembers what it has."""
 
-    def __init__(self, planner: PlanSearcher, config: FitConfig, programs: StepPrograms, example: Tree) -> None:
+    def __init__(
+        self, planner: PlanSearcher, config: FitConfig, programs: StepPrograms, example: Tree
+    ) -> None:
         self._planner, self._programs, self._example = planner, programs, example
         self._job = AccumulationSpec(
             name="",
@@ -52,7 +54,9 @@ class SpeculativeCompiler:
             world: of this generation.
             now: which is compiled already.
         """
-        known: set[Key] = {_key_of(current)}  # of this generation: what was compiled for another has gone with it
+        known: set[Key] = {
+            _key_of(current)
+        }  # of this generation: what was compiled for another has gone with it
         summing = AccumulationCall(
             devices=world.devices,
             process_index=world.process_index,
@@ -103,13 +107,21 @@ def list_likely_hosts(
     for back in all_hosts:
         if back not in hosts:
             yield (*hosts, back)
-    pairs = itertools.combinations(hosts, 2) if len(hosts) <= MAX_HOSTS_FOR_ALL_PAIRS else itertools.pairwise(hosts)
+    pairs = (
+        itertools.combinations(hosts, 2)
+        if len(hosts) <= MAX_HOSTS_FOR_ALL_PAIRS
+        else itertools.pairwise(hosts)
+    )
     for pair in pairs if len(hosts) > 2 else ():
         yield tuple(host for host in hosts if host not in pair)
 
 
 def compile_step(
-    programs: StepPrograms, arrangement: Arrangement, devices: list[Device], example: Tree, check: CancellationCheck
+    programs: StepPrograms,
+    arrangement: Arrangement,
+    devices: list[Device],
+    example: Tree,
+    check: CancellationCheck,
 ) -> None:
     """Lowers and compiles what a step of an arrangement calls on this host's devices."""
     shape, placement = arrangement.replica_shape, arrangement.placement

@@ -168,7 +168,9 @@ class ShardedLayout(StateLayout):
         self.world.snapshot(state)
 
 
-def make_state_layout(world: World, state_sharding: StateSharding | str, arrangement: Arrangement) -> StateLayout:
+def make_state_layout(
+    world: World, state_sharding: StateSharding | str, arrangement: Arrangement
+) -> StateLayout:
     """The state's keeping in this generation."""
     kind = ShardedLayout if state_sharding == StateSharding.SHARDED else ReplicatedLayout
     return kind(world, arrangement)

@@ -29,7 +29,13 @@ from resilient_jax.sharding.placements import Placement
 from resilient_jax.trainer.loss_function import LossFunction, Metrics
 from resilient_jax.trainer.model_adapters import ModelAdapter, Variables
 from resilient_jax.trainer.numerics import NonFinitePolicy, Numerics, cast_floats, clip_by_norm, is_all_finite
-from resilient_jax.trainer.training_state import StepSummary, EarlyStoppingState, MicrobatchSums, TrainingState, check_same_types
+from resilient_jax.trainer.training_state import (
+    EarlyStoppingState,
+    MicrobatchSums,
+    StepSummary,
+    TrainingState,
+    check_same_types,
+)
 
 Tree = Any
 """A pytree of arrays."""
@@ -215,7 +221,9 @@ def make_microbatch_key(seed: int, microbatch_id: jax.Array) -> jax.Array:
 def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
     """The tree as a placement says, which has no devices."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, placement(jax.tree_util.keystr(path), leaf)),
+        lambda path, leaf: jax.lax.with_sharding_constraint(
+            leaf, placement(jax.tree_util.keystr(path), leaf)
+        ),
         tree,
     )
 

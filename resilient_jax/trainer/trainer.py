@@ -12,7 +12,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.trainer.checkpoints import Checkpoints
 from resilient_jax.trainer.early_stopping import EarlyStopping
 from resilient_jax.trainer.evaluation import Evaluation
-from resilient_jax.trainer.fit_config import FitConfig, ReadOptions, Parallelism, StateSharding
+from resilient_jax.trainer.fit_config import FitConfig, Parallelism, ReadOptions, StateSharding
 from resilient_jax.trainer.fit_loop import FitLoop
 from resilient_jax.trainer.fit_result import FitResult
 from resilient_jax.trainer.loss_function import EVALUATION_PREFIX, adapt_loss
@@ -125,7 +125,11 @@ class Trainer:
             early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
         )
         self._data = make_microbatch_data(
-            data, num_microbatches=microbatches, microbatch_size=microbatch_size, seed=seed, shuffle=read_options.shuffle
+            data,
+            num_microbatches=microbatches,
+            microbatch_size=microbatch_size,
+            seed=seed,
+            shuffle=read_options.shuffle,
         )
         self._microbatch_size = microbatch_size
         self._sharing, self._planning, self._reading = parallelism, planner, read_options
@@ -167,7 +171,9 @@ class Trainer:
         try:
             run(
                 fitting.run_generation,
-                find_latest_checkpoint=fitting.find_newest_checkpoint if self._checkpoints is not None else None,
+                find_latest_checkpoint=fitting.find_newest_checkpoint
+                if self._checkpoints is not None
+                else None,
             )
         finally:
             fitting.close()

@@ -33,9 +33,13 @@ class Authenticator:
     def num_unauthenticated(self) -> int:
         """How many calls had no token or a wrong one."""
         with self._lock:
-            return sum(n for (kind, _), n in self._refusals.items() if kind is EventKind.REQUEST_UNAUTHENTICATED)
+            return sum(
+                n for (kind, _), n in self._refusals.items() if kind is EventKind.REQUEST_UNAUTHENTICATED
+            )
 
-    def decode_authenticated(self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str) -> Any:  # noqa: ANN401 an instance of method.request
+    def decode_authenticated(
+        self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str
+    ) -> Any:  # noqa: ANN401 an instance of method.request
         """The request in `data`, if the call may pass.
 
         Raises:

@@ -50,7 +50,9 @@ class BulkRefusal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-HEADER_DECODER: Final[msgspec.msgpack.Decoder[BulkHeader | BulkRefusal]] = msgspec.msgpack.Decoder(BulkHeader | BulkRefusal)
+HEADER_DECODER: Final[msgspec.msgpack.Decoder[BulkHeader | BulkRefusal]] = msgspec.msgpack.Decoder(
+    BulkHeader | BulkRefusal
+)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

@@ -20,11 +20,11 @@ from resilient_jax.transport.bulk_protocol import (
     BulkHeader,
     BulkRefusal,
     configure_socket,
+    make_server_context,
     receive_frame,
     receive_into,
     send_all,
     send_frame,
-    make_server_context,
     shut_down_socket,
 )
 from resilient_jax.transport.credentials import Credentials

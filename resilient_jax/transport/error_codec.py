@@ -53,7 +53,9 @@ def encode_error(error: BaseException, path: str) -> ErrorStatus:
             name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERROR_CLASSES)
     else:
         name, details = InternalError.__name__, f"{path} failed: {type(error).__name__}: {error}"
-    return ErrorStatus(code=_choose_code(error), details=_truncate(details), trailing_metadata=((ERROR_KEY, name),))
+    return ErrorStatus(
+        code=_choose_code(error), details=_truncate(details), trailing_metadata=((ERROR_KEY, name),)
+    )
 
 
 def _truncate(details: str) -> str:

@@ -139,7 +139,9 @@ class Server:
         return serve
 
     def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
-        return self._gate.decode_authenticated(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
+        return self._gate.decode_authenticated(
+            data, method, cast(Any, context.invocation_metadata()), context.peer(), path
+        )
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception, path: str) -> None:

@@ -136,7 +136,9 @@ class SyncServer:
         return serve
 
     def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
-        return self._gate.decode_authenticated(data, method, cast(Any, context.invocation_metadata()), context.peer(), path)
+        return self._gate.decode_authenticated(
+            data, method, cast(Any, context.invocation_metadata()), context.peer(), path
+        )
 
 
 def _abort(context: grpc.ServicerContext, error: Exception, path: str) -> None:

@@ -29,21 +29,21 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
     ORDER_DECODER,
     RESTART_EXIT_CODE,
-    Heartbeat,
-    RunToBoundary,
-    FormWorld,
     EventOccurred,
+    FormWorld,
+    Heartbeat,
     HoldTraining,
     LeaseRenewed,
-    WorkerOrder,
     Pause,
-    StepCommitted,
     Quiesce,
-    WorkerReported,
+    RunToBoundary,
     SnapshotServerReady,
-    StopWorker,
     SnapshotServerRequested,
+    StepCommitted,
+    StopWorker,
     WorkerMessage,
+    WorkerOrder,
+    WorkerReported,
 )
 
 ABORT_INTERVAL_S = 0.02

@@ -15,8 +15,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from resilient_jax.protocol.ledger import LEDGER_VARIABLE, ENTRY_ENCODER, MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
-from resilient_jax.state.flat_state import FlatState, FlatLeaf, assemble_array
+from resilient_jax.protocol.ledger import (
+    ENTRY_ENCODER,
+    LEDGER_VARIABLE,
+    LedgerEntry,
+    MicrobatchEntry,
+    RestoreEntry,
+    StepEntry,
+)
+from resilient_jax.state.flat_state import FlatLeaf, FlatState, assemble_array
 
 LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Odd numbers, one for each half of the sum: the golden ratio, and the second prime of xxHash64."""

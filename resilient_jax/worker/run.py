@@ -21,30 +21,36 @@ from resilient_jax.jax_runtime.abort import abort_collectives
 from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
 from resilient_jax.jax_runtime.distributed import (
     WorldConnection,
+    close_backend_gate,
     connect,
     disconnect,
-    close_backend_gate,
     is_backend_initialized,
 )
 from resilient_jax.jax_runtime.failures import is_collective_failure
 from resilient_jax.jax_runtime.local_clique import form_local_clique
 from resilient_jax.jax_runtime.world_forming import interrupt_forming, is_detached
-from resilient_jax.protocol.failpoints import ANY_STEP, FailPoints, FailPoint
-from resilient_jax.protocol.records import WorldChange, WorkerFailure, WorkerFailureKind, Generation, StateSource
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
+from resilient_jax.protocol.records import (
+    Generation,
+    StateSource,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorldChange,
+)
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
-    JOB_OVER_EXIT_CODE,
     AGENT_CONNECTION_VARIABLE,
-    WORKER_SETTINGS_VARIABLE,
-    SNAPSHOT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
+    JOB_OVER_EXIT_CODE,
+    SNAPSHOT_CONNECTION_VARIABLE,
+    WORKER_SETTINGS_VARIABLE,
     FormWorld,
     StopWorker,
     WorkerSettings,
 )
 from resilient_jax.state.flat_state import FlatState, copy_to_host
 from resilient_jax.state.snapshotter import Snapshotter
-from resilient_jax.state.transfer import StateServer, CancellableTransfer, fetch_state
+from resilient_jax.state.transfer import CancellableTransfer, StateServer, fetch_state
 from resilient_jax.step import reduction
 from resilient_jax.transport.credentials import Credentials
 from resilient_jax.worker.agent_connection import AgentConnection, GenerationEnded
@@ -150,7 +156,9 @@ class _Worker:
         self._server = StateServer(settings.address, self._credentials, open_program_directory())
         self._transfer = CancellableTransfer()
         self._link = AgentConnection(descriptor, settings.host, self._interrupt)
-        self._lookout = CheckpointPoller(newest_checkpoint, self._link.report_checkpoint, self._link.record_event)
+        self._lookout = CheckpointPoller(
+            newest_checkpoint, self._link.report_checkpoint, self._link.record_event
+        )
         if newest_checkpoint is not None:
             self._link.announce_checkpoint_polling()
         self._snapshots = Snapshotter(
@@ -163,7 +171,9 @@ class _Worker:
             self._reach,
         )
         self._compiling = CompilationMonitor(settings.host, self._credentials, self._link.record_event)
-        self._ahead = AheadOfTimeCompiler(self._compiling.record_compiled_ahead, self._compiling.record_failed_ahead)
+        self._ahead = AheadOfTimeCompiler(
+            self._compiling.record_compiled_ahead, self._compiling.record_failed_ahead
+        )
         if (warning := share_compilation_cache(self._compiling, settings.compile_cache_bytes)) is not None:
             self._link.record_event(EventKind.COMPILE_CACHE_DISABLED, why=warning)
 
@@ -227,7 +237,9 @@ class _Worker:
                 self._note(EventKind.COLLECTIVE_FAILED, error=_first_line(error))
                 return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
             self._note(EventKind.USER_ERROR, error=_first_line(error))
-            self._link.report_failure(WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._holder.step)
+            self._link.report_failure(
+                WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._holder.step
+            )
             raise
 
     def _finish_snapshots(self, order: FormWorld) -> SnapshotId | None:

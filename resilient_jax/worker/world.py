@@ -17,14 +17,14 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoints, FailPoint
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint, FailPoints
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
 from resilient_jax.state.flat_state import (
     FlatState,
     ShardingRule,
-    make_abstract_state,
     flatten_state,
+    make_abstract_state,
     place_initial_state,
     restore_state,
 )
@@ -33,7 +33,7 @@ from resilient_jax.state.snapshotter import Snapshotter
 from resilient_jax.step.assignment import AccumulationSpec, ReplicaShape
 from resilient_jax.step.contributions import Contributions
 from resilient_jax.step.quotas import count_units
-from resilient_jax.step.reducer import BatchSource, Microbatch, Reducer, AccumulationCall
+from resilient_jax.step.reducer import AccumulationCall, BatchSource, Microbatch, Reducer
 from resilient_jax.worker.ledger import Ledger
 
 Tree = TypeVar("Tree")
@@ -226,7 +226,9 @@ class World:
             StateError: the committed state does not fit `init`, or cannot be placed; or `init` cannot be traced.
         """
         self._link.raise_if_ended()
-        abstract = make_abstract_state(init_fn)  # even where it is not needed: its errors must not wait for a failure
+        abstract = make_abstract_state(
+            init_fn
+        )  # even where it is not needed: its errors must not wait for a failure
         if self._holder.snapshot_plan is not None:
             return self._restore_snapshot(self._holder.snapshot_plan, abstract, sharding)
         held = self._holder.state
@@ -384,9 +386,20 @@ class World:
             )
         _check_zeros(zeros)
         count_units(num_microbatches, unit_size)
-        job = AccumulationSpec(name=name, step=self._step, num_microbatches=num_microbatches, unit_size=unit_size, is_pooled=not reproducible)
+        job = AccumulationSpec(
+            name=name,
+            step=self._step,
+            num_microbatches=num_microbatches,
+            unit_size=unit_size,
+            is_pooled=not reproducible,
+        )
         total = self._get_sums().accumulate_microbatches(
-            job, accumulate_fn, zeros, data=data, replica_shape=replica_shape, balance_by_speed=balance_by_speed
+            job,
+            accumulate_fn,
+            zeros,
+            data=data,
+            replica_shape=replica_shape,
+            balance_by_speed=balance_by_speed,
         )
         self._sums_made[name] = tuple(self.hosts[place] for place in self._get_sums().owners)
         if name not in self._sum_calls:
@@ -456,7 +469,10 @@ class World:
             return
         self._is_foreseen = True
         jobs = [
-            CompilationJob(f"sums over {count} hosts", functools.partial(call.compile_for_hosts, count, call.replica_shape))
+            CompilationJob(
+                f"sums over {count} hosts",
+                functools.partial(call.compile_for_hosts, count, call.replica_shape),
+            )
             for count in (len(self.hosts) - 1, len(self.hosts) - 2)
             if count > 0
             for call in self._sum_calls.values()

@@ -166,6 +166,10 @@ def wait_healthy(job: LocalJob) -> JobReport:
 def are_all_training(report: JobReport) -> bool:
     """Whether every host is a member, and has finished a step."""
     generation = report.generation
-    if generation is None or generation.phase is not GenerationPhase.ACTIVE or len(generation.members) < HOSTS:
+    if (
+        generation is None
+        or generation.phase is not GenerationPhase.ACTIVE
+        or len(generation.members) < HOSTS
+    ):
         return False
     return all(h.worker is not None and h.worker.report.has_finished_step for h in report.hosts)

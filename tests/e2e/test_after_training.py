@@ -14,14 +14,14 @@ from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster import worker_supervisor
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
-from resilient_jax.cluster.job_report import JobReport, JobComponent
+from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.jax_runtime.worker_environment import make_worker_environment
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind, GenerationPhase
+from resilient_jax.protocol.records import GenerationPhase, JobOutcome, JobOutcomeKind
 from resilient_jax.store.memory import MemoryStore
 from resilient_jax.transport.credentials import Credentials
 

@@ -69,7 +69,9 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
         of_host = list(find_pids(report, JobComponent.HOST, report.leader))
         assert len(of_host) == 3, "agent, worker and coordination service"
         os.kill(of_host[0], signal.SIGKILL)
-        wait_until("the end of all on that host", lambda: not set(of_host) & set(tiny.job.find_processes()), 10.0)
+        wait_until(
+            "the end of all on that host", lambda: not set(of_host) & set(tiny.job.find_processes()), 10.0
+        )
         # Until its lease ends the store has it still.
         code, output = run_command(["kill", str(tmp_path / "run"), "agent", report.leader])
         assert code in (0, 2), output

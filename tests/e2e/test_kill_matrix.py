@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_job import RECOVERY_S, TinyJob
 
-from resilient_jax.cluster.job_report import JobReport, JobComponent
+from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.protocol.records import Generation

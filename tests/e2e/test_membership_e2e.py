@@ -12,7 +12,7 @@ from pod import Pod, loopback_sites, may_build_networks, wait_steps
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob
 
 from resilient_jax.chaos.network import build_network
-from resilient_jax.cluster.job_report import JobReport, JobComponent
+from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.cluster.run_directory import read_contact
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.events import Event, EventKind

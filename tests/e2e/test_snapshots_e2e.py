@@ -17,7 +17,12 @@ from resilient_jax.protocol.records import GenerationPhase
 
 JOBS = Path(__file__).parent / "jobs"
 WORKER_PLACES = (FailPoint.BEFORE_COPY, FailPoint.DURING_COPY, FailPoint.AFTER_COPY)
-SERVER_PLACES = (FailPoint.BEFORE_PARITY, FailPoint.DURING_PARITY, FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
+SERVER_PLACES = (
+    FailPoint.BEFORE_PARITY,
+    FailPoint.DURING_PARITY,
+    FailPoint.BEFORE_COMPLETE,
+    FailPoint.BEFORE_COMMITTED,
+)
 """The last one is where the root's server tells the others: the first host's."""
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_job import ONE_DEVICE, RECOVERY_S, TinyJob, count_lines
 
-from resilient_jax.cluster.job_report import JobReport, JobComponent
+from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
 
@@ -66,7 +66,9 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
             # A first death in the reduction; then, in the same step of the next generation, the others.
             first = next(host for host in members(report) if host not in victims and host != report.leader)
             hold(tiny, FailPoint.BEFORE_REDUCE, [first], step)
-            tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)  # while it is held: the next order lets it go
+            tiny.signal(
+                JobComponent.WORKER, first, signal.SIGKILL
+            )  # while it is held: the next order lets it go
             tiny.job.hold(FailPoint.AFTER_REDUCE, victims, step)
             tiny.job.wait_held(victims, RECOVERY_S)
         case _:

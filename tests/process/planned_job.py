@@ -45,8 +45,12 @@ if __name__ == "__main__":
         data=draw,
         batch_size=24,
         microbatch_size=2,
-        planner=rj.Planner(topology=asked.topology, logical_axis_rules=rj.LogicalAxisRules(names_by_path=rules)),
-        checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5) if asked.checkpoints else None,
+        planner=rj.Planner(
+            topology=asked.topology, logical_axis_rules=rj.LogicalAxisRules(names_by_path=rules)
+        ),
+        checkpoints=rj.Checkpoints(directory=asked.checkpoints, save_interval_steps=5)
+        if asked.checkpoints
+        else None,
     ).fit(asked.steps)
     if result.host_index == 0:
         print(f"sha256 {result.params_sha256} loss {result.metrics['loss']:.6f}")

@@ -14,7 +14,7 @@ import msgspec
 from snapshot_servers import make_part
 
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents

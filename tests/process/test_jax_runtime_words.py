@@ -113,7 +113,9 @@ def test_what_gloo_publishes_is_read() -> None:
     assert parse_rank(value) == (("127.0.0.2", 40715), (6, 7, 8))
 
 
-@pytest.mark.parametrize("value", [b"", b"\0" * 7, UNREADABLE_VALUE, struct.pack("<QQ", 0, 10**9), b"\0" * 40])
+@pytest.mark.parametrize(
+    "value", [b"", b"\0" * 7, UNREADABLE_VALUE, struct.pack("<QQ", 0, 10**9), b"\0" * 40]
+)
 def test_bytes_that_gloo_did_not_publish_are_not_read(value: bytes) -> None:
     assert parse_rank(value) is None
 

@@ -22,7 +22,13 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import WorkerSettings
 from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.local_client import LocalServerClient
-from resilient_jax.snapshot.messages import WORKER_REQUEST_DECODER, AbandonSnapshot, BeginSnapshot, PartLocation, SlotInfo
+from resilient_jax.snapshot.messages import (
+    WORKER_REQUEST_DECODER,
+    AbandonSnapshot,
+    BeginSnapshot,
+    PartLocation,
+    SlotInfo,
+)
 
 ID = SnapshotId(step=1, generation=GenerationNumber(1))
 
@@ -67,7 +73,9 @@ def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> 
             answer_begin()
             with pytest.raises(PeerUnreachable, match="can open no more"):
                 begun.result(10.0)
-        assert any(isinstance(request, AbandonSnapshot) for request in requests()), "the slot waits for a worker"
+        assert any(isinstance(request, AbandonSnapshot) for request in requests()), (
+            "the slot waits for a worker"
+        )
         begun = pool.submit(local.begin, ID)
         answer_begin()
         assert len(begun.result(10.0)) == 8

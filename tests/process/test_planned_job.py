@@ -91,13 +91,17 @@ def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
         for name in survivors:
             job.wait_event(
                 f"{name} has compiled ahead",
-                lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
+                lambda event, name=name: (
+                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name
+                ),
                 DEADLINE_S,
             )
         killed_s = job.kill(JobComponent.WORKER, victim)
         job.release()
         assert job.wait(DEADLINE_S) == 0, job.read_tail()
-        later = [event for event in job.read_events() if event.monotonic_s > killed_s and event.host in survivors]
+        later = [
+            event for event in job.read_events() if event.monotonic_s > killed_s and event.host in survivors
+        ]
     assert {event.detail["plan"] for event in later if event.kind is EventKind.PLAN_CHOSEN} >= {"replica 6"}
     compiled = {
         event.host: event.detail["compiled"] for event in later if event.kind is EventKind.PROGRAMS_READY
@@ -110,7 +114,9 @@ def test_a_world_that_is_left_leaves_no_devices_behind_with_programs_compiled_fo
         for name in ("host-0", "host-2"):
             job.wait_event(
                 f"{name} has compiled ahead",
-                lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
+                lambda event, name=name: (
+                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name
+                ),
                 DEADLINE_S,
             )
         job.kill(JobComponent.WORKER, "host-1")  # which comes back: the others form a world with it

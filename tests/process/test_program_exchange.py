@@ -8,12 +8,12 @@ import pytest
 
 from resilient_jax.compile.program_exchange import (
     FETCH_PROGRAM,
-    PROGRAM_SERVICE,
     MAX_WAITING_REQUESTS,
-    ProgramPeer,
-    ProgramFetcher,
-    ProgramDirectory,
+    PROGRAM_SERVICE,
     ProgramChunk,
+    ProgramDirectory,
+    ProgramFetcher,
+    ProgramPeer,
     find_owner,
 )
 from resilient_jax.errors import MessageError

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from resilient_jax.clock import SystemClock
-from resilient_jax.cluster.store_session import StoreSession, SessionLost
-from resilient_jax.errors import PeerUnreachable, JoinRefused
+from resilient_jax.cluster.store_session import SessionLost, StoreSession
+from resilient_jax.errors import JoinRefused, PeerUnreachable
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import HostStatus, Versions
 from resilient_jax.protocol.store_keys import make_host_key

@@ -11,7 +11,7 @@ import pytest
 from decoder import LLAMA, Decoder, LoopedDecoder, closed_form, loss_of, tokens
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.memory import count_activations
 from resilient_jax.planning.program_cost import ModelPart, TensorRole
 from resilient_jax.planning.tensor_partition import find_axis_sizes

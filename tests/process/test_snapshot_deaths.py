@@ -20,7 +20,12 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.snapshot_choice import choose_snapshot
 
-PLACES = (FailPoint.BEFORE_PARITY, FailPoint.DURING_PARITY, FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
+PLACES = (
+    FailPoint.BEFORE_PARITY,
+    FailPoint.DURING_PARITY,
+    FailPoint.BEFORE_COMPLETE,
+    FailPoint.BEFORE_COMMITTED,
+)
 VICTIMS = [(1, (v,)) for v in range(4)] + [(2, pair) for pair in itertools.combinations(range(4), 2)]
 """Of four hosts, every set that parity m covers; the first host is the root."""
 

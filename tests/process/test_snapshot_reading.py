@@ -91,7 +91,9 @@ def test_whatever_up_to_m_hosts_are_lost_every_range_reads_back_equal(n, m, monk
                 me = next(host for host in hosts if host not in lost)
                 plan = kept.plan(*lost, unaware_of=unaware_of)
                 with reader_of(kept, plan, me, local=True) as reader:
-                    assert {h: found.host for h, found in reader.read_manifests().items()} == {h: h for h in hosts}
+                    assert {h: found.host for h, found in reader.read_manifests().items()} == {
+                        h: h for h in hosts
+                    }
                     ranges = [(host, 0, len(kept.parts[host])) for host in hosts]
                     for _ in range(12):
                         host = rng.choice(hosts)

@@ -15,11 +15,17 @@ import pytest
 from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import SnapshotLayout, SnapshotId, SnapshotPlan, SnapshotSource
+from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
-from resilient_jax.snapshot.messages import SETTINGS_ENV_VARIABLE, NewWorker, ServerSettings, ServerToAgent, ServerReady
+from resilient_jax.snapshot.messages import (
+    SETTINGS_ENV_VARIABLE,
+    NewWorker,
+    ServerReady,
+    ServerSettings,
+    ServerToAgent,
+)
 from resilient_jax.snapshot.parity_groups import form_parity_groups
 from resilient_jax.snapshot.snapshot_reader import PartRead, SnapshotReader
 from resilient_jax.transport import Credentials

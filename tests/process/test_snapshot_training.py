@@ -49,7 +49,9 @@ class Job:
         for local in self.locals:
             local.open(self.layout)
         self.captures = [
-            SnapshotCapture(local, name, notes, *([reach] if reach is not None and name == self.names[-1] else []))
+            SnapshotCapture(
+                local, name, notes, *([reach] if reach is not None and name == self.names[-1] else [])
+            )
             for local, name, notes in zip(self.locals, self.names, self.notes, strict=True)
         ]
 
@@ -69,7 +71,12 @@ class Job:
         sources = [SnapshotSource(host=h.name, endpoint=h.endpoint) for h in self.hosts if h.name not in lost]
         plan = SnapshotPlan(id=make_id(step), groups=self.layout.groups, sources=tuple(sources))
         reader = SnapshotReader(
-            plan, self.names[0], self.locals[0], CREDENTIALS, check=lambda: None, record_event=lambda *_, **__: None
+            plan,
+            self.names[0],
+            self.locals[0],
+            CREDENTIALS,
+            check=lambda: None,
+            record_event=lambda *_, **__: None,
         )
         with contextlib.closing(reader):
             return *restore_snapshot(abstract_of(make_state(step)), reader, sharding), reader.bytes_decoded

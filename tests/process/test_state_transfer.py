@@ -11,8 +11,14 @@ import pytest
 from resilient_jax.errors import ChecksumMismatch, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.records import StateSource
-from resilient_jax.state.flat_state import FlatState, flatten_state, copy_to_host
-from resilient_jax.state.transfer import StateChunk, FetchStateRequest, StateServer, CancellableTransfer, fetch_state
+from resilient_jax.state.flat_state import FlatState, copy_to_host, flatten_state
+from resilient_jax.state.transfer import (
+    CancellableTransfer,
+    FetchStateRequest,
+    StateChunk,
+    StateServer,
+    fetch_state,
+)
 from resilient_jax.transport.credentials import Credentials
 
 CREDENTIALS = Credentials("secret")

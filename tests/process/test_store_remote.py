@@ -49,7 +49,10 @@ def test_a_store_that_is_not_there_is_named_with_the_time_tried():
         started_s = time.monotonic()
         with pytest.raises(StoreUnreachable) as missing:
             await RemoteStore.connect(
-                "127.0.0.1:9", CREDENTIALS, 0.5, lambda tried_s, error: told.append((tried_s, error.is_refused))
+                "127.0.0.1:9",
+                CREDENTIALS,
+                0.5,
+                lambda tried_s, error: told.append((tried_s, error.is_refused)),
             )
         assert 0.5 <= time.monotonic() - started_s < 5.0
         text = str(missing.value)

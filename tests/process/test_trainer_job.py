@@ -12,7 +12,7 @@ from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPointOrder, HangAction, FailPoint
+from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
 
 JOB = Path(__file__).with_name("trainer_job.py")
 DEADLINE_S = 150.0
@@ -60,7 +60,9 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
         for name in survivors:
             job.wait_event(
                 f"{name} has compiled ahead",
-                lambda event, name=name: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name,
+                lambda event, name=name: (
+                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == name
+                ),
                 DEADLINE_S,
             )
         killed_s = job.kill(JobComponent.WORKER, "host-0")
@@ -86,7 +88,11 @@ def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_co
     config = CONFIG + "collective_timeout_s = 4.0\nquiesce_deadline_s = 2.0\n"
     with launch(tmp_path, hosts=2, config=config) as job:
         hang = HangAction(duration_s=DEADLINE_S)
-        job.set_order(FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=6, hosts=("host-1",), action=hang, name="hang"))
+        job.set_order(
+            FailPointOrder(
+                failpoint=FailPoint.BEFORE_REDUCE, step=6, hosts=("host-1",), action=hang, name="hang"
+            )
+        )
         failed = job.wait_event(
             "host-0 gave up a collective",
             lambda event: event.kind is EventKind.COLLECTIVE_FAILED and event.host == "host-0",

@@ -626,7 +626,9 @@ def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
             data=rows,
             batch_size=4,
             microbatch_size=2,
-            checkpoints=rj.Checkpoints(directory=directory, save_interval_steps=2) if directory is not None else None,
+            checkpoints=rj.Checkpoints(directory=directory, save_interval_steps=2)
+            if directory is not None
+            else None,
         ).fit(steps)
 
     train(2, tmp_path / "ours")

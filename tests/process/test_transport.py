@@ -238,7 +238,9 @@ def test_a_closed_stream_ends_its_handler():
 OUR_ERRORS = [
     value
     for value in vars(errors).values()
-    if isinstance(value, type) and issubclass(value, errors.ResilientJaxError) and value is not Unauthenticated
+    if isinstance(value, type)
+    and issubclass(value, errors.ResilientJaxError)
+    and value is not Unauthenticated
 ]
 
 

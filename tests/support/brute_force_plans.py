@@ -10,11 +10,11 @@ from resilient_jax.planning.branch_and_bound import BLOCK_SIZES
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import estimate_collective_s
 from resilient_jax.planning.cost_model import CostModel, PlanRequest
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig, make_layout
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, make_layout
 from resilient_jax.planning.host_pool import build_host_pool
 from resilient_jax.planning.memory import count_activations, estimate_stage_memory
 from resilient_jax.planning.program_cost import CollectiveKind
-from resilient_jax.planning.stage_cost import estimate_part_times, estimate_transfer_s, count_microbatch_load
+from resilient_jax.planning.stage_cost import count_microbatch_load, estimate_part_times, estimate_transfer_s
 from resilient_jax.planning.state_bytes import count_state_bytes
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 
@@ -158,7 +158,9 @@ def _price_replica(pricing, layout, batch, hosts):
     slowest = [max(hosts[i * per_group : (i + 1) * per_group], key=lambda h: -h.speed) for i in range(groups)]
     of_stage = [host for host in slowest for _ in range(layout.stages_inside)]
     parts = [
-        estimate_part_times(asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration)
+        estimate_part_times(
+            asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration
+        )
         for host in of_stage
     ]
     activations = count_activations(question.profile, layout.group, batch)
@@ -185,7 +187,9 @@ def _price_replica(pricing, layout, batch, hosts):
     found = []
     for slot_s, layers in _splits(question.profile.layers, parts):
         if fits(layers):
-            held = [state.count_stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)]
+            held = [
+                state.count_stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)
+            ]
             found.append(
                 _Split(
                     slot_s=slot_s,

@@ -5,7 +5,15 @@ import string
 from hypothesis import strategies as st
 
 from resilient_jax.chaos import faults
-from resilient_jax.chaos.manifest import ExpectedExit, Incident, ChaosJob, CampaignManifest, FaultTarget, TargetPart, Trigger
+from resilient_jax.chaos.manifest import (
+    CampaignManifest,
+    ChaosJob,
+    ExpectedExit,
+    FaultTarget,
+    Incident,
+    TargetPart,
+    Trigger,
+)
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
@@ -15,13 +23,17 @@ TEXT = st.text(string.printable + "äé\x7f", max_size=20)
 
 OUTER = st.one_of(
     st.just(faults.ProcessKill()),
-    st.builds(faults.ProcessStop, for_s=st.none() | SECONDS, until=st.none() | st.just(str(EventKind.HOST_LOST))),
+    st.builds(
+        faults.ProcessStop, for_s=st.none() | SECONDS, until=st.none() | st.just(str(EventKind.HOST_LOST))
+    ),
     st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), for_s=SECONDS),
     st.builds(faults.FullMemory, for_s=SECONDS),
     st.builds(faults.NoDescriptors, for_s=SECONDS),
     st.builds(faults.ClockJump, seconds=st.floats(-1000, 1000), for_s=SECONDS),
     st.builds(
-        faults.BitFlip, where=st.sampled_from(["arena", "parity", "mark", "manifest"]), count=st.integers(1, 9)
+        faults.BitFlip,
+        where=st.sampled_from(["arena", "parity", "mark", "manifest"]),
+        count=st.integers(1, 9),
     ),
 )
 LINKS = st.one_of(

@@ -11,9 +11,9 @@ from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
-    PartManifest,
-    PartContents,
     LeafSlice,
+    PartContents,
+    PartManifest,
     checksum_blocks,
     encode_manifest,
     find_corrupt_block,
@@ -196,7 +196,9 @@ def keep(
     return kept
 
 
-def _manifest(host: HostName, part: bytes, group: ParityGroup, checksum: Checksum, block_bytes: int) -> PartManifest:
+def _manifest(
+    host: HostName, part: bytes, group: ParityGroup, checksum: Checksum, block_bytes: int
+) -> PartManifest:
     leaves = [LeafInfo(f"{m}/{name}", "uint8", (1,)) for m in group.hosts for name in ("first", "second")]
     number = 2 * group.hosts.index(host)
     half = len(part) // 2 // 64 * 64

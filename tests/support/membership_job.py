@@ -2,14 +2,21 @@
 
 import msgspec
 
-from resilient_jax.cluster.membership import HostChanged, PublishGeneration, MembershipConfig, Tick, handle, make_initial_state
+from resilient_jax.cluster.membership import (
+    HostChanged,
+    MembershipConfig,
+    PublishGeneration,
+    Tick,
+    handle,
+    make_initial_state,
+)
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
 from resilient_jax.protocol.records import (
-    Generation,
-    HostStatus,
-    GenerationPhase,
     CoordinationServiceStatus,
+    Generation,
+    GenerationPhase,
+    HostStatus,
     SnapshotServerStatus,
     Versions,
     WorkerReport,
@@ -86,7 +93,9 @@ class Job:
         """The service that was asked for last now runs on this host."""
         asked = self.asked[-1]
         address = f"{name}:{asked.world}:{asked.num_processes}"
-        service = CoordinationServiceStatus(world=asked.world, num_processes=asked.num_processes, address=address, pid=1)
+        service = CoordinationServiceStatus(
+            world=asked.world, num_processes=asked.num_processes, address=address, pid=1
+        )
         self.change(name, services=(*self.status(name).services, service))
 
     def form(self, *names: str) -> None:

@@ -1,14 +1,16 @@
 """Manifests of incidents that can be told apart."""
 
 from resilient_jax.chaos.faults import ProcessKill
-from resilient_jax.chaos.manifest import Incident, CampaignManifest, FaultTarget, TargetPart, Trigger
+from resilient_jax.chaos.manifest import CampaignManifest, FaultTarget, Incident, TargetPart, Trigger
 
 
 def numbered(count: int) -> CampaignManifest:
     """Incidents that differ."""
     return CampaignManifest(
         incidents=tuple(
-            Incident(trigger=Trigger(step=number), target=FaultTarget(part=TargetPart.WORKER), fault=ProcessKill())
+            Incident(
+                trigger=Trigger(step=number), target=FaultTarget(part=TargetPart.WORKER), fault=ProcessKill()
+            )
             for number in range(count)
         )
     )

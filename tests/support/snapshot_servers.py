@@ -15,19 +15,25 @@ from resilient_jax.erasure import Checksum, choose_checksum
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.protocol.framing import Deframer, frame
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId, SnapshotPhase, SnapshotStatus
+from resilient_jax.protocol.snapshots import (
+    ParityGroup,
+    SnapshotId,
+    SnapshotLayout,
+    SnapshotPhase,
+    SnapshotStatus,
+)
 from resilient_jax.snapshot.local_client import LocalServerClient
-from resilient_jax.snapshot.manifest import PartManifest, PartContents, checksum_blocks
+from resilient_jax.snapshot.manifest import PartContents, PartManifest, checksum_blocks
 from resilient_jax.snapshot.messages import (
     SERVER_TO_AGENT_DECODER,
     SETTINGS_ENV_VARIABLE,
-    EventOccurred,
     CompleteSnapshots,
+    EventOccurred,
     NewWorker,
     ReadRequest,
     Region,
-    ServerSettings,
     ServerReady,
+    ServerSettings,
 )
 from resilient_jax.snapshot.peer_client import PeerClient
 from resilient_jax.snapshot.slot_contents import compute_slot_layout
@@ -164,7 +170,9 @@ def running(count: int, environment: Mapping[str, str] | None = None) -> Iterato
     assert [code for code, was in zip(codes, killed, strict=True) if not was and code != 0] == []
 
 
-def make_layout(hosts: Sequence[Host], parity: int, part_bytes: Sequence[int], generation: int = 1) -> SnapshotLayout:
+def make_layout(
+    hosts: Sequence[Host], parity: int, part_bytes: Sequence[int], generation: int = 1
+) -> SnapshotLayout:
     """One group of all; the first host is the root."""
     return SnapshotLayout(
         generation=GenerationNumber(generation),
@@ -184,7 +192,9 @@ def make_part(id: SnapshotId, host: HostName, length: int) -> bytes:
     return random.Random(f"{id} {host}").randbytes(length)
 
 
-def make_manifest(layout: SnapshotLayout, id: SnapshotId, host: HostName, part: bytes | memoryview) -> PartManifest:
+def make_manifest(
+    layout: SnapshotLayout, id: SnapshotId, host: HostName, part: bytes | memoryview
+) -> PartManifest:
     block_bytes = compute_slot_layout(layout, host).block_bytes
     return PartManifest(
         id=id,

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint

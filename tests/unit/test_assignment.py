@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from resilient_jax.errors import CallerError
 from resilient_jax.step.assignment import (
     AccumulationSpec,
-    ReplicaShape,
     ReplicaLocation,
+    ReplicaShape,
     assign_units,
     find_common_progress,
     locate_replicas,
@@ -18,7 +18,9 @@ from resilient_jax.step.assignment import (
 
 
 def job_of(microbatches: int, unit: int, *, pooled: bool = False) -> AccumulationSpec:
-    return AccumulationSpec(name="train", step=0, num_microbatches=microbatches, unit_size=unit, is_pooled=pooled)
+    return AccumulationSpec(
+        name="train", step=0, num_microbatches=microbatches, unit_size=unit, is_pooled=pooled
+    )
 
 
 @given(
@@ -79,20 +81,28 @@ def compute(
 def test_hosts_that_begin_a_step_share_it_evenly(hosts: int, microbatches: int) -> None:
     job = job_of(microbatches, 1)
     seats = locate_replicas(range(hosts), ReplicaShape())
-    dealt = assign_units(job, seats, np.zeros((hosts, job.num_units), np.int32), np.ones(hosts)).units_by_replica
+    dealt = assign_units(
+        job, seats, np.zeros((hosts, job.num_units), np.int32), np.ones(hosts)
+    ).units_by_replica
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 def test_who_began_a_unit_goes_on_with_it() -> None:
     progress = np.zeros((3, 3), np.int32)
     progress[2, 0] = 1
-    dealt = assign_units(job_of(6, 2), locate_replicas(range(3), ReplicaShape()), progress, np.ones(3)).units_by_replica
+    dealt = assign_units(
+        job_of(6, 2), locate_replicas(range(3), ReplicaShape()), progress, np.ones(3)
+    ).units_by_replica
     assert dealt[2] == (0,)
 
 
 def test_replicas_that_are_whole_stay_together_and_survivors_find_each_other() -> None:
     shape = ReplicaShape(hosts=2)
-    assert locate_replicas(range(6), shape) == (ReplicaLocation((0, 1)), ReplicaLocation((2, 3)), ReplicaLocation((4, 5)))
+    assert locate_replicas(range(6), shape) == (
+        ReplicaLocation((0, 1)),
+        ReplicaLocation((2, 3)),
+        ReplicaLocation((4, 5)),
+    )
     # Hosts 1 and 4 have died: 2 and 3 stay, 0 and 5 form one.
     assert locate_replicas([0, 2, 3, 5], shape) == (ReplicaLocation((0, 3)), ReplicaLocation((1, 2)))
     # One more: 5 is left over.
@@ -100,7 +110,12 @@ def test_replicas_that_are_whole_stay_together_and_survivors_find_each_other() -
 
 
 def test_several_replicas_on_a_host() -> None:
-    seats = (ReplicaLocation((0,), 0), ReplicaLocation((0,), 1), ReplicaLocation((1,), 0), ReplicaLocation((1,), 1))
+    seats = (
+        ReplicaLocation((0,), 0),
+        ReplicaLocation((0,), 1),
+        ReplicaLocation((1,), 0),
+        ReplicaLocation((1,), 1),
+    )
     assert locate_replicas([0, 3], ReplicaShape(per_host=2), devices_per_host=8) == seats
     assert locate_replicas([0, 3], ReplicaShape(per_host="devices"), devices_per_host=2) == seats
     with pytest.raises(CallerError, match="found 3 devices on a host, expected a multiple of per_host=2"):
@@ -133,7 +148,9 @@ def test_what_a_host_may_own_after_a_loss_in_the_middle_of_a_step_is_foreseen(
 ) -> None:
     job = job_of(microbatches, 1)
     before, after = (locate_replicas(range(count), ReplicaShape()) for count in (hosts, hosts - 1))
-    own = assign_units(job, before, np.zeros((hosts, job.num_units), np.int32), np.ones(hosts)).units_by_replica
+    own = assign_units(
+        job, before, np.zeros((hosts, job.num_units), np.int32), np.ones(hosts)
+    ).units_by_replica
     lost = data.draw(st.integers(0, hosts - 1))
     progress = np.zeros((hosts - 1, job.num_units), np.int32)
     for place, host in enumerate(host for host in range(hosts) if host != lost):

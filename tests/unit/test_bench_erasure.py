@@ -5,10 +5,10 @@ from benchmarks.erasure.command import erasure
 from benchmarks.erasure.figures import (
     BARE_ISAL,
     MEMORY_COPY,
+    ErasureRequest,
     ErasureTask,
     ErasureTiming,
     ErasureTimings,
-    ErasureRequest,
     make_erasure_figures,
     speed_of,
 )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from benchmarks.plan import command as bench
-from benchmarks.plan.figures import SEARCH_CASES, PUBLISHED_RUNS, SearchCase, make_topology
+from benchmarks.plan.figures import PUBLISHED_RUNS, SEARCH_CASES, SearchCase, make_topology
 from topologies import MESHES
 
 from resilient_jax.cli import main

@@ -7,8 +7,8 @@ from benchmarks.plan.estimate_errors import (
     TimedModel,
     TimedPlan,
     correlate_ranks,
-    summarize_memory_errors,
     make_program_figures,
+    summarize_memory_errors,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +51,10 @@ def test_regret_is_what_the_chosen_plan_takes_beyond_the_best_and_the_worst_mode
 
 
 def test_the_error_of_memory_has_no_sign_and_largest_and_median_are_told():
-    assert summarize_memory_errors([case(90, 100), case(105, 100), case(100, 100)]) == {"largest": 0.1, "median": 0.05}
+    assert summarize_memory_errors([case(90, 100), case(105, 100), case(100, 100)]) == {
+        "largest": 0.1,
+        "median": 0.05,
+    }
 
 
 def test_equal_values_share_a_rank():

@@ -29,10 +29,10 @@ from benchmarks.resilience.schedule import (
     size_run,
 )
 from benchmarks.resilience.timeline import (
-    TimeBuckets,
     Commit,
-    RunRecord,
     InjectedKill,
+    RunRecord,
+    TimeBuckets,
     Timeline,
     mean_hosts,
     measure_regained,

@@ -39,7 +39,9 @@ RESTORED = (
 )
 
 
-def times_of(*found: SnapshotTiming, state_bytes: int = 2 * GB, memory: tuple[GroupMemory, ...] = ()) -> SnapshotTimings:
+def times_of(
+    *found: SnapshotTiming, state_bytes: int = 2 * GB, memory: tuple[GroupMemory, ...] = ()
+) -> SnapshotTimings:
     return SnapshotTimings(
         state_bytes=state_bytes,
         processor="P",
@@ -79,7 +81,8 @@ def test_what_was_skipped_has_no_figure() -> None:
 
 def test_memory_is_compared_with_the_formula_in_the_group_of_eight() -> None:
     memory = tuple(
-        GroupMemory(hosts=hosts, parity=2, part_bytes=100, held_bytes=held) for hosts, held in ((4, 1), (8, 270))
+        GroupMemory(hosts=hosts, parity=2, part_bytes=100, held_bytes=held)
+        for hosts, held in ((4, 1), (8, 270))
     )
     commits = timed(SnapshotTask.COMMIT, group_name(8, 2), 1.0)
     figures = make_snapshot_figures(1, [times_of(*CAPTURED, commits, memory=memory)], "M")

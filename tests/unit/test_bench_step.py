@@ -9,9 +9,9 @@ from benchmarks import plotting
 from benchmarks.plotting import check_can_plot
 from benchmarks.step.command import make_figures
 from benchmarks.step.figures import (
-    WorkerKill,
     MicrobatchId,
     RedoneWork,
+    WorkerKill,
     count_redone,
     count_work,
     fast_cost,

@@ -16,7 +16,7 @@ from resilient_jax.chaos.injection import FaultEnvironment
 from resilient_jax.chaos.invariants import Invariant
 from resilient_jax.chaos.job_monitor import JobMonitor
 from resilient_jax.chaos.log_tail import tail_events, tail_ledger
-from resilient_jax.chaos.manifest import ExpectedExit, ChaosJob, CampaignManifest, Trigger
+from resilient_jax.chaos.manifest import CampaignManifest, ChaosJob, ExpectedExit, Trigger
 from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.local_job import LocalJob
@@ -24,9 +24,9 @@ from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex
 from resilient_jax.protocol.records import (
     Generation,
+    GenerationPhase,
     HostStatus,
     Member,
-    GenerationPhase,
     Versions,
     WorkerReport,
     WorkerStatus,

@@ -27,9 +27,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def run(*words: object, judge: Judge = lambda manifest: ()) -> tuple[int, str]:
         """Exit code and messages of the command, where a campaign violates what `judge` says."""
 
-        def run_campaign(manifest: CampaignManifest, setting: CampaignSetup, say: Callable[[str], None]) -> CampaignResult:
-            violations = tuple(Violation(invariant=invariant, description="") for invariant in judge(manifest))
-            return CampaignResult(incidents=(), violations=violations, samples=(), timeline=(), steps=0, duration_s=0.0)
+        def run_campaign(
+            manifest: CampaignManifest, setting: CampaignSetup, say: Callable[[str], None]
+        ) -> CampaignResult:
+            violations = tuple(
+                Violation(invariant=invariant, description="") for invariant in judge(manifest)
+            )
+            return CampaignResult(
+                incidents=(), violations=violations, samples=(), timeline=(), steps=0, duration_s=0.0
+            )
 
         monkeypatch.setattr(command, "run_campaign", run_campaign)
         monkeypatch.setattr(sys, "argv", ["resilient-jax", "chaos", "--json", *map(str, words), *SCRIPT])
@@ -47,7 +53,13 @@ def test_a_campaign_that_finds_nothing_ends_well(run: Run, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "words",
-    [("--gap", "inf"), ("--gap", "nan"), ("--gap", "0"), ("--seed", MAX_NUMBER + 1), ("--steps", MAX_NUMBER + 1)],
+    [
+        ("--gap", "inf"),
+        ("--gap", "nan"),
+        ("--gap", "0"),
+        ("--seed", MAX_NUMBER + 1),
+        ("--steps", MAX_NUMBER + 1),
+    ],
 )
 def test_a_number_that_no_manifest_can_have_is_refused_by_its_option(
     run: Run, tmp_path: Path, words: tuple[object, ...]

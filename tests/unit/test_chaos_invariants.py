@@ -11,18 +11,24 @@ from resilient_jax.chaos.expected_events import IncidentRecord, check_expected_e
 from resilient_jax.chaos.faults import BitFlip, ProcessKill, ProcessStop
 from resilient_jax.chaos.invariants import Invariant, format_timeline
 from resilient_jax.chaos.ledger_invariants import (
-    StateDigest,
     ReferenceStep,
-    combine_sums,
+    StateDigest,
     check_commits,
     check_completeness,
+    combine_sums,
     read_reference,
 )
-from resilient_jax.chaos.manifest import Incident, FaultTarget, TargetPart, Trigger
+from resilient_jax.chaos.manifest import FaultTarget, Incident, TargetPart, Trigger
 from resilient_jax.chaos.membership_invariants import check_membership
-from resilient_jax.chaos.resource_growth import MIB, SETTLING_INCIDENTS, ResourceGrowth, ProcessSample, measure_growth
+from resilient_jax.chaos.resource_growth import (
+    MIB,
+    SETTLING_INCIDENTS,
+    ProcessSample,
+    ResourceGrowth,
+    measure_growth,
+)
 from resilient_jax.events import Event, EventKind
-from resilient_jax.protocol.ledger import MicrobatchEntry, StepEntry, LedgerEntry, RestoreEntry
+from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry, RestoreEntry, StepEntry
 
 HOSTS = ("host-0", "host-1")
 OWNERS = {"train": ("host-0", "host-1", "host-0")}
@@ -55,7 +61,8 @@ def good_lines() -> list[LedgerEntry]:
             generation = 1 if step < 2 else 2
             mine = [index for index, owner in enumerate(OWNERS["train"]) if owner == host]
             lines += [
-                MicrobatchEntry(host=host, pid=7, generation=generation, step=step, index=index) for index in mine
+                MicrobatchEntry(host=host, pid=7, generation=generation, step=step, index=index)
+                for index in mine
             ]
             lines.append(commit(host, step, generation))
         lines.append(
@@ -78,7 +85,9 @@ def test_a_good_record_violates_nothing() -> None:
     assert check_completeness(good_lines(), 4, REFERENCE) == []
 
 
-def change(lines: list[LedgerEntry], where: Callable[[LedgerEntry], bool], **changes: object) -> list[LedgerEntry]:
+def change(
+    lines: list[LedgerEntry], where: Callable[[LedgerEntry], bool], **changes: object
+) -> list[LedgerEntry]:
     return [msgspec.structs.replace(line, **changes) if where(line) else line for line in lines]
 
 
@@ -127,7 +136,9 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntr
         lambda lines: [
             line
             for line in lines
-            if not (isinstance(line, MicrobatchEntry) and (line.host, line.step, line.index) == ("host-0", 1, 2))
+            if not (
+                isinstance(line, MicrobatchEntry) and (line.host, line.step, line.index) == ("host-0", 1, 2)
+            )
         ],
     ),
     "a zombie that trains on beside the others": (
@@ -221,7 +232,9 @@ def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_o
 def test_of_a_job_that_failed_the_step_in_flight_need_not_be_complete() -> None:
     lines = [part("host-0", 3), part("host-1", 4), part("host-0", 3, 1)]
     assert check_completeness(lines, None, wholes(2)) == []
-    assert [v.invariant for v in check_completeness(lines[:1] + lines[2:], None, wholes(2))] == [Invariant.BITS]
+    assert [v.invariant for v in check_completeness(lines[:1] + lines[2:], None, wholes(2))] == [
+        Invariant.BITS
+    ]
 
 
 def decided(number: int, phase: str, token: int, revision: int, host: str = "host-0") -> Event:
@@ -282,8 +295,12 @@ def test_a_change_without_a_reason_is_found() -> None:
     assert [v.invariant for v in check_membership([silent])] == [Invariant.EVENTS]
 
 
-def killed(part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = ProcessKill(), needs: tuple[str, ...] = ()) -> IncidentRecord:  # noqa: B008
-    incident = Incident(trigger=Trigger(step=1), target=FaultTarget(part=part), fault=fault, required_events=needs)
+def killed(
+    part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = ProcessKill(), needs: tuple[str, ...] = ()
+) -> IncidentRecord:  # noqa: B008
+    incident = Incident(
+        trigger=Trigger(step=1), target=FaultTarget(part=part), fault=fault, required_events=needs
+    )
     return IncidentRecord(index=0, incident=incident, hosts=("host-1",), started_s=50.0)
 
 

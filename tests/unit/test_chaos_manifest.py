@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from resilient_jax.chaos.manifest import MAX_NUMBER, ChaosJob, TargetPart, load_manifest, parse_manifest
 from resilient_jax.chaos.manifest_toml import format_manifest
-from resilient_jax.chaos.random_campaigns import MIN_GAP_STEPS, MAX_GAP_STEPS, RandomCampaign, list_causes, draw_campaign
+from resilient_jax.chaos.random_campaigns import (
+    MAX_GAP_STEPS,
+    MIN_GAP_STEPS,
+    RandomCampaign,
+    draw_campaign,
+    list_causes,
+)
 from resilient_jax.errors import ConfigError
 
 GOOD = """
@@ -87,7 +93,9 @@ def test_a_shipped_manifest_names_a_script_and_is_as_long_as_promised(path: Path
     assert (path.parents[2] / manifest.script[0]).exists() or path.parent.name == "regressions"
     if path.stem == "soak":
         assert len(manifest.incidents) == SOAK_INCIDENTS
-        drawn = draw_campaign(manifest.job, RandomCampaign(seed=manifest.seed, incidents=SOAK_INCIDENTS, gap_steps=6.0))
+        drawn = draw_campaign(
+            manifest.job, RandomCampaign(seed=manifest.seed, incidents=SOAK_INCIDENTS, gap_steps=6.0)
+        )
         assert manifest.incidents == drawn.incidents, "it is not what its first line says"
 
 

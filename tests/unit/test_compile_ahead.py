@@ -87,7 +87,11 @@ def test_one_that_cannot_be_compiled_is_said_and_the_next_goes_on(compiler, said
         raise ValueError("no such axis")
 
     compiler.expect(
-        [CompilationJob("bad", fail), CompilationJob("good", lambda check: True), CompilationJob("known", lambda check: False)]
+        [
+            CompilationJob("bad", fail),
+            CompilationJob("good", lambda check: True),
+            CompilationJob("known", lambda check: False),
+        ]
     )
     assert compiler.wait(PATIENCE_S)
     assert said == [("bad", "ValueError: no such axis"), ("good", "compiled")]

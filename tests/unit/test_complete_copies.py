@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from resilient_jax.sharding.placements import Placement, fully_sharded
 from resilient_jax.step import resharding
-from resilient_jax.step.resharding import shard_tree, find_shard_grid, replicate_tree
+from resilient_jax.step.resharding import find_shard_grid, replicate_tree, shard_tree
 
 MESHES = {
     "hosts and devices": {"host": 4, "local": 2},

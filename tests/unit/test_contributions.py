@@ -55,7 +55,9 @@ def forget_the_failure():
 
 @pytest.mark.parametrize("lost", [donated, never_computed])
 def test_a_part_that_is_not_there_is_dropped_and_the_others_stay(lost):
-    kept = Contributions(job(), {0: PartialSum(1, whole()), 1: PartialSum(1, lost()), 2: PartialSum(1, whole())})
+    kept = Contributions(
+        job(), {0: PartialSum(1, whole()), 1: PartialSum(1, lost()), 2: PartialSum(1, whole())}
+    )
     kept.move_to_host()
     assert kept.count_progress().tolist() == [1, 0, 1, 0]
     assert isinstance(kept.partial_sums[0].total["w"], np.ndarray)

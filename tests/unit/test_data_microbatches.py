@@ -32,7 +32,9 @@ def read(data, microbatches: int, steps: int) -> list[int]:
 def test_every_epoch_has_every_example_once(
     n: int, microbatches: int, size: int, shuffle: bool, seed: int
 ) -> None:
-    data = make_microbatch_data(range(n), num_microbatches=microbatches, microbatch_size=size, seed=seed, shuffle=shuffle)
+    data = make_microbatch_data(
+        range(n), num_microbatches=microbatches, microbatch_size=size, seed=seed, shuffle=shuffle
+    )
     rows = read(data, microbatches, steps=3)
     epochs = [rows[first : first + n] for first in range(0, len(rows), n)]
     for epoch in epochs:
@@ -59,7 +61,10 @@ def test_the_order_is_pinned() -> None:
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
     rows = read(make_microbatch_data(range(30), num_microbatches=1, microbatch_size=30), 1, steps=2)
     assert rows[:30] != rows[30:] != list(range(30))
-    assert read(make_microbatch_data(range(30), num_microbatches=1, microbatch_size=30, seed=1), 1, steps=1) != rows[:30]
+    assert (
+        read(make_microbatch_data(range(30), num_microbatches=1, microbatch_size=30, seed=1), 1, steps=1)
+        != rows[:30]
+    )
 
 
 SOURCES: dict[str, Any] = {
@@ -105,7 +110,9 @@ def test_examples_are_stacked_leaf_by_leaf() -> None:
 
 def test_a_function_gives_what_it_gives() -> None:
     data = make_microbatch_data(
-        lambda step, index: {"a": np.full((4, 2), step), "b": np.full(4, index)}, num_microbatches=3, microbatch_size=None
+        lambda step, index: {"a": np.full((4, 2), step), "b": np.full(4, index)},
+        num_microbatches=3,
+        microbatch_size=None,
     )
     assert isinstance(data, FunctionData)
     batch = data.batch(7, 2, (1, 2))
@@ -133,7 +140,9 @@ def test_a_source_that_can_be_called_is_a_source() -> None:
     class Callable(list[int]):
         def __call__(self) -> None: ...
 
-    assert isinstance(make_microbatch_data(Callable([1]), num_microbatches=1, microbatch_size=1), RandomAccessData)
+    assert isinstance(
+        make_microbatch_data(Callable([1]), num_microbatches=1, microbatch_size=1), RandomAccessData
+    )
 
 
 def test_a_source_without_lengths_has_none() -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from resilient_jax.data.prefetcher import Prefetcher, MicrobatchKey
+from resilient_jax.data.prefetcher import MicrobatchKey, Prefetcher
 from resilient_jax.errors import DataError
 
 DEADLINE_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_jax.data.shuffle import WEYL_INCREMENT, MAX_UINT64, MAX_LENGTH, mix_words, permute
+from resilient_jax.data.shuffle import MAX_LENGTH, MAX_UINT64, WEYL_INCREMENT, mix_words, permute
 from resilient_jax.errors import DataError
 
 seeds = st.integers(0, MAX_UINT64)

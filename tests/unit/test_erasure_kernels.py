@@ -12,13 +12,13 @@ from kernels import ALL_KERNELS, QUICK_KERNELS, needs_isal
 from resilient_jax.erasure import (
     ErasureCodeError,
     Kernel,
-    KernelUnavailable,
     KernelName,
     KernelSelfTestFailed,
+    KernelUnavailable,
     ReedSolomon,
-    run_self_test,
     encode,
     kernels,
+    run_self_test,
 )
 from resilient_jax.erasure.isal_library import load_isal
 from resilient_jax.erasure.kernels import (
@@ -30,7 +30,12 @@ from resilient_jax.erasure.kernels import (
     xla_kernel,
 )
 from resilient_jax.erasure.kernels.numpy_kernel import BLOCK_BYTES
-from resilient_jax.testing.erasure_conformance import CHECKS, apply_guarded, compute_expected, make_random_buffers
+from resilient_jax.testing.erasure_conformance import (
+    CHECKS,
+    apply_guarded,
+    compute_expected,
+    make_random_buffers,
+)
 
 SELF_TEST_S, PATIENCE_S = 0.05, 60.0
 
@@ -206,5 +211,8 @@ def test_choosing_loads_no_jax():
 
 
 def test_the_reason_of_the_choice_names_every_kernel_passed_over():
-    passed = [kernel_choice.RejectedKernel(KernelName.ISAL, "a"), kernel_choice.RejectedKernel(KernelName.XLA, "b")]
+    passed = [
+        kernel_choice.RejectedKernel(KernelName.ISAL, "a"),
+        kernel_choice.RejectedKernel(KernelName.XLA, "b"),
+    ]
     assert kernel_choice._reason(KernelName.NUMPY, passed).endswith("isal: a; xla: b")

@@ -120,7 +120,9 @@ def test_columns_that_fit_three_shards_by_accident_are_repaired_each_by_itself()
     blamed = Span()
     for shard in (1, 3, 5):
         blamed.put(at[shard])
-    error = next(e for e in range(1, 256) if blamed.contains(linear_combination([1, e], [at[8], at[11]], bytes(4))))
+    error = next(
+        e for e in range(1, 256) if blamed.contains(linear_combination([1, e], [at[8], at[11]], bytes(4)))
+    )
     for column, errors in {10: {1: 7, 3: 9}, 20: {8: 1, 11: error}, 30: {1: 5, 5: 2}}.items():
         for shard, value in errors.items():
             stripe[shard][column] ^= value

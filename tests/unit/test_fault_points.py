@@ -10,20 +10,22 @@ from agents import wait_until
 
 from resilient_jax.protocol.failpoints import (
     ANY_STEP,
+    CorruptAction,
+    FailPoint,
     FailPointAction,
-    FailPointOrder,
     FailPointController,
+    FailPointOrder,
     FailPoints,
     HangAction,
     InjectedFault,
-    FailPoint,
     RaiseAction,
-    CorruptAction,
 )
 
 
 def order(act: FailPointAction, name: str, step: int = ANY_STEP, index: int = -1) -> FailPointOrder:
-    return FailPointOrder(failpoint=FailPoint.BEFORE_REDUCE, step=step, hosts=("host-0",), index=index, action=act, name=name)
+    return FailPointOrder(
+        failpoint=FailPoint.BEFORE_REDUCE, step=step, hosts=("host-0",), index=index, action=act, name=name
+    )
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:

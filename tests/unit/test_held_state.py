@@ -9,7 +9,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import StateError
-from resilient_jax.state.flat_state import make_abstract_state, flatten_state, place_initial_state, restore_state, copy_to_host
+from resilient_jax.state.flat_state import (
+    copy_to_host,
+    flatten_state,
+    make_abstract_state,
+    place_initial_state,
+    restore_state,
+)
 
 
 def make_state() -> dict:
@@ -76,7 +82,11 @@ def test_a_sharding_may_depend_on_the_leaf() -> None:
         seen.append((path, leaf.shape))
         return NamedSharding(mesh, P())
 
-    restore_state(jax.eval_shape(lambda: {"x": jnp.ones((2,))}), copy_to_host(flatten_state(0, {"x": jnp.ones((2,))})), choose)
+    restore_state(
+        jax.eval_shape(lambda: {"x": jnp.ones((2,))}),
+        copy_to_host(flatten_state(0, {"x": jnp.ones((2,))})),
+        choose,
+    )
     assert seen == [("['x']", (2,))]
 
 

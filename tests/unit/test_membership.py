@@ -7,9 +7,9 @@ import pytest
 from membership_job import Job, stop_at_boundary, training
 
 from resilient_jax.cluster.membership import (
-    StateLossPolicy,
     HostChanged,
     HostLeft,
+    StateLossPolicy,
     Tick,
     handle,
     make_initial_state,
@@ -17,12 +17,12 @@ from resilient_jax.cluster.membership import (
 from resilient_jax.cluster.world_formation import StartCoordinationService
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
 from resilient_jax.protocol.records import (
-    WorldChange,
+    GenerationPhase,
+    JobOutcomeKind,
     WorkerFailure,
     WorkerFailureKind,
-    JobOutcomeKind,
-    GenerationPhase,
     WorkerState,
+    WorldChange,
 )
 from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
@@ -124,7 +124,11 @@ def test_a_death_in_a_planned_change_makes_it_unplanned():
     job.change("a", services=())
     assert job.phase is GenerationPhase.PAUSE
     job.worker("c", exit_code=-9)
-    assert (job.generation.number, job.phase, job.generation.boundary_step) == (3, GenerationPhase.QUIESCE, None)
+    assert (job.generation.number, job.phase, job.generation.boundary_step) == (
+        3,
+        GenerationPhase.QUIESCE,
+        None,
+    )
 
 
 def test_whoever_is_ready_when_a_failure_settles_comes_in_with_it():
@@ -189,7 +193,9 @@ def test_who_was_left_out_joins_only_when_it_has_answered():
     assert [(d.host, d.required_generation) for d in job.generation.dropped_workers] == [("b", 3)]
     job.acknowledge("a")
     job.serve()
-    assert (job.phase, job.members) == (GenerationPhase.FORM, ["a"]), "b's last word is older than the order to train"
+    assert (job.phase, job.members) == (GenerationPhase.FORM, ["a"]), (
+        "b's last word is older than the order to train"
+    )
     job.form()
     job.train(6)
     assert job.phase is GenerationPhase.ACTIVE
@@ -204,7 +210,11 @@ def test_the_last_host_goes_on_in_a_world_of_its_own():
     job.acknowledge("a", step=6)
     assert job.phase is GenerationPhase.QUIESCE, "a new world needs a service first"
     job.serve()
-    assert (job.phase, job.generation.change, job.generation.step) == (GenerationPhase.FORM, WorldChange.REFORM, 6)
+    assert (job.phase, job.generation.change, job.generation.step) == (
+        GenerationPhase.FORM,
+        WorldChange.REFORM,
+        6,
+    )
 
 
 def test_who_does_not_form_in_time_costs_an_attempt():
@@ -261,7 +271,11 @@ def test_a_host_with_a_notice_leaves_between_two_steps():
     job.change("b", draining=True)
     assert job.generation.reason == "b got a notice to leave"
     stop_at_boundary(job, 6)
-    assert (job.phase, job.generation.change, job.members) == (GenerationPhase.FORM, WorldChange.SHRINK, ["a", "c"])
+    assert (job.phase, job.generation.change, job.members) == (
+        GenerationPhase.FORM,
+        WorldChange.SHRINK,
+        ["a", "c"],
+    )
     assert job.generation.receivers == ()
 
 

@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from membership_job import Job, keep, sharded, snapshot, training
 
-from resilient_jax.cluster.membership import StateLossPolicy, HostLeft, make_initial_state
+from resilient_jax.cluster.membership import HostLeft, StateLossPolicy, make_initial_state
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.records import (
+    GenerationPhase,
+    JobOutcomeKind,
     WorkerFailure,
     WorkerFailureKind,
-    JobOutcomeKind,
-    GenerationPhase,
     WorkerState,
 )
 
@@ -176,7 +176,10 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_job_with_what_was_lost_and_wh
     job = begun_again(lost())
     job.form()
     job.report(
-        "a", failure=WorkerFailure(kind=WorkerFailureKind.USER, text="CheckpointUnreadable: step 3: a bit is wrong")
+        "a",
+        failure=WorkerFailure(
+            kind=WorkerFailureKind.USER, text="CheckpointUnreadable: step 3: a bit is wrong"
+        ),
     )
     if dies:
         job.worker("a", exit_code=1, error="CheckpointUnreadable: step 3: a bit is wrong")

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from resilient_jax.cluster.membership import (
     HostChanged,
     HostLeft,
+    MembershipConfig,
     MembershipEvent,
     PublishGeneration,
-    MembershipConfig,
     Tick,
     handle,
     make_initial_state,
@@ -42,23 +42,42 @@ from resilient_jax.ids import (
     Revision,
 )
 from resilient_jax.protocol.records import (
-    WorldChange,
-    WorkerFailure,
-    WorkerFailureKind,
+    CoordinationServiceStatus,
     Generation,
+    GenerationPhase,
     HostStatus,
     JobOutcome,
     JobOutcomeKind,
-    GenerationPhase,
-    CoordinationServiceStatus,
     Versions,
+    WorkerFailure,
+    WorkerFailureKind,
     WorkerReport,
     WorkerState,
     WorkerStatus,
+    WorldChange,
 )
-from resilient_jax.protocol.store_keys import make_generation_key, make_host_key, make_hosts_prefix, make_leader_key
-from resilient_jax.protocol.worker_messages import RunToBoundary, FormWorld, HoldTraining, WorkerOrder, Pause, Quiesce
-from resilient_jax.store.interface import Compare, CompareOperator, PutEvent, PutOp, CompareTarget, require_absent
+from resilient_jax.protocol.store_keys import (
+    make_generation_key,
+    make_host_key,
+    make_hosts_prefix,
+    make_leader_key,
+)
+from resilient_jax.protocol.worker_messages import (
+    FormWorld,
+    HoldTraining,
+    Pause,
+    Quiesce,
+    RunToBoundary,
+    WorkerOrder,
+)
+from resilient_jax.store.interface import (
+    Compare,
+    CompareOperator,
+    CompareTarget,
+    PutEvent,
+    PutOp,
+    require_absent,
+)
 from resilient_jax.store.state_machine import StoreStateMachine
 
 JOB = JobName("job")
@@ -360,7 +379,12 @@ class Cluster:
         if all(arrived.get(m.host, 0) >= worker.begun for m in generation.members):
             yield 2, lambda: self.commit(worker)
         if any(self.workers[m.host, m.incarnation].generation != generation for m in generation.members):
-            yield 2, lambda: worker.go_idle(failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="reset"))
+            yield (
+                2,
+                lambda: worker.go_idle(
+                    failure=WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text="reset")
+                ),
+            )
 
     def time_moves(self):
         late = any(h.reaches_store and h.registered and self.has_news(h) for h in self.hosts.values())
@@ -484,7 +508,9 @@ class Cluster:
                 worker.inbox.append(Pause(generation=generation.number))
             case GenerationPhase.BOUNDARY:
                 assert generation.boundary_step is not None
-                worker.inbox.append(RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step))
+                worker.inbox.append(
+                    RunToBoundary(generation=generation.number, boundary_step=generation.boundary_step)
+                )
             case GenerationPhase.FORM:
                 worker.inbox.append(FormWorld(generation=generation, host=host.name, relay_address=""))
             case GenerationPhase.ACTIVE:
@@ -540,7 +566,9 @@ class Cluster:
         if all((s.world, s.num_processes) != (command.world, command.num_processes) for s in host.services):
             address = f"{host.name}:{command.world}:{command.num_processes}:{self.store.revision}"
             host.services.append(
-                CoordinationServiceStatus(world=command.world, num_processes=command.num_processes, address=address, pid=1)
+                CoordinationServiceStatus(
+                    world=command.world, num_processes=command.num_processes, address=address, pid=1
+                )
             )
             host.touched = True
 
@@ -549,7 +577,9 @@ class Cluster:
         key = make_generation_key(JOB)
         result = self.store.transaction(
             (
-                Compare(make_leader_key(JOB), CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, term.token),
+                Compare(
+                    make_leader_key(JOB), CompareTarget.CREATE_REVISION, CompareOperator.EQUAL, term.token
+                ),
                 Compare(key, CompareTarget.MOD_REVISION, CompareOperator.EQUAL, term.known),
             ),
             (PutOp(key, encode(generation)),),
@@ -679,7 +709,9 @@ class Cluster:
                 assert new.members == old.members, "other members under the same number"
         else:
             assert new.number == old.number + 1
-            assert new.phase in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE), "a new number begins with an agreement to stop"
+            assert new.phase in (GenerationPhase.QUIESCE, GenerationPhase.PAUSE), (
+                "a new number begins with an agreement to stop"
+            )
             assert set(new.members) <= set(old.members), "nobody joins by a quiesce"
         if new.phase is GenerationPhase.FORM:
             self.check_form(old, new)

@@ -3,9 +3,16 @@
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
 
-from resilient_jax.cluster.membership import StateLossPolicy, HostLeft
+from resilient_jax.cluster.membership import HostLeft, StateLossPolicy
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.records import WorldChange, WorkerFailure, WorkerFailureKind, JobOutcomeKind, GenerationPhase, WorkerState
+from resilient_jax.protocol.records import (
+    GenerationPhase,
+    JobOutcomeKind,
+    WorkerFailure,
+    WorkerFailureKind,
+    WorkerState,
+    WorldChange,
+)
 from resilient_jax.protocol.snapshots import SnapshotPhase
 
 

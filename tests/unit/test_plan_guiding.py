@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.sharding.activation_constraints import propagate_batch_dims, constrain_activations
+from resilient_jax.sharding.activation_constraints import constrain_activations, propagate_batch_dims
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
 from tests.support.quick_compiling import quick_compiling as quick_compiling

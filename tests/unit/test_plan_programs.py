@@ -227,7 +227,13 @@ class Results(NamedTuple):
 
 def test_a_result_is_a_state_only_if_it_has_its_shapes():
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
-    profile = rj.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=rj.LogicalAxisRules(names_by_path=CHAIN_RULES))
+    profile = rj.analyze_program(
+        chain,
+        loss_of_chain,
+        rows,
+        name="chain",
+        logical_axis_rules=rj.LogicalAxisRules(names_by_path=CHAIN_RULES),
+    )
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
 
     def step(state, rows):

@@ -7,7 +7,7 @@ from plan_topologies import cluster, small_profile
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.calibration_fit import StepMeasurement, fit_calibration, estimate_step_s
+from resilient_jax.planning.calibration_fit import StepMeasurement, estimate_step_s, fit_calibration
 from resilient_jax.planning.device_layout import NO_LAYER_LIMITS
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.search import search_plan

@@ -9,9 +9,14 @@ from plan_topologies import cluster, small_profile
 
 from resilient_jax.errors import CallerError, ConfigError
 from resilient_jax.planning.calibration import Calibration, load_calibration, save_calibration
-from resilient_jax.planning.collectives import DeviceLink, find_device_links, estimate_send_s, estimate_collective_s
-from resilient_jax.planning.device_cost import estimate_compute_s, count_device_work, list_fsdp_collectives
-from resilient_jax.planning.device_layout import ReplicaAxes, MicrobatchConfig, make_layout
+from resilient_jax.planning.collectives import (
+    DeviceLink,
+    estimate_collective_s,
+    estimate_send_s,
+    find_device_links,
+)
+from resilient_jax.planning.device_cost import count_device_work, estimate_compute_s, list_fsdp_collectives
+from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, make_layout
 from resilient_jax.planning.memory import count_activations, estimate_stage_memory
 from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, TensorRole
 from resilient_jax.planning.state_bytes import count_state_bytes
@@ -27,12 +32,16 @@ def test_a_ring_sends_all_but_a_devices_own_part():
 
 
 def test_an_array_in_pieces_pays_for_each_ones_latency():
-    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4,), [FAST], pieces=5) == pytest.approx(6 + 5 * 3e-6)
+    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4,), [FAST], pieces=5) == pytest.approx(
+        6 + 5 * 3e-6
+    )
 
 
 def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_counts():
     # 8e9 bytes: inside 3/4 of them at 1e9, outside half of 2e9 at 1e8.
-    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(10 + 3e-6 + 1e-5)
+    assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(
+        10 + 3e-6 + 1e-5
+    )
 
 
 @given(st.sampled_from(CollectiveKind), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
@@ -48,7 +57,9 @@ def test_many_devices_pay_the_latency_of_a_tree():
 
 def test_all_to_all_keeps_what_stays_inside():
     # each of 8 devices has 1e9; three quarters leave it, one half the host.
-    assert estimate_collective_s(CollectiveKind.ALL_TO_ALL, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(5, abs=1e-4)
+    assert estimate_collective_s(CollectiveKind.ALL_TO_ALL, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(
+        5, abs=1e-4
+    )
 
 
 def test_one_device_exchanges_nothing():
@@ -57,12 +68,18 @@ def test_one_device_exchanges_nothing():
 
 
 @given(
-    st.sampled_from(CollectiveKind), st.integers(1, 8), st.integers(1, 64), st.floats(0, 1e9), st.floats(1, 10)
+    st.sampled_from(CollectiveKind),
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.floats(0, 1e9),
+    st.floats(1, 10),
 )
 def test_a_faster_link_is_never_slower(kind, inside, outside, message, factor):
     faster = dataclasses.replace(SLOW, bytes_per_s=SLOW.bytes_per_s * factor)
     spread = (inside, outside)
-    assert estimate_collective_s(kind, message, spread, [FAST, faster]) <= estimate_collective_s(kind, message, spread, [FAST, SLOW])
+    assert estimate_collective_s(kind, message, spread, [FAST, faster]) <= estimate_collective_s(
+        kind, message, spread, [FAST, SLOW]
+    )
 
 
 def test_devices_share_the_port_of_their_host():
@@ -85,7 +102,9 @@ def test_where_they_are_waited_for_each_array_of_a_layer_is_gathered_alone(stack
     tensors = tuple(dataclasses.replace(tensor, stacked=stacked) for tensor in PROFILE.tensors)
     profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
     state = count_state_bytes(profile, ReplicaAxes(fsdp=4)).layer
-    arrays = sum(tensor.role is TensorRole.PARAMETER and ModelPart.LAYER in tensor.parts for tensor in tensors)
+    arrays = sum(
+        tensor.role is TensorRole.PARAMETER and ModelPart.LAYER in tensor.parts for tensor in tensors
+    )
     assert arrays > 1
     *gathers, _ = list_fsdp_collectives(profile, ModelPart.LAYER, state)
     assert gathers == [(CollectiveKind.ALL_GATHER, state.gathered, arrays)] * passes
@@ -113,7 +132,9 @@ def test_the_state_of_a_device_is_its_part_of_all():
     assert whole.parameters == PROFILE.parameter_bytes
     assert whole.gradients == PROFILE.parameter_count * PROFILE.gradient_bytes
     assert whole.optimizer == PROFILE.optimizer_bytes
-    cut = count_state_bytes(PROFILE, ReplicaAxes(fsdp=2, tensor=2)).count_stage(3, is_first=True, is_last=True)
+    cut = count_state_bytes(PROFILE, ReplicaAxes(fsdp=2, tensor=2)).count_stage(
+        3, is_first=True, is_last=True
+    )
     assert PROFILE.parameter_bytes / 4 <= cut.parameters <= PROFILE.parameter_bytes / 3
 
 
@@ -142,7 +163,9 @@ def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
 
 
 def test_rematerialisation_keeps_less_and_computes_more():
-    kept, again = (count_activations(PROFILE, ReplicaAxes(), MicrobatchConfig(2, flag)) for flag in (False, True))
+    kept, again = (
+        count_activations(PROFILE, ReplicaAxes(), MicrobatchConfig(2, flag)) for flag in (False, True)
+    )
     assert again.layer < kept.layer
     assert again.extra > kept.extra
 

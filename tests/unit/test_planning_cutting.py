@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis, parse_axis_sizes
 from resilient_jax.planning.errors import PlanError
-from resilient_jax.planning.program_cost import DivisibilityRule, ModelPart, ProgramCost, TensorRole, StateTensor
+from resilient_jax.planning.program_cost import (
+    DivisibilityRule,
+    ModelPart,
+    ProgramCost,
+    StateTensor,
+    TensorRole,
+)
 from resilient_jax.planning.tensor_partition import (
     count_shards,
-    partition_tensor,
-    find_violated_rules,
     find_axis_sizes,
+    find_violated_rules,
+    partition_tensor,
     require_partitionable,
 )
 from resilient_jax.planning.transformer import TransformerShape
@@ -99,18 +105,25 @@ def test_a_size_is_allowed_or_has_a_reason(axis, size):
 
 
 def test_the_reason_names_the_dim_and_its_number():
-    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.TENSOR, 4)] == [("heads", 6)]
-    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.PIPELINE, 7)] == [("layers", 6)]
+    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.TENSOR, 4)] == [
+        ("heads", 6)
+    ]
+    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.PIPELINE, 7)] == [
+        ("layers", 6)
+    ]
 
 
 def test_an_axis_that_a_program_has_no_dim_for_is_forbidden():
     bare = dataclasses.replace(PROFILE, divisors=())
-    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(bare, Axis.SEQUENCE, 2)] == [("tokens", 1)]
+    assert [(d.logical_name, d.dim_size) for d in find_violated_rules(bare, Axis.SEQUENCE, 2)] == [
+        ("tokens", 1)
+    ]
 
 
 def test_an_axis_that_divides_only_dims_that_may_stay_whole_must_divide_one_of_them():
     only = dataclasses.replace(
-        PROFILE, divisors=(DivisibilityRule(axis=Axis.TENSOR, logical_name="vocab", dim_size=10, is_required=False),)
+        PROFILE,
+        divisors=(DivisibilityRule(axis=Axis.TENSOR, logical_name="vocab", dim_size=10, is_required=False),),
     )
     assert find_axis_sizes(only, Axis.TENSOR, 64) == (1, 2, 5, 10)
 

@@ -9,14 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_jax.errors import CallerError
-from resilient_jax.planning.layer_split import StageRun, select_tensor_group, split_layers, split_layers_by_run
+from resilient_jax.planning.layer_split import (
+    StageRun,
+    select_tensor_group,
+    split_layers,
+    split_layers_by_run,
+)
 from resilient_jax.planning.makespan import MachineClass, assign_tasks
 from resilient_jax.planning.memory import count_in_flight
 from resilient_jax.planning.pipeline import estimate_pipeline_s, estimate_rerouted_s, simulate_pipeline_s
 
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 classes = st.lists(
-    st.builds(MachineClass, count=st.integers(1, 4), start_s=st.sampled_from([0.0, 1.0, 2.5, 9.0]), piece_s=times),
+    st.builds(
+        MachineClass, count=st.integers(1, 4), start_s=st.sampled_from([0.0, 1.0, 2.5, 9.0]), piece_s=times
+    ),
     min_size=1,
     max_size=4,
 )
@@ -35,7 +42,9 @@ def test_no_taker_gets_more_than_it_has_room_for_and_no_other_division_is_done_s
     dealt = assign_tasks(pieces, takers)
     assert dealt.makespan_s == pytest.approx(done[pieces - 1] if pieces else 0.0)
     assert sum(count * number for shares in dealt.task_counts for count, number in shares) == pieces
-    assert [sum(count for count, _ in shares) for shares in dealt.task_counts] == [kind.count for kind in takers]
+    assert [sum(count for count, _ in shares) for shares in dealt.task_counts] == [
+        kind.count for kind in takers
+    ]
     for kind, shares in zip(takers, dealt.task_counts, strict=True):
         assert max(number for _, number in shares) <= kind.most
 
@@ -51,12 +60,16 @@ def test_no_other_division_is_done_sooner_and_every_piece_is_dealt(pieces, taker
     dealt = assign_tasks(pieces, takers)
     assert dealt.makespan_s == pytest.approx(finish)
     assert sum(count * number for shares in dealt.task_counts for count, number in shares) == pieces
-    assert [sum(count for count, _ in shares) for shares in dealt.task_counts] == [kind.count for kind in takers]
+    assert [sum(count for count, _ in shares) for shares in dealt.task_counts] == [
+        kind.count for kind in takers
+    ]
 
 
 def test_microbatches_of_recover_31_survivors_of_32():
     """ReCoVer, arXiv 2605.11215: B = 256; eight replicas with 9, 23 with 8, the form without lock step."""
-    assert assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)]).task_counts == (((8, 9), (23, 8)),)
+    assert assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)]).task_counts == (
+        ((8, 9), (23, 8)),
+    )
 
 
 def test_a_hundred_thousand_takers_cost_as_much_as_one():

@@ -10,10 +10,16 @@ from plan_topologies import cluster, small_profile
 from resilient_jax.planning.assignment import solve_assignment
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.errors import NoFeasiblePlan, PlanError
-from resilient_jax.planning.host_state import StateRegion, intersect_regions, find_host_states, count_region_bytes, count_layer_bytes
-from resilient_jax.planning.replanning import ReplanAction, compute_break_even_s, replan, compute_score
+from resilient_jax.planning.host_state import (
+    StateRegion,
+    count_layer_bytes,
+    count_region_bytes,
+    find_host_states,
+    intersect_regions,
+)
+from resilient_jax.planning.replanning import ReplanAction, compute_break_even_s, compute_score, replan
 from resilient_jax.planning.search import search_plan
-from resilient_jax.planning.state_migration import plan_migration, count_missing_bytes
+from resilient_jax.planning.state_migration import count_missing_bytes, plan_migration
 from resilient_jax.topology import UnknownHost
 
 PROFILE = small_profile()

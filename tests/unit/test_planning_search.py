@@ -230,7 +230,9 @@ def test_509_of_512_devices_do_almost_as_much_as_they_can():
 
 def test_a_slow_host_gets_a_quota_in_proportion():
     topology = cluster([1.0, 1.0, 1.0, 0.5], devices=1, network=1e10)
-    plan = search_plan(PROFILE, topology, global_batch=700, axes={Axis.TENSOR: 1, Axis.FSDP: 1, Axis.PIPELINE: 1})
+    plan = search_plan(
+        PROFILE, topology, global_batch=700, axes={Axis.TENSOR: 1, Axis.FSDP: 1, Axis.PIPELINE: 1}
+    )
     fast, slow = plan.quotas[0], plan.quotas[-1]
     assert plan.replicas == 4
     assert slow / fast == pytest.approx(0.5, abs=0.05)
@@ -313,7 +315,9 @@ def test_what_would_do_is_the_least_that_does(layers, speed, share):
     profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
     memory_bytes = tight_bytes(profile, share)
     with pytest.raises(NoFeasiblePlan) as caught:
-        search_plan(profile, cluster([speed], devices=1, memory_bytes=memory_bytes, network=1e6), global_batch=1)
+        search_plan(
+            profile, cluster([speed], devices=1, memory_bytes=memory_bytes, network=1e6), global_batch=1
+        )
     memory, devices = caught.value.min_memory_bytes, caught.value.min_devices
     assert memory is not None
     for enough, does in ((memory, True), (memory - 2, False)):

@@ -109,7 +109,9 @@ def test_attention_in_blocks_counts_the_pairs_that_look_back():
 def test_only_attention_that_keeps_its_scores_keeps_more_than_in_proportion_to_the_sequence():
     def kept(sequence_tokens, attention):
         shape = msgspec.structs.replace(SMALL, sequence_tokens=sequence_tokens)
-        (layer,) = (w for w in analyze_transformer(shape, attention=attention).parts if w.part is ModelPart.LAYER)
+        (layer,) = (
+            w for w in analyze_transformer(shape, attention=attention).parts if w.part is ModelPart.LAYER
+        )
         return layer.residual_bytes.total
 
     assert kept(64, AttentionKind.BLOCKS) == 2 * kept(32, AttentionKind.BLOCKS)
@@ -139,7 +141,10 @@ def test_a_tied_embedding_is_on_the_first_stage_and_on_the_last():
 
 
 def test_half_the_bytes_of_a_number_are_half_the_bytes_of_activations():
-    half, single = analyze_transformer(SMALL, precision=MIXED_PRECISION), analyze_transformer(SMALL, precision=SINGLE_PRECISION)
+    half, single = (
+        analyze_transformer(SMALL, precision=MIXED_PRECISION),
+        analyze_transformer(SMALL, precision=SINGLE_PRECISION),
+    )
     for one, other in zip(half.parts, single.parts, strict=True):
         assert 2 * one.input_bytes == other.input_bytes
         assert 2 * one.residual_bytes.tensor == other.residual_bytes.tensor

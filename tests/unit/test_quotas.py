@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from resilient_jax.errors import CallerError
 from resilient_jax.step.quotas import (
     Roles,
-    distribute_units,
-    deal_by_roles,
-    extend_boundary_step,
-    find_roles,
-    microbatches_of_unit,
     accept_disjoint_claims,
     apportion_units,
     count_units,
+    deal_by_roles,
+    distribute_units,
+    extend_boundary_step,
+    find_roles,
+    microbatches_of_unit,
 )
 
 speeds = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=9)
@@ -23,7 +23,9 @@ speeds = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=9)
 @given(st.integers(1, 300), st.integers(1, 20))
 def test_units_are_the_microbatches_in_order(microbatches: int, unit: int) -> None:
     units = range(count_units(microbatches, unit))
-    assert [i for u in units for i in microbatches_of_unit(u, microbatches, unit)] == list(range(microbatches))
+    assert [i for u in units for i in microbatches_of_unit(u, microbatches, unit)] == list(
+        range(microbatches)
+    )
 
 
 @given(st.integers(0, 200), st.integers(1, 40))

@@ -31,7 +31,9 @@ def follow(function, params, names, places=None):
     places = places or {name: LayerPosition(path=name) for name in params}
     where = assign_parts(operations, {values[name]: places[name] for name in params}, batch)
     parts = [step.part for step in where.positions]
-    found = propagate_sharding(operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_BY_LOGICAL_NAME)
+    found = propagate_sharding(
+        operations, parts, {values[name]: names[name] for name in params}, batch, AXIS_BY_LOGICAL_NAME
+    )
     flops, sent = collections.defaultdict(float), collections.defaultdict(lambda: [0, 0])
     for step in found.operations:
         if step.matmul_flops:

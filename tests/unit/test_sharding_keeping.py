@@ -7,7 +7,7 @@ import pytest
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME
 from resilient_jax.planning.program_cost import ModelPart
 from resilient_jax.program_cost.operations import trace_operations
-from resilient_jax.program_cost.residuals import count_residual_bytes, compute_residuals
+from resilient_jax.program_cost.residuals import compute_residuals, count_residual_bytes
 from resilient_jax.program_cost.sharding_propagation import propagate_sharding
 
 ROWS, WIDTH, HIDDEN = 8, 16, 24
@@ -31,7 +31,11 @@ def kept(loss, params=PARAMS):
     operations = trace_operations(lambda p, others, x: compute_residuals(loss, p, others, x), params, {}, X)
     batch = frozenset(operations.inputs[-1:])
     parts = [ModelPart.LAYER] * len(operations.operations)
-    return sum(count_residual_bytes(operations, propagate_sharding(operations, parts, {}, batch, AXIS_BY_LOGICAL_NAME)).values())
+    return sum(
+        count_residual_bytes(
+            operations, propagate_sharding(operations, parts, {}, batch, AXIS_BY_LOGICAL_NAME)
+        ).values()
+    )
 
 
 def gated(p, others, x):

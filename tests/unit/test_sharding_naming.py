@@ -12,7 +12,13 @@ from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.transformer import TransformerShape
 from resilient_jax.program_cost.abstract_program import make_abstract_program
 from resilient_jax.sharding.layer_stacks import find_layer_positions
-from resilient_jax.sharding.logical_axes import LogicalAxisRules, get_linen_names, name_dims, get_nnx_names, get_max_shards
+from resilient_jax.sharding.logical_axes import (
+    LogicalAxisRules,
+    get_linen_names,
+    get_max_shards,
+    get_nnx_names,
+    name_dims,
+)
 
 SHAPE = TransformerShape(
     layers=2,
@@ -53,7 +59,10 @@ def test_names_are_read_from_boxes_of_linen_that_name_mesh_axes():
     [
         (LogicalAxisRules(), ("embed", "mlp")),
         (LogicalAxisRules(names_by_path=[("*/kernel", ("mlp", None))]), ("mlp", None)),
-        (LogicalAxisRules(names_by_path=[("*/bias", ("mlp",)), ("up/*", (None, "heads")), ("*", ())]), (None, "heads")),
+        (
+            LogicalAxisRules(names_by_path=[("*/bias", ("mlp",)), ("up/*", (None, "heads")), ("*", ())]),
+            (None, "heads"),
+        ),
         (LogicalAxisRules(names_by_path=[("*", ("embed",))]), ("embed", None)),
     ],
     ids=["metadata", "a rule comes before metadata", "the first rule that matches", "dims without a name"],

@@ -23,12 +23,12 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.snapshots import ParityGroup, SnapshotLayout, SnapshotId, SnapshotPhase
+from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotLayout, SnapshotPhase
 from resilient_jax.snapshot import memory_budget
 from resilient_jax.snapshot.commit_votes import CommitVotes
 from resilient_jax.snapshot.manifest import (
-    PartManifest,
     PartContents,
+    PartManifest,
     checksum_blocks,
     decode_manifest,
     encode_manifest,
@@ -37,13 +37,13 @@ from resilient_jax.snapshot.messages import (
     PARITY_PIECE_BYTES,
     CommitOutcome,
     ParityPiece,
-    SlotRetired,
     ServerNotification,
+    SlotRetired,
     SnapshotSettled,
 )
 from resilient_jax.snapshot.slot_choice import choose_slot
 from resilient_jax.snapshot.slot_contents import cut_blocks
-from resilient_jax.snapshot.slot_memory import MEMFD_NAME, SlotHeader, SlotPhase, SlotMemory, SlotLayout
+from resilient_jax.snapshot.slot_memory import MEMFD_NAME, SlotHeader, SlotLayout, SlotMemory, SlotPhase
 from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 from resilient_jax.snapshot.stripes import MIN_BLOCK_BYTES, Grid, cut_grid
 
@@ -177,7 +177,12 @@ def test_a_mark_comes_back_and_every_flipped_bit_of_it_is_found():
     slot = SlotMemory(0, SHAPE.mapped_bytes)
     try:
         mark = SlotHeader(
-            id=make_id(7, 3), phase=SlotPhase.COMPLETE, layout=SHAPE, manifest_bytes=5, manifest_crc=9, wall_s=1.5
+            id=make_id(7, 3),
+            phase=SlotPhase.COMPLETE,
+            layout=SHAPE,
+            manifest_bytes=5,
+            manifest_crc=9,
+            wall_s=1.5,
         )
         slot.write_header(mark)
         assert slot.read_header() == mark

@@ -157,7 +157,9 @@ def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
     with Taking({"w": array}, reach=held) as taking:
         taking.start()
         assert held.reached.wait(DEADLINE_S)
-        assert taking.capture.wait_until_copied(DEADLINE_S), "the arrays are read, even though the part is not complete"
+        assert taking.capture.wait_until_copied(DEADLINE_S), (
+            "the arrays are read, even though the part is not complete"
+        )
         taking.leaves = ()
         after = scale(array)
         assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == where
@@ -350,7 +352,10 @@ def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
     array = np.ones(2 * COPY_STEP_BYTES, np.uint8)
     seen = weakref.ref(array)
     halves = [IndexBox((0,), (COPY_STEP_BYTES,)), IndexBox((COPY_STEP_BYTES,), (2 * COPY_STEP_BYTES,))]
-    tasks = [CopyTask("w", half, 1, half.start[0], (CopySource(whole_box(array.shape), half, array),)) for half in halves]
+    tasks = [
+        CopyTask("w", half, 1, half.start[0], (CopySource(whole_box(array.shape), half, array),))
+        for half in halves
+    ]
     del array
 
     def stop():

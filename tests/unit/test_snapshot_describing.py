@@ -14,7 +14,9 @@ def test_texts_that_no_message_holds_are_refused_with_the_longest():
         CallerError, match=rf"1 arrays, the longest text \['tokenizer'\] {MAX_DESCRIPTION_BYTES + 13} "
     ):
         check_description_size(100, flatten_state(1, state))
-    check_description_size(100, flatten_state(1, {**state, "tokenizer": "x" * (MAX_DESCRIPTION_BYTES - 1000)}))
+    check_description_size(
+        100, flatten_state(1, {**state, "tokenizer": "x" * (MAX_DESCRIPTION_BYTES - 1000)})
+    )
 
 
 def test_names_and_places_that_no_message_holds_are_refused():

@@ -12,11 +12,11 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot import manifest as manifest_module
 from resilient_jax.snapshot.manifest import (
     LeafInfo,
-    PartManifest,
-    PartContents,
     LeafSlice,
-    count_blocks,
+    PartContents,
+    PartManifest,
     checksum_blocks,
+    count_blocks,
     decode_manifest,
     encode_manifest,
     find_corrupt_block,

@@ -63,16 +63,27 @@ def test_what_fits_exactly_is_allowed_and_a_byte_less_is_refused():
     check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB), A)
     with pytest.raises(SnapshotRefused):
         check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB - 1), A)
-    check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB, limit_bytes=9 * GIB, used_bytes=GIB), A)
+    check_memory(
+        needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB, limit_bytes=9 * GIB, used_bytes=GIB), A
+    )
     with pytest.raises(SnapshotRefused):
-        check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB, limit_bytes=9 * GIB, used_bytes=GIB + 1), A)
+        check_memory(
+            needed_total(8 * GIB),
+            FreeMemory(available_bytes=8 * GIB, limit_bytes=9 * GIB, used_bytes=GIB + 1),
+            A,
+        )
     check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=3 * GIB), A, reclaimed_bytes=5 * GIB)
 
 
 def test_the_refusal_has_the_numbers_and_says_what_to_do():
     needed = RequiredMemory(part_bytes=6 * GIB, parity_bytes=2 * GIB, metadata_bytes=2**20)
     with pytest.raises(SnapshotRefused) as refused:
-        check_memory(needed, FreeMemory(available_bytes=64 * GIB, limit_bytes=16 * GIB, used_bytes=4 * GIB), A, reclaimed_bytes=2**30)
+        check_memory(
+            needed,
+            FreeMemory(available_bytes=64 * GIB, limit_bytes=16 * GIB, used_bytes=4 * GIB),
+            A,
+            reclaimed_bytes=2**30,
+        )
     assert str(refused.value) == (
         "host a: snapshots need 16.00 GiB of memory (2 slots with 6.00 GiB of state, 2.00 GiB of parity and 1.0 MiB of "
         "records each), expected at most 13.00 GiB: the machine has 64.00 GiB available, its control group allows "

@@ -15,7 +15,7 @@ from resilient_jax.errors import CallerError, StateError
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT
 from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.index_box import IndexBox, contiguous_runs, whole_box
-from resilient_jax.state.snapshot_interval import compute_optimal_interval_s, compute_interval_steps
+from resilient_jax.state.snapshot_interval import compute_interval_steps, compute_optimal_interval_s
 from resilient_jax.state.state_partition import check_same_structure, partition_state
 
 host_counts = st.sampled_from([1, 2, 4, 8])
@@ -41,7 +41,9 @@ def test_the_pieces_of_all_hosts_cover_every_leaf_exactly_once(data, count):
         for piece in state_cut.slices[host]:
             assert piece.offset == padded(stop)
             stop = piece.offset + size_of(piece, leaves)
-            covered[piece.leaf][IndexBox(piece.start, piece.stop).index_within(whole_box(covered[piece.leaf].shape))] += 1
+            covered[piece.leaf][
+                IndexBox(piece.start, piece.stop).index_within(whole_box(covered[piece.leaf].shape))
+            ] += 1
         assert state_cut.part_bytes[host] == padded(stop)
     assert all((count == 1).all() for count in covered)
 
@@ -132,7 +134,9 @@ def test_the_cut_follows_from_shardings_alone():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     cuts = [
-        partition_state(flatten_state(1, {"w": put(values((16, 3), "float32", seed), sharding)}).leaves, host_of, hosts)
+        partition_state(
+            flatten_state(1, {"w": put(values((16, 3), "float32", seed), sharding)}).leaves, host_of, hosts
+        )
         for seed in (1, 2)
     ]
     assert cuts[0] == cuts[1]
@@ -140,7 +144,9 @@ def test_the_cut_follows_from_shardings_alone():
 
 def test_random_keys_are_raw_data_with_the_name_of_their_implementation():
     hosts, host_of = hosts_of_eight(2)
-    state_cut = partition_state(flatten_state(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts)
+    state_cut = partition_state(
+        flatten_state(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts
+    )
     (info,) = state_cut.leaves
     assert (info.dtype, info.shape, info.key_impl) == ("uint32", (4,), "rbg")
 

@@ -84,7 +84,9 @@ def test_what_could_not_be_had_is_said():
 def test_groups_follow_from_the_arguments_alone():
     rack_of = {host: f"rack{index % 3}" for index, host in enumerate(hosts(11))}
     shuffled = dict(reversed(rack_of.items()))
-    assert form_parity_groups(hosts(11), 2, domain_of=rack_of) == form_parity_groups(hosts(11), 2, domain_of=shuffled)
+    assert form_parity_groups(hosts(11), 2, domain_of=rack_of) == form_parity_groups(
+        hosts(11), 2, domain_of=shuffled
+    )
 
 
 def test_a_group_keeps_the_order_of_the_hosts():

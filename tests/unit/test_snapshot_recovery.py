@@ -96,7 +96,10 @@ def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_lo
 
 
 def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():
-    one, other = ParityGroup(hosts=tuple(hosts(3)), parity=1), ParityGroup(hosts=tuple(reversed(hosts(3))), parity=1)
+    one, other = (
+        ParityGroup(hosts=tuple(hosts(3)), parity=1),
+        ParityGroup(hosts=tuple(reversed(hosts(3))), parity=1),
+    )
     held = {
         host: [status(snapshot(1), [one if host != "h2" else other])] for host in hosts(3) if host != "h0"
     }
@@ -110,7 +113,10 @@ def test_a_host_that_is_in_no_group_counts_for_nothing():
 
 
 def test_the_words_say_what_is_lost_what_survives_and_from_which_step():
-    groups = [ParityGroup(hosts=tuple(hosts(3)), parity=1), ParityGroup(hosts=(HostName("x"), HostName("y")), parity=1)]
+    groups = [
+        ParityGroup(hosts=tuple(hosts(3)), parity=1),
+        ParityGroup(hosts=(HostName("x"), HostName("y")), parity=1),
+    ]
     older = [ParityGroup(hosts=(HostName("x"), HostName("y"), HostName("z")), parity=0)]
     held = {
         HostName("h0"): [status(snapshot(12, 3), groups)],

@@ -5,7 +5,7 @@ import socket
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.snapshot.fd_connection import FdConnection
-from resilient_jax.snapshot.messages import SERVER_TO_AGENT_DECODER, EventOccurred, CompleteSnapshots
+from resilient_jax.snapshot.messages import SERVER_TO_AGENT_DECODER, CompleteSnapshots, EventOccurred
 from resilient_jax.snapshot.notifier import Notifier
 
 

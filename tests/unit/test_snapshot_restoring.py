@@ -29,7 +29,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.stripes import MAX_BLOCK_BYTES
 from resilient_jax.state import gather, restore
-from resilient_jax.state.flat_state import make_abstract_state, flatten_state, copy_to_host
+from resilient_jax.state.flat_state import copy_to_host, flatten_state, make_abstract_state
 from resilient_jax.state.flat_state import restore_state as restore_held
 from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.index_box import whole_box

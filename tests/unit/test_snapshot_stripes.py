@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resilient_jax.snapshot.stripes import (
-    MIN_BLOCKS_PER_CHUNK,
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
+    MIN_BLOCKS_PER_CHUNK,
     cut_grid,
     data_members,
     parity_members,

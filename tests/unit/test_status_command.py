@@ -11,7 +11,7 @@ from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.errors import ExitCode
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, WorldId
-from resilient_jax.protocol.records import HostStatus, CoordinationServiceStatus, WorkerStatus
+from resilient_jax.protocol.records import CoordinationServiceStatus, HostStatus, WorkerStatus
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPhase, SnapshotStatus
 
 HOST = HostName("ip-10-0-0-17.compute.internal")

@@ -12,14 +12,14 @@ from resilient_jax.ids import LeaseId, Revision
 from resilient_jax.store.interface import (
     NO_LEASE,
     Compare,
+    CompareOperator,
+    CompareTarget,
     DeleteEvent,
     DeleteOp,
-    CompareOperator,
     PutEvent,
     PutOp,
     RangeOp,
     RangeResponse,
-    CompareTarget,
 )
 from resilient_jax.store.state_machine import StoreStateMachine
 
@@ -277,7 +277,8 @@ def test_a_lease_ends_exactly_at_its_deadline():
 
 
 @pytest.mark.parametrize(
-    ("target", "value"), [(CompareTarget.VALUE, 1), (CompareTarget.VERSION, b"1"), (CompareTarget.MOD_REVISION, b"")]
+    ("target", "value"),
+    [(CompareTarget.VALUE, 1), (CompareTarget.VERSION, b"1"), (CompareTarget.MOD_REVISION, b"")],
 )
 def test_a_compare_with_the_wrong_type_is_refused(target, value):
     with pytest.raises(ValueError, match=f"a comparison of {target}"):

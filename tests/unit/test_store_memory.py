@@ -7,7 +7,7 @@ import pytest
 
 from resilient_jax.clock import ManualClock
 from resilient_jax.errors import CompactedRevision, LeaseExpired, PeerUnreachable
-from resilient_jax.store.memory import SUSPENSION_THRESHOLD_S, EXPIRY_CHECK_INTERVAL_S, MemoryStore
+from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, SUSPENSION_THRESHOLD_S, MemoryStore
 
 
 async def pass_time(clock, store, seconds):

@@ -10,7 +10,7 @@ import pytest
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.step.assignment import ReplicaShape
 from resilient_jax.trainer.checkpoints import Checkpoints
-from resilient_jax.trainer.host_checks import agree_on_checkpoint, check_microbatch_size, check_batch_size
+from resilient_jax.trainer.host_checks import agree_on_checkpoint, check_batch_size, check_microbatch_size
 
 
 @dataclasses.dataclass

@@ -117,7 +117,9 @@ def test_an_evaluation_reads_the_same_each_time_and_may_have_its_own_loss():
         return 0 * squared(params, batch) + batch["x"][0, 0], {"count": len(batch["x"])}
 
     make_trainer(
-        evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1, microbatch_size=2, num_microbatches=3, loss_fn=label),
+        evaluation=rj.Evaluation(
+            data=EXAMPLES, interval_steps=1, microbatch_size=2, num_microbatches=3, loss_fn=label
+        ),
         callbacks=[lambda report: values.append(dict(report.metrics)) if report.is_evaluation else None],
     ).fit(3)
     expected = {"eval_loss": pytest.approx(float(ROWS[[0, 2, 4], 0].mean())), "eval_count": 2}
@@ -329,7 +331,8 @@ def test_impossible_checkpoints_are_refused(tmp_path):
 def test_early_stopping_by_a_metric_that_is_not_there_names_those_that_are():
     with pytest.raises(CallerError, match="found the metrics eval_loss, expected 'eval_accuracy'"):
         make_trainer(
-            evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1), early_stop=rj.EarlyStopping(metric="eval_accuracy")
+            evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1),
+            early_stop=rj.EarlyStopping(metric="eval_accuracy"),
         ).fit(2)
 
 

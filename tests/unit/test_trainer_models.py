@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from resilient_jax.errors import CallerError
-from resilient_jax.trainer.model_adapters import LinenAdapter, NnxAdapter, FunctionAdapter, adapt_model
+from resilient_jax.trainer.model_adapters import FunctionAdapter, LinenAdapter, NnxAdapter, adapt_model
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 

@@ -16,7 +16,13 @@ from resilient_jax.sharding.placements import ReplicatedPlacement
 from resilient_jax.trainer.loss_function import adapt_loss
 from resilient_jax.trainer.model_adapters import adapt_model
 from resilient_jax.trainer.numerics import Numerics
-from resilient_jax.trainer.step_programs import StepPrograms, Recipe, make_microbatch_id, check_optimizer, make_zeros
+from resilient_jax.trainer.step_programs import (
+    Recipe,
+    StepPrograms,
+    check_optimizer,
+    make_microbatch_id,
+    make_zeros,
+)
 
 MICROBATCHES, ROWS = 4, 6
 BATCHES = [
@@ -55,7 +61,9 @@ def run_step(programs, state, batches=BATCHES, step=0):
     for index, batch in enumerate(batches):
         placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
         where = make_microbatch_id(step, index)
-        total = programs.accumulate(total, state.variables, placed, where, laid=ReplicatedPlacement(mesh.abstract_mesh))
+        total = programs.accumulate(
+            total, state.variables, placed, where, laid=ReplicatedPlacement(mesh.abstract_mesh)
+        )
     measures, metrics = programs.measure(total)
     where = ReplicatedPlacement(mesh.abstract_mesh)
     # A copy: the programs that are tested are given the state again.

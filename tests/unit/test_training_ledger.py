@@ -29,14 +29,22 @@ def make_state() -> dict[str, np.ndarray]:
 
 def test_any_bit_of_any_number_counts() -> None:
     state = make_state()
-    expected = compute_additive_digest(flatten_state(1, state), is_first=True), compute_sha256(flatten_state(1, state))
+    expected = (
+        compute_additive_digest(flatten_state(1, state), is_first=True),
+        compute_sha256(flatten_state(1, state)),
+    )
     seen = {expected}
     for name, value in state.items():
         for place in range(0, value.nbytes, 7):
             changed = bytearray(value.tobytes())
             changed[place] ^= 1
             other = {**state, name: np.frombuffer(bytes(changed), value.dtype).reshape(value.shape)}
-            seen.add((compute_additive_digest(flatten_state(1, other), is_first=True), compute_sha256(flatten_state(1, other))))
+            seen.add(
+                (
+                    compute_additive_digest(flatten_state(1, other), is_first=True),
+                    compute_sha256(flatten_state(1, other)),
+                )
+            )
     total = sum(1 + (value.nbytes - 1) // 7 for value in state.values() if value.nbytes)
     assert len(seen) == total + 1
     assert len({sums for sums, _ in seen}) == total + 1, "the sums alone tell, too"
@@ -44,10 +52,12 @@ def test_any_bit_of_any_number_counts() -> None:
 
 def test_numbers_that_change_places_count() -> None:
     one, other = np.array([1.0, 2.0], np.float32), np.array([2.0, 1.0], np.float32)
-    assert compute_additive_digest(flatten_state(1, {"a": one}), is_first=True) != compute_additive_digest(flatten_state(1, {"a": other}), is_first=True)
-    assert compute_additive_digest(flatten_state(1, {"a": one, "b": other}), is_first=True) != compute_additive_digest(
-        flatten_state(1, {"a": other, "b": one}), is_first=True
+    assert compute_additive_digest(flatten_state(1, {"a": one}), is_first=True) != compute_additive_digest(
+        flatten_state(1, {"a": other}), is_first=True
     )
+    assert compute_additive_digest(
+        flatten_state(1, {"a": one, "b": other}), is_first=True
+    ) != compute_additive_digest(flatten_state(1, {"a": other, "b": one}), is_first=True)
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P()])
@@ -79,4 +89,8 @@ def test_a_ledger_reads_back_and_a_torn_line_is_left_out(tmp_path) -> None:
     assert isinstance(begun, MicrobatchEntry)
     assert begun.index == 3
     assert isinstance(committed, StepEntry)
-    assert (committed.step, committed.state_sha256, committed.owners) == (0, compute_sha256(state), {"train": ("host-0",)})
+    assert (committed.step, committed.state_sha256, committed.owners) == (
+        0,
+        compute_sha256(state),
+        {"train": ("host-0",)},
+    )

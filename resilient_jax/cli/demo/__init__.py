@@ -10,7 +10,12 @@ import typer
 from rich.console import Console
 
 from resilient_jax.cli.checkout import find_in_checkout
-from resilient_jax.cli.demo.results import TrainingResult, parse_result, tabulate_recoveries, train_without_faults
+from resilient_jax.cli.demo.results import (
+    TrainingResult,
+    parse_result,
+    tabulate_recoveries,
+    train_without_faults,
+)
 from resilient_jax.cli.demo.scenarios import HOSTS, Recovery, Scenario
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError

@@ -71,7 +71,9 @@ def tabulate_recoveries(incidents: Sequence[Recovery], devices: int) -> Table:
             str(stall.detected_by),
             *(f"{1000 * seconds:.0f}" for seconds in phases),
             stall.change,
-            f"{incident.snapshot_bytes / 2**20:.1f}, {incident.decoded_bytes / 2**20:.1f}" if has_restored else "-",
+            f"{incident.snapshot_bytes / 2**20:.1f}, {incident.decoded_bytes / 2**20:.1f}"
+            if has_restored
+            else "-",
             f"{1000 * incident.restore_s:.0f}" if has_restored else "-",
             str(incident.steps_lost),
             f"{stall.num_hosts * devices} of {HOSTS * devices}",

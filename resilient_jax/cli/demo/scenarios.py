@@ -7,13 +7,13 @@ from typing import Final
 
 from rich.console import Console
 
-from resilient_jax.cluster.job_report import JobReport, JobComponent
+from resilient_jax.cluster.job_report import JobComponent, JobReport
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.records import Generation, HostStatus, Member, GenerationPhase
+from resilient_jax.protocol.records import Generation, GenerationPhase, HostStatus, Member
 from resilient_jax.protocol.snapshots import SnapshotPhase
 from resilient_jax.telemetry.stall import Stall, measure_stall
 
@@ -57,9 +57,13 @@ class Scenario:
         self._wait_all_train(f"{HOSTS} hosts import JAX, compile and begin to train")
         self._break("one worker, SIGKILL inside a collective", self._kill_worker_in_collective)
         self._wait_all_train("the worker comes back and asks to join")
-        self._break("the leader's agent with everything on its host", lambda: self._kill(JobComponent.HOST, "leader"))
+        self._break(
+            "the leader's agent with everything on its host", lambda: self._kill(JobComponent.HOST, "leader")
+        )
         self._wait_all_train("the host comes back")
-        self._break("the coordination service", lambda: self._kill(JobComponent.COORDINATION_SERVICE, "leader"))
+        self._break(
+            "the coordination service", lambda: self._kill(JobComponent.COORDINATION_SERVICE, "leader")
+        )
 
     def run_sharded_state(self) -> None:
         """No host has the whole state: two hosts die at once, and a worker while it is being copied."""
@@ -93,7 +97,9 @@ class Scenario:
         for host in [member.host for member in _members(self._report())]:
             self._job.wait_event(
                 "programs compiled ahead",
-                lambda event, host=host: event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == host,
+                lambda event, host=host: (
+                    event.kind is EventKind.PROGRAM_COMPILED_AHEAD and event.host == host
+                ),
                 RECOVERY_TIMEOUT_S,
             )
 
@@ -152,7 +158,11 @@ class Scenario:
         stall = self._wait_stall(what, fault_s)
         incident = _describe(what, stall, before, self._job.read_events())
         self.recoveries.append(incident)
-        decoded = f", {incident.decoded_bytes / 2**20:.1f} MiB decoded from parity" if incident.decoded_bytes else ""
+        decoded = (
+            f", {incident.decoded_bytes / 2**20:.1f} MiB decoded from parity"
+            if incident.decoded_bytes
+            else ""
+        )
         self._console.print(
             f"  noticed by {stall.detected_by} after {1000 * stall.detection_s:.0f} ms; {stall.num_hosts} hosts train on "
             f"({stall.change}) from step {stall.step} after {stall.total_s:.2f} s{decoded}"
@@ -185,7 +195,11 @@ class Scenario:
         """All hosts, and if they take snapshots with a committed one."""
         self._show_progress(report)
         generation = report.generation
-        if generation is None or generation.phase is not GenerationPhase.ACTIVE or len(generation.members) < HOSTS:
+        if (
+            generation is None
+            or generation.phase is not GenerationPhase.ACTIVE
+            or len(generation.members) < HOSTS
+        ):
             return False
         return all(
             host.worker is not None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient_jax.erasure import kernels
-from resilient_jax.erasure.errors import KernelUnavailable, KernelSelfTestFailed
+from resilient_jax.erasure.errors import KernelSelfTestFailed, KernelUnavailable
 from resilient_jax.erasure.kernel import Kernel, KernelName
 from resilient_jax.erasure.self_test import SelfTest, run_self_test
 

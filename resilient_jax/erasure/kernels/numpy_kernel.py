@@ -51,7 +51,9 @@ class NumpyKernel(Kernel):
                     _multiply_row(row, parts, destination[block], mask[:size])
 
 
-def _multiply_row(row: bytes, sources: list[ByteArray], result: ByteArray, mask: npt.NDArray[np.int8]) -> None:
+def _multiply_row(
+    row: bytes, sources: list[ByteArray], result: ByteArray, mask: npt.NDArray[np.int8]
+) -> None:
     """result = sum_j row[j] * sources[j]; the mask is scratch. All uint8[size] or int8[size]."""
     result[:] = 0
     for bit in reversed(range(max(row).bit_length())):

@@ -12,10 +12,10 @@ from benchmarks.erasure.figures import (
     BARE_ISAL,
     MEMORY_COPY,
     ErasureFigures,
-    Speeds,
+    ErasureRequest,
     ErasureTask,
     ErasureTimings,
-    ErasureRequest,
+    Speeds,
     make_erasure_figures,
 )
 from benchmarks.report import describe_machine, open_console, print_json_line
@@ -127,7 +127,10 @@ def _speed_table(k: int, m: str, speeds: Speeds, versions: dict[str, str]) -> Ta
         for task in (ErasureTask.ENCODE, ErasureTask.DECODE):
             speed = found.get(ErasureTask.COPY if who == MEMORY_COPY and task is ErasureTask.ENCODE else task)
             cells += [f"{speed.gbps:.4g}", f"{speed.low:.3g} to {speed.high:.3g}"] if speed else ["", ""]
-        cells += [f"{found[task].gbps:.4g}" if task in found else "" for task in (ErasureTask.SCAN, ErasureTask.UPDATE)]
+        cells += [
+            f"{found[task].gbps:.4g}" if task in found else ""
+            for task in (ErasureTask.SCAN, ErasureTask.UPDATE)
+        ]
         table.add_row(who, *cells, versions.get(who, ""))
     return table
 

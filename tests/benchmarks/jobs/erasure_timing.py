@@ -22,11 +22,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.erasure.figures import BARE_ISAL, MEMORY_COPY, REFERENCE, ZFEC, ErasureTask, ErasureTiming, ErasureTimings, ErasureRequest
+from benchmarks.erasure.figures import (
+    BARE_ISAL,
+    MEMORY_COPY,
+    REFERENCE,
+    ZFEC,
+    ErasureRequest,
+    ErasureTask,
+    ErasureTiming,
+    ErasureTimings,
+)
 from resilient_jax.erasure import (
     Kernel,
-    KernelUnavailable,
     KernelName,
+    KernelUnavailable,
     ReedSolomon,
     decode,
     encode,
@@ -162,7 +171,9 @@ def calls_of(stripe: Stripe, kernels: Mapping[KernelName, Kernel], zfec: Any) ->
     yield from reference_calls(stripe)
     source = memoryview(bytearray(b"".join(stripe.data)))
     target = memoryview(bytearray(stripe.data_bytes))
-    yield Call(MEMORY_COPY, ErasureTask.COPY, stripe.data_bytes, lambda: target.__setitem__(slice(None), source))
+    yield Call(
+        MEMORY_COPY, ErasureTask.COPY, stripe.data_bytes, lambda: target.__setitem__(slice(None), source)
+    )
 
 
 def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
@@ -179,7 +190,10 @@ def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
     yield Call(name, ErasureTask.SCAN, stripe.data_bytes, do_scan)
     # Old and new alike, so that the parity stays right.
     yield Call(
-        name, ErasureTask.UPDATE, stripe.length, lambda: update_parity(code, kernel, 0, data[0], data[0], parity)
+        name,
+        ErasureTask.UPDATE,
+        stripe.length,
+        lambda: update_parity(code, kernel, 0, data[0], data[0], parity),
     )
 
 
@@ -239,7 +253,10 @@ def reference_calls(stripe: Stripe) -> Iterator[Call]:
     size = stripe.code.k * columns
     yield Call(REFERENCE, ErasureTask.ENCODE, size, lambda: [codec.encode(word) for word in words])
     yield Call(
-        REFERENCE, ErasureTask.DECODE, size, lambda: [codec.decode(word, erase_pos=erased) for word in damaged]
+        REFERENCE,
+        ErasureTask.DECODE,
+        size,
+        lambda: [codec.decode(word, erase_pos=erased) for word in damaged],
     )
 
 

@@ -24,7 +24,7 @@ from benchmarks.plan.estimate_errors import MemoryCase, PlanMeasurements, TimedM
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.branch_and_bound import PlanConstraints
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.calibration_fit import StepMeasurement, fit_calibration, estimate_step_s
+from resilient_jax.planning.calibration_fit import StepMeasurement, estimate_step_s, fit_calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.tensor_partition import find_violated_rules
@@ -98,7 +98,9 @@ def list_plans(profile: rj.ProgramCost, global_batch: int) -> list[rj.Plan]:
             topology,
             global_batch=global_batch,
             calibration=START,
-            constraints=PlanConstraints(axes, MicrobatchConfig(global_batch // (axes[Axis.REPLICA] * axes[Axis.FSDP]))),
+            constraints=PlanConstraints(
+                axes, MicrobatchConfig(global_batch // (axes[Axis.REPLICA] * axes[Axis.FSDP]))
+            ),
         )[0]
         for axes in list_axes(profile, global_batch)
     ]
@@ -152,7 +154,9 @@ def measure(rounds: int) -> PlanMeasurements:
     """Measures all."""
     memory: list[MemoryCase] = [compare(case) for case in GRID]
     timed = time_model(CALIBRATED_ON, rounds)
-    fit = fit_calibration([StepMeasurement(plan=plan, step_s=statistics.median(s)) for plan, s, _ in timed], START)
+    fit = fit_calibration(
+        [StepMeasurement(plan=plan, step_s=statistics.median(s)) for plan, s, _ in timed], START
+    )
     return PlanMeasurements(
         memory=memory,
         models=[compare_model(model, rounds, fit.calibration) for model in MODELS],

@@ -255,7 +255,9 @@ def held_bytes(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def job_of(count: int, parity: int, leaves: Sequence[FlatLeaf], threads: Sequence[int] = (1,)) -> Iterator[Job]:
+def job_of(
+    count: int, parity: int, leaves: Sequence[FlatLeaf], threads: Sequence[int] = (1,)
+) -> Iterator[Job]:
     """Hosts in one group, with captures of so many threads each."""
     with running(count) as hosts, contextlib.ExitStack() as owned:
         names = [host.name for host in hosts]
@@ -271,7 +273,10 @@ def job_of(count: int, parity: int, leaves: Sequence[FlatLeaf], threads: Sequenc
                 dropped.append(str(detail))
 
         captures = {
-            each: [SnapshotCapture(line, name, note, num_threads=each) for line, name in zip(lines, names, strict=True)]
+            each: [
+                SnapshotCapture(line, name, note, num_threads=each)
+                for line, name in zip(lines, names, strict=True)
+            ]
             for each in threads
         }
         for some in captures.values():

@@ -48,7 +48,9 @@ def restore(share: Share, server: LocalServerClient, box: IndexBox) -> list[jax.
     )
     with contextlib.closing(reader):
         slabs = SlabAllocator()
-        targets = [GatherTarget(number, box, slabs.allocate(box.shape, DTYPE)) for number in range(share.leaves)]
+        targets = [
+            GatherTarget(number, box, slabs.allocate(box.shape, DTYPE)) for number in range(share.leaves)
+        ]
         BoxGatherer(reader, reader.read_manifests()).gather(targets)
         return jax.block_until_ready(jax.device_put([target.data for target in targets], jax.devices()[0]))
 

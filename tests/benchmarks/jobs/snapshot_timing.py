@@ -31,10 +31,10 @@ from benchmarks.snapshot.figures import (
     PEER,
     TMPFS,
     GroupMemory,
+    SnapshotRequest,
     SnapshotTask,
     SnapshotTiming,
     SnapshotTimings,
-    SnapshotRequest,
     group_name,
     memory_formula,
     threads_name,
@@ -147,7 +147,9 @@ class Bench:
         for host in lost:
             host.kill()
         for counts in self._rounds():
-            self._add(counts, SnapshotTask.RESTORE, ALONE, job.restore(state, DEVICES - 1, local=True, lost=lost))
+            self._add(
+                counts, SnapshotTask.RESTORE, ALONE, job.restore(state, DEVICES - 1, local=True, lost=lost)
+            )
         with saved(state, self._wanted.tmpfs) as checkpoint, job.survivors(state, lost) as survivors:
             for counts in self._rounds():
                 self._add(counts, SnapshotTask.RESTORE, PARITY, survivors.restore())
@@ -169,7 +171,9 @@ class Bench:
         """Of what was just written, so out of the kernel's cache: the best case."""
         with saved(self._state, self._wanted.disk) as checkpoint:
             for counts in self._rounds():
-                self._add(counts, SnapshotTask.ORBAX_RESTORE, DISK, time_orbax_restore(self._state, checkpoint))
+                self._add(
+                    counts, SnapshotTask.ORBAX_RESTORE, DISK, time_orbax_restore(self._state, checkpoint)
+                )
 
 
 def time_copies(state: State, targets: dict[str, np.ndarray], threads: int) -> float:

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from benchmarks.plan.estimate_errors import PlanMeasurements, ProgramFigures, make_program_figures
 from benchmarks.plan.figures import (
-    SEARCH_CASES,
     PUBLISHED_RUNS,
+    SEARCH_CASES,
     PlanFigures,
     SearchCase,
     describe_case,

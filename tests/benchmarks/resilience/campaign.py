@@ -19,12 +19,18 @@ from benchmarks.resilience.figures import (
     make_run_figures,
     with_longer_stalls,
 )
-from benchmarks.resilience.runs import BenchmarkJob, FinishedRun, make_host_names, run_resilient, run_restarting
+from benchmarks.resilience.runs import (
+    BenchmarkJob,
+    FinishedRun,
+    make_host_names,
+    run_resilient,
+    run_restarting,
+)
 from benchmarks.resilience.schedule import (
     QUIET_STEPS,
     WARM_STEPS,
-    ScheduledKill,
     RunSize,
+    ScheduledKill,
     draw_faults,
     size_run,
 )
@@ -77,7 +83,9 @@ class CampaignScale:
 
 
 QUICK: Final = CampaignScale(failure_every=(100, 50, 20), max_steps=30, max_failures=2)
-FULL: Final = CampaignScale(failure_every=(500, 200, 100, 50, 20, 10, 5), max_steps=200, max_failures=8, pairs=10)
+FULL: Final = CampaignScale(
+    failure_every=(500, 200, 100, 50, 20, 10, 5), max_steps=200, max_failures=8, pairs=10
+)
 TINY: Final = CampaignScale(
     failure_every=(8,),
     max_steps=8,

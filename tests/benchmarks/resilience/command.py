@@ -103,10 +103,14 @@ def resilience(
     console = open_console(json_only)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
-        campaign = ResilienceCampaign(scale=scale, work=Path(folder), console=console, repeats=repeats, seed=seed)
+        campaign = ResilienceCampaign(
+            scale=scale, work=Path(folder), console=console, repeats=repeats, seed=seed
+        )
         campaign.run()
         if plot is not None:
-            run_plot_script(drawing, make_resilience_plot(campaign.runs, campaign.timelines), Path(folder), plot)
+            run_plot_script(
+                drawing, make_resilience_plot(campaign.runs, campaign.timelines), Path(folder), plot
+            )
             console.print(f"  {plot} and {plot.with_suffix('.svg').name}")
     figures = make_resilience_figures(
         campaign.runs,

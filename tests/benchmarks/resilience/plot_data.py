@@ -52,7 +52,9 @@ class ResiliencePlot(msgspec.Struct, frozen=True, kw_only=True):
     rates: list[ThroughputCurve]
 
 
-def make_resilience_plot(runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int], Timeline]) -> ResiliencePlot:
+def make_resilience_plot(
+    runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int], Timeline]
+) -> ResiliencePlot:
     """Of all runs."""
     rates = rates_of(runs) or sorted({run.failure_every for run in runs}, reverse=True)
     drawn = DRAWN_EVERY if DRAWN_EVERY in rates else rates[-1]
@@ -62,7 +64,9 @@ def make_resilience_plot(runs: Sequence[RunFigures], timelines: Mapping[tuple[st
     }
     return ResiliencePlot(
         failure_every=drawn,
-        lines=[make_commit_curve(system, line) for (system, rate), line in timelines.items() if rate == drawn],
+        lines=[
+            make_commit_curve(system, line) for (system, rate), line in timelines.items() if rate == drawn
+        ],
         rates=[
             ThroughputCurve(
                 system=system,

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
-from benchmarks.resilience.timeline import RunRecord, InjectedKill, Timeline, read_timeline
+from benchmarks.resilience.timeline import InjectedKill, RunRecord, Timeline, read_timeline
 from benchmarks.runs import ERROR_CHARACTERS, script_environment
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import make_host_names
@@ -115,7 +115,9 @@ def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> 
     ) as job:
         while job.process.poll() is None:
             if time.monotonic() > end_s:
-                raise InternalError(f"{work}: the job did not end within {file.timeout_s:g} s:\n{job.read_tail()}")
+                raise InternalError(
+                    f"{work}: the job did not end within {file.timeout_s:g} s:\n{job.read_tail()}"
+                )
             memory.look(job.find_processes)
             time.sleep(POLL_INTERVAL_S)
         if job.process.returncode:
@@ -142,7 +144,9 @@ def run_restarting(
     """
     _write_job(work, file)
     memory = _Memory(len(file.hosts))
-    end_s = time.monotonic() + file.timeout_s + (DEFAULTS_TIMEOUT_S * len(file.faults) if waits_for_all else 0)
+    end_s = (
+        time.monotonic() + file.timeout_s + (DEFAULTS_TIMEOUT_S * len(file.faults) if waits_for_all else 0)
+    )
     began_s: dict[int, float] = {}
     unplanned = 0
     for attempt in range(1, 10_000):

@@ -119,7 +119,11 @@ class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_timeline(
-    rows: Sequence[RunRecord], struck: Sequence[InjectedKill], began_s: Mapping[int, float], steps: int, warm: int
+    rows: Sequence[RunRecord],
+    struck: Sequence[InjectedKill],
+    began_s: Mapping[int, float],
+    steps: int,
+    warm: int,
 ) -> Timeline:
     """Puts together what the processes wrote.
 

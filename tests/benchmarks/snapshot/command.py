@@ -13,8 +13,8 @@ from benchmarks.runs import RUN_TIMEOUT_S, run_alone
 from benchmarks.snapshot.figures import (
     MB,
     SnapshotFigures,
-    SnapshotTimings,
     SnapshotRequest,
+    SnapshotTimings,
     make_snapshot_figures,
     threads_name,
 )
@@ -103,7 +103,9 @@ def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -
         tempfile.TemporaryDirectory(prefix=prefix, dir=disk) as folder,
         tempfile.TemporaryDirectory(prefix=prefix, dir=TMPFS_ROOT) as tmpfs,
     ):
-        wanted = SnapshotRequest(state_bytes=state_bytes, rounds=rounds, limit_s=limit_s, disk=folder, tmpfs=tmpfs)
+        wanted = SnapshotRequest(
+            state_bytes=state_bytes, rounds=rounds, limit_s=limit_s, disk=folder, tmpfs=tmpfs
+        )
         asked, times = Path(folder) / "wanted.json", Path(folder) / "times.json"
         asked.write_bytes(msgspec.json.encode(wanted))
         # What has begun in time may go on for as long as any other run of a benchmark.

@@ -201,7 +201,11 @@ def make_snapshot_figures(rounds: int, found: Sequence[SnapshotTimings], machine
             timed.variant: ratio
             for timed in main.timed
             if timed.task is SnapshotTask.CAPTURE
-            and (ratio := _ratio(main, (SnapshotTask.COPY, timed.variant), (SnapshotTask.CAPTURE, timed.variant)))
+            and (
+                ratio := _ratio(
+                    main, (SnapshotTask.COPY, timed.variant), (SnapshotTask.CAPTURE, timed.variant)
+                )
+            )
         },
         blocking_ms_per_gb=figure("blocking_ms_per_gb", SnapshotTask.BLOCKING, one, 1000 / gb),
         commit_s={
@@ -234,7 +238,9 @@ def _times(times: SnapshotTimings, task: SnapshotTask, variant: str) -> list[flo
     return next((t.times_s for t in times.timed if (t.task, t.variant) == (task, variant)), None)
 
 
-def _ratio(times: SnapshotTimings, over: tuple[SnapshotTask, str], under: tuple[SnapshotTask, str]) -> float | None:
+def _ratio(
+    times: SnapshotTimings, over: tuple[SnapshotTask, str], under: tuple[SnapshotTask, str]
+) -> float | None:
     """The time of one thing over that of another in the same round, the median."""
     upper, lower = _times(times, *over), _times(times, *under)
     if upper is None or lower is None:

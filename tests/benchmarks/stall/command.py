@@ -154,7 +154,9 @@ class _Campaign:
         for event in job.read_events():
             if event.kind == "agent.started" and HostName(event.host) in born:
                 self.agent_start_s.append(event.wall_s - born[HostName(event.host)])
-        starts = [e for e in job.read_events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"]
+        starts = [
+            e for e in job.read_events() if e.kind == "generation.phase" and e.detail.get("phase") == "form"
+        ]
         for form in starts[1:]:
             if "asked to join" in str(form.detail.get("reason")):
                 after = read_stall_from_boundary(job, form.generation or 0)

@@ -13,8 +13,8 @@ from benchmarks.plotting import check_can_plot, run_plot_script
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import COMPILING_STEPS, HOSTS
 from benchmarks.step.figures import (
-    StepFigures,
     ReductionCost,
+    StepFigures,
     fast_cost,
     max_units_per_host,
     overhead,

@@ -83,7 +83,9 @@ def overhead(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
     return round(statistics.median(ours_s) / statistics.median(theirs_s) - 1, 4)
 
 
-def count_work(computed: Mapping[int, Sequence[MicrobatchId]], kill: WorkerKill, microbatches: int) -> RedoneWork:
+def count_work(
+    computed: Mapping[int, Sequence[MicrobatchId]], kill: WorkerKill, microbatches: int
+) -> RedoneWork:
     """What one kill cost.
 
     Args:

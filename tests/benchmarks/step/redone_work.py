@@ -17,15 +17,15 @@ from benchmarks.runs import (
     wait_success,
 )
 from benchmarks.step.figures import (
-    WorkerKill,
     MicrobatchId,
     RedoneWork,
+    WorkerKill,
     are_equal,
     count_redone,
     count_work,
     find_missing,
 )
-from resilient_jax.cluster.job_report import JobReport, JobComponent, find_pids
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.protocol.failpoints import FailPoint

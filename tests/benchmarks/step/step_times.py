@@ -37,7 +37,8 @@ BARE: Final = Loop(name="bare", arguments=("bare",), bare=True)
 FAST: Final = Loop(name="fast", arguments=("trainer", "fast", "microbatch=4"))
 FAST_SMALL: Final = Loop(name="fast, 1 sequence a microbatch", arguments=("trainer", "fast", SMALL))
 REPRODUCIBLE: Final = {
-    unit: Loop(name=f"reproducible, unit {unit}", arguments=("trainer", SMALL, f"unit={unit}")) for unit in UNITS
+    unit: Loop(name=f"reproducible, unit {unit}", arguments=("trainer", SMALL, f"unit={unit}"))
+    for unit in UNITS
 }
 LOOPS: Final = (BARE, FAST, FAST_SMALL, *REPRODUCIBLE.values())
 
@@ -95,4 +96,6 @@ def _turn(window: int) -> Sequence[tuple[int, Loop]]:
 
 
 def _read_memory(folder: Path) -> list[ProcessMemory]:
-    return [msgspec.json.decode(path.read_bytes(), type=ProcessMemory) for path in folder.glob("memory-*.json")]
+    return [
+        msgspec.json.decode(path.read_bytes(), type=ProcessMemory) for path in folder.glob("memory-*.json")
+    ]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import resilient_jax as rj
 from resilient_jax.sharding.placements import fully_sharded
-from resilient_jax.step.resharding import shard_tree, replicate_tree
+from resilient_jax.step.resharding import replicate_tree, shard_tree
 
 WORK = Path(sys.argv[1])
 WORDS = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
@@ -89,7 +89,8 @@ def train(world: rj.World) -> None:
         for step in world.steps(NEVER):
             if step >= stop_at():
                 np.savez(
-                    WORK / f"final-{world.host}.npz", *map(np.asarray, jax.tree.leaves(replicate_tree(state, whole)))
+                    WORK / f"final-{world.host}.npz",
+                    *map(np.asarray, jax.tree.leaves(replicate_tree(state, whole))),
                 )
                 return
             if restored:
