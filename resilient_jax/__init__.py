@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Checkpoints": "resilient_jax.trainer.checkpoints",
-    "EarlyStop": "resilient_jax.trainer.early_stopping",
+    "EarlyStopping": "resilient_jax.trainer.early_stopping",
     "Evaluation": "resilient_jax.trainer.evaluation",
     "FitResult": "resilient_jax.trainer.fit_result",
     "Microbatch": "resilient_jax.step.reducer",
@@ -65,9 +65,9 @@ _HOME = {
     "digest": "resilient_jax.trainer.tree_digest",
     "load_model_shape": "resilient_jax.planning.model_file",
     "load_topology": "resilient_jax.topology.file_loader",
-    "microbatch_data": "resilient_jax.data.microbatches",
+    "make_microbatch_data": "resilient_jax.data.microbatches",
     "profile_of": "resilient_jax.program_cost.program_analysis",
-    "profile_transformer": "resilient_jax.planning.transformer_cost",
+    "analyze_transformer": "resilient_jax.planning.transformer_cost",
     "replan": "resilient_jax.planning.replanning",
     "run": "resilient_jax.worker.run",
     "search": "resilient_jax.planning.search",

@@ -15,7 +15,7 @@ class _Pending:
 
 
 class ActiveFaults:
-    """The faults that last. `end_all` must be called in the end.
+    """The faults that last. `undo_all` must be called in the end.
 
     They end on threads of their own: a campaign may be waiting for a store that it has stopped itself.
     """

@@ -236,21 +236,23 @@ class Campaign:
                 pids = [pid for host in came for pid in find_pids(target, host, report)]
                 self._gone |= {found for pid in pids if (found := identify_process(pid)) is not None}
             if not came:
-                return dataclasses.replace(done, skipped=f"no worker came to {incident.trigger.failpoint}")
+                return dataclasses.replace(
+                    done, skip_reason=f"no worker came to {incident.trigger.failpoint}"
+                )
             # It broke some moments before it was seen to have come.
-            return dataclasses.replace(done, hosts=tuple(sorted(came)), begun_s=ordered_s)
+            return dataclasses.replace(done, hosts=tuple(sorted(came)), started_s=ordered_s)
         processes = self._processes_hit(incident, hosts, report)
         needs_processes = target.part is not TargetPart.LINK and fault_kind(fault) not in (
             "full_disk",
             "clock_jump",
         )
         if needs_processes and not processes:
-            return dataclasses.replace(done, skipped=f"{', '.join(hosts)} runs no {target.part} just now")
+            return dataclasses.replace(done, skip_reason=f"{', '.join(hosts)} runs no {target.part} just now")
         try:
             pids = tuple(process.pid for process in processes)
             text = inject_fault(fault, hosts, pids, self._around, self._lifetimes, self._chance)
         except FaultUnsupported as skipped:
-            return dataclasses.replace(done, skipped=str(skipped))
+            return dataclasses.replace(done, skip_reason=str(skipped))
         self._note(text)
         self._expect_gone(incident, hosts, processes)
         return done

@@ -41,7 +41,7 @@ class IncidentRecord:
     Attributes:
         number: in the manifest.
         hosts: whose parts were hit.
-        begun_s: monotonic, just before.
+        started_s: monotonic, just before.
         skipped: why it could not be done here; empty if it was.
     """
 

@@ -94,10 +94,10 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 CHAOS_CONFIG: dict[str, float | int | str] = {
     "lease_ttl_s": 2.0,
-    "restart_limit": 1000,
+    "max_restarts": 1000,
     "restart_backoff_s": 0.0,
-    "forming_deadline_s": 20.0,
-    "store_deadline_s": 30.0,
+    "forming_timeout_s": 20.0,
+    "store_timeout_s": 30.0,
     "collective_timeout_s": 40.0,
 }
 """For jobs that are broken every few seconds: nobody is given up. What a manifest says of these counts."""
@@ -111,7 +111,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
         disk_mib: of a disk of its own for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
-        config: keys of `config.job_config.JobConfig`, besides QUICK_CONFIG.
+        config: keys of `config.job_config.JobConfig`, besides CHAOS_CONFIG.
     """
 
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4

@@ -52,7 +52,7 @@ class RandomCampaign:
     """What is wanted.
 
     Attributes:
-        gap_steps: mean distance of two incidents anywhere in the job, from LEAST_GAP_STEPS to MOST_GAP_STEPS.
+        gap_steps: mean distance of two incidents anywhere in the job, from MIN_GAP_STEPS to MAX_GAP_STEPS.
         tolerated: hosts that may be lost at once; None: all but one.
     """
 

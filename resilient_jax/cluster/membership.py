@@ -87,7 +87,7 @@ class MembershipConfig:
     regroup_grace_s: float = 5.0
     """How long to wait for the others when all come back at once, holding state (the store was away)."""
     state_loss_grace_s: float = 0.0
-    """How long to wait, if more than `regroup_s`, for hosts that are missing when the state is lost without them:
+    """How long to wait, if more than `regroup_grace_s`, for hosts that are missing when the state is lost without them:
     nobody here can tell a host that is cut off from one that is dead."""
     quiesce_timeout_s: float = 5.0
     compile_timeout_s: float = 600.0
@@ -217,14 +217,14 @@ def _quiesce(
         number=GenerationNumber(generation.number + 1),
         phase=GenerationPhase.QUIESCE,
         members=members,
-        unreadable=generation.unreadable_snapshots
+        unreadable_snapshots=generation.unreadable_snapshots
         + ((why.unreadable_snapshot,) if why.unreadable_snapshot is not None else ()),
-        boundary=None,
-        dropped=list_dropped_workers(state, members),
+        boundary_step=None,
+        dropped_workers=list_dropped_workers(state, members),
         progress=find_recoverable_step(state),
         attempts=attempts,
         failed_host=why.failed_host,
-        failure=why.failure_text,
+        failure_text=why.failure_text,
         reason=why.reason,
     )
 
@@ -273,7 +273,7 @@ def _after_pause(state: MembershipState) -> Generation | None:
     if len(limits) < len(generation.members) or None in limits:
         return None
     boundary = max(limit for limit in limits if limit is not None)
-    return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary=boundary)
+    return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary_step=boundary)
 
 
 def _after_form(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | None:
@@ -300,7 +300,7 @@ def _while_active(state: MembershipState, now: float, rules: MembershipConfig) -
     # All have read the snapshot and gone on from it: hosts that wait with leaving because of it may go.
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
     if (snapshot, None) != (generation.snapshot, generation.state_loss):
-        return msgspec.structs.replace(generation, snapshot=snapshot, lost=None)
+        return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None)
     if (progress := find_recoverable_step(state)) > generation.progress and (
         generation.progress == 0 or now - state.phase_since_s >= rules.progress_interval_s
     ):

@@ -99,12 +99,12 @@ def _stop(loss: StateLoss) -> JobOutcome:
     if loss.checkpoint_step is None:
         rest = (
             "no host sees a checkpoint on storage. Restart the job from a checkpoint of your own, or set "
-            'on_state_lost = "restart" to begin again with the initial state'
+            'state_loss_policy = "restart" to begin again with the initial state'
         )
     else:
         rest = (
             f"the checkpoint of step {loss.checkpoint_step} is on storage. Launch the job again to go on from it, or leave "
-            'on_state_lost at "checkpoint" to have that done'
+            'state_loss_policy at "checkpoint" to have that done'
         )
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,

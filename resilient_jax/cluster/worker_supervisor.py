@@ -189,7 +189,7 @@ class WorkerSupervisor:
             exit_code=int(ExitCode.RESTART_BUDGET_EXHAUSTED),
             host=self._settings.host,
             message=f"the worker on {self._settings.host} died {config.max_restarts + 1} times within "
-            f"{config.restart_window_s:g} s, more often than restart_limit = {config.max_restarts} allows; "
+            f"{config.restart_window_s:g} s, more often than max_restarts = {config.max_restarts} allows; "
             f"its last words:\n{self._output.read_last_errors()}",
         )
 

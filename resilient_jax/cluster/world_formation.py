@@ -105,19 +105,19 @@ def form_next_generation(
         change=WorldChange.SHRINK if in_place else WorldChange.REFORM,
         world=world,
         members=members,
-        service=address,
+        service_address=address,
         step=origin.step,
         sources=origin.sources,
-        behind=tuple(m.host for m in members if m.host not in held) if held else (),
+        receivers=tuple(m.host for m in members if m.host not in held) if held else (),
         snapshot=origin.snapshot,
-        lost=None
+        state_loss=None
         if origin.exists
         else state_loss or generation.state_loss,  # the world in which it was to be read may be lost, too
         reason=f"{generation.reason}: {explain_state_loss(state_loss)}"
         if state_loss is not None
         else generation.reason,
         progress=max(generation.progress, origin.step) if origin.exists else 0,
-        began=generation.initial_generation if origin.exists else generation.number,
+        initial_generation=generation.initial_generation if origin.exists else generation.number,
     )
 
 

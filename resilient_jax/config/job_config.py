@@ -57,7 +57,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     and the others go on without it. Zero: never restart."""
 
     restart_window_s: Seconds = 600.0
-    """Seconds that a restart counts against `restart_limit`. Forgets old failures, so that a month's
+    """Seconds that a restart counts against `max_restarts`. Forgets old failures, so that a month's
     job is not ended by five crashes spread over it."""
 
     restart_backoff_s: Annotated[float, Meta(ge=0, le=3_600)] = 1.0
@@ -87,7 +87,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lose everything with fewer failures in all."""
 
     mean_time_between_failures_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
-    """Seconds between two failures anywhere in the job, as expected; used by `snapshot_every = "auto"`.
+    """Seconds between two failures anywhere in the job, as expected; used by `snapshot_interval_steps = "auto"`.
     Three hours: Llama 3's training on 16,384 GPUs."""
 
     state_loss_grace_s: Seconds = 30.0

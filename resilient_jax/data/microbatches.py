@@ -63,7 +63,7 @@ def make_microbatch_data(
     Raises:
         DataError: the source is none of these, is empty, or does not go with the other arguments.
 
-    >>> data = microbatch_data([10, 11, 12, 13, 14], microbatches=2, size=2, shuffle=False)
+    >>> data = make_microbatch_data([10, 11, 12, 13, 14], microbatches=2, size=2, shuffle=False)
     >>> data.batch(step=1, index=0), data.batch(step=1, index=0, part=(1, 2))
     (array([14, 10]), array([10]))
     """

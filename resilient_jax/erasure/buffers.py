@@ -45,7 +45,7 @@ def check_operands(sources: Sequence[Buffer], destinations: Sequence[Buffer]) ->
     A source may be given twice, and may overlap another.
 
     Raises:
-        CodeError: a buffer is not contiguous bytes of one dimension, lengths differ, a destination is read-only or
+        ErasureCodeError: a buffer is not contiguous bytes of one dimension, lengths differ, a destination is read-only or
             overlaps another buffer, or there is no source.
     """
     if not sources:
@@ -75,7 +75,7 @@ def view_bytes(buffer: Buffer, name: str, *, writable: bool = False) -> memoryvi
     """The buffer as a flat view of bytes; the name is for the message.
 
     Raises:
-        CodeError: it has no such view, or is read-only and `writable` is asked for.
+        ErasureCodeError: it has no such view, or is read-only and `writable` is asked for.
     """
     try:
         view = memoryview(buffer)

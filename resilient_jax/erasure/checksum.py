@@ -56,7 +56,7 @@ def choose_checksum(requested: ChecksumName | None = None) -> Checksum:
         forced: the algorithm of the digests at hand, if there are some.
 
     Raises:
-        KernelMissing: CRC32C is asked for and no library has it.
+        KernelUnavailable: CRC32C is asked for and no library has it.
     """
     if requested is ChecksumName.CRC32:
         return Checksum(ChecksumName.CRC32, "zlib", _zlib_crc32)
@@ -76,7 +76,7 @@ def verify_against(checksum: Checksum, digests: Mapping[int, int]) -> Verify:
     """A `Verify` for `repair` that compares with the digests that the shards should have, by index.
 
     Raises (when it is called):
-        CodeError: there is no digest for a shard; unverified bytes are never passed on.
+        ErasureCodeError: there is no digest for a shard; unverified bytes are never passed on.
     """
 
     def verify(shard: int, data: memoryview) -> bool:

@@ -27,7 +27,7 @@ def decode(
 
     Raises:
         TooManyErasures: fewer than k shards are present; says which.
-        CodeError: a shard is not one of the code's or both present and wanted, or buffers do not fit.
+        ErasureCodeError: a shard is not one of the code's or both present and wanted, or buffers do not fit.
     """
     both = sorted(present.keys() & wanted.keys())
     if both:

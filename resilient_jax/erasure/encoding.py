@@ -18,7 +18,7 @@ def encode(code: ReedSolomon, kernel: Kernel, data: Sequence[Buffer], parity: Se
         parity: m writable buffers, uint8[length] each.
 
     Raises:
-        CodeError: not k and m buffers, or buffers that do not fit (see `check_operands`).
+        ErasureCodeError: not k and m buffers, or buffers that do not fit (see `check_operands`).
     """
     _check_count("data", data, code.k)
     _check_count("parity", parity, code.m)
@@ -38,7 +38,7 @@ def add_shard(code: ReedSolomon, kernel: Kernel, index: int, data: Buffer, parit
         parity: m writable buffers, uint8[length] each.
 
     Raises:
-        CodeError: no such data shard, not m buffers, or buffers that do not fit.
+        ErasureCodeError: no such data shard, not m buffers, or buffers that do not fit.
     """
     _apply_columns(code, kernel, index, [data], parity)
 
@@ -60,7 +60,7 @@ def update_parity(
         parity: m writable buffers, uint8[length] each.
 
     Raises:
-        CodeError: no such data shard, not m buffers, or buffers that do not fit.
+        ErasureCodeError: no such data shard, not m buffers, or buffers that do not fit.
     """
     _apply_columns(code, kernel, index, [old, new], parity)
 

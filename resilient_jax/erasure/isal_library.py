@@ -51,7 +51,7 @@ def load_isal() -> IsalLibrary:
     """The library, loaded once in a process.
 
     Raises:
-        KernelMissing: neither the wheel nor the system has it; names what was tried.
+        KernelUnavailable: neither the wheel nor the system has it; names what was tried.
     """
     failures: list[str] = []
     for candidate in _candidates():

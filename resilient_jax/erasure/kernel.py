@@ -56,7 +56,7 @@ class Kernel(abc.ABC):
                 arrive one by one, and how it follows a change.
 
         Raises:
-            CodeError: matrix and buffers do not fit, see `check_operands`. Nothing was written.
+            ErasureCodeError: matrix and buffers do not fit, see `check_operands`. Nothing was written.
         """
         shape = [len(row) for row in matrix]
         if shape != [len(sources)] * len(destinations):

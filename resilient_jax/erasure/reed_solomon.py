@@ -43,7 +43,7 @@ class ReedSolomon:
         m: parity shards, at least 1; k + m is at most 255.
 
     Raises:
-        CodeError: a number is out of range.
+        ErasureCodeError: a number is out of range.
 
     >>> ReedSolomon(3, 1).parity_matrix  # one parity shard is the XOR of the data
     (b'\\x01\\x01\\x01',)
@@ -78,7 +78,7 @@ class ReedSolomon:
             wanted: shards to compute.
 
         Raises:
-            CodeError: a shard is not one of the code's.
+            ErasureCodeError: a shard is not one of the code's.
             TooManyErasures: fewer than k are present.
         """
         return _decoding(self, self._checked(present), self._checked(wanted))
@@ -90,7 +90,7 @@ class ReedSolomon:
         columns of the check matrix are independent.
 
         Raises:
-            CodeError: a shard is not one of the code's, or there is none to spare, so that nothing can be checked.
+            ErasureCodeError: a shard is not one of the code's, or there is none to spare, so that nothing can be checked.
             TooManyErasures: fewer than k are present.
         """
         shards = self._checked(present)

@@ -62,7 +62,7 @@ def repair(
     Raises:
         NotRepaired: the errors cannot be located, or a shard fails `verify`. The shards are as they were.
         TooManyErasures: fewer than k shards.
-        CodeError: exactly k shards, or buffers that do not fit or are read-only.
+        ErasureCodeError: exactly k shards, or buffers that do not fit or are read-only.
     """
     views = {i: view_bytes(shard, f"shard {i}", writable=True) for i, shard in shards.items()}
     patches = locate(code, kernel, views)
@@ -94,7 +94,7 @@ def locate(code: ReedSolomon, kernel: Kernel, shards: Mapping[int, Buffer]) -> t
     Raises:
         NotRepaired: no set of errors small enough explains what was found.
         TooManyErasures: fewer than k shards.
-        CodeError: exactly k shards, or buffers that do not fit.
+        ErasureCodeError: exactly k shards, or buffers that do not fit.
     """
     views = {i: view_bytes(shard, f"shard {i}") for i, shard in shards.items()}
     search = _Search(code, kernel, views)

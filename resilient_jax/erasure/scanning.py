@@ -77,7 +77,7 @@ def scan(
 
     Raises:
         TooManyErasures: fewer than k shards.
-        CodeError: exactly k shards, in which nothing can be found, or buffers that do not fit.
+        ErasureCodeError: exactly k shards, in which nothing can be found, or buffers that do not fit.
     """
     check = code.check(shards)
     views = [view_bytes(shards[shard], f"shard {shard}") for shard in check.shards]

@@ -41,7 +41,7 @@ def run_self_test(kernel: Kernel) -> SelfTest:
     """Compares all products of the field, and parity and worst-case decoding of three codes.
 
     Raises:
-        KernelWrong: a byte differs; says where.
+        KernelSelfTestFailed: a byte differs; says where.
     """
     started_s = time.monotonic()
     _compare_products(kernel)

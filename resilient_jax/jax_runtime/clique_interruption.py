@@ -109,7 +109,7 @@ class CliqueInterrupter:
 
 
 def is_service_alive(client: RuntimeClient, known_key: str) -> bool:
-    """Is the service alive? Blocks no longer than `PROBE_MS`, unlike all other requests but this."""
+    """Is the service alive? Blocks no longer than `PROBE_TIMEOUT_MS`, unlike all other requests but this."""
     try:
         client.blocking_key_value_get(known_key, PROBE_TIMEOUT_MS)
     except JaxRuntimeError:

@@ -36,7 +36,7 @@ def form_local_clique(gloo: GlooSockets) -> GlooSockets:
     before = find_self_connections(gloo)
     total = jax.jit(_total, out_shardings=NamedSharding(mesh, P()))(spread)
     total.block_until_ready()
-    return dataclasses.replace(gloo, spared=find_self_connections(gloo) - before)
+    return dataclasses.replace(gloo, local_clique=find_self_connections(gloo) - before)
 
 
 def _total(values: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ def make_worker_environment(
         Only what differs from `base`.
 
     Example:
-        >>> worker_environment(
+        >>> make_worker_environment(
         ...     platform="cpu", devices_per_host=2, cache_dir=None, collective_timeout_s=60.0, base={}
         ... )["JAX_PLATFORMS"]
         'cpu'

@@ -13,7 +13,7 @@ def solve_assignment(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     Args:
         costs: a square matrix.
 
-    >>> assign_least([[4, 1, 3], [2, 0, 5], [3, 2, 2]])
+    >>> solve_assignment([[4, 1, 3], [2, 0, 5], [3, 2, 2]])
     (1, 0, 2)
     """
     size = len(costs)

@@ -38,7 +38,7 @@ def parse_axis_sizes(given: AxisSizes) -> dict[Axis, int]:
     Raises:
         PlanError: there is no axis of such a name.
 
-    >>> read_sizes({"tensor": 2})
+    >>> parse_axis_sizes({"tensor": 2})
     {<Axis.TENSOR: 'tensor'>: 2}
     """
     for name in given:

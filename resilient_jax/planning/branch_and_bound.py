@@ -2,7 +2,7 @@
 
 Exact over its space: sizes of tensor, sequence, expert that the program allows; any number of stages up to the layers,
 and any split of them; any FSDP and any microbatch that divide the batch; any number of replicas; layouts as
-`layouts_of` gives them. A group of axes is skipped when its lower bound is not below the best found, or the least
+`enumerate_layouts` gives them. A group of axes is skipped when its lower bound is not below the best found, or the least
 memory of it does not fit.
 """
 
@@ -242,7 +242,7 @@ class _Visit:
         for block in BLOCK_SIZES[1:]:
             if block > most or done_s >= self._limit_s(layout.axes):
                 return
-            blocked = layout._replace(block=block)
+            blocked = layout._replace(block_size=block)
             self._keep_all(blocked, batch, pricing.find_block_classes(blocked, batch))
 
     def _keep_all(self, layout: DeviceLayout, batch: MicrobatchConfig, teams: tuple[BlockClass, ...]) -> None:

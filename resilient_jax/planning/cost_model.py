@@ -427,7 +427,7 @@ class CostModel:
         most = max(self._memory(group, batch, 1, stage).total for stage in range(stages))
         queue = [(self._memory(group, batch, 2, stage).total, stage, 2) for stage in range(stages)]
         heapq.heapify(queue)
-        for _ in range(self.layers - stages):  # to whoever needs least with one more, as `deal_classes` does
+        for _ in range(self.layers - stages):  # to whoever needs least with one more, as `assign_tasks` does
             needed, stage, layers = queue[0]
             most = max(most, needed)
             more = self._memory(group, batch, layers + 1, stage).total

@@ -66,7 +66,7 @@ class DeviceLayout(NamedTuple):
     Attributes:
         group: axes of a replica.
         inside: of each axis of `group`, in that order, the part that lies inside a host.
-        replicas_inside: replicas inside a host; 1 where a replica is more than that.
+        replicas_per_slot: replicas inside a host; 1 where a replica is more than that.
         level: index of the topology's level in one domain of which a replica lies.
         block: such hosts of replicas that lie in one domain together.
         outermost: index of the level that has all hosts.
@@ -144,7 +144,7 @@ def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost
 
     >>> lay_out(Group(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).cells
     4
-    >>> lay_out(Group(tensor=2), room=8, level=1, block=1, outermost=1).replicas_inside
+    >>> lay_out(Group(tensor=2), room=8, level=1, block=1, outermost=1).replicas_per_slot
     4
     """
     inside, left = fill_host(group, room)

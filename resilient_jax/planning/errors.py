@@ -11,9 +11,9 @@ class NoFeasiblePlan(PlanError):
     """No plan has the memory, or as many replicas as were asked for.
 
     Attributes:
-        smallest_memory_bytes: of a device, with which these devices would do; None: with none.
-        smallest_devices: so many of these devices would do; None: not found.
-        most_replicas: that could be asked for; None: asking for fewer would not do, or nothing was asked.
+        min_memory_bytes: of a device, with which these devices would do; None: with none.
+        min_devices: so many of these devices would do; None: not found.
+        max_replicas: that could be asked for; None: asking for fewer would not do, or nothing was asked.
     """
 
     def __init__(

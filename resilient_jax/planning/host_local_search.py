@@ -39,7 +39,7 @@ def search_host_local_plan(
         axes: sizes that are given; pipelines are not considered.
 
     Raises:
-        NothingFits: no such plan has the memory.
+        NoFeasiblePlan: no such plan has the memory.
         PlanError: hosts have different numbers of devices, or no plan is as asked for.
     """
     devices = {host.devices for host in topology.hosts}

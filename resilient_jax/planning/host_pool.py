@@ -86,7 +86,7 @@ def group_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tup
     Returns:
         Each group as runs, and how many such follow.
 
-    >>> cut_runs([("fast", 5), ("slow", 2)], 2)
+    >>> group_runs([("fast", 5), ("slow", 2)], 2)
     [((('fast', 2),), 2), ((('fast', 1), ('slow', 1)), 1)]
     """
     groups: list[tuple[tuple[tuple[T, int], ...], int]] = []

@@ -100,7 +100,7 @@ def select_tensor_group(speeds: Sequence[float], at_least: int = 1) -> tuple[int
     Raises:
         CallerError: no power of two from `at_least` to the living members.
 
-    >>> keep_of_tensor_group([1, 1, 1, 0.4])
+    >>> select_tensor_group([1, 1, 1, 0.4])
     (0, 1)
     """
     order = sorted((i for i, speed in enumerate(speeds) if speed > 0), key=lambda i: (-speeds[i], i))

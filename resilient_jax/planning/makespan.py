@@ -33,7 +33,7 @@ class TaskAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """Who takes how many.
 
     Attributes:
-        finish_s: when the last of those that took any is done; of no pieces 0.
+        makespan_s: when the last of those that took any is done; of no pieces 0.
         shares: for each class (takers, pieces of each), those with more first; together all takers.
     """
 
@@ -51,8 +51,8 @@ def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
         pieces: in all; there must be room for them.
         takers: by the class.
 
-    >>> deal_classes(256, [Takers(count=31, start_s=0, piece_s=1)])
-    Dealt(finish_s=9, shares=(((8, 9), (23, 8)),))
+    >>> assign_tasks(256, [Takers(count=31, start_s=0, piece_s=1)])
+    Dealt(makespan_s=9, shares=(((8, 9), (23, 8)),))
     """
     if len(takers) == 1:
         return _deal_alike(pieces, takers[0])

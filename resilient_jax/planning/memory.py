@@ -50,7 +50,7 @@ class MeasuredMemory:
         fixed_share: beside activations, whatever the batch, for each byte of parameters.
         waits: for a collective when it is called. So FSDP gathers a layer when it is its turn, and gradients are summed
             before they are cut: those of all layers at the end, or of each turn of a loop after it.
-        is_looped: the layers are turns of a loop.
+        has_scanned_layers: the layers are turns of a loop.
         gradient_copies: of what is summed at once: 2 where it is written anew.
     """
 

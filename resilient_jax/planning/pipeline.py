@@ -21,7 +21,7 @@ def estimate_pipeline_s(stages: int, microbatches: int, stage_s: float, pipeline
         rounds: chunks of layers on each stage, one after another (interleaved schedule, Narayanan et al. 2021,
             https://arxiv.org/abs/2104.04473, section 2.2): each fills the pipeline in a part of the time.
 
-    >>> pipeline_s(4, 8, 1.0)
+    >>> estimate_pipeline_s(4, 8, 1.0)
     11.0
     """
     return (microbatches + (stages - 1) / pipeline_repeats) * stage_s
@@ -30,7 +30,7 @@ def estimate_pipeline_s(stages: int, microbatches: int, stage_s: float, pipeline
 def simulate_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
     """Gives the longest path through the graph of a 1F1B schedule, stage by stage in each one's own order.
 
-    Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. Equal to `pipeline_s` where
+    Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. Equal to `estimate_pipeline_s` where
     all stages are alike; the formula is never less.
 
     Time and memory in proportion to P N.
@@ -98,7 +98,7 @@ def estimate_rerouted_s(
     Raises:
         CallerError: not one number for each stage.
 
-    >>> round(rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0), 3)
+    >>> round(estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0), 3)
     13.667
     """
     if len(failed) != stages:

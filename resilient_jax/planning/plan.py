@@ -100,9 +100,9 @@ class Plan:
     Example:
         >>> import resilient_jax as rj
         >>> from resilient_jax.planning.model_file import load_model_shape
-        >>> from resilient_jax.planning.transformer_cost import profile_transformer
+        >>> from resilient_jax.planning.transformer_cost import analyze_transformer
         >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> profile = profile_transformer(load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
+        >>> profile = analyze_transformer(load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
         >>> rj.search(profile, topology, global_batch=1024).sizes[Axis.REPLICA]  # doctest: +SKIP
         32
     """

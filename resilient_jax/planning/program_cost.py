@@ -171,7 +171,7 @@ class PartCost:
         rematerialised_bytes: what is kept instead, if the part is computed again: as a rule its input. Then one copy at
             a time needs `kept_bytes` as well.
         working_bytes: what the part's backward needs for a time, beyond what is kept.
-        recomputing_bytes: the same where it is computed again; None: `working_bytes` and `kept_bytes`.
+        remat_working_bytes: the same where it is computed again; None: `working_bytes` and `kept_bytes`.
         exchanges: between devices.
         step_flops, step_bytes: forward and backward together.
     """
@@ -250,8 +250,8 @@ class ProgramCost:
             parameters + max(gradients, fixed_bytes + activations); if it adds to a sum of gradients, that comes on top.
         backend: of JAX, on which memory and bytes moved were measured; None: closed form, and `fixed_bytes` is 0.
         can_rematerialise: whether the program can compute layers again instead of keeping their activations.
-        divisors_of: those of an axis and a name, for whoever asks often.
-        gathers_of: how FSDP gathers each part, for whoever asks often. A compiler whose collectives wait gathers each
+        divisibility_rules_by_dim: those of an axis and a name, for whoever asks often.
+        fsdp_gathers: how FSDP gathers each part, for whoever asks often. A compiler whose collectives wait gathers each
             array by itself, and twice only if forward and backward are loops of their own; others gather all of a
             layer at once.
     """
@@ -277,8 +277,8 @@ class ProgramCost:
         for divisor in self.divisibility_rules:
             key = (divisor.axis, divisor.logical_name)
             found[key] = (*found.get(key, ()), divisor)
-        object.__setattr__(self, "divisors_of", found)
-        object.__setattr__(self, "gathers_of", {part: self._find_gathers(part) for part in ModelPart})
+        object.__setattr__(self, "divisibility_rules_by_dim", found)
+        object.__setattr__(self, "fsdp_gathers", {part: self._find_gathers(part) for part in ModelPart})
 
     @property
     def layers(self) -> int:

@@ -114,7 +114,7 @@ def compute_score(samples: float, step_s: float, transition_s: float, next_failu
 
     Chameleon, arXiv 2508.21613.
 
-    >>> score_of(10, 2, 0, 20) == score_of(10, 1, 10, 20)
+    >>> compute_score(10, 2, 0, 20) == compute_score(10, 1, 10, 20)
     True
     """
     if next_failure_s <= transition_s:
@@ -125,7 +125,7 @@ def compute_score(samples: float, step_s: float, transition_s: float, next_failu
 def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
     """Gives the time to the next failure from which on a new plan pays: `D* = t_trans / (1 - t_dyn / t_rr)`.
 
-    >>> break_even_s(2, 1, 10)
+    >>> compute_break_even_s(2, 1, 10)
     20.0
     """
     return transition_s / (1 - new_step_s / rerouted_step_s)
@@ -157,14 +157,14 @@ def replan(
     Args:
         plan: that ran.
         topology: of the hosts at hand now, as `without`, `slowed` and `with_hosts` give it.
-        next_failure_s: expected time to the next failure; None: as `expect_failure_s`.
+        next_failure_s: expected time to the next failure; None: as `estimate_next_failure_s`.
         search_s: of the search that training has to wait for; 0 where it was done ahead.
         compile_s: of a program that is not compiled yet.
         is_compiled: whether a cache has the program of a plan; that of the plan before always is.
         min_replicas: complete copies of the state, at least, whatever is done; as in `search`.
 
     Raises:
-        NothingFits: no plan has the memory any more, or as many replicas; the message says what would do.
+        NoFeasiblePlan: no plan has the memory any more, or as many replicas; the message says what would do.
 
     Example:
         >>> after = replan(plan, topology.without("host-07").slowed("host-11", 0.6))  # doctest: +SKIP

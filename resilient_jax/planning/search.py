@@ -45,7 +45,7 @@ def search_plan(
     device or one more host of the same kind never gives a slower plan.
 
     Args:
-        profile: of the program, as `profile_transformer` or `program_cost.profile_of` gives it.
+        profile: of the program, as `analyze_transformer` or `program_cost.profile_of` gives it.
         topology: of the hosts at hand; `without` and `slowed` give what is left.
         global_batch: sequences in a step, whoever lives.
         calibration: constants of the cost model.
@@ -57,16 +57,16 @@ def search_plan(
 
     Raises:
         PlanError: a number is out of range, or the program does not allow a given axis.
-        NothingFits: no plan has the memory, or as many replicas; the message says what would do.
+        NoFeasiblePlan: no plan has the memory, or as many replicas; the message says what would do.
         TopologyError: an accelerator has no peak for the number format.
         CallerError: the program's dims divide by nothing.
 
     Example:
         >>> from resilient_jax.planning.model_file import load_model_shape
-        >>> from resilient_jax.planning.transformer_cost import profile_transformer
+        >>> from resilient_jax.planning.transformer_cost import analyze_transformer
         >>> from resilient_jax.topology import load_topology
         >>> topology = load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> profile = profile_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
+        >>> profile = analyze_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
         >>> search(profile, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
         17.6
     """

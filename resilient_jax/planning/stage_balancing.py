@@ -58,7 +58,7 @@ def tighten_layer_limits(
         most = StageLayerLimits(*map(min, layout.layer_limits, below))
         held = most.per_stage(layout.axes.pipeline)
         if min(held) >= 1 and sum(held) >= pricing.layers:
-            found.append(layout._replace(most=most))
+            found.append(layout._replace(layer_limits=most))
     return found
 
 

@@ -1,7 +1,7 @@
 """Which bytes of the state move from which host to which when a plan follows another, and who takes which place.
 
 Hosts of one kind in one domain may change places. Among these the assignment that moves the least is found by the
-Hungarian method (arXiv 2508.21613, section 4); of more than `MOST_EXACT` of them greedily, the largest common part
+Hungarian method (arXiv 2508.21613, section 4); of more than `MAX_EXACT_HOSTS` of them greedily, the largest common part
 first, and the result says so.
 """
 

@@ -43,7 +43,7 @@ def analyze_transformer(
     Example:
         >>> shape = TransformerShape(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, feed_forward=11008,
         ...                          vocabulary_tokens=32000, sequence_tokens=4096)
-        >>> profile = profile_transformer(shape, name="Llama 2 7B")
+        >>> profile = analyze_transformer(shape, name="Llama 2 7B")
         >>> profile.parameters, profile.layers
         (6738415616, 32)
     """

@@ -50,7 +50,7 @@ class TracedProgram:
         kept: bytes kept for backward.
         boundary_bytes: what one layer hands to the next, of one example.
         largest: the activation with most bytes: its part, its kind, its bytes for one example.
-        gradient_products: FLOPs of matrix products in its gradient, one example; 0: not counted.
+        gradient_matmul_flops: FLOPs of matrix products in its gradient, one example; 0: not counted.
         temporary_bytes: memory beyond arguments that its gradient needs for an example; 0: not measured.
     """
 
@@ -192,8 +192,8 @@ def _fit_layer(work: PartCost, rest: float) -> PartCost:
     more = work.residual_bytes.scaled((rest - taken) / work.copies / max(work.residual_bytes.total, 1.0))
     return dataclasses.replace(
         work,
-        rematerialised_bytes=work.remat_residual_bytes + more,
-        recomputing_bytes=all_of_it.scaled(taken / most),
+        remat_residual_bytes=work.remat_residual_bytes + more,
+        remat_working_bytes=all_of_it.scaled(taken / most),
     )
 
 
@@ -252,5 +252,5 @@ def _exchanges(traced: TracedProgram, part: ModelPart, copies: int) -> tuple[Act
         )
         found.append(exchange)
         if axis is Axis.SEQUENCE:  # the gradients of keys and values go back to where these are
-            found.append(dataclasses.replace(exchange, kind=CollectiveKind.REDUCE_SCATTER, forward=0))
+            found.append(dataclasses.replace(exchange, kind=CollectiveKind.REDUCE_SCATTER, forward_count=0))
     return tuple(found)

@@ -26,7 +26,7 @@ class MeasuredCost:
     Attributes:
         forward_flops, gradient_flops: of one example; the gradient's with the forward pass. As XLA counts them before
             it has changed the program.
-        gradient_products: matrix products among `gradient_flops`.
+        gradient_matmul_flops: matrix products among `gradient_flops`.
         bytes_moved: by one example's gradient, as compiled for the default device.
         temporary_bytes: memory beyond arguments that one example's gradient needs.
         fixed_bytes: the same, whatever the batch: of the gradient itself, what is not written where activations were.

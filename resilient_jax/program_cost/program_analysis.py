@@ -128,7 +128,7 @@ def _trace_again(
     traced = trace_program(again, parameters, naming)
     return dataclasses.replace(
         traced,
-        gradient_products=count_gradient_matmul_flops(again),
+        gradient_matmul_flops=count_gradient_matmul_flops(again),
         temporary_bytes=measure_temporary_memory(again).per_example,
     )
 

@@ -72,7 +72,7 @@ def count_residual_bytes(
     """Gives the bytes kept of a whole batch, all layers together.
 
     Args:
-        operations: of `residuals_of`.
+        operations: of `compute_residuals`.
         attribution: of the same.
     """
     read = {

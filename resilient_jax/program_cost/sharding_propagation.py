@@ -40,7 +40,7 @@ class AnnotatedOperation:
         operation: which.
         part: of the program.
         kind: what cuts it.
-        product_flops: of a matrix product, in all turns; 0 for any other.
+        matmul_flops: of a matrix product, in all turns; 0 for any other.
     """
 
     operation: Operation

@@ -195,7 +195,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
         checkpoint: the newest on storage that was finished, as this worker saw it when it last was idle: where its
             training would go on if no state were left in memory. None: there is none, or its training has none.
-        is_looking: `checkpoint` is of earlier: it has not looked since it became idle.
+        is_polling_checkpoints: `checkpoint` is of earlier: it has not looked since it became idle.
         limit: answer to a pause: it can stop before this step.
         formed: the world of `generation` is built and the state is there.
         steady: a step has been finished in `generation`, so all its cliques exist.

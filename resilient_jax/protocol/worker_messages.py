@@ -87,7 +87,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SnapshotServerRequested(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Have a snapshot server run on this host. Answered by `SnapshotServerAt`, each time."""
+    """Have a snapshot server run on this host. Answered by `SnapshotServerReady`, each time."""
 
 
 class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -142,7 +142,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.
         failure_domain: of this host: what fails together, such as a rack; empty: the host itself.
-        program_cache_bytes: of compiled programs on this host.
+        compile_cache_bytes: of compiled programs on this host.
     """
 
     job: str

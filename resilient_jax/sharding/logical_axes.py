@@ -88,7 +88,7 @@ def name_dims(
         if name is not None and name != LAYERS and name not in logical_axis_rules.mesh_axes:
             raise CallerError(
                 f"{path}: found the logical name {name!r}, expected one of {', '.join(sorted(logical_axis_rules.mesh_axes))}, "
-                f"{LAYERS}. Say which axis cuts it: Naming(axes={{**AXIS_OF, {name!r}: Axis.TENSOR}}), or None"
+                f"{LAYERS}. Say which axis cuts it: Naming(axes={{**AXIS_BY_LOGICAL_NAME, {name!r}: Axis.TENSOR}}), or None"
             )
     return names + (None,) * (len(shape) - len(names))
 

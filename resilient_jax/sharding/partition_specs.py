@@ -113,7 +113,7 @@ class StatePartitioner:
         return None
 
     def _tensor_of_names(self, leaf: NamedLeaf, given: LogicalNames) -> StateTensor:
-        plain = dataclasses.replace(self._naming, rules=())
+        plain = dataclasses.replace(self._naming, names_by_path=())
         names = name_dims(leaf.path, leaf.shape, {leaf.path: given}, plain)
         dim = names.index(LAYERS) if LAYERS in names else None
         place = LayerPosition(path=leaf.path, copies=1 if dim is None else leaf.shape[dim], stack_dim=dim)

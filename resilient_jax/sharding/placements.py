@@ -1,7 +1,7 @@
 """Where each leaf of a training state lies between steps: whole on every device, or cut over all hosts.
 
 A placement is a pure function of a leaf and of a mesh's axes, so every host finds the same, and gradients and
-moments lie where their parameter lies. With the mesh's shape alone (`without_devices`) it may stand in a program.
+moments lie where their parameter lies. With the mesh's shape alone (`with_abstract_mesh`) it may stand in a program.
 """
 
 import abc

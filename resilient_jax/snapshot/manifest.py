@@ -50,7 +50,7 @@ class LeafSlice(msgspec.Struct, frozen=True, array_like=True):
         leaf: index into the manifest's leaves.
         start: first index in each dim.
         stop: index after the last one in each dim.
-        offset: bytes from the start of the part, a multiple of `PIECE_ALIGNMENT`.
+        offset: bytes from the start of the part, a multiple of `SLICE_ALIGNMENT`.
     """
 
     leaf: int

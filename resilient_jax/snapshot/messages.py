@@ -81,7 +81,7 @@ class OpenLayout(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class BeginSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Gives the worker a slot to write its part to. Answer: `PartOf`, with the slot's descriptor."""
+    """Gives the worker a slot to write its part to. Answer: `PartLocation`, with the slot's descriptor."""
 
     request_id: int
     id: SnapshotId
@@ -103,7 +103,7 @@ class AbandonSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class OpenOwnPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks for this host's own part. Answer: `PartOf`, with the slot's descriptor; it fails where there is none."""
+    """Asks for this host's own part. Answer: `PartLocation`, with the slot's descriptor; it fails where there is none."""
 
     request_id: int
     id: SnapshotId
@@ -238,7 +238,7 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stripe: of the group.
         row: of the stripe's parity.
-        offset: in the chunk, a multiple of `PIECE_BYTES`.
+        offset: in the chunk, a multiple of `PARITY_PIECE_BYTES`.
         checksum: the algorithm of `digests`.
         digests: of each block of `data`.
     """

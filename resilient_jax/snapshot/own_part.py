@@ -18,7 +18,7 @@ class OwnPart:
 
         Raises:
             ChecksumMismatch: manifest and memory are not of one length.
-            KernelMissing: no library here computes the manifest's checksum.
+            KernelUnavailable: no library here computes the manifest's checksum.
         """
         if len(view) != manifest.part_bytes:
             raise ChecksumMismatch(

@@ -84,7 +84,7 @@ class ExchangeContext:
     listener: SlotListener
     failpoints: FailPoints | None
     encoders: concurrent.futures.Executor
-    """`PIECES_AT_ONCE` threads for each exchange."""
+    """`CONCURRENT_PIECES` threads for each exchange."""
 
     def failpoint(self, place: FailPoint, id: SnapshotId, index: int = ANY_INDEX) -> None:
         """A test may hold this server here."""

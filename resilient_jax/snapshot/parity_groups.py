@@ -31,7 +31,7 @@ def form_parity_groups(
     """Groups of about `group_size` hosts, every one with more hosts than parity.
 
     No failure domain has more than `parity` hosts in a group wherever any way to group the hosts can do that; groups
-    are made smaller for it. What could not be had, `describe_compromises` says in words, for an event.
+    are made smaller for it. What could not be had, `describe_weaknesses` says in words, for an event.
 
     Args:
         hosts: all different; the same order on every host gives the same groups.
@@ -61,9 +61,9 @@ def describe_weaknesses(
     """In words, how the groups protect less than was asked for; empty if they do not.
 
     Args:
-        groups: of `form_groups`.
+        groups: of `form_parity_groups`.
         parity: that was asked for.
-        domain_of: as it was given to `form_groups`.
+        domain_of: as it was given to `form_parity_groups`.
     """
     found = min((group.parity for group in groups), default=parity)
     lowered: tuple[str, ...] = ()

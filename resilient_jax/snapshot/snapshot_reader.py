@@ -52,7 +52,7 @@ class PartRead(NamedTuple):
 
 
 class OwnPartOpener(Protocol):
-    """Whoever gives this host's own part: `LocalServer`."""
+    """Whoever gives this host's own part: `LocalServerClient`."""
 
     def open_own_part(self, id: SnapshotId, /) -> tuple[PartManifest, memoryview] | None:
         """Manifest and read-only memory of this host's own complete part, if it is there."""

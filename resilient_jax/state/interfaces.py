@@ -12,7 +12,7 @@ from resilient_jax.snapshot.snapshot_reader import PartRead
 
 
 class PartServer(Protocol):
-    """Where this host's part goes: `snapshot.local_client.LocalServer`."""
+    """Where this host's part goes: `snapshot.local_client.LocalServerClient`."""
 
     def begin(self, id: SnapshotId) -> memoryview:
         """Memory for the part, exactly as long. Raises SnapshotDropped."""
@@ -55,7 +55,7 @@ class EventRecorder(Protocol):
 
 
 class FailPointHook(Protocol):
-    """Says that a snapshot of this step is at a place where a test may hold it: `FaultPoints.reach`."""
+    """Says that a snapshot of this step is at a place where a test may hold it: `FailPoints.reach`."""
 
     def __call__(self, place: FailPoint, step: int) -> None: ...
 

@@ -15,18 +15,18 @@ def compute_optimal_interval_s(cost_s: float, failure_interval_s: float) -> floa
 
     Args:
         cost_s: C, by how much longer training takes for one snapshot.
-        failure_interval_s: M, of the whole job: that of one host divided by the number of hosts.
+        mean_time_between_failures_s: M, of the whole job: that of one host divided by the number of hosts.
 
     Raises:
         CallerError: a number is negative, infinite or no number, or M is 0.
 
     Example:
-        >>> optimal_interval_s(0.5, 3600.0)
+        >>> compute_optimal_interval_s(0.5, 3600.0)
         60.0
     """
     if not (0 <= cost_s < math.inf and 0 < failure_interval_s < math.inf):
         raise CallerError(
-            f"snapshot interval: found a cost of {cost_s} s and a failure every {failure_interval_s} s, expected a "
+            f"snapshot interval: found a cost of {cost_s} s and a failure every {mean_time_between_failures_s} s, expected a "
             "cost of 0 or more and a time between failures above 0, both finite"
         )
     return min(math.sqrt(2 * cost_s * failure_interval_s), failure_interval_s)
@@ -39,7 +39,7 @@ def compute_interval_steps(
 
     Args:
         cost_s: by how much longer training takes for one snapshot.
-        failure_interval_s: the job's mean time between failures.
+        mean_time_between_failures_s: the job's mean time between failures.
         step_s: of one step.
         copy_s: from a snapshot's start until the next can begin: a shorter interval would only drop snapshots.
 
@@ -47,7 +47,7 @@ def compute_interval_steps(
         CallerError: a number is out of range; names it.
 
     Example:
-        >>> steps_between(0.5, 3600.0, 2.0)
+        >>> compute_interval_steps(0.5, 3600.0, 2.0)
         30
     """
     if not (0 < step_s < math.inf and 0 <= copy_s < math.inf):

@@ -172,7 +172,7 @@ def fetch_state(
     Args:
         transfer: to be ended by another thread.
         check: called between chunks, and when a source has failed; raises what should end the transfer.
-        on_refused: called for each source that failed, with why.
+        on_source_failed: called for each source that failed, with why.
 
     Raises:
         PeerUnreachable: no source gave it.

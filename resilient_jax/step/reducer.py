@@ -151,7 +151,7 @@ class Reducer:
         replica_shape: ReplicaShape,
         balance_by_speed: bool,
     ) -> Tree:
-        """See `World.sum_microbatches`."""
+        """See `World.accumulate_microbatches`."""
         mine = self._take_up(spec, zeros)
         seats, replicas = self._arrange(replica_shape)
         progress = self._agree(mine)

@@ -2,8 +2,8 @@
 
 For G bytes of tree on H hosts:
 
-- `HostSum`: one all-reduce. Traffic about 2 G a host, memory G.
-- `OrderedSum`: each host has the sums of several units of work. They are cut into H slices; each host gets its slice
+- `AllReduce`: one all-reduce. Traffic about 2 G a host, memory G.
+- `OrderedAllReduce`: each host has the sums of several units of work. They are cut into H slices; each host gets its slice
   of every unit, adds them up in the order of the units, and everybody gathers the sums. With at most M units a host:
   traffic (M + 1) G (H - 1) / H sent by each host, memory 2 M G. What comes out depends on the units only, not on H
   or on who had which: the same bits after any failure.
@@ -148,7 +148,7 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return add_in_order
 
 
-# What is compiled for other worlds is not kept: it would hold their meshes after `forget_programs`.
+# What is compiled for other worlds is not kept: it would hold their meshes after `clear_caches`.
 _reduce = functools.cache(_make_reduce)
 _add_in_order = functools.cache(_make_add_in_order)
 

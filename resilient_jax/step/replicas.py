@@ -98,7 +98,7 @@ class Replica:
             return leaf
         if not leaf.is_fully_replicated:
             raise CallerError(
-                f"sum_microbatches: found a total cut over the hosts of a replica ({leaf.sharding}), expected one "
+                f"accumulate_microbatches: found a total cut over the hosts of a replica ({leaf.sharding}), expected one "
                 "that each of them has whole: give the program out_shardings=NamedSharding(replica.mesh, P())"
             )
         copies = [shard.data for shard in leaf.addressable_shards]
@@ -151,7 +151,7 @@ def build_replicas(
 
     Args:
         seats: of all replicas.
-        by_place: the devices of each live host.
+        devices_by_host: the devices of each live host.
     """
     found = {}
     for number, seat in enumerate(locations):

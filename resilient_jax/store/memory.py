@@ -1,4 +1,4 @@
-"""The store in this process: an asyncio shell over `StoreMachine`."""
+"""The store in this process: an asyncio shell over `StoreStateMachine`."""
 
 import asyncio
 import contextlib

@@ -101,7 +101,7 @@ class RemoteStore:
 
         Raises:
             StoreUnreachable: it did not answer; names the address, the time, the last reason, what to do.
-            TokenRefused: it answered that our token is wrong; at once.
+            Unauthenticated: it answered that our token is wrong; at once.
         """
         store = cls(address, credentials, call_timeout_s=call_timeout_s, give_up_s=resume_timeout_s)
         try:

@@ -37,7 +37,7 @@ class LogFile:
         max_kept: int = 0,
         format_lost: Callable[[int], bytes] = _count,
     ) -> None:
-        """`tell_lost` makes the line that says how many were lost."""
+        """`format_lost` makes the line that says how many were lost."""
         self.path = path
         self._say = print_line
         self._kept = max_kept

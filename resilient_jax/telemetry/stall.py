@@ -31,7 +31,7 @@ class Stall:
     """One fault's cost, in seconds.
 
     Attributes:
-        noticed_by: the first event that told of it.
+        detected_by: the first event that told of it.
         change: how training went on, "shrink" or "reform".
         generation: the number that trained on.
         hosts: its members.

@@ -23,7 +23,7 @@ def make_microbatch_adder(
         accumulate: the program.
         variables: on this host's devices.
         placement: of variables and totals.
-        as_step: for the keys of microbatches, in place of the step.
+        key_step: for the keys of microbatches, in place of the step.
     """
     lifted: dict[jax.sharding.Mesh, Variables] = {}
 

@@ -14,7 +14,7 @@ class Checkpoints:
     not done when the next one is due, this one is skipped, which is an event; the last is waited for. A job in which
     nothing is committed yet goes on from the newest checkpoint that every host can read, saved by this or by plain
     Orbax (`StandardCheckpointer`, `CheckpointManager`); so does a running one whose state is lost in the memory of all
-    hosts (`on_state_lost`). Each that cannot be read is an event; if none can, an error. A host reads of each array
+    hosts (`state_loss_policy`). Each that cannot be read is an event; if none can, an error. A host reads of each array
     what its devices need.
 
     Attributes:

@@ -114,7 +114,7 @@ class EvaluationProgram:
     """The program that adds one microbatch's loss.
 
     Attributes:
-        accumulate: `accumulate(total, variables, batch, where, laid=) -> EvaluationTotal`, as of `Programs`.
+        accumulate: `accumulate(total, variables, batch, where, laid=) -> EvaluationSums`, as of `Programs`.
         abstract_total: the shapes of a total.
     """
 

@@ -29,13 +29,13 @@ class StateSharding(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How the microbatches of a step are shared out and added up; see `World.sum_microbatches`.
+    """How the microbatches of a step are shared out and added up; see `World.accumulate_microbatches`.
 
     Attributes:
         unit: microbatches that one host adds up in one go.
         reproducible: the same bits whoever lives.
         replicas: the hosts of a replica, or the replicas of a host.
-        by_speed: more for faster hosts, as measured; else evenly.
+        balance_by_speed: more for faster hosts, as measured; else evenly.
         state: how it is kept between steps: "complete" on every host, or "sharded" over all of them. Then a host has
             its share of parameters and optimizer state; while it computes a step it gathers the parameters.
 

@@ -179,7 +179,9 @@ class FitLoop:
             patience, stops, reason = order.early_stopping.update(
                 jax.device_get(state.early_stopping), metrics
             )
-            state = state._replace(patience=keeping.shard(jax.device_put(patience, keeping.local_sharding)))
+            state = state._replace(
+                early_stopping=keeping.shard(jax.device_put(patience, keeping.local_sharding))
+            )
             if stops and step < order.num_steps:
                 self._stop = (step, f"early stop: {reason}")
         self._report(keeping.world, state, metrics, started_s, is_evaluation=True)

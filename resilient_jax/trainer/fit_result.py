@@ -24,7 +24,7 @@ class FitResult:
         metrics: of the last step and the last evaluation on this host, as floats; empty if it made none.
         variables: numpy arrays, of a random key its data: `params`, `statistics` and `constants`. Of an `nnx` model
             they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
-        stopped_because: why it ended before the last step; None: it did not.
+        stop_reason: why it ended before the last step; None: it did not.
         host_index: of this host in the last generation: 0 is the one that prints and saves.
     """
 

@@ -99,7 +99,7 @@ def list_likely_hosts(
     """Yields the hosts of likely next worlds: one fewer, one back, two fewer.
 
     >>> names = [HostName(name) for name in "abcd"]
-    >>> [len(found) for found in likely_hosts(tuple(names[:3]), names)]
+    >>> [len(found) for found in list_likely_hosts(tuple(names[:3]), names)]
     [2, 2, 2, 4, 1, 1, 1]
     """
     for lost in hosts if len(hosts) > 1 else ():

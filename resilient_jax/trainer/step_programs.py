@@ -156,7 +156,7 @@ class StepPrograms:
         new = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), new)
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
-        new = new._replace(bad=new.bad.at[where[1]].set(jnp.where(finite, 0, 1)))
+        new = new._replace(non_finite=new.non_finite.at[where[1]].set(jnp.where(finite, 0, 1)))
         # The compiler would else be free to cut results as batches are cut.
         return constrain_sharding(jax.tree.map(jnp.add, total, new), laid)
 
@@ -186,7 +186,7 @@ class StepPrograms:
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
-                statistics=_types_as_in(state.variables.batch_stats, statistics),
+                batch_stats=_types_as_in(state.variables.batch_stats, statistics),
             ),
             opt_state=optimizer,
             early_stopping=state.early_stopping,

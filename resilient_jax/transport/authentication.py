@@ -17,7 +17,7 @@ MAX_PEERS_REPORTED = 1000
 Metadata = Iterable[tuple[str, str | bytes]]
 EventFields = dict[str, str | int | float | bool]
 OnEvent = Callable[[EventKind, EventFields], None]
-"""Told what the transport saw; the owner adds host and time. Called from gRPC's threads by a ThreadServer."""
+"""Told what the transport saw; the owner adds host and time. Called from gRPC's threads by a SyncServer."""
 
 
 class Authenticator:
@@ -43,7 +43,7 @@ class Authenticator:
         """The request in `data`, if the call may pass.
 
         Raises:
-            TokenRefused: the token is missing or wrong.
+            Unauthenticated: the token is missing or wrong.
             MessageError: the request does not decode.
         """
         self._check_token(metadata or (), peer, path)
@@ -80,7 +80,7 @@ def parse_peer_host(peer: str) -> str:
     """The address in gRPC's name of a peer, without the port, which is new with each connection.
 
     Example:
-        >>> peer_host("ipv4:127.0.0.1:50312"), peer_host("ipv6:%5B::1%5D:50312"), peer_host("unix:")
+        >>> parse_peer_host("ipv4:127.0.0.1:50312"), parse_peer_host("ipv6:%5B::1%5D:50312"), parse_peer_host("unix:")
         ('127.0.0.1', '::1', 'unix')
     """
     scheme, _, rest = peer.partition(":")

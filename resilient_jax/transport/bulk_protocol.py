@@ -75,7 +75,7 @@ def send_all(connection: socket.socket, data: bytes | memoryview, deadline_s: fl
     """Sends all of it.
 
     Raises:
-        LateError: not before `end_s`, of the monotonic clock.
+        DeadlineExceeded: not before `end_s`, of the monotonic clock.
         OSError: the connection is broken.
     """
     left = memoryview(data)
@@ -95,7 +95,7 @@ def receive_frame(connection: socket.socket, deadline_s: float) -> bytes:
     Raises:
         MessageError: it is too long to be one.
         EOFError: the other side refuses a connection without TLS.
-        LateError, OSError, EOFError: as `receive_into`.
+        DeadlineExceeded, OSError, EOFError: as `receive_into`.
     """
     header = bytearray(HEADER.size)
     receive_into(connection, memoryview(header), deadline_s)
@@ -113,7 +113,7 @@ def receive_into(connection: socket.socket, out: memoryview, deadline_s: float) 
     """Fills `out`.
 
     Raises:
-        LateError: not before `end_s`, of the monotonic clock.
+        DeadlineExceeded: not before `end_s`, of the monotonic clock.
         EOFError: the other side closed before.
         OSError: the connection is broken.
     """

@@ -84,7 +84,7 @@ class BulkServer(Generic[RequestT]):
             request: what clients send.
             serve: answers a request, or raises; called from many threads.
             checksum: of what is sent.
-            on_the_way: what becomes of the bytes after their digest was made.
+            transform_sent: what becomes of the bytes after their digest was made.
         """
         self.port = 0
         self.ticket = secrets.token_bytes(TICKET_BYTES)

@@ -48,7 +48,7 @@ class Channel:
 
         Raises:
             PeerUnreachable: no answer within `timeout_s`; at once, with `refused`, if nobody listens.
-            TokenRefused: the peer does not accept our token.
+            Unauthenticated: the peer does not accept our token.
             MessageError: the peer could not decode the request, or we the response.
             ResilientJaxError: whatever class of ours the peer's handler raised.
         """

@@ -1,7 +1,7 @@
 """How our gRPC connections behave, the same for asyncio and threads.
 
 A dead process on a living machine is noticed at once (its kernel closes the connection). A machine that
-vanishes, or a process that is stopped, is noticed by pings: after at most PING_EVERY_MS + PING_TIMEOUT_MS.
+vanishes, or a process that is stopped, is noticed by pings: after at most KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS.
 """
 
 from resilient_jax.transport.method import MAX_MESSAGE_BYTES

@@ -115,13 +115,13 @@ class AgentConnection:
                         self._report,
                         state=WorkerState.RUNNING,
                         generation=form.generation.number,
-                        formed=False,
-                        steady=False,
-                        done=False,
-                        busy=False,
+                        has_formed=False,
+                        has_finished_step=False,
+                        is_done=False,
+                        is_compiling=False,
                         snapshot=None,
-                        is_looking=self._looks,
-                        limit=None,
+                        is_polling_checkpoints=self._looks,
+                        earliest_stop_step=None,
                         failure=None,
                     )
                     self._send_report()
@@ -196,11 +196,11 @@ class AgentConnection:
                 step=step,
                 holds_state=holds_state,
                 snapshot=snapshot,
-                is_looking=self._looks,  # what a look of earlier may have said since does not count
-                limit=step,
-                done=done,
-                busy=False,
-                formed=done,
+                is_polling_checkpoints=self._looks,  # what a look of earlier may have said since does not count
+                earliest_stop_step=step,
+                is_done=done,
+                is_compiling=False,
+                has_formed=done,
                 failure=None if answered else failure,
             )
             self._send_report()
@@ -214,7 +214,7 @@ class AgentConnection:
         self._change(checkpoint=step, is_looking=False)
 
     def announce_checkpoint_polling(self) -> None:
-        """Whenever this worker is idle, `sees_checkpoint` will follow; a decision about a lost state waits for it."""
+        """Whenever this worker is idle, `report_checkpoint` will follow; a decision about a lost state waits for it."""
         self._looks = True
         self._change(is_looking=True)
 
@@ -326,7 +326,11 @@ class AgentConnection:
             self._form = None
             if idle:
                 self._report = msgspec.structs.replace(
-                    self._report, generation=order.generation, failure=None, formed=False, limit=None
+                    self._report,
+                    generation=order.generation,
+                    failure=None,
+                    has_formed=False,
+                    earliest_stop_step=None,
                 )
                 self._send_report()
             else:
@@ -334,7 +338,7 @@ class AgentConnection:
         elif isinstance(order, Pause):
             self._limit = self._report.step if idle else self._next_step
             self._report = msgspec.structs.replace(
-                self._report, generation=order.generation, limit=self._limit
+                self._report, generation=order.generation, earliest_stop_step=self._limit
             )
             self._send_report()
         else:

@@ -271,7 +271,7 @@ class _Worker:
             return
         gloo = connection.gloo
         if gloo.local_clique and now_s - self._interrupting_since_s > LOCAL_CLIQUE_GRACE_S:
-            gloo = dataclasses.replace(gloo, spared=frozenset())
+            gloo = dataclasses.replace(gloo, local_clique=frozenset())
             self._local_clique_broken = True
         abort_collectives(gloo)
 

@@ -262,7 +262,7 @@ class World:
         die at once. How often it is taken, and how many hosts may be lost, are in the job's configuration; a call when
         none is due does nothing. Without an agent there is nobody to keep it, and it does nothing either.
 
-        Every host must call it after the same steps. Before the arrays are donated call `finish_snapshot`.
+        Every host must call it after the same steps. Before the arrays are donated call `wait_until_finished`.
 
         Args:
             state: as given to `commit`.
@@ -369,7 +369,7 @@ class World:
             reproducible: sum in an order that depends on the indexes only: the same bits whoever lives. Else one
                 all-reduce of each host's total: less memory and traffic, equal within rounding.
             replicas: how many hosts compute a microbatch together, or how many a host computes at a time.
-            by_speed: deal out work in proportion to measured speed; else evenly.
+            balance_by_speed: deal out work in proportion to measured speed; else evenly.
             name: of the sum; a step may have several, in the same order on every host.
 
         Raises:
@@ -381,7 +381,7 @@ class World:
             if self._step is not None:
                 found = f"a second sum named {name!r} in step {self._step}"
             raise CallerError(
-                f"sum_microbatches: found {found}, expected one of each name in a step. Put everything to be summed "
+                f"accumulate_microbatches: found {found}, expected one of each name in a step. Put everything to be summed "
                 "into one tree, or give the other sum another name"
             )
         _check_zeros(zeros)
@@ -427,7 +427,7 @@ class World:
         return self._sums is not None and self._sums.replicas_span_hosts
 
     def host_of_microbatch(self, index: int) -> HostName:
-        """The host that computed microbatch `index` of the last `sum_microbatches`."""
+        """The host that computed microbatch `index` of the last `accumulate_microbatches`."""
         return self.hosts[self._get_sums().owners[index]]
 
     def agree(self, tree: Tree) -> Tree:
@@ -529,7 +529,7 @@ def _check_zeros(zeros: object) -> None:
         if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
             found = leaf.sharding if isinstance(leaf, jax.Array) else type(leaf).__name__
             raise CallerError(
-                f"sum_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on this "
+                f"accumulate_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on this "
                 'host\'s devices: jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec()))'
             )
 

@@ -50,7 +50,7 @@ def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
     """The script as a job of ours on all hosts; in the end it is interrupted, and what is left of it killed."""
     work.mkdir(parents=True, exist_ok=True)
     config = work / "job.toml"
-    config.write_text("restart_limit = 1000\nrestart_backoff_s = 0.0\n")
+    config.write_text("max_restarts = 1000\nrestart_backoff_s = 0.0\n")
     with LocalJob(
         command,
         num_hosts=HOSTS,

@@ -129,7 +129,7 @@ def test_ctrl_c_ends_scripts_that_still_work(tmp_path: Path) -> None:
 def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_supervisor, "FINISH_INTERVAL_S", 0.2)
+    monkeypatch.setattr(worker_supervisor, "FINISH_REMINDER_INTERVAL_S", 0.2)
     said: list[str] = []
 
     def say(text: str) -> None:

@@ -69,7 +69,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["--config", "type.toml", IDLE],
-            "type.toml: key 'restart_limit': found 'many' (str), expected an integer >= 0 and <= 1_000_000",
+            "type.toml: key 'max_restarts': found 'many' (str), expected an integer >= 0 and <= 1_000_000",
         ),
         (
             ["--hosts", "3", "--config", "parity.toml", IDLE],
@@ -85,7 +85,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["--config", "every.toml", IDLE],
-            "every.toml: key 'snapshot_every': found 0 (int), expected an integer >= 1 and <= 1_000_000 or one of",
+            "every.toml: key 'snapshot_interval_steps': found 0 (int), expected an integer >= 1 and <= 1_000_000 or one of",
         ),
         (
             ["--run-dir", "broken.py/run", IDLE],
@@ -97,10 +97,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
     (work / "broken.py").write_text(BROKEN)
     (work / "unknown.toml").write_text("lease_ttl = 3\n")
-    (work / "type.toml").write_text('restart_limit = "many"\n')
+    (work / "type.toml").write_text('max_restarts = "many"\n')
     (work / "parity.toml").write_text("snapshot_parity = 3\n")
     (work / "group.toml").write_text("snapshot_parity = 4\nsnapshot_group_size = 4\n")
-    (work / "every.toml").write_text("snapshot_every = 0\n")
+    (work / "every.toml").write_text("snapshot_interval_steps = 0\n")
     (work / "least.toml").write_text("min_hosts = 4\n")
     code, output = run_command(["launch", *arguments])
     assert code == 2, output

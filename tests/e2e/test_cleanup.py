@@ -83,7 +83,7 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
 
 
 def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
-    config = CONFIG.replace("restart_limit = 1000", "restart_limit = 1")
+    config = CONFIG.replace("max_restarts = 1000", "max_restarts = 1")
     with TinyJob(tmp_path, 2, config, ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
         tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
         words = (
             "[host-1] this host ends: the worker on host-1 died 2 times within 600 s, more often than "
-            "restart_limit = 1 allows"
+            "max_restarts = 1 allows"
         )
         wait_until("the end of host-1", lambda: words in tiny.job.read_output(), 30.0)
         assert report.generation is not None
@@ -101,14 +101,14 @@ def test_a_host_whose_worker_dies_too_often_ends_alone(tmp_path: Path) -> None:
 
 
 def test_a_job_whose_workers_all_die_too_often_ends(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text("restart_limit = 1\n")
+    (tmp_path / "job.toml").write_text("max_restarts = 1\n")
     command, options = [str(JOBS / "faulty.py"), "killed"], ["--config", str(tmp_path / "job.toml")]
     ended = run_launch(command, tmp_path / "run", options=options)
     assert ended.code == 81, ended.output
     assert ended.worker_starts == 4
     assert ended.last_words == (
-        "the job ended: too_few_hosts\nno host is left: host-0 ended with BUDGET_EXHAUSTED (81), host-1 ended "
-        "with BUDGET_EXHAUSTED (81); what each of them said is above and in its log\n"
+        "the job ended: too_few_hosts\nno host is left: host-0 ended with RESTART_BUDGET_EXHAUSTED (81), host-1 ended "
+        "with RESTART_BUDGET_EXHAUSTED (81); what each of them said is above and in its log\n"
     )
     assert ended.leftovers == []
 

@@ -8,18 +8,18 @@ import os, socket
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.framing import Deframer
 from resilient_jax.protocol.worker_messages import WORD_DECODER
-from resilient_jax.worker.agent_connection import AgentLink
+from resilient_jax.worker.agent_connection import AgentConnection
 
 agent, worker = socket.socketpair()
-link = AgentLink(worker.detach(), HostName("a"), lambda: None)
-link.will_look()
-link.sees_checkpoint(None)  # of a look that began before
+link = AgentConnection(worker.detach(), HostName("a"), lambda: None)
+link.announce_checkpoint_polling()
+link.report_checkpoint(None)  # of a look that began before
 link.go_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
 deframer, reports = Deframer(), []
 while len(reports) < 3:
     words = map(WORD_DECODER.decode, deframer.feed(agent.recv(65536)))
     reports += [word.report for word in words if hasattr(word, "report")]
-print([report.is_looking for report in reports], flush=True)
+print([report.is_polling_checkpoints for report in reports], flush=True)
 os._exit(0)
 """
 """A process of its own: a worker ends with its link."""

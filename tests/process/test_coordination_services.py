@@ -18,7 +18,7 @@ def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl", "host-0")
-    monkeypatch.setattr(coordination_services, "NOT_STARTED_PAUSE_S", 0.05)
+    monkeypatch.setattr(coordination_services, "START_RETRY_INTERVAL_S", 0.05)
     monkeypatch.setattr(coordination_services, "SERVICE_MODULE", "resilient_jax.no_such_module")
 
     async def wait(services: CoordinationServices, kind: EventKind) -> None:

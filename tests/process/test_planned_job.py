@@ -22,7 +22,7 @@ MANY_STEPS = 100_000
 
 def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):
     work.mkdir(exist_ok=True)
-    (work / "job.toml").write_text("restart_limit = 10\nrestart_backoff_s = 0.0\n")
+    (work / "job.toml").write_text("max_restarts = 10\nrestart_backoff_s = 0.0\n")
     return LocalJob(
         [str(JOB), str(topology), str(steps), *words],
         num_hosts=hosts,

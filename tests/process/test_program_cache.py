@@ -10,9 +10,9 @@ import pytest
 SCRIPT = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from resilient_jax.jax_runtime.compile_cache import NoHooks, share_compilation_cache
+from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 
-class Hooks(NoHooks):
+class Hooks(NullCacheHooks):
     missed_programs = []
     def missed(self, name, seconds):
         self.missed_programs.append(name)

@@ -24,7 +24,7 @@ BLOCK = 4096
 
 
 class Arena:
-    """Gives a keeper's part as `LocalServer` does."""
+    """Gives a keeper's part as `LocalServerClient` does."""
 
     def __init__(self, kept, host):
         self.keeper = kept.keepers[host]

@@ -16,7 +16,7 @@ from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAct
 
 JOB = Path(__file__).with_name("trainer_job.py")
 DEADLINE_S = 150.0
-CONFIG = "restart_limit = 10\nrestart_backoff_s = 0.0\n"
+CONFIG = "max_restarts = 10\nrestart_backoff_s = 0.0\n"
 
 
 def launch(work, *words, hosts, config=CONFIG):

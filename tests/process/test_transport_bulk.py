@@ -198,7 +198,7 @@ def test_a_server_that_is_gone_is_told_from_one_that_is_slow():
 
 
 def test_a_connection_that_broke_while_it_was_idle_is_replaced(monkeypatch):
-    monkeypatch.setattr(bulk_server_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(bulk_server_module, "IDLE_TIMEOUT_S", 0.05)
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
         wait_until(lambda: "_attend" not in threads_of_servers())
@@ -273,7 +273,7 @@ def test_a_server_without_descriptors_to_spare_accepts_again_when_there_are():
 
 
 def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
-    monkeypatch.setattr(bulk_server_module, "SEND_S", 0.5)
+    monkeypatch.setattr(bulk_server_module, "SEND_TIMEOUT_S", 0.5)
     large = memoryview(bytes(64 * 2**20))  # more than the kernel's buffers take
     with (
         serving(lambda request: BulkResponse(large)) as server,

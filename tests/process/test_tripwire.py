@@ -12,9 +12,9 @@ import pytest
 DEADLINE_S = 30.0
 SCRIPT = """
 import os, sys
-from resilient_jax.worker.death_pipe import lay_tripwire
+from resilient_jax.worker.death_pipe import isolate_death_pipe
 tripwire, other = map(int, sys.argv[1:])
-print(lay_tripwire(tripwire), flush=True)
+print(isolate_death_pipe(tripwire), flush=True)
 os.close(other)
 sys.stdin.read()
 """
@@ -66,7 +66,7 @@ def test_where_it_is_forbidden_the_reason_is_given_and_the_descriptor_kept() -> 
         "    def unshare(self, flags): import ctypes; ctypes.set_errno(1); return -1\n"
         "tripwire._libc = Libc()\n"
         "read, write = os.pipe()\n"
-        "print(tripwire.lay_tripwire(write)); os.fstat(write)\n"
+        "print(tripwire.isolate_death_pipe(write)); os.fstat(write)\n"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert found.stdout.strip() == "unshare(CLONE_FILES): Operation not permitted", found.stderr

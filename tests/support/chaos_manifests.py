@@ -95,7 +95,9 @@ def manifests(draw: st.DrawFn) -> CampaignManifest:
             disk_mib=draw(st.integers(0, 100)),
             may_set_clock=True,
             config=draw(
-                st.fixed_dictionaries({}, optional={"lease_ttl_s": SECONDS, "on_state_lost": st.just("stop")})
+                st.fixed_dictionaries(
+                    {}, optional={"lease_ttl_s": SECONDS, "state_loss_policy": st.just("stop")}
+                )
             ),
         ),
         expected_exit=ExpectedExit(code=draw(st.integers(0, 255))),

@@ -32,7 +32,7 @@ class Job:
     """The machine with hosts that answer at once; tests make some of them misbehave."""
 
     def __init__(self, *names: str, **rules) -> None:
-        self.rules = MembershipConfig(**{"expected_hosts": len(names), "start_deadline_s": 300.0, **rules})
+        self.rules = MembershipConfig(**{"expected_hosts": len(names), "start_timeout_s": 300.0, **rules})
         self.state = make_initial_state(None, 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []

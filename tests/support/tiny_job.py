@@ -33,10 +33,10 @@ RECOVERY_S = 90.0
 
 CONFIG = """
 lease_ttl_s = 2.0
-restart_limit = 1000
+max_restarts = 1000
 restart_backoff_s = 0.0
-forming_deadline_s = 20.0
-store_deadline_s = 30.0
+forming_timeout_s = 20.0
+store_timeout_s = 30.0
 """
 LOOK_PAUSE_S = 0.06
 SHARED_STEPS = 200

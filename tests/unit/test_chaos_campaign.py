@@ -93,7 +93,7 @@ class FakeReference:
 @pytest.fixture(autouse=True)
 def alone_and_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "LOOK_PAUSE_S", 0.0)
-    monkeypatch.setattr(campaign_module, "shared_segments", frozenset)
+    monkeypatch.setattr(campaign_module, "list_shared_segments", frozenset)
 
 
 def live(manifest: CampaignManifest, folder: Path, *, steps: int, code: int) -> CampaignResult:

@@ -297,7 +297,7 @@ def test_a_change_without_a_reason_is_found() -> None:
 
 def killed(
     part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = ProcessKill(), needs: tuple[str, ...] = ()
-) -> IncidentRecord:  # noqa: B008
+) -> IncidentRecord:
     incident = Incident(
         trigger=Trigger(step=1), target=FaultTarget(part=part), fault=fault, required_events=needs
     )
@@ -315,7 +315,7 @@ def test_a_fault_that_nobody_tells_of_is_found() -> None:
     assert len(told([])) == 1
     assert len(told([happened(EventKind.WORKER_EXITED, "host-0")])) == 1, "it is of another host"
     assert len(told([happened(EventKind.WORKER_EXITED, at_s=49.0)])) == 1, "it was before"
-    assert check_expected_events([dataclasses.replace(done, skipped="why")], [], 2.0) == []
+    assert check_expected_events([dataclasses.replace(done, skip_reason="why")], [], 2.0) == []
     lost = [happened(EventKind.HOST_LOST, "host-0", lost="host-1")]
     assert check_expected_events([killed(TargetPart.HOST)], lost, 2.0) == []
 

@@ -38,7 +38,7 @@ class Storage:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr(checkpoint_poller, "AGAIN_S", 0.001)
+    monkeypatch.setattr(checkpoint_poller, "POLL_INTERVAL_S", 0.001)
 
 
 def test_what_is_seen_while_the_worker_is_idle_is_told_when_it_changes():

@@ -119,7 +119,7 @@ def test_a_job_that_was_told_to_stop_stops_although_there_is_a_checkpoint_and_na
 
 
 def test_a_job_that_may_begin_again_takes_the_checkpoint_if_there_is_one():
-    rules = {"after_state_loss": StateLossPolicy.RESTART}
+    rules = {"state_loss_policy": StateLossPolicy.RESTART}
     with_one = begun_again(lost(checkpoint=3, **rules)).generation
     assert with_one.state_loss is not None
     assert with_one.state_loss.checkpoint_step == 3

@@ -309,7 +309,7 @@ class Cluster:
             return
         worker = host.worker
         status = msgspec.structs.replace(
-            host.seen, stopped=worker.stopped, exit_code=None if worker.alive else -9
+            host.seen, is_unresponsive=worker.stopped, exit_code=None if worker.alive else -9
         )
         if worker.outbox:
             yield 2, lambda: self.hear(host)

@@ -99,7 +99,7 @@ def test_fsdp_gathers_a_layer_twice_at_once_where_collectives_go_on_alone():
 
 @pytest.mark.parametrize(("stacked", "passes"), [(None, 1), (0, 2)], ids=["one by one", "a loop"])
 def test_where_they_are_waited_for_each_array_of_a_layer_is_gathered_alone(stacked, passes):
-    tensors = tuple(dataclasses.replace(tensor, stacked=stacked) for tensor in PROFILE.tensors)
+    tensors = tuple(dataclasses.replace(tensor, stacked_dim=stacked) for tensor in PROFILE.tensors)
     profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
     state = count_state_bytes(profile, ReplicaAxes(fsdp=4)).layer
     arrays = sum(

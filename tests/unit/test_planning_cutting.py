@@ -114,7 +114,7 @@ def test_the_reason_names_the_dim_and_its_number():
 
 
 def test_an_axis_that_a_program_has_no_dim_for_is_forbidden():
-    bare = dataclasses.replace(PROFILE, divisors=())
+    bare = dataclasses.replace(PROFILE, divisibility_rules=())
     assert [(d.logical_name, d.dim_size) for d in find_violated_rules(bare, Axis.SEQUENCE, 2)] == [
         ("tokens", 1)
     ]
@@ -123,7 +123,9 @@ def test_an_axis_that_a_program_has_no_dim_for_is_forbidden():
 def test_an_axis_that_divides_only_dims_that_may_stay_whole_must_divide_one_of_them():
     only = dataclasses.replace(
         PROFILE,
-        divisors=(DivisibilityRule(axis=Axis.TENSOR, logical_name="vocab", dim_size=10, is_required=False),),
+        divisibility_rules=(
+            DivisibilityRule(axis=Axis.TENSOR, logical_name="vocab", dim_size=10, is_required=False),
+        ),
     )
     assert find_axis_sizes(only, Axis.TENSOR, 64) == (1, 2, 5, 10)
 
@@ -131,7 +133,7 @@ def test_an_axis_that_divides_only_dims_that_may_stay_whole_must_divide_one_of_t
 def indivisible() -> ProgramCost:
     tensor = make_tensor((127, 131), (Axis.FSDP, Axis.TENSOR))
     divisor = DivisibilityRule(axis=Axis.TENSOR, logical_name="mlp", dim_size=131, is_required=True)
-    return dataclasses.replace(PROFILE, name="primes", tensors=(tensor,), divisors=(divisor,))
+    return dataclasses.replace(PROFILE, name="primes", tensors=(tensor,), divisibility_rules=(divisor,))
 
 
 def test_a_model_whose_dims_divide_by_nothing_is_refused_with_its_dims():

@@ -9,7 +9,7 @@ import pytest
 PUBLIC = {
     "resilient_jax": (
         "Checkpoints",
-        "EarlyStop",
+        "EarlyStopping",
         "Evaluation",
         "FitResult",
         "Microbatch",
@@ -33,9 +33,9 @@ PUBLIC = {
         "digest",
         "load_model_shape",
         "load_topology",
-        "microbatch_data",
+        "make_microbatch_data",
         "profile_of",
-        "profile_transformer",
+        "analyze_transformer",
         "replan",
         "run",
         "search",

@@ -101,7 +101,7 @@ def check_parts(state, arena, cut, hosts):
 def test_the_parts_hold_the_numbers_of_their_pieces(state, count, threads, copy_bytes):
     hosts, host_of = hosts_of_eight(count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_copy, "COPY_BYTES", copy_bytes)
+        patch.setattr(part_copy, "COPY_STEP_BYTES", copy_bytes)
         arena, cut = take(state, hosts, host_of, threads=threads)
     check_parts(state, arena, cut, hosts)
 

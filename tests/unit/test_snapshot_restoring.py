@@ -179,8 +179,8 @@ def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
     }
     arena = take_by(count, state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "READ_BYTES", read_bytes)
-        patch.setattr(gather, "GAP_BYTES", gap_bytes)
+        patch.setattr(gather, "MAX_READ_BYTES", read_bytes)
+        patch.setattr(gather, "MAX_GAP_BYTES", gap_bytes)
         patch.setattr(restore, "BATCH_BYTES", read_bytes)
         target = data.draw(shardings(shape))
         _, restored = restore_snapshot(abstract_of(state), arena, target)
@@ -257,7 +257,7 @@ def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
     arena = take_by(2, {"w": jnp.ones(4)})
     hosts, _ = hosts_of_eight(2)
     manifest: PartManifest = arena.done[hosts[1]]
-    contents = msgspec.structs.replace(manifest.contents, pieces=pieces(manifest.contents.slices))
+    contents = msgspec.structs.replace(manifest.contents, slices=pieces(manifest.contents.slices))
     change(arena, hosts[1], contents=contents)
     with pytest.raises(
         MessageError, match=rf"hold {found} of the 4 numbers of leaf \['w'\] from \[0\] to \[4\]"

@@ -61,7 +61,7 @@ def _running(monkeypatch):
     async def read_report(contact):
         return REPORT
 
-    monkeypatch.setattr(status, "contact_of", lambda run_dir: None)
+    monkeypatch.setattr(status, "find_contact", lambda run_dir: None)
     monkeypatch.setattr(status, "read_report", read_report)
 
 

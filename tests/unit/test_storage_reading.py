@@ -140,7 +140,7 @@ def test_a_budget_bounds_what_is_in_the_air_and_lets_what_is_larger_through_alon
 def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
     folder, tree, limit_bytes, monkeypatch
 ):
-    monkeypatch.setattr(orbax_reader, "DECODED_BYTES", limit_bytes)
+    monkeypatch.setattr(orbax_reader, "MAX_DECODED_BYTES", limit_bytes)
     boxes = [(name, whole_box(value.shape)) for name, value in tree.items()]
     for (name, _), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
         assert found.tobytes() == tree[name].tobytes()

@@ -21,7 +21,7 @@ def test_examples_in_docstrings_run(module):
 
 def test_only_our_own_errors_cross_by_name():
     assert "ExitCode" not in ERROR_CLASSES
-    assert ERROR_CLASSES["TokenRefused"] is Unauthenticated
+    assert ERROR_CLASSES["Unauthenticated"] is Unauthenticated
     assert all(issubclass(value, Exception) for value in ERROR_CLASSES.values())
 
 

@@ -30,7 +30,7 @@ class Recovery:
     Attributes:
         steps_lost: committed ones that were done again.
         decoded: bytes of the state that were computed from parity, on all hosts.
-        from_memory: bytes that were read from snapshots as they were.
+        snapshot_bytes: bytes that were read from snapshots as they were.
         restore_s: for reading them, on the slowest host.
     """
 

@@ -18,7 +18,7 @@ _HOME = {
     "IsalKernel": "isal_kernel",
     "KernelChoice": "kernel_choice",
     "NumpyKernel": "numpy_kernel",
-    "PassedOver": "kernel_choice",
+    "RejectedKernel": "kernel_choice",
     "XlaKernel": "xla_kernel",
     "choose_kernel": "kernel_choice",
 }

@@ -24,7 +24,7 @@ class IsalKernel(Kernel):
     """ISA-L, called through ctypes, which lets go of the GIL: threads may each do a range of the bytes.
 
     Raises:
-        KernelMissing: the library is not on this machine.
+        KernelUnavailable: the library is not on this machine.
     """
 
     name = KernelName.ISAL

@@ -39,12 +39,12 @@ def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = Fals
 
     Args:
         forced: take this one or fail.
-        may_use_jax: whether XLA is looked at without being forced. Only for a process whose jax is already
+        allow_jax: whether XLA is looked at without being forced. Only for a process whose jax is already
             started: it loads jax and starts its backends.
 
     Raises:
-        KernelMissing: the forced kernel is not on this machine; says what to install.
-        KernelWrong: the forced kernel, or the last that is left, computes wrong bytes.
+        KernelUnavailable: the forced kernel is not on this machine; says what to install.
+        KernelSelfTestFailed: the forced kernel, or the last that is left, computes wrong bytes.
     """
     if requested is not None:
         kernel = _make_kernel(requested)

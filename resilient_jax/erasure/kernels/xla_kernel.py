@@ -48,7 +48,7 @@ class XlaKernel(Kernel):
         device: where to compute; the CPU unless said.
 
     Raises:
-        KernelMissing: jax has no CPU device.
+        KernelUnavailable: jax has no CPU device.
     """
 
     name = KernelName.XLA

@@ -1,7 +1,7 @@
 """What the jobs of `resilient-jax bench resilience` write, and how they die. Imports nothing but the standard library.
 
 In the job's folder:
-- `job.json`: what to do; see `JobFile` in `benchmarks.resilience.runs`;
+- `job.json`: what to do; see `BenchmarkJob` in `benchmarks.resilience.runs`;
 - `rows-<host>-<pid>.jsonl`: what this process did, with monotonic times, which one machine's processes share;
 - `fault-<number>.json`: that a failure has struck, so that it strikes once, whatever is done again;
 - `digest-<step>-<host>.txt`: SHA-256 of parameters and optimizer state after that many steps.
