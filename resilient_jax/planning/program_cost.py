@@ -101,7 +101,7 @@ class AmountByAxis:
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
-            whole=self.replicated + other.replicated,
+            replicated=self.replicated + other.replicated,
             tensor=self.tensor + other.tensor,
             attention=self.attention + other.attention,
             vocabulary=self.vocabulary + other.vocabulary,
@@ -111,7 +111,7 @@ class AmountByAxis:
     def scaled(self, factor: float) -> Self:
         """Times a factor."""
         return type(self)(
-            whole=self.replicated * factor,
+            replicated=self.replicated * factor,
             tensor=self.tensor * factor,
             attention=self.attention * factor,
             vocabulary=self.vocabulary * factor,

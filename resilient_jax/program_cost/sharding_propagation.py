@@ -21,7 +21,7 @@ from resilient_jax.sharding.logical_axes import LogicalNames
 class ShardingKind(enum.StrEnum):
     """The fields of `Amounts`; of two inputs the later one here tells what the result is."""
 
-    REPLICATED = "whole"
+    REPLICATED = "replicated"
     TENSOR = "tensor"
     EXPERT = "expert"
     VOCABULARY = "vocabulary"
