@@ -48,8 +48,8 @@ ADDRESS_BYTES: Final = 192
 class SnapshotAgentConnection(Protocol):
     """What is needed of the line to the agent."""
 
-    def check(self) -> None: ...
-    def wait_snapshot_server(self) -> str: ...
+    def raise_if_ended(self) -> None: ...
+    def wait_for_snapshot_server(self) -> str: ...
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
 
 
@@ -61,7 +61,7 @@ class SnapshotWorld(Protocol):
 
     @property
     def host_index(self) -> int: ...
-    def host_of(self, device: Device) -> HostName: ...
+    def host_of_device(self, device: Device) -> HostName: ...
     def all_reduce(self, tree: Any) -> Any: ...  # noqa: ANN401 - a tree of small numpy arrays
 
 
@@ -156,7 +156,7 @@ class Snapshotter:
         """
         started_s = time.monotonic()
         while not self._capture.wait_until_copied(POLL_INTERVAL_S):
-            self._line.check()
+            self._line.raise_if_ended()
             if time.monotonic() - started_s > COPY_TIMEOUT_S:
                 self._capture.cancel(f"training waited {COPY_TIMEOUT_S:g} s for its copy")
                 self._capture.wait_until_copied(COPY_TIMEOUT_S)
@@ -177,7 +177,7 @@ class Snapshotter:
             self._take(opened, state)  # it was not due
         end_s = time.monotonic() + COMMIT_TIMEOUT_S
         while time.monotonic() < end_s:
-            self._line.check()
+            self._line.raise_if_ended()
             if self._server.wait_settled(wanted, POLL_INTERVAL_S):
                 return wanted if self._server.wait_committed(wanted, 0) else None
         reason = (
@@ -201,7 +201,7 @@ class Snapshotter:
             self._host,
             self._server if here else None,
             self._credentials,
-            check=self._line.check,
+            check=self._line.raise_if_ended,
             record_event=self._line.record_event,
         )
 
@@ -209,8 +209,8 @@ class Snapshotter:
 
     def _open(self, world: SnapshotWorld, held: FlatState) -> _Opened:
         settings = self._settings
-        peers = self._exchange(world, self._line.wait_snapshot_server())
-        cut = partition_state(held.leaves, world.host_of, world.hosts)
+        peers = self._exchange(world, self._line.wait_for_snapshot_server())
+        cut = partition_state(held.leaves, world.host_of_device, world.hosts)
         # Then a host that is lost takes nothing along, and parity would protect against nothing.
         has_copies = len(cut.replicated_on) > settings.num_parity
         parity = 0 if has_copies else settings.num_parity
@@ -225,7 +225,7 @@ class Snapshotter:
             server_endpoints={host: peer.server for host, peer in peers.items()},
             root=world.hosts[0],
         )
-        self._server.open_layout(layout, restored=self._restored, check=self._line.check)
+        self._server.open_layout(layout, restored=self._restored, check=self._line.raise_if_ended)
         self._line.record_event(
             EventKind.SNAPSHOT_LAYOUT,
             bytes=cut.part_bytes[self._host],

@@ -41,7 +41,7 @@ def restore_newest(
             can be read holds another state.
     """
     store.wait_until_finished(world.record_event, world.raise_if_ended)
-    world.agree(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
+    world.all_reduce(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
     listing = store.list_directory()
     refused: dict[int, str] = {}
     for name in listing.unfinished:
@@ -57,7 +57,7 @@ def restore_newest(
             return None
         bytes_before = store.bytes_read
         state, reason = _try_load(world, store, step, abstract, sharding)
-        readers = int(world.agree(np.array([state is not None], np.int32))[0])
+        readers = int(world.all_reduce(np.array([state is not None], np.int32))[0])
         if readers == len(world.hosts):
             detail: dict[str, Any] = (
                 {"steps_lost": world.state_loss.step - step} if world.state_loss is not None else {}

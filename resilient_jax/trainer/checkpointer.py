@@ -61,11 +61,11 @@ class Checkpointer:
         if saves:
             self._store.wait_until_saved(world.record_event, world.raise_if_ended)
         is_missing = saves and step > 0 and not self._store.has_checkpoint(step)
-        if int(world.agree(np.array([is_missing], np.int32))[0]):
+        if int(world.all_reduce(np.array([is_missing], np.int32))[0]):
             self._start(keeping, state, step)
             if saves:
                 self._store.wait_until_saved(world.record_event, world.raise_if_ended)
-            world.agree(np.zeros(1, np.int32))
+            world.all_reduce(np.zeros(1, np.int32))
 
     def close(self) -> None:
         """Ends the process that writes."""

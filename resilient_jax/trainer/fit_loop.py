@@ -153,7 +153,7 @@ class FitLoop:
     def _is_stopped(self, world: World, step: int) -> bool:
         """Whether some host was told to stop here already: by a callback, which may not be called again."""
         mine = self._stop is not None and self._stop[0] == step
-        told = int(world.agree(np.array([mine], np.int32))[0])
+        told = int(world.all_reduce(np.array([mine], np.int32))[0])
         if not told:
             self._stop = None  # of a step that was lost again
         elif not mine:

@@ -53,7 +53,7 @@ def agree_on_checkpoint(world: World, found: int | None, checkpoints: Checkpoint
     """
     mine = np.zeros(len(world.hosts), np.int32)
     mine[world.host_index] = -1 if found is None else found
-    newest = world.agree(mine).tolist()
+    newest = world.all_reduce(mine).tolist()
     if len(set(newest)) > 1:
         seen = ", ".join(
             f"{host}: {'none' if step < 0 else f'step {step}'}"

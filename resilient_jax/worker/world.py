@@ -334,8 +334,13 @@ class World:
 
         Returns when the result is there, so that a step that goes on has been reduced on this host.
         """
-        self._reach(FailPoint.BEFORE_REDUCE)
-        return self._get_sums().all_reduce(tree)
+        is_on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+        if is_on_devices:  # exchanges of host arrays are no reduction of the step
+            self._reach(FailPoint.BEFORE_REDUCE)
+        total = self._get_sums().all_reduce(tree)
+        return jax.tree.map(
+            lambda leaf, found: found if isinstance(leaf, jax.Array) else np.asarray(found), tree, total
+        )
 
     def accumulate_microbatches(
         self,
@@ -430,10 +435,6 @@ class World:
         """The host that computed microbatch `index` of the last `accumulate_microbatches`."""
         return self.hosts[self._get_sums().owners[index]]
 
-    def agree(self, tree: Tree) -> Tree:
-        """The sum over hosts of small numpy arrays, as numpy arrays: for comparing what the hosts have found."""
-        return jax.tree.map(np.asarray, self._get_sums().all_reduce(tree))
-
     def raise_if_ended(self) -> None:
         """Ends the train function here if its generation has ended; for whoever waits long, to call now and then."""
         self._link.raise_if_ended()
@@ -508,7 +509,7 @@ class _Surroundings:
 
     world: World
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         self.world._link.raise_if_ended()
 
     def reach(self, place: FailPoint, index: int) -> bool:

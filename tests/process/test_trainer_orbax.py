@@ -384,7 +384,7 @@ class OneHost:
     def check(self):
         """Its generation goes on."""
 
-    def agree(self, mine):
+    def all_reduce(self, mine):
         if len(self.hosts) == 1:
             return mine
         if mine.shape == (2,):  # the newest that each has found

@@ -93,7 +93,7 @@ class ByHand(Placement):
 
     __slots__ = ()
 
-    def spec(self, path, leaf):
+    def partition_spec(self, path, leaf):
         return P("b", None, ("c", "a"))
 
 

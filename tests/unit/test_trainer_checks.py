@@ -26,7 +26,7 @@ class FakeWorld:
     def replica_count(self, shape):
         return len(self.hosts) // shape.hosts * shape.per_host
 
-    def agree(self, mine):
+    def all_reduce(self, mine):
         return mine + np.array((0, *self.found), np.int32)
 
 
