@@ -132,7 +132,7 @@ class AgentConnection:
         """The world is built, and it is known where the state of `step` is: here, whole, if `holds_state`."""
         with self._lock:
             self._next_step = step
-        self._change(formed=True, world=world, step=step, holds_state=holds_state)
+        self._change(has_formed=True, world=world, step=step, holds_state=holds_state)
 
     def begin_step(self, step: int) -> None:
         """Returns when `step` may start.
@@ -158,7 +158,7 @@ class AgentConnection:
         """`step` steps are done; `holds_state`: this host holds their whole state."""
         self._send(StepCommitted(step=step, metrics=metrics))
         if not self._report.has_finished_step:
-            self._change(steady=True, holds_state=holds_state, step=step)
+            self._change(has_finished_step=True, holds_state=holds_state, step=step)
             self.record_event(EventKind.STEP_COMMITTED, step=step)
 
     def wait_for_snapshot_server(self) -> str:
@@ -211,12 +211,12 @@ class AgentConnection:
 
     def report_checkpoint(self, step: int | None) -> None:
         """The newest checkpoint on storage is now of this step; None: there is none."""
-        self._change(checkpoint=step, is_looking=False)
+        self._change(checkpoint_step=step, is_polling_checkpoints=False)
 
     def announce_checkpoint_polling(self) -> None:
         """Whenever this worker is idle, `report_checkpoint` will follow; a decision about a lost state waits for it."""
         self._looks = True
-        self._change(is_looking=True)
+        self._change(is_polling_checkpoints=True)
 
     def report_world_left(self) -> None:
         """No coordination service is connected any more."""
@@ -351,7 +351,7 @@ class AgentConnection:
         """A compilation cannot be interrupted: say so, so that nobody takes it for a hang."""
         busy = _compiles(self._main)
         if busy != self._report.is_compiling:
-            self._change(busy=busy)
+            self._change(is_compiling=busy)
 
     # Sending.
 

@@ -14,7 +14,7 @@ agent, worker = socket.socketpair()
 link = AgentConnection(worker.detach(), HostName("a"), lambda: None)
 link.announce_checkpoint_polling()
 link.report_checkpoint(None)  # of a look that began before
-link.go_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
+link.report_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
 deframer, reports = Deframer(), []
 while len(reports) < 3:
     words = map(WORD_DECODER.decode, deframer.feed(agent.recv(65536)))

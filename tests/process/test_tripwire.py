@@ -61,12 +61,12 @@ def test_a_thread_of_its_own_holds_it_and_nothing_else() -> None:
 def test_where_it_is_forbidden_the_reason_is_given_and_the_descriptor_kept() -> None:
     script = (
         "import os, sys\n"
-        "from resilient_jax.worker import tripwire\n"
+        "from resilient_jax.worker import death_pipe\n"
         "class Libc:\n"
         "    def unshare(self, flags): import ctypes; ctypes.set_errno(1); return -1\n"
-        "tripwire._libc = Libc()\n"
+        "death_pipe._libc = Libc()\n"
         "read, write = os.pipe()\n"
-        "print(tripwire.isolate_death_pipe(write)); os.fstat(write)\n"
+        "print(death_pipe.isolate_death_pipe(write)); os.fstat(write)\n"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert found.stdout.strip() == "unshare(CLONE_FILES): Operation not permitted", found.stderr

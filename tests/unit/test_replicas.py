@@ -50,7 +50,7 @@ def test_several_threads_take_the_same_new_array_up_to_their_replicas(restless):
     def lift(replica, array):
         together.wait()
         Rubbish()
-        return replica.lift(array).sharding.device_set
+        return replica.to_replica(array).sharding.device_set
 
     with ThreadPoolExecutor(REPLICAS) as threads:
         for _ in range(TIMES):
