@@ -520,8 +520,8 @@ def _refuse_to_begin_anew(lost: StateLoss | None) -> None:
     if lost is not None and lost.checkpoint_step is not None:
         raise StateError(
             "steps: found a loop that begins at step 0, expected one that goes on from a checkpoint: the job's state "
-            f"was lost after {lost.step} steps, and the checkpoint of step {lost.checkpoint_step} was seen on storage. Load "
-            "it where world.is_fresh, and call world.resume_at(step)"
+            f"was lost after {lost.step} steps, and the checkpoint of step {lost.checkpoint_step} was seen on storage. "
+            "Load it where world.is_fresh, and call world.resume_at(step)"
         )
 
 
@@ -530,8 +530,8 @@ def _check_zeros(zeros: object) -> None:
         if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
             found = leaf.sharding if isinstance(leaf, jax.Array) else type(leaf).__name__
             raise CallerError(
-                f"accumulate_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on this "
-                'host\'s devices: jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec()))'
+                f"accumulate_microbatches: found {found} at zeros{jax.tree_util.keystr(path)}, expected an array on "
+                'this host\'s devices: jax.device_put(zeros, NamedSharding(world.local_mesh("data"), PartitionSpec()))'
             )
 
 
