@@ -91,8 +91,8 @@ def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
     """Refuses to begin anew where a lost job was to go on from a checkpoint that is gone."""
     if lost is not None and lost.checkpoint_step is not None:
         raise CheckpointUnreadable(
-            f"checkpoints: found none in {checkpoints.directory}, expected that of step {lost.checkpoint_step}, which a "
-            "host saw there when the job's state was lost. Bring it back and launch the job again, or give another "
+            f"checkpoints: found none in {checkpoints.directory}, expected that of step {lost.checkpoint_step}, which "
+            "a host saw there when the job's state was lost. Bring it back and launch the job again, or give another "
             "directory to begin anew"
         )
 

@@ -386,8 +386,8 @@ class World:
             if self._step is not None:
                 found = f"a second sum named {name!r} in step {self._step}"
             raise CallerError(
-                f"accumulate_microbatches: found {found}, expected one of each name in a step. Put everything to be summed "
-                "into one tree, or give the other sum another name"
+                f"accumulate_microbatches: found {found}, expected one of each name in a step. Put everything to be "
+                "summed into one tree, or give the other sum another name"
             )
         _check_zeros(zeros)
         count_units(num_microbatches, unit_size)
