@@ -18,7 +18,7 @@ def flip_snapshot_bits(server_pid: int, region: str, count: int, rng: random.Ran
 
     Args:
         server: process number.
-        where: "arena" for the host's part, "parity", "manifest" or "mark".
+        where: "part" for the host's part, "parity", "manifest" or "mark".
         count: at most; a short region has fewer.
         chance: which bytes and bits.
 
@@ -88,7 +88,7 @@ def _region(mark: SlotHeader, where: str) -> tuple[int, int]:
     """Where it begins in the slot, and its length."""
     shape = mark.layout
     match where:
-        case "arena":
+        case "part":
             return shape.part_offset, shape.part_bytes
         case "parity":
             return shape.parity_offset, shape.parity_rows * shape.chunk_bytes
@@ -97,7 +97,7 @@ def _region(mark: SlotHeader, where: str) -> tuple[int, int]:
         case "mark":
             return 0, MARK_BYTES
         case _:
-            raise CallerError(f"found region {where!r}, expected arena, parity, manifest or mark")
+            raise CallerError(f"found region {where!r}, expected part, parity, manifest or mark")
 
 
 def _flip(descriptor: int, start: int, length: int, count: int, chance: random.Random) -> None:

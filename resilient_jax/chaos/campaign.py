@@ -36,7 +36,7 @@ from resilient_jax.chaos.membership_invariants import check_membership
 from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.chaos.resource_growth import ProcessSample, ResourceGrowth, measure_growth
 from resilient_jax.chaos.targets import (
-    find_pids,
+    find_target_pids,
     find_service_host,
     is_training,
     list_pids,
@@ -233,7 +233,7 @@ class Campaign:
         if get_worker_action(fault) is not None:
             came = self._job.came(f"incident-{number}")
             if isinstance(fault, ProcessExit | UserException):
-                pids = [pid for host in came for pid in find_pids(target, host, report)]
+                pids = [pid for host in came for pid in find_target_pids(target, host, report)]
                 self._gone |= {found for pid in pids if (found := identify_process(pid)) is not None}
             if not came:
                 return dataclasses.replace(
@@ -272,7 +272,7 @@ class Campaign:
         if incident.target.part is TargetPart.STORE:
             pids = [self._job.launcher_pid]
         else:
-            pids = [pid for host in hosts for pid in find_pids(incident.target, host, report)]
+            pids = [pid for host in hosts for pid in find_target_pids(incident.target, host, report)]
         return tuple(found for pid in pids if (found := identify_process(pid)) is not None)
 
     def _expect_gone(

@@ -63,13 +63,13 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
     match fault:
         case ProcessKill():
             return EVENTS_OF_PART.get(part, ())
-        case ProcessStop(duration_s=for_s):
-            is_long = for_s is None or for_s > NOTICEABLE_STOP_S
+        case ProcessStop(duration_s=duration_s):
+            is_long = duration_s is None or duration_s > NOTICEABLE_STOP_S
             if part is TargetPart.WORKER and is_long:
                 return (EventKind.WORKER_UNRESPONSIVE, *EVENTS_OF_PART[part])
             if part in (TargetPart.SERVICE, TargetPart.SNAPSHOTS) and is_long:
                 return EVENTS_OF_PART[part]
-            is_silent = for_s is None or for_s > LEASES_MISSED * lease_ttl_s
+            is_silent = duration_s is None or duration_s > LEASES_MISSED * lease_ttl_s
             return EVENTS_OF_SILENCE if is_silent and part is not TargetPart.LINK else ()
         case ProcessExit():
             return EVENTS_OF_PART[TargetPart.WORKER]
@@ -79,8 +79,8 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
             return (EventKind.NONFINITE, EventKind.USER_ERROR)
         case BitFlip(region="message"):
             return (EventKind.SNAPSHOT_PEER_FAILED, EventKind.SNAPSHOT_BLOCK_CORRUPT)
-        case NetworkPartition(duration_s=for_s):
-            return EVENTS_OF_SILENCE if for_s > LEASES_MISSED * lease_ttl_s else ()
+        case NetworkPartition(duration_s=duration_s):
+            return EVENTS_OF_SILENCE if duration_s > LEASES_MISSED * lease_ttl_s else ()
         case _:
             return ()
 

@@ -23,7 +23,7 @@ class ProcessKill(_Fault, frozen=True, tag="kill"):
 
 
 class ProcessStop(_Fault, frozen=True, tag="stop"):
-    """SIGSTOP; SIGCONT after `for_s`, or when the event `until` comes. Without either it stays stopped to the end, and
+    """SIGSTOP; SIGCONT after `duration_s`, or when the event `until_event` comes. Without either it stays stopped to the end, and
     is woken then: a zombie that must be fenced."""
 
     duration_s: Seconds | None = None
@@ -97,7 +97,7 @@ class BitFlip(_Fault, frozen=True, tag="flip"):
         path: a folder of checkpoints, relative to the campaign's.
     """
 
-    region: Annotated[str, Meta(pattern="^(arena|parity|manifest|mark|checkpoint|message)$")] = "arena"
+    region: Annotated[str, Meta(pattern="^(part|parity|manifest|mark|checkpoint|message)$")] = "part"
     count: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     path: str = ""
 

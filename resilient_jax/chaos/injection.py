@@ -61,8 +61,8 @@ def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:
             return failpoints.ExitAction(exit_code=code)
         case UserException():
             return failpoints.RaiseAction(message="an error in a step, made by the chaos campaign")
-        case MainThreadHang(duration_s=for_s):
-            return failpoints.HangAction(duration_s=for_s)
+        case MainThreadHang(duration_s=duration_s):
+            return failpoints.HangAction(duration_s=duration_s)
         case NanGradients() | BitFlip(region="message"):
             return failpoints.CorruptAction()
         case _:
@@ -95,7 +95,7 @@ def inject_fault(
     except (OSError, CallerError) as error:
         raise FaultUnsupported(f"{fault_kind(fault)}: {error}") from error
     for one in undo:
-        active_faults.add(one, after_s=getattr(fault, "for_s", None), until=getattr(fault, "until", None))
+        active_faults.add(one, after_s=getattr(fault, "duration_s", None), until=getattr(fault, "until_event", None))
     return text
 
 

@@ -192,15 +192,15 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     at, target, fault = incident.trigger, incident.target, incident.fault
     kinds = frozenset(map(str, EventKind))
     names = [
-        ("at.event", at.event),
-        *((f"needs[{i}]", name) for i, name in enumerate(incident.required_events)),
+        ("trigger.event", at.event),
+        *((f"required_events[{i}]", name) for i, name in enumerate(incident.required_events)),
     ]
-    names.append(("fault.until", getattr(fault, "until", None)))
+    names.append(("fault.until_event", getattr(fault, "until_event", None)))
     found += [(key, repr(n), "a kind of event: events.EventKind") for key, n in names if n and n not in kinds]
     if at == Trigger():
-        found.append(("at", "an empty table", "one of step, steps, seconds, event, place"))
+        found.append(("trigger", "an empty table", "one of step, after_steps, after_s, event, failpoint"))
     known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
-    meant = [("at.host", at.host), *((f"target.hosts[{i}]", host) for i, host in enumerate(target.hosts))]
+    meant = [("trigger.host", at.host), *((f"target.hosts[{i}]", host) for i, host in enumerate(target.hosts))]
     found += [
         (key, repr(host), f"one of {', '.join(sorted(known))}")
         for key, host in meant
@@ -209,7 +209,7 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     if not target.hosts:
         found.append(("target.hosts", "none", "at least one"))
     if isinstance(fault, WORKER_FAULTS) and (target.part is not TargetPart.WORKER or at.failpoint is None):
-        found.append(("fault.kind", fault_kind(fault), "a worker as target and a place in `at`"))
+        found.append(("fault.kind", fault_kind(fault), "a worker as target and a failpoint in `trigger`"))
     if isinstance(fault, NETWORK_FAULTS) and (
         target.part is not TargetPart.LINK or job.network != "namespaces"
     ):
@@ -218,7 +218,7 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
         target.part is not TargetPart.SNAPSHOTS or at.failpoint is not FailPoint.BEFORE_SEND
     ):
         found.append(
-            ("fault.where", "message", f"snapshots as target and {FailPoint.BEFORE_SEND} as place in `at`")
+            ("fault.region", "message", f"snapshots as target and {FailPoint.BEFORE_SEND} as failpoint in `trigger`")
         )
     if isinstance(fault, ClockJump) and not job.may_set_clock:
         found.append(

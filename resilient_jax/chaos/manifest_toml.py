@@ -17,7 +17,7 @@ def format_manifest(manifest: CampaignManifest) -> str:
     """
     top = _changed(manifest, CampaignManifest())
     lines = [f"{key} = {_value(value)}" for key, value in top.items() if key not in TABLES]
-    for key in ("job", "ending"):
+    for key in ("job", "expected_exit"):
         if key in top:
             lines += ["", f"[{key}]"]
             lines += [f"{name} = {_value(value)}" for name, value in top[key].items()]
@@ -32,7 +32,7 @@ def format_table(values: Mapping[str, object]) -> str:
     return "".join(f"{_key(name)} = {_value(value)}\n" for name, value in values.items())
 
 
-TABLES = ("job", "ending", "incidents")
+TABLES = ("job", "expected_exit", "incidents")
 
 
 def _changed(struct: msgspec.Struct, default: msgspec.Struct) -> dict:
@@ -48,12 +48,12 @@ def _changed(struct: msgspec.Struct, default: msgspec.Struct) -> dict:
 
 def _of_incident(incident: Incident) -> dict:
     built = msgspec.to_builtins(incident)
-    built["at"] = {name: v for name, v in built["at"].items() if v is not None and v != {}}
+    built["trigger"] = {name: v for name, v in built["trigger"].items() if v is not None and v != {}}
     built["fault"] = {name: v for name, v in built["fault"].items() if v is not None and v != ""}
     if not built["overlaps"]:
         del built["overlaps"]
-    if not built["needs"]:
-        del built["needs"]
+    if not built["required_events"]:
+        del built["required_events"]
     return built
 
 

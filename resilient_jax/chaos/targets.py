@@ -31,7 +31,7 @@ def resolve_hosts(names: Collection[str], report: JobReport) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def find_pids(target: FaultTarget, host: str, report: JobReport) -> tuple[int, ...]:
+def find_target_pids(target: FaultTarget, host: str, report: JobReport) -> tuple[int, ...]:
     """The processes on one host that a fault is done to; none if they do not run just now."""
     part = PARTS.get(target.part)
     if part is None or all(h.host != host for h in report.hosts):

@@ -81,7 +81,7 @@ def chaos(
     shrink: Annotated[
         bool,
         typer.Option(
-            "--minimise", help="If it fails: find the fewest incidents that still break the same promises."
+            "--shrink", help="If it fails: find the fewest incidents that still break the same promises."
         ),
     ] = False,
     repeat: Annotated[

@@ -67,7 +67,7 @@ def write_manifest(path: Path, *incidents: str) -> Path:
     return path
 
 
-KILL = 'at = { steps = 2 }\ntarget = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }'
+KILL = 'trigger = { after_steps = 2 }\ntarget = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }'
 
 
 def test_weights_that_depend_on_who_lives_are_found_out(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_what_is_left_breaks_the_same_promise_as_all(run: Run, tmp_path: Path) -
 
     path = tmp_path / "manifest.toml"
     path.write_text(format_manifest(numbered(8)))
-    code, _ = run("--minimise", "--run-dir", tmp_path / "run", path, judge=judge)
+    code, _ = run("--shrink", "--run-dir", tmp_path / "run", path, judge=judge)
     assert code == ExitCode.INTERNAL_ERROR
     assert steps_of(load_manifest(tmp_path / "run" / "minimal.toml")) == {2, 5}
 

@@ -72,27 +72,27 @@ class FakeJob:
         is_over = self._done >= self._steps or time.monotonic() > self._end_s
         return self.process.returncode if is_over else None
 
-    def report(self) -> JobReport:
+    def read_report(self) -> JobReport:
         self._done += 1
         return trained(self._done)
 
-    def tail(self, lines: int) -> str:
+    def read_tail(self, lines: int) -> str:
         return ""
 
-    def processes(self) -> list[int]:
+    def find_processes(self) -> list[int]:
         return []
 
 
 class FakeReference:
     """Of a script that has no ledger."""
 
-    def reach(self, steps: int) -> dict[int, object]:
+    def extend_to(self, steps: int) -> dict[int, object]:
         return {}
 
 
 @pytest.fixture(autouse=True)
 def alone_and_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(watch_module, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(campaign_module, "list_shared_segments", frozenset)
 
 

@@ -24,27 +24,27 @@ TEXT = st.text(string.printable + "äé\x7f", max_size=20)
 OUTER = st.one_of(
     st.just(faults.ProcessKill()),
     st.builds(
-        faults.ProcessStop, for_s=st.none() | SECONDS, until=st.none() | st.just(str(EventKind.HOST_LOST))
+        faults.ProcessStop, duration_s=st.none() | SECONDS, until_event=st.none() | st.just(str(EventKind.HOST_LOST))
     ),
-    st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), for_s=SECONDS),
-    st.builds(faults.FullMemory, for_s=SECONDS),
-    st.builds(faults.NoDescriptors, for_s=SECONDS),
-    st.builds(faults.ClockJump, seconds=st.floats(-1000, 1000), for_s=SECONDS),
+    st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), duration_s=SECONDS),
+    st.builds(faults.FullMemory, duration_s=SECONDS),
+    st.builds(faults.NoDescriptors, duration_s=SECONDS),
+    st.builds(faults.ClockJump, jump_s=st.floats(-1000, 1000), duration_s=SECONDS),
     st.builds(
         faults.BitFlip,
-        where=st.sampled_from(["arena", "parity", "mark", "manifest"]),
+        region=st.sampled_from(["part", "parity", "mark", "manifest"]),
         count=st.integers(1, 9),
     ),
 )
 LINKS = st.one_of(
-    st.builds(faults.NetworkPartition, for_s=SECONDS),
-    st.builds(faults.SlowLink, mbit_s=st.floats(0.1, 1000), for_s=SECONDS),
-    st.builds(faults.LossyLink, percent=st.floats(0.1, 100), for_s=SECONDS),
+    st.builds(faults.NetworkPartition, duration_s=SECONDS),
+    st.builds(faults.SlowLink, mbit_per_s=st.floats(0.1, 1000), duration_s=SECONDS),
+    st.builds(faults.LossyLink, percent=st.floats(0.1, 100), duration_s=SECONDS),
 )
 INNER = st.one_of(
     st.builds(faults.ProcessExit, code=st.integers(0, 255)),
     st.just(faults.UserException()),
-    st.builds(faults.MainThreadHang, for_s=SECONDS),
+    st.builds(faults.MainThreadHang, duration_s=SECONDS),
     st.just(faults.NanGradients()),
 )
 EVENTS = st.sampled_from([str(kind) for kind in EventKind])

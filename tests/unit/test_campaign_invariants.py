@@ -98,11 +98,11 @@ def is_commit(line: LedgerEntry, host: str, step: int) -> bool:
 BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntry]]]] = {
     "other bits on one host": (
         Invariant.BITS,
-        lambda lines: change(lines, lambda line: is_commit(line, "host-1", 2), sha256="sha-x"),
+        lambda lines: change(lines, lambda line: is_commit(line, "host-1", 2), state_sha256="sha-x"),
     ),
     "a restored state that nobody committed": (
         Invariant.RESTORED_BYTES,
-        lambda lines: change(lines, lambda line: isinstance(line, RestoreEntry), sha256="sha-x"),
+        lambda lines: change(lines, lambda line: isinstance(line, RestoreEntry), state_sha256="sha-x"),
     ),
     "a step left out by a process": (
         Invariant.STEPS,
@@ -146,7 +146,7 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntr
         lambda lines: [
             *lines,
             MicrobatchEntry(host="host-1", pid=9, generation=1, step=3, index=1),
-            commit("host-1", 3, 1, process=9, monotonic_s=999.0),
+            commit("host-1", 3, 1, pid=9, monotonic_s=999.0),
         ],
     ),
 }
@@ -160,7 +160,7 @@ def test_a_broken_ledger_is_found(case: str) -> None:
 
 
 def test_a_zombie_may_finish_the_step_that_it_was_in() -> None:
-    lines = [*good_lines(), commit("host-1", 2, 1, process=9, monotonic_s=999.0)]
+    lines = [*good_lines(), commit("host-1", 2, 1, pid=9, monotonic_s=999.0)]
     assert check_commits(lines, REFERENCE) == []
 
 
@@ -176,7 +176,7 @@ def test_a_step_may_have_a_sum_that_others_have_not() -> None:
     owners = {**OWNERS, "evaluate": ("host-0", "host-1")}
     lines = change(good_lines(), lambda line: isinstance(line, StepEntry) and line.step == 2, owners=owners)
     undisturbed = [
-        commit("localhost", step, owners=owners if step == 2 else OWNERS, hosts=1) for step in range(4)
+        commit("localhost", step, owners=owners if step == 2 else OWNERS, num_hosts=1) for step in range(4)
     ]
     assert check_commits(lines, read_reference(undisturbed)) == []
     assert {v.invariant for v in check_commits(good_lines(), read_reference(undisturbed))} == {
@@ -186,7 +186,7 @@ def test_a_step_may_have_a_sum_that_others_have_not() -> None:
 
 def part(host: str, number: int, step: int = 0, generation: int = 1) -> StepEntry:
     """Of a state that no host has whole."""
-    return commit(host, step, generation, sha256="", sum=f"{number:016x}{number:016x}", owners={})
+    return commit(host, step, generation, state_sha256="", additive_digest=f"{number:016x}{number:016x}", owners={})
 
 
 def wholes(steps: int) -> dict[int, ReferenceStep]:

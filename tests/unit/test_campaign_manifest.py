@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chaos_manifests import manifests
+from campaign_manifests import manifests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,54 +20,54 @@ from resilient_jax.errors import ConfigError
 
 GOOD = """
 [[incidents]]
-at = { steps = 3, place = "before_sum" }
+trigger = { after_steps = 3, failpoint = "before_reduce" }
 target = { part = "worker", hosts = ["host-1"] }
-fault = { kind = "stop", for_s = 2.0 }
+fault = { kind = "stop", duration_s = 2.0 }
 """
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "chaos").rglob("*.toml"))
 SOAK_INCIDENTS = 200
 
 REFUSED = {
-    "a kind of fault that there is not": ('kind = "stop", for_s = 2.0', 'kind = "stip"', "fault"),
-    "a key that the fault has not": ("for_s", "for_x", "incidents[0].fault.for_x"),
-    "a place that there is not": ("before_sum", "befor_sum", "incidents[0].at.place"),
+    "a kind of fault that there is not": ('kind = "stop", duration_s = 2.0', 'kind = "stip"', "fault"),
+    "a key that the fault has not": ("duration_s", "duration_x", "incidents[0].fault.duration_x"),
+    "a place that there is not": ("before_reduce", "befor_reduce", "incidents[0].trigger.failpoint"),
     "a host that the job has not": ("host-1", "host-9", "incidents[0].target.hosts[0]"),
     "a host to wait for that the job has not": (
-        'place = "before_sum"',
-        'place = "before_sum", host = "host-9"',
-        "incidents[0].at.host",
+        'failpoint = "before_reduce"',
+        'failpoint = "before_reduce", host = "host-9"',
+        "incidents[0].trigger.host",
     ),
-    "no trigger": ('steps = 3, place = "before_sum"', "", "incidents[0].at"),
-    "an event that there is not": ("steps = 3", 'event = "snapshot.begun"', "incidents[0].at.event"),
+    "no trigger": ('after_steps = 3, failpoint = "before_reduce"', "", "incidents[0].trigger"),
+    "an event that there is not": ("after_steps = 3", 'event = "snapshot.begun"', "incidents[0].trigger.event"),
     "a link without namespaces": (
-        'kind = "stop", for_s = 2.0',
-        'kind = "partition", for_s = 2.0',
+        'kind = "stop", duration_s = 2.0',
+        'kind = "partition", duration_s = 2.0',
         "incidents[0].fault.kind",
     ),
     "an exception of an agent": (
-        'part = "worker", hosts = ["host-1"] }\nfault = { kind = "stop", for_s = 2.0',
+        'part = "worker", hosts = ["host-1"] }\nfault = { kind = "stop", duration_s = 2.0',
         'part = "agent", hosts = ["host-1"] }\nfault = { kind = "raise"',
         "incidents[0].fault.kind",
     ),
     "a full disk without a disk": (
-        'kind = "stop", for_s = 2.0',
-        'kind = "full_disk", for_s = 2.0',
+        'kind = "stop", duration_s = 2.0',
+        'kind = "full_disk", duration_s = 2.0',
         "incidents[0].fault.kind",
     ),
     "a checkpoint without a folder": (
-        'kind = "stop", for_s = 2.0',
-        'kind = "flip", where = "checkpoint"',
+        'kind = "stop", duration_s = 2.0',
+        'kind = "flip", region = "checkpoint"',
         "incidents[0].fault.path",
     ),
     "damage on the way from a worker": (
-        'kind = "stop", for_s = 2.0',
-        'kind = "flip", where = "message"',
-        "incidents[0].fault.where",
+        'kind = "stop", duration_s = 2.0',
+        'kind = "flip", region = "message"',
+        "incidents[0].fault.region",
     ),
     "a clock that may not be set": (
-        'kind = "stop", for_s = 2.0',
-        'kind = "clock_jump", seconds = 60.0',
+        'kind = "stop", duration_s = 2.0',
+        'kind = "clock_jump", jump_s = 60.0',
         "incidents[0].fault.kind",
     ),
 }
