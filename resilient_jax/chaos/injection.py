@@ -95,7 +95,9 @@ def inject_fault(
     except (OSError, CallerError) as error:
         raise FaultUnsupported(f"{fault_kind(fault)}: {error}") from error
     for one in undo:
-        active_faults.add(one, after_s=getattr(fault, "duration_s", None), until=getattr(fault, "until_event", None))
+        active_faults.add(
+            one, after_s=getattr(fault, "duration_s", None), until=getattr(fault, "until_event", None)
+        )
     return text
 
 

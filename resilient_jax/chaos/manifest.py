@@ -200,7 +200,10 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
     if at == Trigger():
         found.append(("trigger", "an empty table", "one of step, after_steps, after_s, event, failpoint"))
     known = {f"host-{index}" for index in range(job.hosts)} | {"leader", "follower", "all"}
-    meant = [("trigger.host", at.host), *((f"target.hosts[{i}]", host) for i, host in enumerate(target.hosts))]
+    meant = [
+        ("trigger.host", at.host),
+        *((f"target.hosts[{i}]", host) for i, host in enumerate(target.hosts)),
+    ]
     found += [
         (key, repr(host), f"one of {', '.join(sorted(known))}")
         for key, host in meant
@@ -218,7 +221,11 @@ def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
         target.part is not TargetPart.SNAPSHOTS or at.failpoint is not FailPoint.BEFORE_SEND
     ):
         found.append(
-            ("fault.region", "message", f"snapshots as target and {FailPoint.BEFORE_SEND} as failpoint in `trigger`")
+            (
+                "fault.region",
+                "message",
+                f"snapshots as target and {FailPoint.BEFORE_SEND} as failpoint in `trigger`",
+            )
         )
     if isinstance(fault, ClockJump) and not job.may_set_clock:
         found.append(

@@ -24,7 +24,9 @@ TEXT = st.text(string.printable + "äé\x7f", max_size=20)
 OUTER = st.one_of(
     st.just(faults.ProcessKill()),
     st.builds(
-        faults.ProcessStop, duration_s=st.none() | SECONDS, until_event=st.none() | st.just(str(EventKind.HOST_LOST))
+        faults.ProcessStop,
+        duration_s=st.none() | SECONDS,
+        until_event=st.none() | st.just(str(EventKind.HOST_LOST)),
     ),
     st.builds(faults.SlowProcess, share=st.floats(0.01, 0.99), duration_s=SECONDS),
     st.builds(faults.FullMemory, duration_s=SECONDS),

@@ -186,7 +186,9 @@ def test_a_step_may_have_a_sum_that_others_have_not() -> None:
 
 def part(host: str, number: int, step: int = 0, generation: int = 1) -> StepEntry:
     """Of a state that no host has whole."""
-    return commit(host, step, generation, state_sha256="", additive_digest=f"{number:016x}{number:016x}", owners={})
+    return commit(
+        host, step, generation, state_sha256="", additive_digest=f"{number:016x}{number:016x}", owners={}
+    )
 
 
 def wholes(steps: int) -> dict[int, ReferenceStep]:

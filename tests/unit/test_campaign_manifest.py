@@ -39,7 +39,11 @@ REFUSED = {
         "incidents[0].trigger.host",
     ),
     "no trigger": ('after_steps = 3, failpoint = "before_reduce"', "", "incidents[0].trigger"),
-    "an event that there is not": ("after_steps = 3", 'event = "snapshot.begun"', "incidents[0].trigger.event"),
+    "an event that there is not": (
+        "after_steps = 3",
+        'event = "snapshot.begun"',
+        "incidents[0].trigger.event",
+    ),
     "a link without namespaces": (
         'kind = "stop", duration_s = 2.0',
         'kind = "partition", duration_s = 2.0',
