@@ -36,8 +36,8 @@ from resilient_jax.chaos.membership_invariants import check_membership
 from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.chaos.resource_growth import ProcessSample, ResourceGrowth, measure_growth
 from resilient_jax.chaos.targets import (
-    find_target_pids,
     find_service_host,
+    find_target_pids,
     is_training,
     list_pids,
     resolve_hosts,

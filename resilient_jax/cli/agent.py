@@ -255,7 +255,7 @@ def _check_host(name: str, expected_hosts: int) -> None:
             "have this name. Choose another"
         )
     if expected_hosts < 1:
-        raise CallerError(f"--expected-hosts: found {expected_hosts}, expected at least 1")
+        raise CallerError(f"--num-hosts: found {expected_hosts}, expected at least 1")
 
 
 def _check_address(address: str) -> str:

@@ -51,13 +51,13 @@ def plan(
     """Search the fastest way to train a model on a cluster, and what to do when hosts die or slow down.
 
     Needs no accelerator and no cluster. Shows the best plans with their time
-    by term, memory of a device, tokens per second and why; with --lose or
+    by term, memory of a device, tokens per second and why; with --without or
     --slow also what moves from the plan before.
 
     Example:
 
     resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
-    --lose host-07 --slow host-11=0.6
+    --without host-07 --slow host-11=0.6
 
     Or only validate a file (meshes/README.md says what it may contain):
 

@@ -100,8 +100,8 @@ def parse_axes(texts: Iterable[str]) -> dict[Axis, int]:
         name, _, size = text.partition("=")
         if name not in list(Axis) or not (size.isascii() and size.isdecimal()):
             raise CallerError(
-                f"--fix: found {text!r}, expected AXIS=SIZE with an axis of {', '.join(Axis)}, such as tensor=8"
+                f"--axis: found {text!r}, expected AXIS=SIZE with an axis of {', '.join(Axis)}, such as tensor=8"
             )
-        _refuse_twice("--fix", name, known)
+        _refuse_twice("--axis", name, known)
         axes[Axis(name)] = int(size)
     return axes

@@ -280,7 +280,7 @@ class Launcher:
             *("--job", settings.job),
             *("--host-name", name),
             *("--address", site.address),
-            *("--expected-hosts", str(settings.num_hosts)),
+            *("--num-hosts", str(settings.num_hosts)),
             *("--run-dir", str(settings.run_directory)),
             *settings.agent_options,
             "--",

@@ -178,7 +178,7 @@ def start_agents(work: Path, script: Path, *, config: str) -> list[HandStartedAg
             "--job": "pair",
             "--host-name": f"host-{index}",
             "--address": f"127.0.0.{index + 2}",
-            "--expected-hosts": "2",
+            "--num-hosts": "2",
             "--run-dir": str(work / f"run-{index}"),
             "--config": str(work / "job.toml"),
             "--platform": "cpu",

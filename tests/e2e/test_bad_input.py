@@ -206,7 +206,7 @@ def test_an_address_that_is_none_is_refused(store: str, work: Path) -> None:
         ("--host-name", "..", "--host-name: found '..', expected 1 to 64 letters"),
         ("--host-name", "", "--host-name: found '', expected 1 to 64 letters"),
         ("--host-name", 65 * "h", f"--host-name: found '{65 * 'h'}', expected 1 to 64 letters"),
-        ("--expected-hosts", "-3", "--expected-hosts: found -3, expected at least 1"),
+        ("--num-hosts", "-3", "--num-hosts: found -3, expected at least 1"),
     ],
     ids=lambda value: value[:20],
 )

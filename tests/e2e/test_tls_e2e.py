@@ -46,7 +46,7 @@ def test_a_worker_comes_back_and_fetches_the_state_under_tls(tmp_path: Path) -> 
         for host, address in ADDRESSES.items():
             words = [
                 *("--store", store, "--job", "secret", "--host-name", host, "--address", address),
-                *("--expected-hosts", "2", "--devices-per-host", "1", "--platform", "cpu"),
+                *("--num-hosts", "2", "--devices-per-host", "1", "--platform", "cpu"),
                 *("--config", str(tmp_path / "job.toml"), "--run-dir", str(tmp_path / host)),
                 *("--tls", str(lay_out(authority, host, tmp_path / f"tls-{host}"))),
             ]

@@ -50,7 +50,7 @@ class Pod:
             "--job": "pod",
             "--host-name": host,
             "--address": site.address,
-            "--expected-hosts": str(len(self._sites)),
+            "--num-hosts": str(len(self._sites)),
             "--run-dir": str(self.work / host),
             "--config": str(self.work / "job.toml"),
             "--platform": "cpu",

@@ -297,8 +297,11 @@ def test_a_change_without_a_reason_is_found() -> None:
     assert [v.invariant for v in check_membership([silent])] == [Invariant.EVENTS]
 
 
+KILL = ProcessKill()
+
+
 def killed(
-    part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = ProcessKill(), needs: tuple[str, ...] = ()
+    part: TargetPart, fault: ProcessKill | ProcessStop | BitFlip = KILL, needs: tuple[str, ...] = ()
 ) -> IncidentRecord:
     incident = Incident(
         trigger=Trigger(step=1), target=FaultTarget(part=part), fault=fault, required_events=needs

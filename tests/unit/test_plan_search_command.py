@@ -28,7 +28,7 @@ CHANGED = (
     str(CONFIGS / "llama3_8b.toml"),
     "--global-batch",
     "1024",
-    "--lose",
+    "--without",
     "host-07",
     "--slow",
     "host-11=0.6",
@@ -88,7 +88,7 @@ def test_json_has_the_terms_the_plans_and_the_moves(run):
 
 
 def test_axes_can_be_given(run):
-    code, shown, _ = run(*ASKED, "--fix", "tensor=4", "--json")
+    code, shown, _ = run(*ASKED, "--axis", "tensor=4", "--json")
     assert code == ExitCode.DONE
     assert {plan["axes"]["tensor"] for plan in json.loads(shown)["plans"]} == {4}
 
@@ -113,12 +113,12 @@ def test_constants_beside_the_topology_are_used(run, tmp_path):
     ("arguments", "message"),
     [
         (ASKED[:4], "plan: found nothing to do, expected --topology, --model and --global-batch, or --check"),
-        ((*ASKED, "--lose", "host-77"), "host 'host-77': found no such host in topology 'h100_1x8'"),
+        ((*ASKED, "--without", "host-77"), "host 'host-77': found no such host in topology 'h100_1x8'"),
         ((*ASKED, "--slow", "host-0"), "--slow: found 'host-0', expected HOST=SPEED"),
         ((*ASKED, "--slow", "host-0=fast"), "--slow: found 'host-0=fast', expected a number"),
-        ((*ASKED, "--fix", "tensor=three"), "--fix: found 'tensor=three', expected AXIS=SIZE"),
-        ((*ASKED, "--fix", "tensor=3"), "axis tensor: found 3"),
-        ((*ASKED, "--fix", "tensor=2", "--fix", "tensor=4"), "--fix: found 'tensor' twice, expected it once"),
+        ((*ASKED, "--axis", "tensor=three"), "--axis: found 'tensor=three', expected AXIS=SIZE"),
+        ((*ASKED, "--axis", "tensor=3"), "axis tensor: found 3"),
+        ((*ASKED, "--axis", "tensor=2", "--axis", "tensor=4"), "--axis: found 'tensor' twice, expected it once"),
         (
             (*ASKED, "--slow", "host-0=0.5", "--slow", "host-0=0.6"),
             "--slow: found 'host-0' twice, expected it once",
