@@ -118,7 +118,10 @@ def test_constants_beside_the_topology_are_used(run, tmp_path):
         ((*ASKED, "--slow", "host-0=fast"), "--slow: found 'host-0=fast', expected a number"),
         ((*ASKED, "--axis", "tensor=three"), "--axis: found 'tensor=three', expected AXIS=SIZE"),
         ((*ASKED, "--axis", "tensor=3"), "axis tensor: found 3"),
-        ((*ASKED, "--axis", "tensor=2", "--axis", "tensor=4"), "--axis: found 'tensor' twice, expected it once"),
+        (
+            (*ASKED, "--axis", "tensor=2", "--axis", "tensor=4"),
+            "--axis: found 'tensor' twice, expected it once",
+        ),
         (
             (*ASKED, "--slow", "host-0=0.5", "--slow", "host-0=0.6"),
             "--slow: found 'host-0' twice, expected it once",
