@@ -23,8 +23,10 @@ class ProcessKill(_Fault, frozen=True, tag="kill"):
 
 
 class ProcessStop(_Fault, frozen=True, tag="stop"):
-    """SIGSTOP; SIGCONT after `duration_s`, or when the event `until_event` comes. Without either it stays stopped to the end, and
-    is woken then: a zombie that must be fenced."""
+    """SIGSTOP, then SIGCONT after `duration_s` or at the event `until_event`.
+
+    Without either the process stays stopped until all incidents are over: a zombie that must be fenced.
+    """
 
     duration_s: Seconds | None = None
     until_event: str | None = None

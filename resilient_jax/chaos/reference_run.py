@@ -68,8 +68,8 @@ class ReferenceRun:
             )
         except subprocess.TimeoutExpired as late:
             raise CallerError(
-                f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes undisturbed, expected an "
-                f"end after step {steps}: it has to stop where the file named in {STOP_STEP_VARIABLE} says (see "
+                f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes undisturbed, expected "
+                f"an end after step {steps}: it has to stop where the file named in {STOP_STEP_VARIABLE} says (see "
                 "examples/chaos_job.py), or after --steps (job.steps in a manifest) of itself"
             ) from late
         if done.returncode:

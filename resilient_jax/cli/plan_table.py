@@ -22,8 +22,8 @@ def print_plans(
     """The best plans, where their time and memory goes, and what a change of the cluster means."""
     best = plans[0]
     console.print(
-        f"{escape(best.model_name)} on {escape(best.topology_name)}: {best.device_count} devices, {best.global_batch} sequences in a "
-        f"step; searched in {1e3 * search_s:.0f} ms"
+        f"{escape(best.model_name)} on {escape(best.topology_name)}: {best.device_count} devices, "
+        f"{best.global_batch} sequences in a step; searched in {1e3 * search_s:.0f} ms"
     )
     console.print(tabulate_plans(plans))
     console.print(tabulate_times(plans))

@@ -164,8 +164,8 @@ class Scenario:
             else ""
         )
         self._console.print(
-            f"  noticed by {stall.detected_by} after {1000 * stall.detection_s:.0f} ms; {stall.num_hosts} hosts train on "
-            f"({stall.change}) from step {stall.step} after {stall.total_s:.2f} s{decoded}"
+            f"  noticed by {stall.detected_by} after {1000 * stall.detection_s:.0f} ms; {stall.num_hosts} hosts "
+            f"train on ({stall.change}) from step {stall.step} after {stall.total_s:.2f} s{decoded}"
         )
 
     # Waiting.
