@@ -85,7 +85,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["--config", "every.toml", IDLE],
-            "every.toml: key 'snapshot_interval_steps': found 0 (int), expected an integer >= 1 and <= 1_000_000 or one of",
+            "every.toml: key 'snapshot_interval_steps': found 0 (int), expected an integer >= 1 and <= 1_000_000",
         ),
         (
             ["--run-dir", "broken.py/run", IDLE],
