@@ -345,7 +345,7 @@ def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
 
 
 def test_what_a_manifest_needs_must_come() -> None:
-    done = killed(TargetPart.SNAPSHOTS, BitFlip(), needs=("snapshot.block_bad",))
+    done = killed(TargetPart.SNAPSHOTS, BitFlip(), needs=("snapshot.block_corrupt",))
     assert len(check_expected_events([done], [], 2.0)) == 1
     assert check_expected_events([done], [happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0")], 2.0) == []
 

@@ -189,7 +189,7 @@ class _Campaign:
 def read_stall_from_boundary(job: LocalJob, generation: int) -> float | None:
     """Seconds of a planned change: from the last member's stop to the last member's next step."""
     events = [e for e in job.read_events() if e.generation == generation]
-    stopped = [e.monotonic_s for e in events if e.kind == "worker.unwound"]
+    stopped = [e.monotonic_s for e in events if e.kind == "worker.idle"]
     committed = [e.monotonic_s for e in events if e.kind == "step.committed"]
     return max(committed) - min(stopped) if stopped and len(committed) == HOSTS else None
 
