@@ -171,14 +171,14 @@ class WorkerProcess:
         except ConnectionError:
             pass  # the worker died; its exit code says more
 
-    async def _watch(self, silence_deadline_s: float, on_change: Callable[[], None]) -> None:
+    async def _watch(self, heartbeat_timeout_s: float, on_change: Callable[[], None]) -> None:
         seen_stopped = False
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             now_stopped = self.child.is_stopped()
             # A worker speaks only from `rj.run` on: before that, silence means nothing.
             spoke = self.report != WorkerReport()
-            silent = spoke and self._clock.monotonic_s() - self._last_word_s > silence_deadline_s
+            silent = spoke and self._clock.monotonic_s() - self._last_word_s > heartbeat_timeout_s
             stopped = (now_stopped and seen_stopped) or silent
             seen_stopped = now_stopped
             if stopped != self.is_unresponsive:

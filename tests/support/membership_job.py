@@ -32,7 +32,7 @@ class Job:
     """The machine with hosts that answer at once; tests make some of them misbehave."""
 
     def __init__(self, *names: str, **rules) -> None:
-        self.rules = MembershipConfig(**{"expected_hosts": len(names), "start_timeout_s": 300.0, **rules})
+        self.rules = MembershipConfig(**{"num_hosts": len(names), "start_timeout_s": 300.0, **rules})
         self.state = make_initial_state(None, 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []
@@ -104,8 +104,8 @@ class Job:
                 name,
                 state=WorkerState.RUNNING,
                 generation=self.generation.number,
-                formed=True,
-                steady=False,
+                has_formed=True,
+                has_finished_step=False,
                 failure=None,
                 world=self.generation.world,
                 step=self.generation.step,
@@ -113,7 +113,7 @@ class Job:
 
     def train(self, step: int) -> None:
         for name in self.members:
-            self.report(name, steady=True, holds_state=True, step=step)
+            self.report(name, has_finished_step=True, holds_state=True, step=step)
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -127,7 +127,7 @@ class Job:
                     "state": WorkerState.IDLE,
                     "generation": self.generation.number,
                     "failure": None,
-                    "formed": False,
+                    "has_formed": False,
                     **changes,
                 },
             )
@@ -146,11 +146,11 @@ def training(*names: str, step: int = 5, **rules) -> Job:
 def stop_at_boundary(job: Job, step: int) -> None:
     """All members answer the pause and stop before `step`."""
     for name in job.members:
-        job.report(name, generation=job.generation.number, limit=step)
+        job.report(name, generation=job.generation.number, earliest_stop_step=step)
     assert job.phase is GenerationPhase.BOUNDARY
     assert job.generation.boundary_step == step
     for name in job.members:
-        job.report(name, state=WorkerState.IDLE, step=step, limit=step, formed=False)
+        job.report(name, state=WorkerState.IDLE, step=step, earliest_stop_step=step, has_formed=False)
 
 
 def snapshot(step: int, hosts: str, *, generation: int = 1, parity: int = 1) -> SnapshotStatus:

@@ -124,10 +124,10 @@ def test_of_more_events_than_are_kept_the_count_is_an_event(tmp_path, monkeypatc
     path.symlink_to("/dev/full")
     log = EventLog(path, "host-0")
     for number in range(EventLog.MAX_KEPT + 3):
-        log.record(EventKind.WORKER_READY, number=number)
+        log.record(EventKind.WORKER_IDLE, number=number)
     path.unlink()
     now_s += RETRY_INTERVAL_S
-    log.record(EventKind.WORKER_READY, number=-1)
+    log.record(EventKind.WORKER_IDLE, number=-1)
     log.close()
     first, *others = read_events(path)
     assert (first.kind, first.detail["lost"]) == (EventKind.LOG_UNWRITABLE, 3)

@@ -26,5 +26,5 @@ def test_a_leader_whose_session_ended_stops_although_an_event_comes_at_the_same_
 
 
 def test_when_nothing_comes_it_is_time_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "TICK_S", 0.01)
+    monkeypatch.setattr(leader, "TICK_INTERVAL_S", 0.01)
     assert asyncio.run(wait_next_event(asyncio.Queue())) == Tick()

@@ -46,7 +46,7 @@ def test_a_job_starts_when_the_expected_hosts_are_ready():
 
 
 def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
-    job = Job("a", "b", expected_hosts=3, min_hosts=2, start_deadline_s=10.0)
+    job = Job("a", "b", num_hosts=3, min_hosts=2, start_timeout_s=10.0)
     job.wait(9.0)
     assert job.asked == []
     job.wait(2.0)
@@ -54,7 +54,7 @@ def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
 
 
 def test_a_job_with_too_few_hosts_says_how_many_came():
-    job = Job("a", expected_hosts=3, min_hosts=2, start_deadline_s=10.0)
+    job = Job("a", num_hosts=3, min_hosts=2, start_timeout_s=10.0)
     job.wait(11.0)
     outcome = job.generation.outcome
     assert outcome is not None
@@ -64,7 +64,7 @@ def test_a_job_with_too_few_hosts_says_how_many_came():
 
 
 def test_a_service_for_another_number_of_hosts_is_not_used():
-    job = Job("a", "b", expected_hosts=2)
+    job = Job("a", "b", num_hosts=2)
     job.report("c", state=WorkerState.IDLE)  # before the service for two runs
     assert job.asked == [StartCoordinationService(WorldId(1), 2), StartCoordinationService(WorldId(1), 3)]
     for nodes in (2, 3):
@@ -94,7 +94,7 @@ def test_a_killed_worker_leads_to_a_shrink_in_the_same_world():
 
 
 @pytest.mark.parametrize(
-    "lose", [lambda job: job.give(HostLeft(HostName("b"))), lambda job: job.worker("b", stopped=True)]
+    "lose", [lambda job: job.give(HostLeft(HostName("b"))), lambda job: job.worker("b", is_unresponsive=True)]
 )
 def test_a_lost_lease_and_a_stopped_worker_count_as_a_death(lose):
     job = training("a", "b", "c")
@@ -160,10 +160,10 @@ def test_who_does_not_stop_in_time_is_left_out():
 
 
 def test_who_compiles_is_waited_for_longer():
-    job = training("a", "b", "c", compile_deadline_s=60.0)
+    job = training("a", "b", "c", compile_timeout_s=60.0)
     job.worker("b", exit_code=-9)
     job.acknowledge("a")
-    job.report("c", busy=True)
+    job.report("c", is_compiling=True)
     job.wait(50.0)
     assert job.members == ["a", "c"]
     job.wait(11.0)
@@ -171,7 +171,7 @@ def test_who_compiles_is_waited_for_longer():
 
 
 def test_never_all_holders_of_the_state_are_left_out_in_haste():
-    job = training("a", "b", "c", compile_deadline_s=60.0)
+    job = training("a", "b", "c", compile_timeout_s=60.0)
     job.worker("c", exit_code=-9)
     job.acknowledge("b", holds_state=False)  # it was about to fetch
     job.wait(50.0)
@@ -218,7 +218,7 @@ def test_the_last_host_goes_on_in_a_world_of_its_own():
 
 
 def test_who_does_not_form_in_time_costs_an_attempt():
-    job = Job("a", "b", forming_deadline_s=60.0)
+    job = Job("a", "b", forming_timeout_s=60.0)
     job.serve()
     job.form("a")
     job.wait(61.0)
@@ -228,7 +228,7 @@ def test_who_does_not_form_in_time_costs_an_attempt():
 
 def test_an_old_word_that_it_was_done_is_no_word_that_it_has_formed():
     job = Job("a", "b")
-    job.report("b", formed=True, done=True)
+    job.report("b", has_formed=True, is_done=True)
     job.serve()
     job.form("a")
     assert job.phase is GenerationPhase.FORM
@@ -244,12 +244,12 @@ def test_a_host_joins_between_two_steps():
     job.report("c", state=WorkerState.IDLE)
     assert (job.generation.number, job.phase) == (2, GenerationPhase.PAUSE)
     assert job.generation.reason == "c asked to join"
-    job.report("a", generation=GenerationNumber(2), limit=7)
+    job.report("a", generation=GenerationNumber(2), earliest_stop_step=7)
     assert job.phase is GenerationPhase.PAUSE
-    job.report("b", generation=GenerationNumber(2), limit=8)
+    job.report("b", generation=GenerationNumber(2), earliest_stop_step=8)
     assert (job.phase, job.generation.boundary_step) == (GenerationPhase.BOUNDARY, 8)
     for name in "ab":
-        job.report(name, state=WorkerState.IDLE, step=8, formed=False)
+        job.report(name, state=WorkerState.IDLE, step=8, has_formed=False)
     job.serve()
     new = job.generation
     assert (new.number, new.phase, new.change, new.step) == (2, GenerationPhase.FORM, WorldChange.REFORM, 8)
@@ -268,7 +268,7 @@ def test_nobody_joins_before_all_have_finished_a_step():
 
 def test_a_host_with_a_notice_leaves_between_two_steps():
     job = training("a", "b", "c")
-    job.change("b", draining=True)
+    job.change("b", is_draining=True)
     assert job.generation.reason == "b got a notice to leave"
     stop_at_boundary(job, 6)
     assert (job.phase, job.generation.change, job.members) == (
@@ -281,8 +281,8 @@ def test_a_host_with_a_notice_leaves_between_two_steps():
 
 def test_a_job_all_of_whose_hosts_must_leave_ends():
     job = training("a", "b")
-    job.change("a", draining=True)
-    job.change("b", draining=True)
+    job.change("a", is_draining=True)
+    job.change("b", is_draining=True)
     stop_at_boundary(job, 6)
     outcome = job.generation.outcome
     assert outcome is not None
@@ -292,7 +292,7 @@ def test_a_job_all_of_whose_hosts_must_leave_ends():
 
 def test_hosts_that_must_all_leave_hand_their_state_to_those_who_come():
     job = training("a")
-    job.change("a", draining=True)
+    job.change("a", is_draining=True)
     job.report("b", state=WorkerState.IDLE)
     stop_at_boundary(job, 6)
     job.serve()
@@ -370,7 +370,7 @@ def test_a_joiners_old_failure_does_not_disturb_the_world_it_joins():
 
 
 def test_a_collective_that_fails_though_nobody_died_is_tried_again_a_few_times():
-    job = training("a", "b", step=5, collective_retry_limit=2)
+    job = training("a", "b", step=5, max_collective_retries=2)
     for attempt in (1, 2):
         job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
         assert job.generation.attempts == attempt
@@ -389,7 +389,7 @@ def test_a_collective_that_fails_though_nobody_died_is_tried_again_a_few_times()
 
 
 def test_progress_since_the_last_failure_forgives_it():
-    job = training("a", "b", collective_retry_limit=1)
+    job = training("a", "b", max_collective_retries=1)
     for step in range(6, 12):
         job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE, step=step)
         assert job.generation.attempts == 1
@@ -399,7 +399,7 @@ def test_progress_since_the_last_failure_forgives_it():
 
 
 def test_a_step_that_only_a_dead_host_committed_is_no_progress():
-    job = training("a", "b", "c", step=5, collective_retry_limit=1)
+    job = training("a", "b", "c", step=5, max_collective_retries=1)
     job.change("c", step=6)
     job.worker("c", exit_code=-9)
     job.acknowledge("a", "b", step=5)
@@ -449,9 +449,9 @@ def test_a_worker_that_asks_to_be_restarted_is_no_error():
 
 def test_a_job_is_done_when_all_members_are():
     job = training("a", "b")
-    job.report("a", state=WorkerState.IDLE, done=True)
+    job.report("a", state=WorkerState.IDLE, is_done=True)
     assert job.phase is GenerationPhase.ACTIVE
-    job.report("b", state=WorkerState.IDLE, done=True)
+    job.report("b", state=WorkerState.IDLE, is_done=True)
     assert job.generation.outcome is not None
     assert job.generation.outcome.kind is JobOutcomeKind.DONE
     job.give(HostLeft(HostName("a")))
@@ -465,7 +465,7 @@ def lose_all_holders(job: Job) -> None:
 
 
 def test_a_lost_state_stops_the_job():
-    job = training("a", "b", regroup_s=5.0)
+    job = training("a", "b", regroup_grace_s=5.0)
     lose_all_holders(job)
     assert job.phase is GenerationPhase.QUIESCE
     job.wait(5.5)
@@ -478,7 +478,7 @@ def test_a_lost_state_stops_the_job():
 
 
 def test_a_lost_state_starts_again_only_where_that_was_asked():
-    job = training("a", "b", regroup_s=5.0, after_state_loss=StateLossPolicy.RESTART, start_deadline_s=9.0)
+    job = training("a", "b", regroup_grace_s=5.0, state_loss_policy=StateLossPolicy.RESTART, start_timeout_s=9.0)
     lose_all_holders(job)
     job.wait(9.5)
     job.serve("c")
@@ -487,7 +487,7 @@ def test_a_lost_state_starts_again_only_where_that_was_asked():
 
 
 def test_a_holder_that_lost_the_store_for_a_moment_saves_the_job():
-    job = training("a", "b", regroup_s=5.0)
+    job = training("a", "b", regroup_grace_s=5.0)
     status = job.status("a")
     lose_all_holders(job)
     job.wait(1.0)
@@ -498,7 +498,7 @@ def test_a_holder_that_lost_the_store_for_a_moment_saves_the_job():
 
 
 def test_hosts_that_come_back_together_wait_for_each_other():
-    job = training("a", "b", "c", regroup_s=5.0)
+    job = training("a", "b", "c", regroup_grace_s=5.0)
     statuses = [job.status(name) for name in "abc"]
     for name in "abc":
         job.give(HostLeft(HostName(name)))
@@ -512,7 +512,7 @@ def test_hosts_that_come_back_together_wait_for_each_other():
 
 
 def test_fewer_than_the_minimum_wait_for_more():
-    job = training("a", "b", min_hosts=2, start_deadline_s=10.0)
+    job = training("a", "b", min_hosts=2, start_timeout_s=10.0)
     job.worker("b", exit_code=-9)
     job.acknowledge("a")
     job.wait(9.0)
@@ -557,7 +557,7 @@ def test_the_first_progress_is_on_record_at_once():
 
 
 def test_the_minimum_holds_from_the_start_though_fewer_are_expected():
-    job = Job("a", expected_hosts=1, min_hosts=2, start_deadline_s=10.0)
+    job = Job("a", num_hosts=1, min_hosts=2, start_timeout_s=10.0)
     job.wait(9.0)
     assert job.asked == []
     job.report("b", state=WorkerState.IDLE)

@@ -18,12 +18,12 @@ from resilient_jax.protocol.records import (
 
 def lost(*, checkpoint: int | None = 3, **rules) -> Job:
     """A sharded job of four hosts, of which two are gone, one more than parity covers."""
-    job = sharded("abcd", regroup_s=5.0, **rules)
+    job = sharded("abcd", regroup_grace_s=5.0, **rules)
     for host in "bc":
         job.give(HostLeft(HostName(host)))
     job.acknowledge("a", "d", step=6)
     for host in "ad":
-        job.report(host, checkpoint=checkpoint)
+        job.report(host, checkpoint_step=checkpoint)
     return job
 
 
@@ -49,8 +49,8 @@ def test_more_lost_hosts_than_parity_go_on_from_the_newest_checkpoint_and_say_wh
 
 def test_the_newest_checkpoint_that_any_host_sees_counts():
     job = lost(checkpoint=None)
-    job.report("d", checkpoint=4)
-    job.report("a", checkpoint=2)
+    job.report("d", checkpoint_step=4)
+    job.report("a", checkpoint_step=2)
     generation = begun_again(job).generation
     assert generation.state_loss is not None
     assert generation.state_loss.checkpoint_step == 4
@@ -58,18 +58,18 @@ def test_the_newest_checkpoint_that_any_host_sees_counts():
 
 def test_nothing_is_decided_while_a_host_is_still_looking():
     job = lost(checkpoint=None)
-    job.report("d", is_looking=True)
+    job.report("d", is_polling_checkpoints=True)
     job.wait(6.0)
     assert job.phase is GenerationPhase.QUIESCE, "d may yet see one"
-    job.report("d", is_looking=False, checkpoint=4)
+    job.report("d", is_polling_checkpoints=False, checkpoint_step=4)
     job.serve()
     assert job.generation.state_loss is not None
     assert job.generation.state_loss.checkpoint_step == 4
 
 
 def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_its_deadline():
-    job = lost(checkpoint=3, look_deadline_s=8.0)
-    job.report("d", is_looking=True)
+    job = lost(checkpoint=3, checkpoint_poll_timeout_s=8.0)
+    job.report("d", is_polling_checkpoints=True)
     job.wait(7.0)
     assert job.phase is GenerationPhase.QUIESCE
     job.wait(2.0)
@@ -79,19 +79,19 @@ def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_its_d
 
 
 def test_who_is_told_to_stop_does_not_wait_for_a_look():
-    job = lost(checkpoint=3, after_state_loss=StateLossPolicy.STOP)
-    job.report("d", is_looking=True)
+    job = lost(checkpoint=3, state_loss_policy=StateLossPolicy.STOP)
+    job.report("d", is_polling_checkpoints=True)
     job.wait(6.0)
     assert job.phase is GenerationPhase.FINISHED
 
 
 def test_a_host_that_only_now_starts_can_be_the_one_that_sees_it():
-    job = training("a", "b", "c", regroup_s=5.0)
+    job = training("a", "b", "c", regroup_grace_s=5.0)
     for name in "abc":
         job.worker(name, exit_code=-9)
     for name in "abc":
         job.restart(name)
-        job.report(name, checkpoint=4)
+        job.report(name, checkpoint_step=4)
     job.wait(6.0)
     job.serve()
     lost = job.generation.state_loss
@@ -110,7 +110,7 @@ def test_without_a_checkpoint_the_job_ends_with_what_is_lost_and_that_there_is_n
 
 
 def test_a_job_that_was_told_to_stop_stops_although_there_is_a_checkpoint_and_names_it():
-    job = lost(checkpoint=3, after_state_loss=StateLossPolicy.STOP)
+    job = lost(checkpoint=3, state_loss_policy=StateLossPolicy.STOP)
     job.wait(6.0)
     outcome = job.generation.outcome
     assert outcome is not None
@@ -132,7 +132,7 @@ def test_a_job_that_may_begin_again_takes_the_checkpoint_if_there_is_one():
 def test_a_snapshot_that_can_be_restored_wins_over_a_checkpoint():
     job = sharded("abcd")
     for host in "abcd":
-        job.report(host, checkpoint=4)
+        job.report(host, checkpoint_step=4)
     job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)
     assert job.generation.snapshot is not None
@@ -153,7 +153,7 @@ def test_once_all_have_gone_on_the_loss_is_over():
     job.form()
     assert job.generation.state_loss is not None, "they may still read the checkpoint"
     for name in "ad":
-        job.report(name, steady=True, holds_state=False, step=4)
+        job.report(name, has_finished_step=True, holds_state=False, step=4)
     assert (job.phase, job.generation.state_loss) == (GenerationPhase.ACTIVE, None)
 
 
@@ -194,14 +194,14 @@ def test_a_users_error_after_the_loss_is_over_is_theirs():
     job = begun_again(lost())
     job.form()
     for name in "ad":
-        job.report(name, steady=True, holds_state=False, step=4)
+        job.report(name, has_finished_step=True, holds_state=False, step=4)
     job.report("a", failure=WorkerFailure(kind=WorkerFailureKind.USER, text="oops"))
     assert job.generation.outcome is not None
     assert job.generation.outcome.kind is JobOutcomeKind.USER_ERROR
 
 
 def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_die():
-    job = training("a", "b", regroup_s=5.0, record_progress_s=10.0)
+    job = training("a", "b", regroup_grace_s=5.0, progress_interval_s=10.0)
     assert job.generation.progress == 5, "at once: there is something to lose"
     job.wait(6.0)
     job.train(90)
@@ -214,12 +214,12 @@ def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_
 
 
 def test_where_nobody_is_left_who_knows_the_newest_step_what_is_lost_is_said_to_be_at_least_that():
-    job = training("a", "b", regroup_s=5.0)
+    job = training("a", "b", regroup_grace_s=5.0)
     job.train(90)
     job.state = make_initial_state(job.generation, job.now_s)  # of a new leader: the old one is gone, too
     for name in "ab":
         job.restart(name)
-        job.report(name, checkpoint=60)
+        job.report(name, checkpoint_step=60)
     generation = begun_again(job).generation
     assert generation.state_loss is not None
     assert (generation.state_loss.step, generation.state_loss.is_lower_bound) == (60, True)
@@ -235,7 +235,7 @@ def test_where_nobody_is_left_who_knows_the_newest_step_what_is_lost_is_said_to_
 def test_a_job_that_begins_for_the_first_time_has_lost_nothing():
     job = Job("a", "b")
     for name in "ab":
-        job.report(name, checkpoint=7)
+        job.report(name, checkpoint_step=7)
     job.serve()
     assert job.phase is GenerationPhase.FORM
     assert job.generation.state_loss is None
@@ -251,7 +251,7 @@ def test_a_snapshot_from_before_the_loss_is_void():
     job = begun_again(lost())
     job.form()
     for name in "ad":
-        job.report(name, steady=True, holds_state=False, step=4)
+        job.report(name, has_finished_step=True, holds_state=False, step=4)
     for name in "bc":
         job.restart(name)
         job.report(name, state=WorkerState.IDLE)

@@ -153,13 +153,13 @@ class Worker:
             case Quiesce(generation=number) if number >= self.newest:
                 self.newest, self.order = number, None
                 if idle:
-                    self.say(generation=number, failure=None, formed=False, limit=None)
+                    self.say(generation=number, failure=None, has_formed=False, earliest_stop_step=None)
                 else:
                     self.interrupted = True
             case Pause(generation=number) if number >= self.newest:
                 self.newest = number
                 self.limit = self.report.step if idle else max(self.begun, self.step)
-                self.say(generation=number, limit=self.limit)
+                self.say(generation=number, earliest_stop_step=self.limit)
             case RunToBoundary(generation=number, boundary_step=step) if number >= self.newest:
                 self.newest, self.boundary = number, step
             case _:
@@ -172,10 +172,10 @@ class Worker:
         self.say(
             state=WorkerState.RUNNING,
             generation=self.generation.number,
-            formed=False,
-            steady=False,
-            done=False,
-            limit=None,
+            has_formed=False,
+            has_finished_step=False,
+            is_done=False,
+            earliest_stop_step=None,
             failure=None,
             world=None if self.generation.change is WorldChange.REFORM else self.report.world,
         )
@@ -188,9 +188,9 @@ class Worker:
             generation=GenerationNumber(max(self.report.generation, self.newest)),
             step=self.step,
             holds_state=self.held is not None,
-            limit=self.step,
-            done=done,
-            formed=done,
+            earliest_stop_step=self.step,
+            is_done=done,
+            has_formed=done,
             failure=None if answered else failure,
         )
 
@@ -368,7 +368,7 @@ class Cluster:
 
     def step_moves(self, worker: Worker, generation: Generation):
         if worker.step >= self.total:
-            yield 3, lambda: worker.go_idle(done=True)
+            yield 3, lambda: worker.go_idle(is_done=True)
         elif worker.begun <= worker.step:
             if worker.boundary is not None and worker.step >= worker.boundary:
                 yield 3, worker.go_idle
@@ -625,7 +625,7 @@ class Cluster:
         worker.begun = worker.step
         if generation.change is WorldChange.SHRINK:
             assert worker.report.world == generation.world, "a shrink stays in its world"
-        worker.say(formed=True, world=generation.world, step=worker.step)
+        worker.say(has_formed=True, world=generation.world, step=worker.step)
 
     def begin_step(self, worker: Worker, generation: Generation) -> None:
         worker.begun = worker.step + 1
@@ -634,7 +634,7 @@ class Cluster:
     def commit(self, worker: Worker) -> None:
         worker.held = worker.begun
         if not worker.report.has_finished_step:
-            worker.say(steady=True, holds_state=True, step=worker.held)
+            worker.say(has_finished_step=True, holds_state=True, step=worker.held)
 
     # Time and faults.
 

@@ -38,7 +38,7 @@ def test_a_killed_worker_leaves_its_hosts_snapshot_of_use():
 
 
 def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
-    job = sharded("abcd", regroup_s=5.0)
+    job = sharded("abcd", regroup_grace_s=5.0)
     job.give(HostLeft(HostName("b")))
     job.give(HostLeft(HostName("c")))
     job.acknowledge("a", "d", step=6)
@@ -52,7 +52,7 @@ def test_more_lost_hosts_than_parity_end_the_job_with_what_survives():
 
 
 def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_as_lost():
-    job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
+    job = sharded("abcd", regroup_grace_s=5.0, state_loss_grace_s=30.0)
     away = {name: job.status(name) for name in "bc"}
     for name in "bc":
         job.give(HostLeft(HostName(name)))
@@ -67,7 +67,7 @@ def test_hosts_that_may_only_be_cut_off_are_waited_for_before_the_state_counts_a
 
 
 def test_hosts_that_stay_away_are_not_waited_for_for_ever():
-    job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
+    job = sharded("abcd", regroup_grace_s=5.0, state_loss_grace_s=30.0)
     for name in "bc":
         job.give(HostLeft(HostName(name)))
     job.acknowledge("a", "d", step=6)
@@ -77,7 +77,7 @@ def test_hosts_that_stay_away_are_not_waited_for_for_ever():
 
 
 def test_when_all_hosts_are_back_without_the_state_nobody_is_waited_for():
-    job = sharded("abcd", regroup_s=5.0, lost_patience_s=30.0)
+    job = sharded("abcd", regroup_grace_s=5.0, state_loss_grace_s=30.0)
     for name in "bc":
         job.give(HostLeft(HostName(name)))
     job.acknowledge("a", "d", step=6)
@@ -89,7 +89,7 @@ def test_when_all_hosts_are_back_without_the_state_nobody_is_waited_for():
 
 
 def test_a_snapshot_before_the_job_began_again_is_void():
-    job = sharded("abcd", regroup_s=5.0, after_state_loss=StateLossPolicy.RESTART)
+    job = sharded("abcd", regroup_grace_s=5.0, state_loss_policy=StateLossPolicy.RESTART)
     held = job.status("b")
     for lost in "bc":
         job.give(HostLeft(HostName(lost)))
@@ -101,7 +101,7 @@ def test_a_snapshot_before_the_job_began_again_is_void():
     assert job.generation.initial_generation == job.generation.number
     job.form()
     for name in "ad":
-        job.report(name, steady=True, holds_state=False, step=1)
+        job.report(name, has_finished_step=True, holds_state=False, step=1)
     for name in "bc":  # back with what they had
         job.change(name, snapshot_server=held.snapshot_server, snapshots=held.snapshots)
     keep(job, "ad", snapshot(1, "ad", generation=job.generation.number), *held.snapshots)
@@ -122,7 +122,7 @@ def test_a_whole_state_that_is_newer_wins_over_a_snapshot():
 
 
 def test_when_all_workers_die_their_hosts_snapshots_are_there():
-    job = training("a", "b", "c", regroup_s=5.0)
+    job = training("a", "b", "c", regroup_grace_s=5.0)
     keep(job, "abc", snapshot(4, "abc", parity=0))
     for name in "abc":
         job.worker(name, exit_code=-9)
@@ -137,12 +137,12 @@ def test_when_all_workers_die_their_hosts_snapshots_are_there():
 
 def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
     job = sharded("abc")
-    job.change("a", draining=True)
+    job.change("a", is_draining=True)
     last = snapshot(7, "abc", generation=job.generation.number)
     for name in job.members:
-        job.report(name, generation=job.generation.number, limit=7)
+        job.report(name, generation=job.generation.number, earliest_stop_step=7)
     for name in job.members:
-        job.report(name, state=WorkerState.IDLE, step=7, limit=7, formed=False, snapshot=last.id)
+        job.report(name, state=WorkerState.IDLE, step=7, earliest_stop_step=7, has_formed=False, snapshot=last.id)
     assert job.phase is GenerationPhase.BOUNDARY, "their servers have not reported it yet"
     keep(job, "ab", last)
     assert job.phase is GenerationPhase.BOUNDARY
@@ -156,18 +156,18 @@ def leave_two_of_four() -> Job:
     """c and d have left and wait; a and b train, and need what all four have kept."""
     job = sharded("abcd")
     for leaving in "cd":
-        job.change(leaving, draining=True)
+        job.change(leaving, is_draining=True)
     last = snapshot(7, "abcd", generation=job.generation.number)
     for name in job.members:
-        job.report(name, generation=job.generation.number, limit=7)
+        job.report(name, generation=job.generation.number, earliest_stop_step=7)
     for name in job.members:
-        job.report(name, state=WorkerState.IDLE, step=7, limit=7, formed=False, snapshot=last.id)
+        job.report(name, state=WorkerState.IDLE, step=7, earliest_stop_step=7, has_formed=False, snapshot=last.id)
     keep(job, "abcd", last)
     job.serve("a")
     job.form()
     assert job.members == ["a", "b"]
     for name in "ab":
-        job.report(name, steady=True, holds_state=False, step=8)
+        job.report(name, has_finished_step=True, holds_state=False, step=8)
     return job
 
 
@@ -203,7 +203,7 @@ def test_a_host_that_dies_while_others_wait_to_leave_is_restored_from_what_they_
 
 def test_a_planned_change_without_snapshots_waits_for_nothing():
     job = training("a", "b")
-    job.change("a", draining=True)
+    job.change("a", is_draining=True)
     stop_at_boundary(job, 6)
     job.serve("b")
     assert job.phase is GenerationPhase.FORM
@@ -218,7 +218,7 @@ def test_a_hung_worker_is_left_out_in_time_though_nobody_holds_the_whole_state()
 
 
 def test_workers_that_hang_together_start_again_from_the_snapshot():
-    job = sharded("abc", compile_deadline_s=600.0)
+    job = sharded("abc", compile_timeout_s=600.0)
     job.worker("b", exit_code=-9)
     job.wait(19.0)
     assert job.members == ["a", "c"], "a slow machine makes all late, too"
@@ -235,9 +235,9 @@ def test_workers_that_hang_together_start_again_from_the_snapshot():
 
 
 def test_who_compiles_is_waited_for_though_nobody_stops_and_there_is_a_snapshot():
-    job = sharded("abc", compile_deadline_s=60.0)
+    job = sharded("abc", compile_timeout_s=60.0)
     job.worker("b", exit_code=-9)
-    job.report("a", busy=True)
+    job.report("a", is_compiling=True)
     job.wait(50.0)
     assert job.members == ["a", "c"]
 
@@ -255,7 +255,7 @@ def test_a_job_that_breaks_before_its_first_snapshot_begins_again():
     job.serve()
     job.form()
     for name in "abc":
-        job.report(name, steady=True, holds_state=False, step=1)
+        job.report(name, has_finished_step=True, holds_state=False, step=1)
         job.change(name, snapshot_server=server(name))
     job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", step=1)
@@ -290,5 +290,5 @@ def test_when_all_have_gone_on_from_a_snapshot_the_generation_says_so():
     assert job.phase is GenerationPhase.ACTIVE
     assert job.generation.snapshot is not None, "some may still read it"
     for name in "acd":
-        job.report(name, steady=True, holds_state=False, step=6)
+        job.report(name, has_finished_step=True, holds_state=False, step=6)
     assert (job.phase, job.generation.snapshot) == (GenerationPhase.ACTIVE, None)

@@ -40,7 +40,7 @@ PUBLIC = {
         "run",
         "search",
     ),
-    "resilient_jax.config": ("JobConfig", "decode", "load", "override"),
+    "resilient_jax.config": ("JobConfig", "decode_toml", "load_toml", "override_values"),
     "resilient_jax.topology": (
         "Accelerator",
         "DomainHosts",

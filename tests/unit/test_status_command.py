@@ -62,7 +62,7 @@ def _running(monkeypatch):
         return REPORT
 
     monkeypatch.setattr(status, "find_contact", lambda run_dir: None)
-    monkeypatch.setattr(status, "read_report", read_report)
+    monkeypatch.setattr(status, "read_job_report", read_report)
 
 
 @pytest.mark.usefixtures("_running")
