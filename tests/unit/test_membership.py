@@ -478,7 +478,9 @@ def test_a_lost_state_stops_the_job():
 
 
 def test_a_lost_state_starts_again_only_where_that_was_asked():
-    job = training("a", "b", regroup_grace_s=5.0, state_loss_policy=StateLossPolicy.RESTART, start_timeout_s=9.0)
+    job = training(
+        "a", "b", regroup_grace_s=5.0, state_loss_policy=StateLossPolicy.RESTART, start_timeout_s=9.0
+    )
     lose_all_holders(job)
     job.wait(9.5)
     job.serve("c")

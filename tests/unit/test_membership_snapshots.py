@@ -142,7 +142,9 @@ def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
     for name in job.members:
         job.report(name, generation=job.generation.number, earliest_stop_step=7)
     for name in job.members:
-        job.report(name, state=WorkerState.IDLE, step=7, earliest_stop_step=7, has_formed=False, snapshot=last.id)
+        job.report(
+            name, state=WorkerState.IDLE, step=7, earliest_stop_step=7, has_formed=False, snapshot=last.id
+        )
     assert job.phase is GenerationPhase.BOUNDARY, "their servers have not reported it yet"
     keep(job, "ab", last)
     assert job.phase is GenerationPhase.BOUNDARY
@@ -161,7 +163,9 @@ def leave_two_of_four() -> Job:
     for name in job.members:
         job.report(name, generation=job.generation.number, earliest_stop_step=7)
     for name in job.members:
-        job.report(name, state=WorkerState.IDLE, step=7, earliest_stop_step=7, has_formed=False, snapshot=last.id)
+        job.report(
+            name, state=WorkerState.IDLE, step=7, earliest_stop_step=7, has_formed=False, snapshot=last.id
+        )
     keep(job, "abcd", last)
     job.serve("a")
     job.form()
