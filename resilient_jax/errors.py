@@ -127,26 +127,10 @@ class Unauthenticated(JoinRefused):
     """The job token is missing or wrong."""
 
 
-class TooFewHosts(OperatorError):
-    """Not enough hosts for the job."""
-
-    exit_code = ExitCode.TOO_FEW_HOSTS
-
-
-class BudgetExhausted(OperatorError):
-    """The worker died more often than the restart budget allows."""
-
-    exit_code = ExitCode.RESTART_BUDGET_EXHAUSTED
-
-
-class StateLost(OperatorError):
-    """No living host holds the training state any more."""
+class SnapshotLost(OperatorError):
+    """More of a snapshot is gone than its parity covers; the message says what is lost and what survives."""
 
     exit_code = ExitCode.STATE_LOST
-
-
-class SnapshotLost(StateLost):
-    """More of a snapshot is gone than its parity covers; the message says what is lost and what survives."""
 
 
 class CheckpointFailed(OperatorError):

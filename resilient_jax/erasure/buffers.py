@@ -1,8 +1,8 @@
-"""Which buffers a kernel may be given, found out before a byte is read or written.
+"""Validation of the buffers of a kernel, before a byte is read or written.
 
-A kernel reads and writes memory by address, so what it is handed must be right: one dimension of bytes,
-contiguous, of equal length, destinations writable and apart from all else (a kernel writes the first
-destination before it has read the last source).
+A kernel reads and writes memory by address, so its operands must be one dimension of bytes, contiguous and of equal
+length, with destinations that are writable and overlap no other buffer (a kernel writes the first destination before
+it has read the last source).
 """
 
 import bisect
@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 from resilient_jax.erasure.errors import ErasureCodeError
 
 Buffer = Any
-"""An object with the buffer protocol (bytes, bytearray, memoryview, mmap, numpy); Python 3.11 cannot spell that
-type."""
+"""An object with the buffer protocol (bytes, bytearray, memoryview, mmap, numpy), a type that Python 3.11 cannot
+express."""
 
 BYTE_FORMATS = frozenset("Bbc")
-"""In the words of `struct`: bytes, without or with sign."""
+"""The format codes of `struct` for bytes, unsigned and signed."""
 
 
 class Operands(NamedTuple):
-    """Checked buffers and where they lie; the views keep the memory alive.
+    """Checked buffers and their addresses; the views keep the memory alive.
 
     Attributes:
         sources: memory to read, `length` bytes each.
         destinations: memory to write, `length` bytes each.
-        source_addresses: of the sources, one by one.
-        destination_addresses: of the destinations, one by one.
-        length: bytes in each.
+        source_addresses: the address of each source.
+        destination_addresses: the address of each destination.
+        length: bytes of each buffer.
     """
 
     sources: tuple[memoryview, ...]
@@ -40,13 +40,13 @@ class Operands(NamedTuple):
 
 
 def check_operands(sources: Sequence[Buffer], destinations: Sequence[Buffer]) -> Operands:
-    """Views and addresses of buffers that fit each other.
+    """Return views and addresses of buffers that fit each other.
 
-    A source may be given twice, and may overlap another.
+    A source may occur twice, and may overlap another source.
 
     Raises:
-        ErasureCodeError: a buffer is not contiguous bytes of one dimension, lengths differ, a destination is read-only or
-            overlaps another buffer, or there is no source.
+        ErasureCodeError: a buffer is not contiguous bytes of one dimension, lengths differ, a destination is read-only
+            or overlaps another buffer, or there is no source.
     """
     if not sources:
         raise ErasureCodeError("found no source, expected at least one")
@@ -72,14 +72,14 @@ def check_operands(sources: Sequence[Buffer], destinations: Sequence[Buffer]) ->
 
 
 def view_bytes(buffer: Buffer, name: str, *, writable: bool = False) -> memoryview:
-    """The buffer as a flat view of bytes; the name is for the message.
+    """Return the buffer as a flat view of bytes; `name` is for the message.
 
     Raises:
-        ErasureCodeError: it has no such view, or is read-only and `writable` is asked for.
+        ErasureCodeError: the buffer has no such view, or is read-only although `writable` is set.
     """
     try:
         view = memoryview(buffer)
-    # Which of them depends on the type: numpy's ValueError for bfloat16, say, which the protocol cannot describe.
+    # The class depends on the type: numpy raises ValueError for bfloat16, which the protocol cannot describe.
     except (TypeError, ValueError, BufferError) as error:
         raise ErasureCodeError(
             f"{name}: found {type(buffer).__name__}, expected a buffer of bytes, as `array.view(numpy.uint8)` is "
@@ -100,7 +100,7 @@ def view_bytes(buffer: Buffer, name: str, *, writable: bool = False) -> memoryvi
 
 
 def _view(buffer: Buffer, role: str, index: int, *, writable: bool = False) -> memoryview:
-    # What nearly every buffer is, seen quickly: at 1 MiB a shard these checks are a few percent of the time.
+    # The fast path for nearly every buffer: at 1 MiB a shard these checks are a few percent of the time.
     if type(buffer) is memoryview or type(buffer) is bytearray:
         view = memoryview(buffer)
         if view.format == "B" and view.ndim == 1 and view.c_contiguous and not (writable and view.readonly):
@@ -118,7 +118,7 @@ def _refuse_overlap(operands: Operands) -> None:
     # Only sources may overlap each other.
     starts = sorted(operands.destination_addresses)
     if any(following < start + length for start, following in pairwise(starts)):
-        raise ErasureCodeError("destinations overlap each other, expected memory of its own for each")
+        raise ErasureCodeError("destinations overlap each other, expected separate memory for each")
     for i, source in enumerate(operands.source_addresses):
         following = bisect.bisect_right(
             starts, source - length
@@ -153,9 +153,11 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(("PyBuffer_
 
 
 def _address(view: memoryview) -> int:
-    """Where the view's bytes lie. It stays true for as long as the view lives, which holds the memory in place."""
+    """Return the address of the view's bytes, which is valid while the view exists: the view pins the memory."""
     if not view.readonly and view.nbytes:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))  # three times as fast as what follows
+        return ctypes.addressof(
+            ctypes.c_char.from_buffer(view)
+        )  # three times as fast as the general way below
     raw = _PyBuffer()
     _get_buffer(view, raw, _PYBUF_SIMPLE)  # raises BufferError itself
     try:

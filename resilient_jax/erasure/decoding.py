@@ -1,4 +1,4 @@
-"""Lost shards, computed from those that are left."""
+"""Decoding: lost shards, computed from those that are left."""
 
 from collections.abc import Mapping
 
@@ -11,23 +11,23 @@ from resilient_jax.erasure.reed_solomon import ReedSolomon
 def decode(
     code: ReedSolomon, kernel: Kernel, present: Mapping[int, Buffer], wanted: Mapping[int, Buffer]
 ) -> tuple[int, ...]:
-    """Writes the wanted shards, data or parity, from any k that are present.
+    """Write the wanted shards, data or parity, from any k that are present.
 
     Bytes at an offset depend only on bytes at the same offset: for a part of a shard, give that part of each.
-    What is present is believed; a shard with a bad checksum must be left out.
+    `decode` trusts what is present; leave a shard with a bad checksum out.
 
     Args:
         code: k and m.
-        kernel: does the work.
+        kernel: computes the product.
         present: at least k shards by index, uint8[length] each.
-        wanted: where to write which shard, by index, uint8[length] each; none of those present.
+        wanted: where to write which shard, by index, uint8[length] each; none of them is present.
 
     Returns:
-        The shards that were read: k of those present, data shards first. None if nothing is wanted.
+        The shards that were read: k of those present, data shards first. Empty if nothing is wanted.
 
     Raises:
-        TooManyErasures: fewer than k shards are present; says which.
-        ErasureCodeError: a shard is not one of the code's or both present and wanted, or buffers do not fit.
+        TooManyErasures: fewer than k shards are present; the message names the lost ones.
+        ErasureCodeError: the code has no such shard, a shard is both present and wanted, or buffers do not fit.
     """
     both = sorted(present.keys() & wanted.keys())
     if both:

@@ -1,6 +1,6 @@
-"""What can go wrong with shards; the base class says whose move it is."""
+"""Errors of the erasure code. The base class says who has to act."""
 
-from resilient_jax.errors import CallerError, InternalError, OperatorError, PeerError
+from resilient_jax.errors import CallerError, InternalError, OperatorError
 
 
 class ErasureCodeError(CallerError):
@@ -12,12 +12,8 @@ class TooManyErasures(ErasureCodeError):
 
 
 class KernelUnavailable(OperatorError):
-    """The kernel that was asked for, or a library that it needs, is not on this machine."""
+    """The requested kernel, or a library that it needs, is not on this machine."""
 
 
 class KernelSelfTestFailed(InternalError):
-    """A kernel's bytes are not those of reedsolo; it may not be used on this machine."""
-
-
-class NotRepaired(PeerError):
-    """Shards hold errors that cannot be located, or whose repair did not pass its checksum; nothing was changed."""
+    """The bytes that a kernel computes are not those of reedsolo; it must not be used on this machine."""

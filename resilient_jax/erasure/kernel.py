@@ -1,8 +1,7 @@
-"""What does the work: a matrix over GF(2^8) times a vector of byte buffers.
+"""The interface of a kernel: a matrix over GF(2^8) times a vector of byte buffers.
 
-Everything that the code computes (parity, lost shards, changes of parity, syndromes) is one such product, so
-this is all that a kernel has to be able to do. `testing/erasure_conformance` is its contract; `erasure.kernels`
-has the kernels.
+Parity and lost shards are both such a product, so a kernel needs no other operation.
+`testing/erasure_conformance` is the contract; `erasure.kernels` has the implementations.
 """
 
 import abc
@@ -16,7 +15,7 @@ from resilient_jax.erasure.matrix import Matrix
 
 
 class KernelName(enum.StrEnum):
-    """The kernels there are, fastest first."""
+    """The available kernels, fastest first."""
 
     ISAL = "isal"
     XLA = "xla"
@@ -24,36 +23,26 @@ class KernelName(enum.StrEnum):
 
 
 class Kernel(abc.ABC):
-    """A way to multiply. Has no state that can be seen, so threads may share one, on destinations of their own.
+    """A way to multiply. A kernel has no visible state, so threads may share one, on destinations of their own.
 
     Attributes:
-        name: which of the kernels.
-        description: what it runs on, for people: library, version, device.
+        name: which of the kernels this is.
+        description: the library, version and device, for people.
     """
 
     name: KernelName
     description: str
 
     @final
-    def apply(
-        self,
-        matrix: Matrix,
-        sources: Sequence[Buffer],
-        destinations: Sequence[Buffer],
-        *,
-        accumulate: bool = False,
-    ) -> None:
-        """destinations[i] = sum_j matrix[i][j] * sources[j], on each column.
+    def apply(self, matrix: Matrix, sources: Sequence[Buffer], destinations: Sequence[Buffer]) -> None:
+        """Compute destinations[i] = sum_j matrix[i][j] * sources[j], on each column.
 
-        The result is the same bytes whatever the kernel. A process that is killed midway leaves the destinations in
-        any state.
+        Every kernel gives the same bytes. A process that is killed midway leaves the destinations in any state.
 
         Args:
             matrix: a row for each destination, in each a byte for each source.
-            sources: buffers of bytes, uint8[length] each; only read. At least one.
+            sources: at least one buffer, uint8[length] each; only read.
             destinations: writable buffers, uint8[length] each, apart from each other and from the sources.
-            accumulate: add the result to what the destinations hold. That is how parity is built of shards that
-                arrive one by one, and how it follows a change.
 
         Raises:
             ErasureCodeError: matrix and buffers do not fit, see `check_operands`. Nothing was written.
@@ -66,8 +55,8 @@ class Kernel(abc.ABC):
             )
         operands = check_operands(sources, destinations)
         if operands.length and matrix:
-            self._multiply(tuple(matrix), operands, accumulate=accumulate)
+            self._multiply(tuple(matrix), operands)
 
     @abc.abstractmethod
-    def _multiply(self, matrix: Matrix, operands: Operands, *, accumulate: bool) -> None:
-        """`apply` on operands that are checked, of length 1 or more, with 1 row or more."""
+    def _multiply(self, matrix: Matrix, operands: Operands) -> None:
+        """Compute `apply` on checked operands, of length 1 or more and with 1 row or more."""

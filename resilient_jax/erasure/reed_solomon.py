@@ -1,13 +1,13 @@
-"""The code itself: which parity belongs to k data shards, and how any k of the k + m shards give the others.
+"""The Reed-Solomon code: the parity of k data shards, and how any k of the k + m shards give the others.
 
-Reed and Solomon, "Polynomial codes over certain finite fields" (1960), systematic, with generator polynomial
-g(x) = prod_{i<m} (x - 2^i). A column, one byte of each shard at the same offset, is a codeword: a polynomial
-whose highest coefficient is shard 0 and whose lowest is the last parity shard, and which g divides. So the
-parity of the data polynomial d is d(x) x^m mod g(x), a linear map: byte for byte that of
+Reed and Solomon, "Polynomial codes over certain finite fields" (1960), in systematic form, with the generator
+polynomial g(x) = prod_{i<m} (x - 2^i). A column, one byte of each shard at the same offset, is a codeword: a
+polynomial that g divides, whose highest coefficient is shard 0 and whose lowest is the last parity shard. So the
+parity of the data polynomial d is d(x) x^m mod g(x). That map is linear and byte for byte that of
 `reedsolo.RSCodec(nsym=m, nsize=k+m, fcr=0, prim=0x11d, generator=2)`.
 
-The code is MDS (any k shards determine the rest) because it is this polynomial code. A Vandermonde matrix under an
-identity, as ISA-L's `gf_gen_rs_matrix` makes it, is not: k = 6, m = 5 fails.
+The code is MDS (maximum distance separable: any k shards determine the rest) because it is this polynomial code.
+A Vandermonde matrix under an identity, as ISA-L's `gf_gen_rs_matrix` makes it, is not MDS: k = 6, m = 5 fails.
 """
 
 import functools
@@ -33,17 +33,17 @@ MAX_SHARDS = GROUP_ORDER
 
 @dataclass(frozen=True, slots=True)
 class ReedSolomon:
-    """k data shards and m parity shards; shard i is data for i < k, and parity i - k after that.
+    """A code with k data shards and m parity shards: shard i is data for i < k, and parity i - k from there on.
 
-    Any m shards may be lost. What a shard means depends only on its distance from the end: a stripe with fewer data
-    shards is the same code whose missing first shards are zero.
+    Any m shards may be lost. The meaning of a shard depends only on its distance from the end: a stripe with fewer
+    data shards is the same code whose missing first shards are zero.
 
     Attributes:
         k: data shards, at least 1.
         m: parity shards, at least 1; k + m is at most 255.
 
     Raises:
-        ErasureCodeError: a number is out of range.
+        ErasureCodeError: k or m is out of range.
 
     >>> ReedSolomon(3, 1).parity_matrix  # one parity shard is the XOR of the data
     (b'\\x01\\x01\\x01',)
@@ -56,51 +56,33 @@ class ReedSolomon:
         if self.k < 1 or self.m < 1 or self.k + self.m > MAX_SHARDS:
             raise ErasureCodeError(
                 f"Reed-Solomon code: found k = {self.k} and m = {self.m}, expected both at least 1 and at most "
-                f"{MAX_SHARDS} together; cut the hosts into smaller groups"
+                f"{MAX_SHARDS} together; split the hosts into smaller groups"
             )
 
     @property
     def n(self) -> int:
-        """All shards: k + m."""
+        """The number of all shards, k + m."""
         return self.k + self.m
 
     @property
     def parity_matrix(self) -> Matrix:
-        """m x k: parity = parity_matrix data, on each column."""
-        return _parity_matrix(self.k, self.m)
+        """The m x k matrix with parity = parity_matrix data, on each column."""
+        return _compute_parity_matrix(self.k, self.m)
 
     def make_decoding(self, present: Collection[int], wanted: Collection[int]) -> "DecodingMatrix":
-        """How shards are computed from others.
+        """Return the matrix that computes shards from other shards.
 
         Args:
-            present: shards that can be read, at least k of them. Data shards are preferred: those cost nothing
-            to combine.
+            present: shards that can be read, at least k. Data shards are preferred: they need no arithmetic.
             wanted: shards to compute.
 
         Raises:
-            ErasureCodeError: a shard is not one of the code's.
-            TooManyErasures: fewer than k are present.
+            ErasureCodeError: the code has no such shard.
+            TooManyErasures: fewer than k shards are present.
         """
-        return _decoding(self, self._checked(present), self._checked(wanted))
+        return _compute_decoding(self, self._check_shards(present), self._check_shards(wanted))
 
-    def check(self, present: Collection[int]) -> "Check":
-        """What must be zero if the shards that are present belong together.
-
-        With r = len(present) - k more shards than needed there are r equations. Like the code they are MDS: any r
-        columns of the check matrix are independent.
-
-        Raises:
-            ErasureCodeError: a shard is not one of the code's, or there is none to spare, so that nothing can be checked.
-            TooManyErasures: fewer than k are present.
-        """
-        shards = self._checked(present)
-        if len(shards) == self.k:
-            raise ErasureCodeError(
-                f"nothing to check: found {self.k} shards, expected at least {self.k + 1}; any {self.k} belong together"
-            )
-        return _check(self, shards)
-
-    def _checked(self, shards: Collection[int]) -> tuple[int, ...]:
+    def _check_shards(self, shards: Collection[int]) -> tuple[int, ...]:
         ordered = tuple(sorted(shards))
         if len(set(ordered)) < len(ordered) or (ordered and not 0 <= ordered[0] <= ordered[-1] < self.n):
             raise ErasureCodeError(
@@ -111,11 +93,11 @@ class ReedSolomon:
 
 @dataclass(frozen=True, slots=True)
 class DecodingMatrix:
-    """wanted = matrix sources, on each column.
+    """The equation wanted = matrix sources, which holds for each column.
 
     Attributes:
         sources: the k shards to read, ascending.
-        wanted: the shards that come out, ascending.
+        wanted: the shards that the product gives, ascending.
         matrix: len(wanted) x k.
     """
 
@@ -124,44 +106,34 @@ class DecodingMatrix:
     matrix: Matrix
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """matrix shards = 0, on each column that is right; what it is instead is the syndrome.
-
-    Attributes:
-        shards: the shards to read, ascending.
-        matrix: r x len(shards), with r = len(shards) - k.
-    """
-
-    shards: tuple[int, ...]
-    matrix: Matrix
-
-
 @functools.lru_cache(maxsize=64)
-def _parity_matrix(k: int, m: int) -> Matrix:
-    """Column j: the coefficients of x^(m+k-1-j) mod g(x), highest first."""
-    generator = _generator(m)
-    power = generator  # x^m mod g: x^m = g - (the rest), and minus is plus
+def _compute_parity_matrix(k: int, m: int) -> Matrix:
+    """Return the m x k matrix whose column j has the coefficients of x^(m+k-1-j) mod g(x), highest first."""
+    generator = _compute_generator(m)
+    # g = x^m + r, so x^m mod g = -r, and in this field -r = r: the coefficients without the leading 1.
+    power = generator
     columns = [power]
     for _ in range(k - 1):
-        overflow, shifted = power[0], power[1:] + b"\x00"  # times x
+        # x^(i+1) mod g = x (x^i mod g) mod g: shift by one, then replace the overflow c x^m by c r.
+        overflow, shifted = power[0], power[1:] + b"\x00"
         power = add_vectors(shifted, scale_vector(generator, overflow))
         columns.append(power)
     columns.reverse()
     return tuple(bytes(column[row] for column in columns) for row in range(m))
 
 
-def _generator(m: int) -> bytes:
-    """The coefficients of g, highest first, without the leading 1: m bytes."""
+def _compute_generator(m: int) -> bytes:
+    """Return the m coefficients of g(x) = prod_{i<m} (x - 2^i), highest first, without the leading 1."""
     g = b"\x01"
     for i in range(m):
+        # (x - 2^i) g = x g + 2^i g: appending a zero multiplies by x.
         g = add_vectors(g + b"\x00", b"\x00" + scale_vector(g, POWERS[i]))
     return g[1:]
 
 
-# Recovery meets few sets of shards, and a repair the same ones again and again.
+# A recovery asks for few sets of shards, and for each of them once per chunk of bytes.
 @functools.lru_cache(maxsize=256)
-def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ...]) -> DecodingMatrix:
+def _compute_decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ...]) -> DecodingMatrix:
     k = code.k
     if len(present) < k:
         lost = sorted(set(range(code.n)).difference(present))
@@ -173,10 +145,13 @@ def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ..
     data = [shard for shard in sources if shard < k]
     parity = [shard - k for shard in sources if shard >= k]
     absent = [shard for shard in range(k) if shard not in set(data)]
+    # rows[i]: shard i as a combination of the sources. A source is itself.
     rows = dict(zip(sources, identity(k), strict=True))
     if absent:
-        # parity = A_data data + A_absent absent, so absent = A_absent^-1 (A_data data + parity): only the lost
-        # part, at most m x m, is inverted.
+        # Split the columns of the parity matrix A by the data that is present and absent:
+        #     parity = A_data data + A_absent absent
+        #     absent = A_absent^-1 (A_data data + parity)
+        # Only A_absent, at most m x m, is inverted; it is regular because the code is MDS.
         a = code.parity_matrix
         known = tuple(
             bytes(a[p][d] for d in data) + unit_vector(len(parity), i) for i, p in enumerate(parity)
@@ -185,14 +160,7 @@ def _decoding(code: ReedSolomon, present: tuple[int, ...], wanted: tuple[int, ..
         rows |= dict(zip(absent, solved, strict=True))
     data_rows = [rows[shard] for shard in range(k)]
     for shard in wanted:
+        # A lost parity shard is its row of A applied to the data, which by now is a combination of the sources.
         if shard not in rows:
             rows[shard] = linear_combination(code.parity_matrix[shard - k], data_rows, bytes(k))
     return DecodingMatrix(sources=sources, wanted=wanted, matrix=tuple(rows[shard] for shard in wanted))
-
-
-@functools.lru_cache(maxsize=64)
-def _check(code: ReedSolomon, present: tuple[int, ...]) -> Check:
-    spare = present[code.k :]
-    decoding = _decoding(code, present, spare)
-    rows = (row + unit_vector(len(spare), i) for i, row in enumerate(decoding.matrix))
-    return Check(shards=present, matrix=tuple(rows))

@@ -1,4 +1,4 @@
-"""reedsolo, set to our code: the reference for the self-test, and the decoder of single columns."""
+"""reedsolo with the parameters of our code: the reference of the self-test and of the tests."""
 
 import functools
 
@@ -10,9 +10,9 @@ from resilient_jax.erasure.reed_solomon import ReedSolomon
 
 @functools.lru_cache(maxsize=64)
 def make_reference_codec(code: ReedSolomon) -> reedsolo.RSCodec:
-    """Encodes and decodes one column at a time. Kept, because it takes longer to make than to use.
+    """Return a codec that encodes and decodes one column at a time; cached, as making it takes longer than using it.
 
-    reedsolo keeps the field's tables in module globals, which every call sets to those of its codec: threads
-    that use it with another field at the same time break it.
+    reedsolo keeps the tables of the field in module globals, which every call sets to those of its codec: a thread
+    that uses reedsolo with another field at the same time breaks it.
     """
     return reedsolo.RSCodec(nsym=code.m, nsize=code.n, fcr=0, prim=PRIMITIVE_POLYNOMIAL, generator=2)

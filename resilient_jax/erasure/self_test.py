@@ -1,7 +1,7 @@
-"""Whether a kernel computes on this machine what reedsolo says, asked before it is trusted with anyone's state.
+"""The self-test of a kernel: a comparison with reedsolo on this machine, before the kernel encodes any state.
 
-A library built for another processor, or a compiler with a bug, gives wrong parity that nobody notices until
-the day it is needed.
+A library built for another processor, or a compiler with a bug, gives wrong parity, which stays unnoticed until a
+recovery needs it.
 """
 
 import random
@@ -17,19 +17,19 @@ from resilient_jax.erasure.reed_solomon import ReedSolomon
 from resilient_jax.erasure.reference_codec import make_reference_codec
 
 SHARD_BYTES = 291
-"""Bytes in a shard: several vectors of any processor and a ragged end."""
+"""Bytes of a shard: several vectors of any processor and a partial one at the end."""
 COMPARED_COLUMNS = (*range(8), *range(SHARD_BYTES - 40, SHARD_BYTES))
-"""The columns compared with reedsolo, which takes 15 us for each: both ends."""
+"""The columns compared with reedsolo, which takes 15 us for each: those at both ends."""
 CODES = (ReedSolomon(1, 1), ReedSolomon(4, 2), ReedSolomon(10, 7))
-"""One of each way that kernels go: XOR; few rows; more than the six rows that ISA-L does at once."""
+"""One code for each path of the kernels: XOR; few rows; more than the six rows that ISA-L does at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """What was tested.
+    """The extent of a self-test.
 
     Attributes:
-        duration_s: how long it took. Under 0.05 where the kernel has nothing to compile.
+        duration_s: the time it took. Under 0.05 where the kernel has nothing to compile.
         columns: codewords compared with reedsolo.
     """
 
@@ -38,10 +38,10 @@ class SelfTest:
 
 
 def run_self_test(kernel: Kernel) -> SelfTest:
-    """Compares all products of the field, and parity and worst-case decoding of three codes.
+    """Compare all products of the field, and parity and worst-case decoding of three codes, with reedsolo.
 
     Raises:
-        KernelSelfTestFailed: a byte differs; says where.
+        KernelSelfTestFailed: a byte differs; the message says where.
     """
     started_s = time.monotonic()
     _compare_products(kernel)

@@ -10,7 +10,7 @@ import pytest
 from kept_snapshot import CREDENTIALS, Kept, keep
 
 from resilient_jax.erasure import ChecksumName
-from resilient_jax.errors import ChecksumMismatch, OperatorError, SnapshotLost, StateLost
+from resilient_jax.errors import ChecksumMismatch, ExitCode, OperatorError, SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
 from resilient_jax.snapshot import snapshot_reader, stripe_decoder
@@ -235,7 +235,7 @@ def test_more_damage_than_parity_loses_those_blocks_only_and_says_which():
             target = bytearray(12 * BLOCK)
             with pytest.raises(SnapshotLost) as lost:
                 reader.read_all([PartRead(D, 0, memoryview(target))])
-    assert isinstance(lost.value, StateLost)
+    assert lost.value.exit_code is ExitCode.STATE_LOST
     assert isinstance(lost.value, OperatorError)
     text = str(lost.value)
     assert text.startswith("the snapshot of step 12 (generation 3) cannot be rebuilt: bytes ")

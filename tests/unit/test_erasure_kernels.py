@@ -84,8 +84,8 @@ class OneBitWrong(Kernel):
     def __init__(self, longer_than):
         self.longer_than = longer_than
 
-    def _multiply(self, matrix, operands, *, accumulate):
-        NumpyKernel()._multiply(matrix, operands, accumulate=accumulate)
+    def _multiply(self, matrix, operands):
+        NumpyKernel()._multiply(matrix, operands)
         if len(matrix[0]) > self.longer_than:
             operands.destinations[-1][-1] ^= 1
 
@@ -116,7 +116,7 @@ def test_a_wrong_dtype_is_refused_with_what_to_do(kernel):
         kernel.apply((b"\x01",), [np.zeros(4, np.uint16)], [bytearray(8)])
 
 
-def test_a_dtype_that_the_buffer_protocol_has_not_is_refused():
+def test_a_dtype_without_a_buffer_format_is_refused():
     bfloat16 = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     with pytest.raises(ErasureCodeError, match="source 0: found ndarray, expected a buffer of bytes"):
         NumpyKernel().apply((b"\x01",), [np.zeros(4, bfloat16)], [bytearray(8)])
@@ -146,7 +146,7 @@ def test_xla_compiles_nothing_for_another_matrix_or_a_length_of_the_same_size():
 
 
 @needs_isal
-def test_isal_is_chosen_where_it_is():
+def test_isal_is_chosen_where_it_is_installed():
     chosen = choose_kernel(allow_jax=True)
     assert (chosen.kernel.name, chosen.reason, chosen.rejected) == ("isal", "isal is the fastest", ())
     assert "libisal" in chosen.kernel.description
@@ -156,7 +156,7 @@ def test_isal_is_chosen_where_it_is():
 def test_without_isal_numpy_is_chosen_and_says_why():
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
-    assert [passed.name for passed in chosen.rejected] == ["isal", "xla"]
+    assert [kernel.name for kernel in chosen.rejected] == ["isal", "xla"]
     assert chosen.reason == (
         "numpy is the fastest that can be used: isal: ISA-L is not on this machine; xla: this process does not run jax"
     )
@@ -166,10 +166,10 @@ def test_without_isal_numpy_is_chosen_and_says_why():
 def test_without_isal_xla_is_chosen_in_a_process_that_runs_jax():
     chosen = choose_kernel(allow_jax=True)
     assert chosen.kernel.name == "xla"
-    assert [passed.name for passed in chosen.rejected] == ["isal"]
+    assert [kernel.name for kernel in chosen.rejected] == ["isal"]
 
 
-def test_a_kernel_that_computes_wrong_bytes_is_passed_over(monkeypatch):
+def test_a_kernel_that_computes_wrong_bytes_is_rejected(monkeypatch):
     monkeypatch.setattr(kernels, "IsalKernel", lambda: OneBitWrong(0), raising=False)
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
@@ -177,24 +177,24 @@ def test_a_kernel_that_computes_wrong_bytes_is_passed_over(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [KernelName.XLA, KernelName.NUMPY])
-def test_a_kernel_can_be_forced(name):
+def test_a_kernel_can_be_requested(name):
     chosen = choose_kernel(name)
-    assert (chosen.kernel.name, chosen.reason) == (name, f"{name} was asked for")
+    assert (chosen.kernel.name, chosen.reason) == (name, f"{name} was requested")
 
 
 @pytest.mark.usefixtures("no_isal")
-def test_a_forced_kernel_that_is_not_here_is_an_error():
+def test_a_requested_kernel_that_is_not_here_is_an_error():
     with pytest.raises(KernelUnavailable, match="ISA-L is not on this machine"):
         choose_kernel(KernelName.ISAL)
 
 
-def test_a_forced_kernel_that_is_wrong_is_an_error(monkeypatch):
+def test_a_requested_kernel_that_is_wrong_is_an_error(monkeypatch):
     monkeypatch.setattr(kernels, "NumpyKernel", lambda: OneBitWrong(0), raising=False)
     with pytest.raises(KernelSelfTestFailed):
         choose_kernel(KernelName.NUMPY)
 
 
-def test_isal_that_is_nowhere_says_how_to_get_it(monkeypatch):
+def test_isal_that_is_not_installed_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(
         "resilient_jax.erasure.isal_library._candidates", lambda: iter(["/nowhere/libisal.so.2"])
     )
@@ -210,9 +210,9 @@ def test_choosing_loads_no_jax():
     assert result.stdout.strip() == "False"
 
 
-def test_the_reason_of_the_choice_names_every_kernel_passed_over():
-    passed = [
+def test_the_reason_of_the_choice_names_every_rejected_kernel():
+    rejected = [
         kernel_choice.RejectedKernel(KernelName.ISAL, "a"),
         kernel_choice.RejectedKernel(KernelName.XLA, "b"),
     ]
-    assert kernel_choice._reason(KernelName.NUMPY, passed).endswith("isal: a; xla: b")
+    assert kernel_choice._reason(KernelName.NUMPY, rejected).endswith("isal: a; xla: b")

@@ -1,4 +1,4 @@
-"""The kernels of the erasure code, and which one to use; each is loaded when it is first used.
+"""Kernels of the erasure code and the choice between them; each is loaded at its first use.
 
 See README.md in this folder.
 """
@@ -26,7 +26,7 @@ _HOME = {
 __all__ = ["IsalKernel", "KernelChoice", "NumpyKernel", "RejectedKernel", "XlaKernel", "choose_kernel"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""Which kernel this process uses, and why: a decision that the caller makes an event."""
+"""The choice of the kernel of this process, with the reason, which the caller records as an event."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from resilient_jax.erasure.self_test import SelfTest, run_self_test
 
 @dataclass(frozen=True, slots=True)
 class RejectedKernel:
-    """A faster kernel that is not used, and why."""
+    """A faster kernel that is not used, and the reason."""
 
     name: KernelName
     reason: str
@@ -22,10 +22,10 @@ class KernelChoice:
     """The kernel to use.
 
     Attributes:
-        kernel: passed its self-test in this process.
-        reason: why this one, for people.
-        passed_over: faster ones that could not be used. If there is one, this process is slower than it could be.
-        self_test: what was compared with reedsolo.
+        kernel: a kernel that passed its self-test in this process.
+        reason: why it was chosen, for people.
+        rejected: faster kernels that cannot be used. If there is one, this process is slower than it could be.
+        self_test: the comparison with reedsolo.
     """
 
     kernel: Kernel
@@ -35,45 +35,43 @@ class KernelChoice:
 
 
 def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = False) -> KernelChoice:
-    """The fastest kernel that is on this machine and passes its self-test.
+    """Return the fastest kernel that is on this machine and passes its self-test.
 
     Args:
-        forced: take this one or fail.
-        allow_jax: whether XLA is looked at without being forced. Only for a process whose jax is already
-            started: it loads jax and starts its backends.
+        requested: use this kernel or fail.
+        allow_jax: also consider XLA. Only for a process that has initialized jax already: it loads jax and starts
+            its backends.
 
     Raises:
-        KernelUnavailable: the forced kernel is not on this machine; says what to install.
-        KernelSelfTestFailed: the forced kernel, or the last that is left, computes wrong bytes.
+        KernelUnavailable: the requested kernel is not on this machine; the message says what to install.
+        KernelSelfTestFailed: the requested kernel, or the last that is left, computes wrong bytes.
     """
     if requested is not None:
         kernel = _make_kernel(requested)
-        return KernelChoice(kernel, f"{requested} was asked for", (), run_self_test(kernel))
-    passed_over: list[RejectedKernel] = []
+        return KernelChoice(kernel, f"{requested} was requested", (), run_self_test(kernel))
+    rejected: list[RejectedKernel] = []
     for name in (KernelName.ISAL, KernelName.XLA):
         if name is KernelName.XLA and not allow_jax:
-            passed_over.append(RejectedKernel(name, "this process does not run jax"))
+            rejected.append(RejectedKernel(name, "this process does not run jax"))
             continue
         try:
             kernel = _make_kernel(name)
-            return KernelChoice(kernel, _reason(name, passed_over), tuple(passed_over), run_self_test(kernel))
+            return KernelChoice(kernel, _reason(name, rejected), tuple(rejected), run_self_test(kernel))
         except (KernelUnavailable, KernelSelfTestFailed) as error:
-            passed_over.append(RejectedKernel(name, str(error)))
+            rejected.append(RejectedKernel(name, str(error)))
     kernel = _make_kernel(KernelName.NUMPY)
-    reason = _reason(KernelName.NUMPY, passed_over)
-    return KernelChoice(kernel, reason, tuple(passed_over), run_self_test(kernel))
+    reason = _reason(KernelName.NUMPY, rejected)
+    return KernelChoice(kernel, reason, tuple(rejected), run_self_test(kernel))
 
 
-def _reason(name: KernelName, passed_over: list[RejectedKernel]) -> str:
-    if not passed_over:
+def _reason(name: KernelName, rejected: list[RejectedKernel]) -> str:
+    if not rejected:
         return f"{name} is the fastest"
-    return f"{name} is the fastest that can be used: " + "; ".join(
-        f"{p.name}: {p.reason}" for p in passed_over
-    )
+    return f"{name} is the fastest that can be used: " + "; ".join(f"{p.name}: {p.reason}" for p in rejected)
 
 
 def _make_kernel(name: KernelName) -> Kernel:
-    # The classes are loaded by their names' first use: a process without jax never imports the XLA kernel.
+    # The first use of its name loads a class: a process without jax never imports the XLA kernel.
     makers: dict[KernelName, Callable[[], Kernel]] = {
         KernelName.ISAL: lambda: kernels.IsalKernel(),
         KernelName.XLA: lambda: kernels.XlaKernel(),

@@ -1,9 +1,9 @@
-"""The kernel that is always there: numpy, a block at a time, by the bits of the matrix.
+"""The kernel that every installation has: numpy, one block at a time, by the bits of the matrix.
 
-A product with a constant is a sum of doublings, so by Horner over the bits, highest first:
-    result = 2 (2 (... bit 7 of the row) + bit 6 of the row) ... + bit 0 of the row
-where "bit b of the row" is the XOR of the sources whose coefficient has that bit. XOR and doubling are vector
-instructions; a look-up in a table, the other way, costs a load for each byte.
+Let c_b be bit b of a coefficient c. As c = sum_b c_b 2^b, a row of the product is, by Horner's rule,
+    sum_j c[j] s[j] = 2 (2 (... 2 X_7 + X_6 ...) + X_1) + X_0,  with  X_b = XOR of all s[j] where c[j]_b = 1.
+XOR and doubling are vector instructions. The alternative, a table of products, costs a load for each byte.
+Anvin, "The mathematics of RAID-6" (2004), section 4, doubles bytes in the same way.
 """
 
 from typing import final
@@ -17,44 +17,37 @@ from resilient_jax.erasure.kernel import Kernel, KernelName
 from resilient_jax.erasure.matrix import Matrix
 
 BLOCK_BYTES = 64 * 2**10
-"""Columns at once: long enough that numpy's calls do not count, short enough that all stays in the second-level
-cache."""
+"""Columns of one block: long enough to hide the cost of numpy's calls, short enough for the second-level cache."""
 REDUCTION = np.int8(PRIMITIVE_POLYNOMIAL & 0xFF)
-"""What x^8 is modulo the field's polynomial."""
+"""x^8 modulo the polynomial of the field."""
 
 ByteArray = npt.NDArray[np.uint8]
 
 
 @final
 class NumpyKernel(Kernel):
-    """numpy on one core: five to ten times slower than ISA-L, and without anything to install."""
+    """numpy on one core: five to ten times slower than ISA-L, with nothing to install."""
 
     name = KernelName.NUMPY
 
     def __init__(self) -> None:
         self.description = f"numpy {np.__version__}"
 
-    def _multiply(self, matrix: Matrix, operands: Operands, *, accumulate: bool) -> None:
+    def _multiply(self, matrix: Matrix, operands: Operands) -> None:
         sources = [np.frombuffer(view, np.uint8) for view in operands.sources]
         destinations = [np.frombuffer(view, np.uint8) for view in operands.destinations]
         mask = np.empty(min(BLOCK_BYTES, operands.length), np.int8)
-        result = np.empty(len(mask), np.uint8)
         for start in range(0, operands.length, BLOCK_BYTES):
             block = slice(start, min(start + BLOCK_BYTES, operands.length))
-            size = block.stop - start
-            parts = [source[block] for source in sources]
+            blocks = [source[block] for source in sources]
             for row, destination in zip(matrix, destinations, strict=True):
-                if accumulate:
-                    _multiply_row(row, parts, result[:size], mask[:size])
-                    destination[block] ^= result[:size]
-                else:
-                    _multiply_row(row, parts, destination[block], mask[:size])
+                _multiply_row(row, blocks, destination[block], mask[: block.stop - start])
 
 
 def _multiply_row(
     row: bytes, sources: list[ByteArray], result: ByteArray, mask: npt.NDArray[np.int8]
 ) -> None:
-    """result = sum_j row[j] * sources[j]; the mask is scratch. All uint8[size] or int8[size]."""
+    """Write sum_j row[j] * sources[j] to `result`; `mask` is scratch. All are uint8[size] or int8[size]."""
     result[:] = 0
     for bit in reversed(range(max(row).bit_length())):
         _double(result, mask)
@@ -64,8 +57,9 @@ def _multiply_row(
 
 
 def _double(values: ByteArray, mask: npt.NDArray[np.int8]) -> None:
-    """values = 2 * values in the field."""
-    np.right_shift(values.view(np.int8), 7, out=mask)  # keeps the sign: all ones where the top bit falls out
+    """Double each value in the field, in place: 2 v = (v << 1) XOR (REDUCTION if bit 7 of v is set)."""
+    # The arithmetic shift of int8 copies the sign: all ones where bit 7 is set, else zero.
+    np.right_shift(values.view(np.int8), 7, out=mask)
     np.bitwise_and(mask, REDUCTION, out=mask)
     np.add(values, values, out=values)
     np.bitwise_xor(values, mask.view(np.uint8), out=values)

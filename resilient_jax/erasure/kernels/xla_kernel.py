@@ -1,10 +1,9 @@
-"""The kernel of devices: XLA, on a GPU or on the CPU where jax runs anyway.
+"""The kernel of devices: XLA, on a GPU, or on the CPU of a process that runs jax anyway.
 
-By the bits of the matrix, as the numpy kernel. The matrix is an argument, as masks of 0 and 255, not a
-constant: decoding meets a new matrix with each set of lost shards, and compiling takes longer than the
-recovery. A program computes one
-row: with several rows in one it takes longer to compile and is no faster on the CPU. So there is one program
-for each number of sources and of bytes, and the bytes come in a few sizes.
+It computes by the bits of the matrix, with the formula of `numpy_kernel`. The matrix is an argument (masks of 0 and
+255) and not a constant: every set of lost shards has another decoding matrix, and compiling takes longer than the
+recovery. A program computes one row, because a program of several rows takes longer to compile and is no faster on
+the CPU. So there is one program for each number of sources and each length, and lengths are rounded to few sizes.
 """
 
 import functools
@@ -23,29 +22,29 @@ from resilient_jax.erasure.kernel import Kernel, KernelName
 from resilient_jax.erasure.matrix import Matrix
 
 CHUNK_BYTES = 2**20
-"""Columns in one call on the CPU; its results stay in cache until they are copied out."""
+"""Columns of one call on the CPU: its results stay in cache until they are copied out."""
 GPU_CHUNK_BYTES = 16 * 2**20
-"""Columns in one call on a GPU: a launch and a transfer have a price of their own."""
+"""Columns of one call on a GPU: each launch and each transfer has a fixed cost."""
 MIN_CHUNK_BYTES = 4096
-"""A shorter rest is padded to this, a longer one to the next power of two: at most nine sizes up to 1 MiB."""
+"""A shorter remainder is padded to this, a longer one to the next power of two: at most nine sizes up to 1 MiB."""
 MAX_SOURCES = 16
-"""Sources of one program, which has 16 operations for each; more are done 16 at a time."""
+"""Sources of one program, which has 16 operations for each; more sources are added 16 at a time."""
 BITS = 8
 REDUCTION = PRIMITIVE_POLYNOMIAL & 0xFF
-
+"""x^8 modulo the polynomial of the field."""
 
 Device: TypeAlias = Any
-"""`jax.Device`, which jax does not show to type checkers as a type."""
+"""`jax.Device`, which jax does not declare as a type for type checkers."""
 
 
 @final
 class XlaKernel(Kernel):
     """jax on one device.
 
-    Making one starts jax's backends, so not before `jax.distributed.initialize`.
+    Construct it only after `jax.distributed.initialize`: the constructor starts jax's backends.
 
     Args:
-        device: where to compute; the CPU unless said.
+        device: where to compute; by default the CPU.
 
     Raises:
         KernelUnavailable: jax has no CPU device.
@@ -58,7 +57,7 @@ class XlaKernel(Kernel):
         self._chunk_bytes = CHUNK_BYTES if self._device.platform == "cpu" else GPU_CHUNK_BYTES
         self.description = f"jax {jax.__version__} on {self._device.device_kind}"
 
-    def _multiply(self, matrix: Matrix, operands: Operands, *, accumulate: bool) -> None:
+    def _multiply(self, matrix: Matrix, operands: Operands) -> None:
         sources = [np.frombuffer(view, np.uint8) for view in operands.sources]
         destinations = [np.frombuffer(view, np.uint8) for view in operands.destinations]
         for start in range(0, operands.length, self._chunk_bytes):
@@ -66,15 +65,13 @@ class XlaKernel(Kernel):
             size = block.stop - start
             arrays = [self._put(source[block]) for source in sources]
             for destination, result in zip(destinations, multiply_arrays(matrix, arrays), strict=True):
-                computed = np.asarray(result)[:size]
-                if accumulate:
-                    destination[block] ^= computed
-                else:
-                    destination[block] = computed
+                destination[block] = np.asarray(result)[:size]
 
     def _put(self, part: npt.NDArray[np.uint8]) -> jax.Array:
-        """On the device, padded to one of a few sizes. May alias `part`: the caller reads the result before it
-        returns."""
+        """Return `part` on the device, padded to one of few sizes.
+
+        The array may alias `part`: the caller reads the result before it returns.
+        """
         padded_size = min(self._chunk_bytes, max(MIN_CHUNK_BYTES, 1 << (len(part) - 1).bit_length()))
         if len(part) < padded_size:
             part = np.concatenate([part, np.zeros(padded_size - len(part), np.uint8)])
@@ -89,15 +86,15 @@ def _cpu() -> Device:
 
 
 def multiply_arrays(matrix: Matrix, sources: Sequence[jax.Array]) -> list[jax.Array]:
-    """results[i] = sum_j matrix[i][j] * sources[j], for arrays that are on a device and stay there.
+    """Return results[i] = sum_j matrix[i][j] * sources[j], for arrays that are on a device and stay there.
 
     Args:
         matrix: a row for each result, in each a byte for each source. At least one row and one column.
-        sources: uint8[length] each, all on one device. Another type is to be viewed as bytes before, outside of
-            jit: inside it halves the speed.
+        sources: uint8[length] each, all on one device. View another type as bytes outside of jit: inside, the view
+            halves the speed.
 
     Returns:
-        uint8[length] for each row, on the same device; not waited for.
+        uint8[length] for each row, on the same device, dispatched asynchronously.
     """
     return [_multiply_row(row, sources) for row in matrix]
 
@@ -113,14 +110,15 @@ def _multiply_row(row: bytes, sources: Sequence[jax.Array]) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _make_bit_masks(row: bytes) -> npt.NDArray[np.uint8]:
-    """uint8[8, columns]: 255 where the bit of the coefficient is set, highest bit first."""
+    """Return uint8[8, columns]: 255 where a bit of a coefficient is set, else 0, highest bit first."""
     bits = np.arange(BITS, dtype=np.uint8)[::-1, None]
     return np.where(np.frombuffer(row, np.uint8) >> bits & 1, np.uint8(0xFF), np.uint8(0))
 
 
 @jax.jit
 def _multiply_tile(masks: jax.Array, sources: tuple[jax.Array, ...], total: jax.Array | None) -> jax.Array:
-    """total + row sources; masks uint8[8, columns], the others uint8[length] each, to uint8[length]."""
+    """Return total + row sources, uint8[length]; masks are uint8[8, columns], the others uint8[length] each."""
+    # Horner's rule over the bits, highest first: result = 2 result + sum_j bit(coefficient j) source j.
     result = jnp.zeros_like(sources[0])
     for bit in range(BITS):
         result = _double(result)
@@ -130,5 +128,5 @@ def _multiply_tile(masks: jax.Array, sources: tuple[jax.Array, ...], total: jax.
 
 
 def _double(values: jax.Array) -> jax.Array:
-    """2 * values in the field. uint8[length] to uint8[length]."""
+    """Return 2 * values in the field: (v << 1) XOR (REDUCTION if bit 7 of v is set). uint8[length]."""
     return (values + values) ^ jnp.where(values >= 0x80, jnp.uint8(REDUCTION), jnp.uint8(0))

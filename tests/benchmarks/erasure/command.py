@@ -119,7 +119,7 @@ def _measure(script: Path, wanted: ErasureRequest) -> ErasureTimings:
 def _speed_table(k: int, m: str, speeds: Speeds, versions: dict[str, str]) -> Table:
     table = Table(title=f"GB/s of data, k = {k}, m = {m}: median, and 5 % to 95 % of the rounds")
     table.add_column("")
-    for name in ("encode", "5 % to 95 %", "decode", "5 % to 95 %", "scan", "update"):
+    for name in ("encode", "5 % to 95 %", "decode", "5 % to 95 %"):
         table.add_column(name, justify="right")
     table.add_column("what it is")
     for who, found in speeds.items():
@@ -127,10 +127,6 @@ def _speed_table(k: int, m: str, speeds: Speeds, versions: dict[str, str]) -> Ta
         for task in (ErasureTask.ENCODE, ErasureTask.DECODE):
             speed = found.get(ErasureTask.COPY if who == MEMORY_COPY and task is ErasureTask.ENCODE else task)
             cells += [f"{speed.gbps:.4g}", f"{speed.low:.3g} to {speed.high:.3g}"] if speed else ["", ""]
-        cells += [
-            f"{found[task].gbps:.4g}" if task in found else ""
-            for task in (ErasureTask.SCAN, ErasureTask.UPDATE)
-        ]
         table.add_row(who, *cells, versions.get(who, ""))
     return table
 

@@ -20,8 +20,6 @@ class ErasureTask(enum.StrEnum):
 
     ENCODE = "encode"
     DECODE = "decode"  # as many data shards as there is parity, or all
-    SCAN = "scan"  # parity computed again and compared
-    UPDATE = "update"  # of the parity, after one shard changed; its bytes are the data
     COPY = "copy"
 
 

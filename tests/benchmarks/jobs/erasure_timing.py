@@ -39,8 +39,6 @@ from resilient_jax.erasure import (
     ReedSolomon,
     decode,
     encode,
-    scan,
-    update_parity,
 )
 from resilient_jax.erasure.isal_library import TABLE_BYTES, load_isal
 from resilient_jax.erasure.kernels import choose_kernel
@@ -178,22 +176,9 @@ def calls_of(stripe: Stripe, kernels: Mapping[KernelName, Kernel], zfec: Any) ->
 
 def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
     code, data, parity = stripe.code, stripe.data, stripe.parity
-    everything = dict(enumerate([*data, *parity]))
-
-    def do_scan() -> None:
-        assert next(scan(code, kernel, everything), None) is None
-
     yield Call(name, ErasureTask.ENCODE, stripe.data_bytes, lambda: encode(code, kernel, data, parity))
     yield Call(
         name, ErasureTask.DECODE, stripe.data_bytes, lambda: decode(code, kernel, stripe.present, stripe.lost)
-    )
-    yield Call(name, ErasureTask.SCAN, stripe.data_bytes, do_scan)
-    # Old and new alike, so that the parity stays right.
-    yield Call(
-        name,
-        ErasureTask.UPDATE,
-        stripe.length,
-        lambda: update_parity(code, kernel, 0, data[0], data[0], parity),
     )
 
 
