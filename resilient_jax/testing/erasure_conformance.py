@@ -61,6 +61,7 @@ def apply_guarded(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> 
 
 
 def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
+    """Compare parity with reedsolo for codes that are square, wide and tall."""
     for code in (ReedSolomon(1, 1), CODE, ReedSolomon(2, 7), ReedSolomon(20, 2)):
         data = make_random_buffers(code.k, 48)
         parity = apply_guarded(kernel, code.parity_matrix, data)
@@ -71,6 +72,7 @@ def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
 
 
 def check_every_length_works(kernel: Kernel) -> None:
+    """Multiply buffers of every length of LENGTHS."""
     for length in LENGTHS:
         sources = make_random_buffers(CODE.k, length)
         found = apply_guarded(kernel, CODE.parity_matrix, sources)
@@ -78,6 +80,7 @@ def check_every_length_works(kernel: Kernel) -> None:
 
 
 def check_every_alignment_works(kernel: Kernel) -> None:
+    """Multiply sources that begin at unaligned addresses."""
     for offset in (1, 3, 8, 17):
         room = [memoryview(buffer) for buffer in make_random_buffers(CODE.k, 1000)]
         sources = [view[offset + i : offset + i + 321] for i, view in enumerate(room)]
@@ -86,22 +89,26 @@ def check_every_alignment_works(kernel: Kernel) -> None:
 
 
 def check_long_buffers_are_done_to_the_end(kernel: Kernel) -> None:
+    """Multiply buffers longer than the block of any kernel."""
     sources = make_random_buffers(CODE.k, LONG_BYTES)
     assert apply_guarded(kernel, CODE.parity_matrix, sources) == compute_expected(CODE.parity_matrix, sources)
 
 
 def check_every_element_multiplies_every_element(kernel: Kernel) -> None:
+    """Compare all 65 536 products of two field elements."""
     every_byte = bytes(range(256))
     matrix = tuple(bytes([factor]) for factor in range(256))
     assert apply_guarded(kernel, matrix, [every_byte]) == compute_expected(matrix, [every_byte])
 
 
 def check_zero_rows_clear_and_unit_rows_copy(kernel: Kernel) -> None:
+    """Apply a row of zeros and a unit row."""
     sources = make_random_buffers(3, 100)
     assert apply_guarded(kernel, (bytes(3), b"\x00\x01\x00"), sources) == [bytes(100), sources[1]]
 
 
 def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
+    """Decode every set of m lost shards."""
     data = make_random_buffers(CODE.k, 77)
     parity = [bytearray(77) for _ in range(CODE.m)]
     encode(CODE, kernel, data, parity)
@@ -114,6 +121,7 @@ def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
 
 
 def check_a_source_may_be_given_twice(kernel: Kernel) -> None:
+    """Pass one buffer as two sources."""
     (buffer,) = make_random_buffers(1, 50)
     assert apply_guarded(kernel, (b"\x01\x01", b"\x02\x01"), [buffer, buffer]) == [
         bytes(50),
@@ -122,10 +130,12 @@ def check_a_source_may_be_given_twice(kernel: Kernel) -> None:
 
 
 def check_no_rows_do_nothing(kernel: Kernel) -> None:
+    """Apply a matrix without rows."""
     kernel.apply((), [b"abc"], [])
 
 
 def check_threads_share_a_kernel(kernel: Kernel) -> None:
+    """Encode four ranges of one stripe from four threads."""
     sources = [memoryview(buffer) for buffer in make_random_buffers(CODE.k, 4 * 4096)]
     parity = [bytearray(4 * 4096) for _ in range(CODE.m)]
 
@@ -139,6 +149,7 @@ def check_threads_share_a_kernel(kernel: Kernel) -> None:
 
 
 def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Kernel) -> None:
+    """Pass each kind of invalid operand, and expect an error that names it."""
     room = bytearray(range(200))
     view = memoryview(room)
     xor = (b"\x01\x01",)
@@ -186,6 +197,7 @@ def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Ker
 
 
 def check_memory_side_by_side_is_no_overlap(kernel: Kernel) -> None:
+    """Pass adjacent ranges of one buffer as sources and destinations."""
     room = bytearray(make_random_buffers(1, 4 * 33)[0])
     parts = [memoryview(room)[i : i + 33] for i in range(0, len(room), 33)]
     expected = linear_combination(b"\x01\x01", [bytes(parts[0]), bytes(parts[2])], bytes(33))
