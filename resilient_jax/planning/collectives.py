@@ -71,7 +71,7 @@ def estimate_collective_s(
         links: of the levels, from inside outward.
         pieces: of the array; each pays for latency.
 
-    >>> link = Link(bytes_per_s=1e9, latency_s=1e-6)
+    >>> link = DeviceLink(bytes_per_s=1e9, latency_s=1e-6)
     >>> round(estimate_collective_s(CollectiveKind.ALL_GATHER, 4e9, (4,), [link]), 6)
     3.000003
     >>> round(estimate_collective_s(CollectiveKind.ALL_REDUCE, 4e9, (4,), [link]), 6)

@@ -142,9 +142,9 @@ def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
 def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost: int) -> DeviceLayout:
     """Gives the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
 
-    >>> lay_out(Group(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).cells
+    >>> make_layout(ReplicaAxes(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).host_slots
     4
-    >>> lay_out(Group(tensor=2), room=8, level=1, block=1, outermost=1).replicas_per_slot
+    >>> make_layout(ReplicaAxes(tensor=2), room=8, level=1, block=1, outermost=1).replicas_per_slot
     4
     """
     inside, left = fill_host(group, room)

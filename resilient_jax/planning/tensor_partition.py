@@ -26,11 +26,11 @@ def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPa
         sizes: of the plan's axes; one that is missing is 1.
 
     >>> from resilient_jax.planning.program_cost import Part, Role
-    >>> kernel = Tensor(path="up", role=Role.PARAMETER, parts=(Part.LAYER,), shape=(8, 12), names=("embed", "mlp"),
+    >>> kernel = StateTensor(path="up", role=TensorRole.PARAMETER, parts=(ModelPart.LAYER,), shape=(8, 12), logical_names=("embed", "mlp"),
     ...                 axes=(Axis.FSDP, Axis.TENSOR), units=(8, 12), dtype_bytes=4)
-    >>> [[str(axis) for axis in dim] for dim in cut(kernel, {Axis.FSDP: 4, Axis.TENSOR: 3})]
+    >>> [[str(axis) for axis in dim] for dim in partition_tensor(kernel, {Axis.FSDP: 4, Axis.TENSOR: 3})]
     [['fsdp'], ['tensor']]
-    >>> [[str(axis) for axis in dim] for dim in cut(kernel, {Axis.FSDP: 3, Axis.TENSOR: 2})]
+    >>> [[str(axis) for axis in dim] for dim in partition_tensor(kernel, {Axis.FSDP: 3, Axis.TENSOR: 2})]
     [[], ['tensor', 'fsdp']]
     """
     own: list[tuple[Axis, ...]] = []

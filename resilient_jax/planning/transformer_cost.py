@@ -44,7 +44,7 @@ def analyze_transformer(
         >>> shape = TransformerShape(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, feed_forward=11008,
         ...                          vocabulary_tokens=32000, sequence_tokens=4096)
         >>> profile = analyze_transformer(shape, name="Llama 2 7B")
-        >>> profile.parameters, profile.layers
+        >>> profile.parameter_count, profile.layers
         (6738415616, 32)
     """
     return ProgramCost(

@@ -23,7 +23,7 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         TopologyError: a range runs backwards, a brace belongs to none, or there are too many names.
 
     Example:
-        >>> list(expand("rack{1..2}-host{08..09}"))
+        >>> list(expand_pattern("rack{1..2}-host{08..09}"))
         ['rack1-host08', 'rack1-host09', 'rack2-host08', 'rack2-host09']
     """
     first, *rest = _RANGE.split(pattern)
