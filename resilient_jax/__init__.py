@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from resilient_jax.planning.transformer_cost import analyze_transformer as analyze_transformer
     from resilient_jax.program_cost.program_analysis import analyze_program as analyze_program
     from resilient_jax.sharding.logical_axes import LogicalAxisRules as LogicalAxisRules
+    from resilient_jax.sharding.planned_program import compile_plan as compile_plan
+    from resilient_jax.sharding.planned_program import make_mesh as make_mesh
+    from resilient_jax.sharding.planned_program import make_state_shardings as make_state_shardings
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
     from resilient_jax.step.reducer import Microbatch as Microbatch
     from resilient_jax.topology.file_loader import load_topology as load_topology
@@ -64,10 +67,13 @@ _HOME = {
     "World": "resilient_jax.worker.world",
     "analyze_program": "resilient_jax.program_cost.program_analysis",
     "analyze_transformer": "resilient_jax.planning.transformer_cost",
+    "compile_plan": "resilient_jax.sharding.planned_program",
     "digest_tree": "resilient_jax.trainer.tree_digest",
     "load_model_shape": "resilient_jax.planning.model_file",
     "load_topology": "resilient_jax.topology.file_loader",
+    "make_mesh": "resilient_jax.sharding.planned_program",
     "make_microbatch_data": "resilient_jax.data.microbatches",
+    "make_state_shardings": "resilient_jax.sharding.planned_program",
     "replan": "resilient_jax.planning.replanning",
     "run": "resilient_jax.worker.run",
     "search_plan": "resilient_jax.planning.search",
@@ -98,10 +104,13 @@ __all__ = [
     "World",
     "analyze_program",
     "analyze_transformer",
+    "compile_plan",
     "digest_tree",
     "load_model_shape",
     "load_topology",
+    "make_mesh",
     "make_microbatch_data",
+    "make_state_shardings",
     "replan",
     "run",
     "search_plan",

@@ -51,8 +51,8 @@ def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
         pieces: in all; there must be room for them.
         takers: by the class.
 
-    >>> assign_tasks(256, [Takers(count=31, start_s=0, piece_s=1)])
-    Dealt(makespan_s=9, shares=(((8, 9), (23, 8)),))
+    >>> assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)])
+    TaskAssignment(makespan_s=9, task_counts=(((8, 9), (23, 8)),))
     """
     if len(takers) == 1:
         return _deal_alike(pieces, takers[0])

@@ -1,9 +1,6 @@
 """A plan as a value: what runs where, what it is estimated to take, and why it was chosen."""
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, Final
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.cost_model import PlanRequest
@@ -11,9 +8,6 @@ from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig
 from resilient_jax.planning.host_pool import Composition
 from resilient_jax.planning.memory import DeviceMemory
 from resilient_jax.planning.placement import HostRange
-
-REALISING: Final = "resilient_jax.sharding.planned_program"
-"""The half of a plan that needs JAX, loaded when first asked for: who only plans needs none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,73 +174,6 @@ class Plan:
         """Its axes in words, those of size 1 left out, such as "replica 4 x fsdp 8 x tensor 8"."""
         named = [f"{axis} {size}" for axis, size in reversed(self.axis_sizes.items()) if size > 1]
         return " x ".join(named) or "one device"
-
-    def mesh(self, devices: Sequence[Any], replica: int | None = None) -> Any:  # noqa: ANN401 - needs JAX
-        """The plan's `jax.sharding.Mesh`: axes replica, pipeline, fsdp, expert, sequence, tensor, outermost first.
-
-        Args:
-            devices: all of the topology, host by host in its order; the plan leaves out its spares.
-            replica: only this one's devices, from 0; None: all replicas.
-
-        Raises:
-            CallerError: it is not that number of devices, or there is no such replica.
-        """
-        return importlib.import_module(REALISING).make_mesh(self, devices, replica)
-
-    def shardings(self, state: Any, mesh: Any, naming: Any = None) -> Any:  # noqa: ANN401 - needs JAX
-        """Where each array of a training state lies: the state's tree with a `NamedSharding` in place of each.
-
-        Dims are known by the profile that was planned for, else by rules in `naming`, else by Flax metadata (NNX
-        variables, Linen boxes). What none of them names is cut by fsdp alone.
-
-        Args:
-            state: arrays or `jax.ShapeDtypeStruct`s: parameters and optimizer state in any tree.
-            mesh: that `mesh` gave.
-            naming: `rj.Naming`.
-
-        Raises:
-            CallerError: an axis of the plan cuts nothing in the state, or a name is unknown.
-        """
-        return importlib.import_module(REALISING).make_shardings(self, state, mesh, naming)
-
-    def compile(
-        self,
-        function: Callable[[Any, Any], Any],
-        state: Any,  # noqa: ANN401 - a pytree
-        batch: Any,  # noqa: ANN401 - a pytree
-        *,
-        devices: Sequence[Any],
-        replica: int | None = None,
-        naming: Any = None,  # noqa: ANN401 - needs JAX
-        donate_state: bool = True,
-    ) -> Any:  # noqa: ANN401 - needs JAX
-        """`function(state, batch)` compiled for the plan's devices; a `PlannedProgram`, to be called like it.
-
-        The state lies as `shardings` says; what the function gives back in the state's tree lies there too. Examples
-        are cut over replica and fsdp, dims of `sequence_tokens` over sequence, and XLA puts the exchanges in between.
-
-        Args:
-            function: a training step, a loss, anything of a state and a batch. It is traced here.
-            state, batch: arrays or `jax.ShapeDtypeStruct`s; the first dim of a batch's arrays is the examples'.
-            devices: as for `mesh`.
-            replica: compile for one replica's devices, such as one microbatch; None: for all.
-            naming: as for `shardings`.
-            donate_state: the state's memory is taken for the result.
-
-        Raises:
-            CallerError: the plan has a pipeline, which does not run yet; the examples do not divide; see `mesh` and
-                `shardings`.
-        """
-        return importlib.import_module(REALISING).compile_program(
-            self,
-            function,
-            state,
-            batch,
-            devices=devices,
-            replica=replica,
-            naming=naming,
-            donate_state=donate_state,
-        )
 
 
 _IN_GROUP = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT, Axis.FSDP, Axis.PIPELINE)

@@ -25,9 +25,9 @@ def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPa
         tensor: of the state.
         sizes: of the plan's axes; one that is missing is 1.
 
-    >>> from resilient_jax.planning.program_cost import Part, Role
-    >>> kernel = StateTensor(path="up", role=TensorRole.PARAMETER, parts=(ModelPart.LAYER,), shape=(8, 12), logical_names=("embed", "mlp"),
-    ...                 axes=(Axis.FSDP, Axis.TENSOR), units=(8, 12), dtype_bytes=4)
+    >>> from resilient_jax.planning.program_cost import ModelPart, TensorRole
+    >>> kernel = StateTensor(path="up", role=TensorRole.PARAMETER, parts=(ModelPart.LAYER,), shape=(8, 12),
+    ...                      logical_names=("embed", "mlp"), axes=(Axis.FSDP, Axis.TENSOR), units=(8, 12), dtype_bytes=4)
     >>> [[str(axis) for axis in dim] for dim in partition_tensor(kernel, {Axis.FSDP: 4, Axis.TENSOR: 3})]
     [['fsdp'], ['tensor']]
     >>> [[str(axis) for axis in dim] for dim in partition_tensor(kernel, {Axis.FSDP: 3, Axis.TENSOR: 2})]

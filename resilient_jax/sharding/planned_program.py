@@ -1,4 +1,4 @@
-"""From a plan to meshes, shardings and a compiled program: what `Plan.mesh`, `Plan.shardings` and `Plan.compile` do."""
+"""The mesh, the state's shardings and the compiled program of a plan."""
 
 import dataclasses
 import time
@@ -43,7 +43,16 @@ class PlannedProgram:
 
 
 def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) -> Mesh:
-    """See `Plan.mesh`."""
+    """Return the plan's mesh: axes replica, pipeline, fsdp, expert, sequence, tensor, outermost first.
+
+    Args:
+        plan: the plan.
+        devices: all devices of the topology, host by host in its order; the plan leaves out its spares.
+        replica: index of the one replica whose devices to take; None: all replicas.
+
+    Raises:
+        CallerError: the number of devices differs from the topology's, or there is no such replica.
+    """
     expected = plan.request.topology.device_count
     if len(devices) != expected:
         raise CallerError(
@@ -68,7 +77,20 @@ def get_mesh_sizes(plan: Plan) -> dict[Axis, int]:
 def make_state_shardings(
     plan: Plan, state: Tree, mesh: Mesh, logical_axis_rules: LogicalAxisRules | None = None
 ) -> Tree:
-    """See `Plan.shardings`."""
+    """Return the sharding of each array of a training state: the state's tree with a `NamedSharding` per array.
+
+    The logical names of dims come from the program cost that was planned for, else from `logical_axis_rules`, else
+    from Flax metadata (NNX variables, Linen boxes). An array that none of them names is sharded by fsdp alone.
+
+    Args:
+        plan: the plan.
+        state: arrays or `jax.ShapeDtypeStruct`s: parameters and optimizer state in any tree.
+        mesh: the mesh of `make_mesh`.
+        logical_axis_rules: `rj.LogicalAxisRules`, or None.
+
+    Raises:
+        CallerError: an axis of the plan shards no array of the state, or a logical name is unknown.
+    """
     cuts = StatePartitioner(plan.request.program_cost, plan.axis_sizes, logical_axis_rules)
     return _shardings(cuts.specs(state), mesh)
 
@@ -84,7 +106,26 @@ def compile_plan(
     logical_axis_rules: LogicalAxisRules | None = None,
     donate_state: bool = True,
 ) -> PlannedProgram:
-    """See `Plan.compile`."""
+    """Compile `function(state, batch)` for the plan's devices; the result is called like the function.
+
+    The state is sharded as `make_state_shardings` says, and so is a result that has the state's tree and shapes. The
+    examples of a batch are sharded over replica and fsdp, dims of `sequence_tokens` over sequence; XLA inserts the
+    collectives.
+
+    Args:
+        plan: the plan.
+        function: a training step, a loss, or any function of a state and a batch. It is traced here.
+        state: arrays or `jax.ShapeDtypeStruct`s.
+        batch: arrays or `jax.ShapeDtypeStruct`s whose first dim is the examples.
+        devices: as for `make_mesh`.
+        replica: compile for the devices of this replica, such as one microbatch; None: for all replicas.
+        logical_axis_rules: as for `make_state_shardings`.
+        donate_state: donate the state's buffers to the result.
+
+    Raises:
+        CallerError: the plan has pipeline stages, which do not run yet; the examples do not divide; see `make_mesh`
+            and `make_state_shardings`.
+    """
     check_no_pipeline(plan)
     mesh = make_mesh(plan, devices, replica)
     sizes = plan.axis_sizes | ({Axis.REPLICA: 1} if replica is not None else {})

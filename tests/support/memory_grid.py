@@ -14,6 +14,7 @@ from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.transformer import TransformerShape
+from resilient_jax.sharding.planned_program import compile_plan
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import LinenProgram, NnxProgram
 
@@ -127,7 +128,9 @@ def compare(case: Case) -> MemoryCase:
         number_format="bf16",
     )
     rows = jax.ShapeDtypeStruct((examples, program.sequence_tokens), jnp.int32)
-    compiled = plan.compile(program.step, jax.eval_shape(program.init), rows, devices=jax.devices()).compiled
+    compiled = compile_plan(
+        plan, program.step, jax.eval_shape(program.init), rows, devices=jax.devices()
+    ).compiled
     memory = compiled.memory_analysis()
     assert memory is not None
     measured = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes

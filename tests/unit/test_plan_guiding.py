@@ -9,6 +9,7 @@ import pytest
 
 from resilient_jax.planning.axes import Axis
 from resilient_jax.sharding.activation_constraints import constrain_activations, propagate_batch_dims
+from resilient_jax.sharding.planned_program import compile_plan
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.planned_programs import BATCH, LinenProgram, NnxProgram, plan_with
 from tests.support.quick_compiling import quick_compiling as quick_compiling
@@ -67,8 +68,8 @@ def test_random_bits_are_made_as_the_function_asks(is_partitionable):
 @pytest.mark.parametrize("program", [NnxProgram(), LinenProgram()], ids=["nnx", "linen"])
 def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
     plan = plan_with(program.profile(), {Axis.FSDP: 8})
-    text = plan.compile(
-        program.step, program.init(), program.batch(), devices=jax.devices()
+    text = compile_plan(
+        plan, program.step, program.init(), program.batch(), devices=jax.devices()
     ).compiled.as_text()
     floats = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
     tokens = program.sequence_tokens
@@ -80,7 +81,7 @@ def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
 def test_a_rematerialised_program_trains_as_before_under_fsdp():
     program = LinenProgram(rematerialised=True)
     plan = plan_with(LinenProgram().profile(), {Axis.FSDP: 4, Axis.REPLICA: 2})
-    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     state = jax.device_put(program.init(), compiled.state_shardings)
     _, loss = compiled(state, np.asarray(program.batch()))
     _, expected = jax.jit(program.step)(program.init(), program.batch())

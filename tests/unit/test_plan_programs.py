@@ -14,6 +14,7 @@ from flax import nnx
 import resilient_jax as rj
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.axes import Axis
+from resilient_jax.sharding.planned_program import compile_plan, make_mesh, make_state_shardings
 from tests.support.eight_devices import eight_devices as eight_devices
 from tests.support.plan_topologies import cluster
 from tests.support.planned_programs import (
@@ -62,7 +63,7 @@ def name_of(axes):
 @pytest.mark.parametrize("axes", MESHES, ids=name_of)
 def test_a_plan_trains_as_one_device_does(program, profile, alone, axes):
     plan = plan_with(profile, axes)
-    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     state = jax.device_put(program.init(), compiled.state_shardings)
     found, losses = run_steps(
         program, lambda s, b: compiled(s, jax.device_put(np.asarray(b), compiled.batch_shardings)), state
@@ -76,9 +77,9 @@ def test_a_plan_trains_as_one_device_does(program, profile, alone, axes):
 @pytest.mark.parametrize("axes", MESHES, ids=name_of)
 def test_each_axis_cuts_what_it_is_said_to_cut(program, profile, axes):
     plan = plan_with(profile, axes)
-    mesh = plan.mesh(jax.devices())
+    mesh = make_mesh(plan, jax.devices())
     assert {axis: mesh.shape[axis] for axis in axes} == axes
-    shardings = plan.shardings(program.init(), mesh)
+    shardings = make_state_shardings(plan, program.init(), mesh)
     state = jax.device_put(program.init(), shardings)
     here = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -90,9 +91,8 @@ def test_each_axis_cuts_what_it_is_said_to_cut(program, profile, axes):
 
 def test_a_plan_with_tensor_and_fsdp_makes_the_exchanges_that_these_axes_mean(program, profile):
     plan = plan_with(profile, {Axis.TENSOR: 2, Axis.FSDP: 4})
-    text = plan.compile(
-        program.step, program.init(), program.batch(), devices=jax.devices()
-    ).compiled.as_text()
+    planned = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
+    text = planned.compiled.as_text() or ""
     assert re.search(r"all-gather", text), "fsdp gathers parameters"
     assert re.search(r"all-reduce", text), "tensor adds partial sums"
 
@@ -100,7 +100,7 @@ def test_a_plan_with_tensor_and_fsdp_makes_the_exchanges_that_these_axes_mean(pr
 def test_experts_are_cut_over_the_expert_axis_and_train_as_on_one_device():
     program = ExpertProgram()
     plan = plan_with(program.profile(), {Axis.EXPERT: 4, Axis.REPLICA: 2})
-    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     assert compiled.state_shardings["params"]["up"].shard_shape((4, 32, 64)) == (1, 32, 64)
     state = jax.device_put(program.init(), compiled.state_shardings)
     found, losses = run_steps(
@@ -118,8 +118,8 @@ def test_experts_are_cut_over_the_expert_axis_and_train_as_on_one_device():
 def test_resharding_between_any_two_plans_gives_the_same_global_arrays(before, after, nnx_state, nnx_profile):
     state, expected = nnx_state
     first, second = plan_with(nnx_profile, before), plan_with(nnx_profile, after)
-    laid = jax.device_put(state, first.shardings(state, first.mesh(jax.devices())))
-    moved = jax.device_put(laid, second.shardings(state, second.mesh(jax.devices())))
+    laid = jax.device_put(state, make_state_shardings(first, state, make_mesh(first, jax.devices())))
+    moved = jax.device_put(laid, make_state_shardings(second, state, make_mesh(second, jax.devices())))
     for one, other in zip(jax.tree.leaves(moved), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one), other)
 
@@ -139,7 +139,7 @@ def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     program = NnxProgram()
-    shardings = plan.shardings(program.abstract, plan.mesh(jax.devices()))
+    shardings = make_state_shardings(plan, program.abstract, make_mesh(plan, jax.devices()))
     up = shardings["layers"][0]["feed_forward"]["up"]["kernel"]
     found = jax.tree.leaves(up)[0]
     assert found.shard_shape((64, 128)) == (64, 32)
@@ -149,7 +149,7 @@ def test_a_state_in_which_an_axis_cuts_nothing_is_refused():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     with pytest.raises(CallerError, match=r"found no array in the state that tensor 4 cuts.*Naming"):
-        plan.shardings({"w": np.zeros((64, 64))}, plan.mesh(jax.devices()))
+        make_state_shardings(plan, {"w": np.zeros((64, 64))}, make_mesh(plan, jax.devices()))
 
 
 def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_parameter():
@@ -157,7 +157,7 @@ def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_param
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = {"params": {"w": np.zeros((64, 64))}, "optimizer": {"mu": {"w": np.zeros((64, 64))}}}
     naming = rj.LogicalAxisRules(names_by_path=[("w", ("embed", "mlp"))])
-    shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
+    shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()), naming)
     shapes = {leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)}
     assert shapes == {(64, 16)}
 
@@ -186,7 +186,7 @@ def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
     profile = rj.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=naming)
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = chain(None)
-    shardings = plan.shardings(state, plan.mesh(jax.devices()), naming if given else None)
+    shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()), naming if given else None)
     assert shardings["out"]["w"].shard_shape((128, 64)) == (32, 64)
     held = sum(
         leaf.dtype.itemsize * np.prod(sharding.shard_shape(leaf.shape))
@@ -199,7 +199,7 @@ def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothi
     plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
     naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     state = {"params": chain(None), "optimizer": {"mu": chain(None)}}
-    shardings = plan.shardings(state, plan.mesh(jax.devices()), naming)
+    shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()), naming)
     for tree in (shardings["params"], shardings["optimizer"]["mu"]):
         assert tree["out"]["w"].shard_shape((128, 64)) == (32, 64)
 
@@ -212,7 +212,7 @@ def test_metadata_that_an_optimizer_keeps_on_less_than_the_parameter_is_passed_o
         "row": box(np.zeros(64)),
         "accumulators": box([np.zeros(64)] * 2),
     }
-    shardings = plan.shardings(state, plan.mesh(jax.devices()))
+    shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()))
     found = {
         name: {s.shard_shape((64, 64)[:n]) for s in jax.tree.leaves(shardings[name])}
         for name, n in (("kernel", 2), ("row", 1), ("accumulators", 1))
@@ -241,7 +241,7 @@ def test_a_result_is_a_state_only_if_it_has_its_shapes():
         norms = jax.tree.map(jax.numpy.linalg.norm, gradients)
         return {"all": Results(jax.tree.map(lambda p, g: p - g, state, gradients), loss), "norms": norms}
 
-    program = plan.compile(step, chain(None), rows, devices=jax.devices(), donate_state=False)
+    program = compile_plan(plan, step, chain(None), rows, devices=jax.devices(), donate_state=False)
     state = jax.device_put(chain(None), program.state_shardings)
     found = program(state, np.ones((8, 64), np.float32))
     assert isinstance(found["all"], Results)
@@ -252,7 +252,8 @@ def test_a_result_is_a_state_only_if_it_has_its_shapes():
 def test_a_state_of_one_array_and_a_loss():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
-    program = plan.compile(
+    program = compile_plan(
+        plan,
         lambda w, rows: (w + 1, rows.sum()),
         np.zeros((64, 64), np.float32),
         np.ones((8, 64), np.float32),
@@ -266,30 +267,30 @@ def test_a_variable_without_a_value_is_passed_over():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     state = {"bias": nnx.Param(None), "kernel": nnx.Param(np.zeros((64, 64)))}
-    shardings = plan.shardings(state, plan.mesh(jax.devices()))
+    shardings = make_state_shardings(plan, state, make_mesh(plan, jax.devices()))
     assert [leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)] == [(16, 64)]
 
 
 def test_replicas_get_their_own_meshes_and_together_they_are_all(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
-    found = [plan.mesh(jax.devices(), replica=number) for number in range(4)]
+    found = [make_mesh(plan, jax.devices(), replica=number) for number in range(4)]
     assert [mesh.shape["replica"] for mesh in found] == [1] * 4
     together = [device for mesh in found for device in mesh.devices.flat]
-    assert together == list(plan.mesh(jax.devices()).devices.flat)
+    assert together == list(make_mesh(plan, jax.devices()).devices.flat)
     with pytest.raises(CallerError, match="found replica 4, expected one from 0 to 3"):
-        plan.mesh(jax.devices(), replica=4)
+        make_mesh(plan, jax.devices(), replica=4)
 
 
 def test_tensor_groups_lie_inside_hosts(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2})
-    grid = plan.mesh(jax.devices()).devices.reshape(4, 2)
+    grid = make_mesh(plan, jax.devices()).devices.reshape(4, 2)
     assert all(a.id // 2 == b.id // 2 for a, b in grid), "hosts have two devices each"
 
 
 def test_a_slow_host_that_is_left_out_has_no_device_in_the_mesh(nnx_profile):
     topology = cluster([1.0, 1.0, 0.05, 1.0], devices=2)
     plan = rj.search_plan(nnx_profile, topology, global_batch=6, axes={Axis.TENSOR: 2}, number_format="bf16")
-    used = {device.id // 2 for device in plan.mesh(jax.devices()).devices.flat}
+    used = {device.id // 2 for device in make_mesh(plan, jax.devices()).devices.flat}
     assert 2 not in used
 
 
@@ -299,33 +300,35 @@ def test_pipelines_are_refused_at_compile_with_what_to_do(nnx_profile):
     with pytest.raises(
         CallerError, match=r"found a plan with pipeline 2.*expected pipeline 1.*do not run yet"
     ):
-        plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+        compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
 
 
 def test_the_wrong_number_of_devices_is_refused(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
     with pytest.raises(CallerError, match="found 6 devices, expected the 8 of topology made up"):
-        plan.mesh(jax.devices()[:6])
+        make_mesh(plan, jax.devices()[:6])
 
 
 def test_examples_that_do_not_divide_are_refused(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     program = NnxProgram()
     with pytest.raises(CallerError, match=r"found the shape \(6, 32\).*replica x fsdp = 8 divides"):
-        plan.compile(program.step, program.init(), program.batch()[:6], devices=jax.devices())
+        compile_plan(plan, program.step, program.init(), program.batch()[:6], devices=jax.devices())
 
 
 def test_a_batch_without_tokens_is_refused_where_sequences_are_cut(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.SEQUENCE: 4, Axis.REPLICA: 2})
     program = NnxProgram()
     with pytest.raises(CallerError, match="no array whose second dim has 32 tokens"):
-        plan.compile(program.step, program.init(), np.zeros((BATCH, 33), np.int32), devices=jax.devices())
+        compile_plan(
+            plan, program.step, program.init(), np.zeros((BATCH, 33), np.int32), devices=jax.devices()
+        )
 
 
 def test_a_compiled_program_compiles_nothing_when_it_is_called_again(nnx_profile):
     program = NnxProgram()
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2})
-    compiled = plan.compile(program.step, program.init(), program.batch(), devices=jax.devices())
+    compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     state = jax.device_put(program.init(), compiled.state_shardings)
     state, _ = compiled(state, np.asarray(program.batch()))
     before = {leaf.sharding for leaf in jax.tree.leaves(state)}
@@ -336,6 +339,6 @@ def test_a_compiled_program_compiles_nothing_when_it_is_called_again(nnx_profile
 def test_an_nnx_state_keeps_its_tree(nnx_profile):
     program = NnxProgram()
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
-    shardings = plan.shardings(program.abstract, plan.mesh(jax.devices()))
+    shardings = make_state_shardings(plan, program.abstract, make_mesh(plan, jax.devices()))
     assert isinstance(shardings, nnx.State)
     assert jax.tree.structure(shardings) == jax.tree.structure(program.abstract)

@@ -29,7 +29,7 @@ from resilient_jax.planning.device_layout import MicrobatchConfig
 from resilient_jax.planning.search import search_plans
 from resilient_jax.planning.tensor_partition import find_violated_rules
 from resilient_jax.planning.transformer import TransformerShape
-from resilient_jax.sharding.planned_program import PlannedProgram
+from resilient_jax.sharding.planned_program import PlannedProgram, compile_plan
 from tests.support.memory_grid import GRID, KINDS, compare
 
 DEVICES = 8
@@ -112,7 +112,7 @@ def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], li
     running = []
     for plan in list_plans(made.profile(), model.global_batch):
         batch = made.batch(examples=model.global_batch)
-        program = plan.compile(made.step, jax.eval_shape(made.init), batch, devices=jax.devices())
+        program = compile_plan(plan, made.step, jax.eval_shape(made.init), batch, devices=jax.devices())
         running.append(Running(plan, program, jax.device_put(batch, program.batch_shardings)))
         print(model.name, plan.shape, f"compiled in {program.compile_s:.1f} s", flush=True)
     state = made.init()
