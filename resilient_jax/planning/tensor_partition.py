@@ -27,7 +27,8 @@ def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPa
 
     >>> from resilient_jax.planning.program_cost import ModelPart, TensorRole
     >>> kernel = StateTensor(path="up", role=TensorRole.PARAMETER, parts=(ModelPart.LAYER,), shape=(8, 12),
-    ...                      logical_names=("embed", "mlp"), axes=(Axis.FSDP, Axis.TENSOR), units=(8, 12), dtype_bytes=4)
+    ...                      logical_names=("embed", "mlp"), axes=(Axis.FSDP, Axis.TENSOR), units=(8, 12),
+    ...                      dtype_bytes=4)
     >>> [[str(axis) for axis in dim] for dim in partition_tensor(kernel, {Axis.FSDP: 4, Axis.TENSOR: 3})]
     [['fsdp'], ['tensor']]
     >>> [[str(axis) for axis in dim] for dim in partition_tensor(kernel, {Axis.FSDP: 3, Axis.TENSOR: 2})]

@@ -56,8 +56,8 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
     expected = plan.request.topology.device_count
     if len(devices) != expected:
         raise CallerError(
-            f"mesh: found {len(devices)} devices, expected the {expected} of topology {plan.topology_name}, host by host in "
-            "its order; spares are left out by the plan. For other devices search again"
+            f"mesh: found {len(devices)} devices, expected the {expected} of topology {plan.topology_name}, host "
+            "by host in its order; the plan leaves out its spares. For other devices search a new plan"
         )
     sizes = get_mesh_sizes(plan)
     grid = np.array([devices[number] for number in find_device_order(plan)])

@@ -188,7 +188,7 @@ def _check_planning(sharing: Parallelism) -> None:
         raise CallerError(
             f"planning: found Sharing(replicas={sharing.replica_shape}, state={sharing.state!r}), expected neither to "
             "be given: the plan says how many replicas a host has, and each host keeps the whole state, cut over its "
-            "devices. For a state that is cut over hosts leave planning out, or use rj.compile_plan in a loop of your own"
+            "devices. For a state that is cut over hosts leave planning out, or call rj.compile_plan in a loop"
         )
 
 
