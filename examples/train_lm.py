@@ -51,10 +51,10 @@ def share_work(settings: Settings, folder: Path) -> dict[str, Any]:
     """Says how devices work together, or that a plan is to be searched for those at hand."""
     if settings.plan.topology is not None:
         topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
-        return {"planning": rj.Planner(topology=topology, compile_ahead=ahead)}
+        return {"planner": rj.Planner(topology=topology, compile_ahead=ahead)}
     # The model is small: each device takes microbatches of its own, and has nothing to say to the others.
     replicas = rj.ReplicaShape(per_host="devices")
-    return {"sharing": rj.Parallelism(replica_shape=replicas, state=settings.state.sharing)}
+    return {"parallelism": rj.Parallelism(replica_shape=replicas, state=settings.state.parallelism)}
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:

@@ -40,7 +40,7 @@ class OptimizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class StateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How parameters and optimizer state are kept between steps."""
 
-    sharing: Literal["complete", "sharded"] = "complete"
+    parallelism: Literal["replicated", "sharded"] = "replicated"
     """On every host, or cut over all of them; see `rj.Sharing`."""
 
 

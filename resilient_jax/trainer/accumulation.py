@@ -37,7 +37,7 @@ def make_microbatch_adder(
             lifted[replica.mesh],
             replica.place_batch(microbatch.batch),
             make_microbatch_id(step, microbatch.index),
-            laid=placement.with_mesh(replica.mesh.abstract_mesh),
+            placement=placement.with_mesh(replica.mesh.abstract_mesh),
         )
 
     return add

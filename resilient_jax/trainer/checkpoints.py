@@ -36,7 +36,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.save_interval_steps < 1 or self.max_to_keep < 1:
             raise CallerError(
-                f"checkpoints: found every={self.save_interval_steps}, keep={self.max_to_keep}, expected numbers of at least 1"
+                f"checkpoints: found save_interval_steps={self.save_interval_steps}, "
+                f"max_to_keep={self.max_to_keep}, expected at least 1 of each"
             )
         if not self.timeout_s > 0:
             raise CallerError(f"checkpoints: found timeout_s={self.timeout_s}, expected a number above 0")

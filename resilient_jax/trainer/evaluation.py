@@ -46,7 +46,7 @@ class Evaluation:
     loss_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every", "microbatch_size", "microbatches"):
+        for name in ("interval_steps", "microbatch_size", "num_microbatches"):
             if (found := getattr(self, name)) is not None and found < 1:
                 raise CallerError(f"evaluation: found {name}={found}, expected at least 1")
 
@@ -64,14 +64,14 @@ class Evaluation:
             return self.num_microbatches
         if not isinstance(self.data, Sized):
             raise CallerError(
-                f"evaluation: found a {type(self.data).__name__} without a length as data, expected microbatches=, how "
+                f"evaluation: found a {type(self.data).__name__} without a length as data, expected num_microbatches=, how "
                 "many to evaluate"
             )
         count, rest = divmod(len(self.data), microbatch_size)
         if rest or not count:
             raise CallerError(
                 f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size {microbatch_size}. Say "
-                f"microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
+                f"num_microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
             )
         return count
 
@@ -114,7 +114,7 @@ class EvaluationProgram:
     """The program that adds one microbatch's loss.
 
     Attributes:
-        accumulate: `accumulate(total, variables, batch, where, laid=) -> EvaluationSums`, as of `Programs`.
+        accumulate: `accumulate(total, variables, batch, where, placement=) -> EvaluationSums`, as of `Programs`.
         abstract_total: the shapes of a total.
     """
 
@@ -133,12 +133,12 @@ class EvaluationProgram:
             CallerError: the loss gives no scalar.
         """
         self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
-        self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
-        where = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        self.abstract_sums = jax.eval_shape(self._measure, variables, example, where)
+        self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
+        microbatch_id = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        self.abstract_sums = jax.eval_shape(self._measure, variables, example, microbatch_id)
 
-    def _measure(self, variables: Variables, batch: Tree, where: jax.Array) -> EvaluationSums:
-        model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, where))
+    def _measure(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
+        model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, microbatch_id))
         bound = variables._replace(params=cast_floats(variables.params, self._numerics.compute_dtype))
         found, _ = self._model.apply(
             bound, model_key, lambda model: self._loss(model, batch, loss_key), training=False
@@ -150,12 +150,12 @@ class EvaluationProgram:
         total: EvaluationSums,
         variables: Variables,
         batch: Tree,
-        where: jax.Array,
+        microbatch_id: jax.Array,
         *,
-        laid: Placement,
+        placement: Placement,
     ) -> EvaluationSums:
-        found = self._measure(variables, batch, where)
-        return constrain_sharding(jax.tree.map(jnp.add, total, found), laid)
+        found = self._measure(variables, batch, microbatch_id)
+        return constrain_sharding(jax.tree.map(jnp.add, total, found), placement)
 
 
 def compute_metrics(total: EvaluationSums, num_microbatches: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from resilient_jax.worker.world import ONE_REPLICA_PER_HOST
 class StateSharding(enum.StrEnum):
     """How the training state is kept between steps."""
 
-    REPLICATED = "complete"
+    REPLICATED = "replicated"
     """Every host has all of it."""
     SHARDED = "sharded"
     """Every host has its share."""
@@ -36,7 +36,7 @@ class Parallelism:
         reproducible: the same bits whoever lives.
         replicas: the hosts of a replica, or the replicas of a host.
         balance_by_speed: more for faster hosts, as measured; else evenly.
-        state: how it is kept between steps: "complete" on every host, or "sharded" over all of them. Then a host has
+        state: how it is kept between steps: "replicated" on every host, or "sharded" over all of them. Then a host has
             its share of parameters and optimizer state; while it computes a step it gathers the parameters.
 
             Sharded states have the bits of complete ones with optimizers that treat every number by itself (adam,

@@ -116,7 +116,7 @@ class FitLoop:
         )
         if order.log_directory is not None:
             self._log = JsonLog(order.log_directory, world.host)
-        if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.statistics):
+        if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
             logger.warning(
                 "the model keeps statistics over the examples of a batch (batch normalisation). Every microbatch of %d "
                 "examples is normalised by itself, and the statistics that are kept are the mean over the %d of a "
@@ -235,7 +235,7 @@ class FitLoop:
         )
         handle_nonfinite(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())
         measures, found = programs.summarize(total)
-        sums, measures = keeping.shard(((total.gradients, total.statistics), measures))
+        sums, measures = keeping.shard(((total.gradients, total.batch_stats), measures))
         return sums, measures, {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _report(

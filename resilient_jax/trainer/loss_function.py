@@ -49,7 +49,7 @@ def adapt_loss(function: object) -> LossFunction:
     """
     if not callable(function):
         raise CallerError(
-            f"loss: found a {type(function).__name__}, expected a function loss(model, batch) that gives a scalar"
+            f"loss_fn: found a {type(function).__name__}, expected a function loss(model, batch) that gives a scalar"
         )
     try:
         takes_key = "key" in inspect.signature(function).parameters

@@ -135,7 +135,7 @@ def compile_step(
             _shapes(programs.abstract_state.variables, there),
             jax.tree.map(lambda leaf, to=rows: _shape(leaf, to), example),
             np.zeros(2, np.uint32),
-            laid=there.with_abstract_mesh(),
+            placement=there.with_abstract_mesh(),
         ).compile()
     total = _shapes(programs.abstract_sums, placement)
     check()
@@ -146,9 +146,9 @@ def compile_step(
     check()
     programs.update.lower(
         _shapes(programs.abstract_state, placement),
-        (total.gradients, total.statistics),
+        (total.gradients, total.batch_stats),
         measures,
-        where=placement.with_abstract_mesh(),
+        placement=placement.with_abstract_mesh(),
     ).compile()
 
 

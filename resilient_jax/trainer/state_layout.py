@@ -109,7 +109,7 @@ class ReplicatedLayout(StateLayout):
         self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
     ) -> TrainingState:
         """On this host's devices."""
-        return programs.update(state, sums, measures, where=self.placement.with_abstract_mesh())
+        return programs.update(state, sums, measures, placement=self.placement.with_abstract_mesh())
 
     def snapshot(self, state: TrainingState) -> None:
         """The other hosts have it."""
@@ -144,8 +144,8 @@ class ShardedLayout(StateLayout):
     ) -> TrainingState:
         """Each device its pieces, when the last snapshot's copy is over."""
         if self._update is None:
-            where = self.placement.with_abstract_mesh()
-            self._update = programs.update.lower(state, sums, measures, where=where).compile()
+            placement = self.placement.with_abstract_mesh()
+            self._update = programs.update.lower(state, sums, measures, placement=placement).compile()
             self._say_collectives(self._update.as_text() or "")
         self.world.wait_until_finished()
         return self._update(state, sums, measures)

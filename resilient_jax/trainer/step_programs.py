@@ -67,7 +67,7 @@ class StepPrograms:
 
     Attributes:
         init: `init() -> TrainingState` before step 0, the same on every host.
-        accumulate: `accumulate(total, variables, batch, where, laid=) -> Total`; `where` is `locate(step, index)`,
+        accumulate: `accumulate(total, variables, batch, where, placement=) -> Total`; `where` is `locate(step, index)`,
             `laid` says where the total lies, without devices.
         measure: `measure(total) -> (Measures, metrics)`.
         update: `update(state, (gradients, statistics), measures, where=) -> TrainingState`; it takes sums, and divides
@@ -90,14 +90,14 @@ class StepPrograms:
         self._recipe = recipe
         self._example = example
         self.init = jax.jit(self._init)
-        self.accumulate = jax.jit(self._accumulate, static_argnames="laid")
+        self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
         self.summarize = jax.jit(self._measure)
-        self.update = jax.jit(self._update, static_argnames="where", donate_argnums=0)
+        self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
         self.abstract_sums = self._total_shapes()
         measures, _ = jax.eval_shape(self._measure, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.batch_stats
-        after = jax.eval_shape(self._update, self.abstract_state, sums, measures, where=None)
+        after = jax.eval_shape(self._update, self.abstract_state, sums, measures, placement=None)
         check_same_types(self.abstract_state, after, "optimizer")
 
     def _init(self) -> TrainingState:
@@ -121,10 +121,10 @@ class StepPrograms:
         _, (metrics, statistics) = jax.eval_shape(
             lambda v, batch: self._loss(v.params, v, batch, jax.random.key(0)), variables, self._example
         )
-        check_same_types(wide(variables.statistics), wide(statistics), "model")  # types are cast back
+        check_same_types(wide(variables.batch_stats), wide(statistics), "model")  # types are cast back
         return MicrobatchSums(
             gradients=wide(variables.params),
-            batch_stats=wide(variables.statistics),
+            batch_stats=wide(variables.batch_stats),
             loss=jax.ShapeDtypeStruct((), jnp.float32),
             metrics=wide(metrics),
             non_finite=jax.ShapeDtypeStruct((self._recipe.num_microbatches,), jnp.float32),
@@ -143,10 +143,10 @@ class StepPrograms:
         return loss, (metrics, statistics)
 
     def _accumulate(
-        self, total: MicrobatchSums, variables: Variables, batch: Tree, where: jax.Array, *, laid: Placement
+        self, total: MicrobatchSums, variables: Variables, batch: Tree, microbatch_id: jax.Array, *, placement: Placement
     ) -> MicrobatchSums:
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-            return self._loss(params, variables, batch, make_microbatch_key(self._recipe.seed, where))
+            return self._loss(params, variables, batch, make_microbatch_key(self._recipe.seed, microbatch_id))
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
@@ -156,9 +156,9 @@ class StepPrograms:
         new = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), new)
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
-        new = new._replace(non_finite=new.non_finite.at[where[1]].set(jnp.where(finite, 0, 1)))
+        new = new._replace(non_finite=new.non_finite.at[microbatch_id[1]].set(jnp.where(finite, 0, 1)))
         # The compiler would else be free to cut results as batches are cut.
-        return constrain_sharding(jax.tree.map(jnp.add, total, new), laid)
+        return constrain_sharding(jax.tree.map(jnp.add, total, new), placement)
 
     def _measure(self, total: MicrobatchSums) -> tuple[StepSummary, Metrics]:
         """Of the mean: total / B. Without the microbatches that are skipped."""
@@ -172,7 +172,7 @@ class StepPrograms:
         return StepSummary(count, norm, means["loss"]), metrics
 
     def _update(
-        self, state: TrainingState, sums: tuple[Tree, Tree], measures: StepSummary, *, where: Placement | None
+        self, state: TrainingState, sums: tuple[Tree, Tree], measures: StepSummary, *, placement: Placement | None
     ) -> TrainingState:
         """gradient = sum / count, clipped, through the optimizer; statistics are the mean."""
         recipe, params = self._recipe, state.variables.params
@@ -191,7 +191,7 @@ class StepPrograms:
             opt_state=optimizer,
             early_stopping=state.early_stopping,
         )
-        return new if where is None else constrain_sharding(new, where)
+        return new if placement is None else constrain_sharding(new, placement)
 
 
 def check_optimizer(optimizer: object) -> optax.GradientTransformation:

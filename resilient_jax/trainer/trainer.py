@@ -148,9 +148,9 @@ class Trainer:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
             Exception: whatever the loss, the data or a callback raise, unchanged.
         """
-        check_integers(steps=num_steps)
+        check_integers(num_steps=num_steps)
         if num_steps < 0:
-            raise CallerError(f"steps: found {num_steps}, expected 0 or more")
+            raise CallerError(f"num_steps: found {num_steps}, expected 0 or more")
         order = FitConfig(
             num_steps=num_steps,
             recipe=self._recipe,

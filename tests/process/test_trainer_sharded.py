@@ -29,7 +29,7 @@ def complete(tmp_path_factory):
     """What one machine says that has the whole state."""
     work = tmp_path_factory.mktemp("alone")
     done = subprocess.run(
-        [sys.executable, str(JOB), str(work), "complete"],
+        [sys.executable, str(JOB), str(work), "replicated"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

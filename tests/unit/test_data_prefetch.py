@@ -312,7 +312,7 @@ def test_a_read_under_way_is_delivered_though_another_thread_closes(source: Logg
         assert waiting.result(DEADLINE_S)[1] == 0
 
 
-@pytest.mark.parametrize("options", [{"ahead": 0}, {"threads": 0}])
+@pytest.mark.parametrize("options", [{"buffer_size": 0}, {"num_threads": 0}])
 def test_numbers_below_one_are_refused(source: LoggedSource, options: dict[str, int]) -> None:
     with pytest.raises(DataError, match="found 0, expected at least 1"):
         Prefetcher(source, **options)

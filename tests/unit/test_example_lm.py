@@ -93,7 +93,7 @@ def parameters_of(settings):
     return jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: ByteLM(settings.model, nnx.Rngs(0))), nnx.Param))
 
 
-@pytest.mark.parametrize("settings", [TINY, FSDP], ids=["complete", "fsdp"])
+@pytest.mark.parametrize("settings", [TINY, FSDP], ids=["replicated", "fsdp"])
 def test_the_network_has_between_one_and_three_million_parameters(settings):
     assert 1_000_000 <= sum(math.prod(leaf.shape) for leaf in parameters_of(settings)) <= 3_000_000
 

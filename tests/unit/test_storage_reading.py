@@ -53,7 +53,7 @@ def folder(request, tree, tmp_path_factory):
     return directory / "1"
 
 
-def read_boxes(folder, tree, boxes):
+def read_named_boxes(folder, tree, boxes):
     """The numbers of each (name, box)."""
     pieces, end = [], 0
     for name, box in boxes:
@@ -91,7 +91,7 @@ def some_boxes(draw, shapes):
 def test_any_boxes_are_those_of_the_whole_arrays(folder, tree, data):
     shapes = {name: value.shape for name, value in tree.items()}
     boxes = data.draw(st.lists(some_boxes(shapes), min_size=1, max_size=4))
-    for (name, box), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
+    for (name, box), found in zip(boxes, read_named_boxes(folder, tree, boxes), strict=True):
         expected = tree[name][box.within(whole_box(tree[name].shape))]
         assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
 
@@ -109,7 +109,7 @@ def test_of_our_checkpoints_a_quarter_of_an_array_takes_a_quarter_of_the_reading
         write_checkpoint(tmp_path, 1, tree)
     quarter = IndexBox((0, 0), (ROWS, COLUMNS)).narrow(dim, 0, (ROWS, COLUMNS)[dim] // 4)
     before = bytes_from_files()
-    (found,) = read_boxes(tmp_path / "1", tree, [("wide", quarter)])
+    (found,) = read_named_boxes(tmp_path / "1", tree, [("wide", quarter)])
     read_bytes = bytes_from_files() - before
     assert found.nbytes * 4 == tree["wide"].nbytes
     assert read_bytes < found.nbytes + 4 * CHUNK_BYTES
@@ -142,7 +142,7 @@ def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
 ):
     monkeypatch.setattr(orbax_reader, "MAX_DECODED_BYTES", limit_bytes)
     boxes = [(name, whole_box(value.shape)) for name, value in tree.items()]
-    for (name, _), found in zip(boxes, read_boxes(folder, tree, boxes), strict=True):
+    for (name, _), found in zip(boxes, read_named_boxes(folder, tree, boxes), strict=True):
         assert found.tobytes() == tree[name].tobytes()
 
 

@@ -23,18 +23,18 @@ class FakeWorld:
     host_index: int = 0
     local_devices: tuple[int, ...] = (0, 1, 2, 3)
 
-    def replica_count(self, shape):
-        return len(self.hosts) // shape.hosts * shape.per_host
+    def count_replicas(self, replica_shape):
+        return len(self.hosts) // replica_shape.hosts * replica_shape.per_host
 
     def all_reduce(self, mine):
         return mine + np.array((0, *self.found), np.int32)
 
 
-def make_order(*, size=8, microbatches=4, evaluation_size=None, **shape) -> Any:
+def make_config(*, size=8, num_microbatches=4, evaluation_size=None, **shape) -> Any:
     return SimpleNamespace(
         microbatch_size=size,
-        recipe=SimpleNamespace(microbatches=microbatches),
-        sharing=SimpleNamespace(replicas=ReplicaShape(**shape)),
+        recipe=SimpleNamespace(num_microbatches=num_microbatches),
+        parallelism=SimpleNamespace(replica_shape=ReplicaShape(**shape)),
         evaluation=SimpleNamespace(microbatch_size=evaluation_size),
     )
 
@@ -43,33 +43,33 @@ WORLD: Any = FakeWorld()
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("config", "said"),
     [
-        (make_order(size=6), "microbatch_size: found 6 on host a, expected a multiple of 4"),
-        (make_order(size=12, hosts=2), "expected a multiple of 8"),
-        (make_order(size=3, per_host=2), "expected a multiple of 2"),
-        (make_order(evaluation_size=6), "the evaluation's microbatch_size: found 6"),
+        (make_config(size=6), "microbatch_size: found 6 on host a, expected a multiple of 4"),
+        (make_config(size=12, hosts=2), "expected a multiple of 8"),
+        (make_config(size=3, per_host=2), "expected a multiple of 2"),
+        (make_config(evaluation_size=6), "the evaluation's microbatch_size: found 6"),
     ],
     ids=["one host", "two hosts", "half a host", "evaluation"],
 )
-def test_a_microbatch_that_cannot_be_cut_over_a_replica_is_refused(order, said):
+def test_a_microbatch_that_cannot_be_cut_over_a_replica_is_refused(config, said):
     with pytest.raises(CallerError, match=said):
-        check_microbatch_size(WORLD, order, order.sharing.replicas)
+        check_microbatch_size(WORLD, config, config.parallelism.replica_shape)
 
 
 @pytest.mark.parametrize(
-    "order", [make_order(), make_order(size=16, hosts=2), make_order(size=2, per_host=2)], ids=str
+    "config", [make_config(), make_config(size=16, hosts=2), make_config(size=2, per_host=2)], ids=str
 )
-def test_one_that_can_is_not(order):
-    check_microbatch_size(WORLD, order, order.sharing.replicas)
+def test_one_that_can_is_not(config):
+    check_microbatch_size(WORLD, config, config.parallelism.replica_shape)
 
 
 def test_more_replicas_than_microbatches_are_refused_with_the_numbers_and_the_fix():
     with pytest.raises(
         CallerError, match=r"found 16, which is 2 microbatches of 8.*3 replicas.*batch_size of 24"
     ):
-        check_batch_size(WORLD, make_order(microbatches=2), ReplicaShape())
-    check_batch_size(WORLD, make_order(microbatches=3), ReplicaShape())
+        check_batch_size(WORLD, make_config(num_microbatches=2), ReplicaShape())
+    check_batch_size(WORLD, make_config(num_microbatches=3), ReplicaShape())
 
 
 def test_hosts_that_found_different_checkpoints_are_named():

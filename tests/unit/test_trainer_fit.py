@@ -29,7 +29,7 @@ def make_trainer(**changes):
     defaults = {
         "model": linear,
         "optimizer": optax.adam(0.05),
-        "loss": squared,
+        "loss_fn": squared,
         "data": EXAMPLES,
         "batch_size": 16,
         "microbatch_size": 4,
@@ -50,7 +50,7 @@ def test_making_a_trainer_calls_neither_model_nor_loss():
     def never(*_):
         raise AssertionError
 
-    make_trainer(model=lambda key: never(), loss=never)
+    make_trainer(model=lambda key: never(), loss_fn=never)
 
 
 def test_the_same_recipe_gives_the_same_bits_and_another_seed_others():
@@ -64,7 +64,7 @@ def test_the_learning_rate_follows_the_schedule_by_steps():
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.0})
     make_trainer(
         optimizer=optax.sgd(schedule),
-        loss=lambda params, batch: params["w"].sum() + 0 * squared(params, batch),
+        loss_fn=lambda params, batch: params["w"].sum() + 0 * squared(params, batch),
         callbacks=[lambda report: seen.append(float(report.state.variables.params["w"][0, 0]))],
     ).fit(4)
     assert np.diff(seen).round(5).tolist() == [-1.0, 0.0, 0.0]
@@ -138,7 +138,7 @@ def test_an_nnx_model_is_evaluated_without_dropout():
     make_trainer(
         model=Net,
         optimizer=optax.sgd(0.0),
-        loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
         evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1),
         callbacks=[lambda report: losses.append(report.metrics.get("eval_loss", report.metrics.get("loss")))],
     ).fit(3)
@@ -151,7 +151,7 @@ def test_early_stopping_ends_when_patience_is_over():
     result = make_trainer(
         optimizer=optax.sgd(0.0),
         evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2),
-        early_stop=rj.EarlyStopping(patience=3),
+        early_stopping=rj.EarlyStopping(patience=3),
     ).fit(100)
     assert result.step == 8  # the best at 2; no better at 4, 6, 8
     assert result.stop_reason is not None
@@ -159,7 +159,7 @@ def test_early_stopping_ends_when_patience_is_over():
 
 
 def test_the_log_has_a_json_line_for_each_step_and_evaluation(tmp_path):
-    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2), log=tmp_path).fit(2)
+    make_trainer(evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2), log_directory=tmp_path).fit(2)
     (file,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(1, False), (2, False), (2, True)]
@@ -207,7 +207,7 @@ def test_batch_statistics_are_explained_once(caplog):
         def __call__(self, x):
             return self.linear(self.norm(x))
 
-    make_trainer(model=Net, loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)).fit(2)
+    make_trainer(model=Net, loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)).fit(2)
     assert caplog.text.count("keeps statistics over the examples") == 1
     assert "mean over the 4 of a step" in caplog.text
 
@@ -271,11 +271,11 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ({"seed": -1}, "seed: found -1"),
         ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected a whole number"),
         ({"seed": None}, r"seed: found None \(NoneType\), expected a whole number"),
-        ({"loss": 3}, "loss: found a int, expected a function"),
-        ({"early_stop": rj.EarlyStopping()}, "found no evaluation, expected one"),
+        ({"loss_fn": 3}, "loss_fn: found a int, expected a function"),
+        ({"early_stopping": rj.EarlyStopping()}, "found no evaluation, expected one"),
         (
             {
-                "early_stop": rj.EarlyStopping(metric="loss"),
+                "early_stopping": rj.EarlyStopping(metric="loss"),
                 "evaluation": rj.Evaluation(data=EXAMPLES, interval_steps=1),
             },
             "expected one of the evaluation",
@@ -300,7 +300,7 @@ def test_wrong_arguments_are_refused_when_the_trainer_is_made(wrong, said):
 
 
 def test_a_number_of_steps_that_is_not_whole_is_refused():
-    with pytest.raises(CallerError, match=r"steps: found 1\.5 \(float\), expected a whole number"):
+    with pytest.raises(CallerError, match=r"num_steps: found 1\.5 \(float\), expected a whole number"):
         make_trainer().fit(1.5)  # pyright: ignore[reportArgumentType]
 
 
@@ -308,7 +308,7 @@ def test_a_number_of_steps_that_is_not_whole_is_refused():
     ("wrong", "said"),
     [
         ({"data": EXAMPLES[:10]}, "found 10 examples, expected a multiple of the microbatch size 4"),
-        ({"data": lambda step, index: EXAMPLES[0]}, "expected microbatches=, how many"),
+        ({"data": lambda step, index: EXAMPLES[0]}, "expected num_microbatches=, how many"),
     ],
     ids=["a rest", "no length"],
 )
@@ -317,14 +317,14 @@ def test_an_evaluation_that_cannot_be_cut_is_refused(wrong, said):
         make_trainer(evaluation=rj.Evaluation(interval_steps=1, **wrong)).fit(1)
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": 1, "microbatches": 0}], ids=["every", "count"])
+@pytest.mark.parametrize("wrong", [{"interval_steps": 0}, {"interval_steps": 1, "num_microbatches": 0}], ids=["interval", "count"])
 def test_an_impossible_evaluation_is_refused(wrong):
     with pytest.raises(CallerError, match="expected at least 1"):
         rj.Evaluation(data=EXAMPLES, **wrong)
 
 
 def test_impossible_checkpoints_are_refused(tmp_path):
-    with pytest.raises(CallerError, match="found every=0"):
+    with pytest.raises(CallerError, match="found save_interval_steps=0"):
         rj.Checkpoints(directory=tmp_path, save_interval_steps=0)
 
 
@@ -332,7 +332,7 @@ def test_early_stopping_by_a_metric_that_is_not_there_names_those_that_are():
     with pytest.raises(CallerError, match="found the metrics eval_loss, expected 'eval_accuracy'"):
         make_trainer(
             evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1),
-            early_stop=rj.EarlyStopping(metric="eval_accuracy"),
+            early_stopping=rj.EarlyStopping(metric="eval_accuracy"),
         ).fit(2)
 
 
@@ -357,7 +357,7 @@ def test_a_model_that_keeps_a_random_key_can_be_given_back():
             return self.linear(x)
 
     result = make_trainer(
-        model=Noisy, loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        model=Noisy, loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
     ).fit(2)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(result.variables))
 
@@ -373,6 +373,6 @@ def test_complex_parameters_get_the_whole_gradient():
 
     downhill = optax.chain(optax.GradientTransformation(lambda params: (), conjugate), optax.sgd(0.1))
     trainer = make_trainer(
-        model=lambda key: {"z": jnp.zeros((), jnp.complex64)}, optimizer=downhill, loss=loss
+        model=lambda key: {"z": jnp.zeros((), jnp.complex64)}, optimizer=downhill, loss_fn=loss
     )
     assert abs(trainer.fit(60).params["z"] - goal) < 1e-3

@@ -107,7 +107,7 @@ def test_what_is_drawn_is_a_function_of_the_key(name):
 def test_statistics_start_from_those_given_and_come_back(name):
     model, use, variables = make(name)
     _, found = model.apply(variables, jax.random.key(0), use, training=True)
-    assert jax.tree.structure(found) == jax.tree.structure(variables.statistics)
+    assert jax.tree.structure(found) == jax.tree.structure(variables.batch_stats)
     (mean,) = (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found) if "mean" in str(path))
     assert np.abs(mean).max() > 0  # it was 0
     _, again = model.apply(variables, jax.random.key(0), use, training=True)
@@ -119,12 +119,12 @@ def test_an_nnx_model_evaluates_in_its_evaluation_mode():
     one, unchanged = model.apply(variables, jax.random.key(1), use, training=False)
     other, _ = model.apply(variables, jax.random.key(2), use, training=False)
     assert (one == other).all()
-    assert (unchanged["norm"]["mean"] == variables.statistics["norm"]["mean"]).all()
+    assert (unchanged["norm"]["mean"] == variables.batch_stats["norm"]["mean"]).all()
 
 
 def test_other_variables_stay_as_they_were_made():
     _, _, variables = make("nnx")
-    assert variables.constants == {"scale": 2.0}
+    assert variables.non_trainable == {"scale": 2.0}
 
 
 def test_nothing_of_a_model_is_on_a_device_before_it_is_used():

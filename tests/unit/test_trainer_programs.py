@@ -57,18 +57,18 @@ def build(model=linear, loss=squared, optimizer=None, **numerics):
 def run_step(programs, state, batches=BATCHES, step=0):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     here = NamedSharding(mesh, P())
-    state, total = jax.device_put(state, here), make_zeros(programs.abstract_total, ReplicatedPlacement(mesh))
+    state, total = jax.device_put(state, here), make_zeros(programs.abstract_sums, ReplicatedPlacement(mesh))
     for index, batch in enumerate(batches):
         placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        where = make_microbatch_id(step, index)
+        microbatch_id = make_microbatch_id(step, index)
         total = programs.accumulate(
-            total, state.variables, placed, where, laid=ReplicatedPlacement(mesh.abstract_mesh)
+            total, state.variables, placed, microbatch_id, placement=ReplicatedPlacement(mesh.abstract_mesh)
         )
-    measures, metrics = programs.measure(total)
-    where = ReplicatedPlacement(mesh.abstract_mesh)
+    summary, metrics = programs.summarize(total)
+    placement = ReplicatedPlacement(mesh.abstract_mesh)
     # A copy: the programs that are tested are given the state again.
     copy = jax.tree.map(jnp.copy, state)
-    after = programs.update(copy, (total.gradients, total.statistics), measures, where=where)
+    after = programs.update(copy, (total.gradients, total.batch_stats), summary, placement=placement)
     return total, after, metrics
 
 
@@ -163,7 +163,7 @@ def test_kept_statistics_are_the_mean_over_microbatches_of_what_each_made_of_the
     programs = build(model=Net, loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
     _, after, _ = run_step(programs, programs.init())
     expected = np.mean([batch["x"].mean(0) for batch in BATCHES], axis=0)
-    np.testing.assert_allclose(after.variables.statistics["norm"]["mean"], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(after.variables.batch_stats["norm"]["mean"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_may_take_a_key_that_depends_on_seed_step_and_index_alone():
@@ -213,7 +213,7 @@ def test_an_optimizer_whose_state_changes_its_type_is_refused():
         return updates, jnp.asarray(state) + 0.5
 
     drifting = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
-    with pytest.raises(CallerError, match=r"optimizer: .*leaf \.optimizer is int32\[\].*float32\[\]"):
+    with pytest.raises(CallerError, match=r"optimizer: .*leaf \.opt_state is int32\[\].*float32\[\]"):
         build(optimizer=drifting)
 
 

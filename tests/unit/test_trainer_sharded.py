@@ -47,12 +47,12 @@ def make_trainer(state, optimizer=None, **changes):
     defaults = {
         "model": make_params,
         "optimizer": optimizer or optax.adamw(0.01),
-        "loss": loss,
+        "loss_fn": loss,
         "data": batch,
         "batch_size": 24,
         "microbatch_size": 8,
         "numerics": rj.Numerics(clip_norm=0.1),
-        "sharing": rj.Parallelism(state=state),
+        "parallelism": rj.Parallelism(state=state),
     }
     return rj.Trainer(**{**defaults, **changes})
 
@@ -67,7 +67,7 @@ OPTIMIZERS = {
 @functools.cache
 def complete(name):
     """What a complete state ends with."""
-    return make_trainer("complete", OPTIMIZERS[name]).fit(STEPS)
+    return make_trainer("replicated", OPTIMIZERS[name]).fit(STEPS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "noise, which keeps a key"])
@@ -95,7 +95,7 @@ def test_the_steps_after_the_first_compile_nothing(caplog):
     assert set(compiled) == {compiled[0]}
 
 
-@pytest.mark.parametrize(("first", "second"), [("complete", "sharded"), ("sharded", "complete")])
+@pytest.mark.parametrize(("first", "second"), [("replicated", "sharded"), ("sharded", "replicated")])
 def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(first, second, tmp_path):
     kept = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
     make_trainer(first, checkpoints=kept).fit(2)
@@ -104,12 +104,12 @@ def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(fir
         second, checkpoints=kept, callbacks=[lambda report: steps.append(report.step)]
     ).fit(4)
     assert steps == [3, 4]
-    assert resumed.params_sha256 == make_trainer("complete").fit(4).params_sha256
+    assert resumed.params_sha256 == make_trainer("replicated").fit(4).params_sha256
 
 
 def test_another_word_for_how_the_state_is_kept_is_refused():
-    with pytest.raises(CallerError, match="found state='replicated', expected one of complete, sharded"):
-        rj.Parallelism(state="replicated")
+    with pytest.raises(CallerError, match="found state='complete', expected one of replicated, sharded"):
+        rj.Parallelism(state="complete")
 
 
 def test_what_is_cut_over_the_devices_of_a_host_is_copied_whole_for_a_checkpoint():
