@@ -52,14 +52,9 @@ def cost(model: nn.Module, batch: dict[str, Any]) -> jax.Array:
 
 def main() -> None:
     """Trains, and says how well."""
-    examples = make_examples(512)
+    data = make_examples(512)
     trainer = rj.Trainer(
-        model=Net(),
-        optimizer=optax.adam(0.01),
-        loss_fn=cost,
-        data=examples,
-        batch_size=BATCH,
-        microbatch_size=8,
+        model=Net(), optimizer=optax.adam(0.01), loss_fn=cost, data=data, batch_size=BATCH, microbatch_size=8
     )
     result = trainer.fit(STEPS)
     if result.host_index == 0:

@@ -63,12 +63,12 @@ def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, ja
 
 def main() -> None:
     """Trains, and says how well."""
-    examples = make_examples(512)
+    data = make_examples(512)
     params = Net().init(jax.random.key(0), jnp.zeros((1, SIDE, SIDE, 1)))["params"]
     state = TrainState.create(apply_fn=Net().apply, params=params, tx=optax.adam(0.01))
     for step in range(STEPS):
-        rows = np.random.default_rng(step).integers(len(examples), size=BATCH)
-        batch = {name: np.stack([examples[row][name] for row in rows]) for name in ("image", "label")}
+        rows = np.random.default_rng(step).integers(len(data), size=BATCH)
+        batch = {name: np.stack([data[row][name] for row in rows]) for name in ("image", "label")}
         state, loss = train_step(state, batch)
         if step % 20 == 19:
             print(f"loss {loss:.6f} after {step + 1} steps")

@@ -45,14 +45,9 @@ def mse(model: Net, batch: dict[str, Any]) -> jax.Array:
 
 def main() -> None:
     """Trains, and says how well."""
-    examples = make_examples(1024)
+    data = make_examples(1024)
     trainer = rj.Trainer(
-        model=Net,
-        optimizer=optax.adamw(0.01),
-        loss_fn=mse,
-        data=examples,
-        batch_size=BATCH,
-        microbatch_size=8,
+        model=Net, optimizer=optax.adamw(0.01), loss_fn=mse, data=data, batch_size=BATCH, microbatch_size=8
     )
     result = trainer.fit(STEPS)
     if result.host_index == 0:

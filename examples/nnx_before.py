@@ -51,12 +51,12 @@ def train_step(model: Net, optimizer: nnx.Optimizer, batch: dict[str, Any]) -> j
 
 def main() -> None:
     """Trains, and says how well."""
-    examples = make_examples(1024)
+    data = make_examples(1024)
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)
     for step in range(STEPS):
-        rows = np.random.default_rng(step).integers(len(examples), size=BATCH)
-        batch = {name: np.stack([examples[row][name] for row in rows]) for name in ("x", "y")}
+        rows = np.random.default_rng(step).integers(len(data), size=BATCH)
+        batch = {name: np.stack([data[row][name] for row in rows]) for name in ("x", "y")}
         loss = train_step(model, optimizer, batch)
         if step % 25 == 24:
             print(f"loss {loss:.6f} after {step + 1} steps")

@@ -26,7 +26,7 @@ class State(NamedTuple):
     """What is kept from step to step."""
 
     matrix: jax.Array
-    optimizer: optax.OptState
+    opt_state: optax.OptState
 
 
 def init_state() -> State:
@@ -35,28 +35,28 @@ def init_state() -> State:
     return State(matrix, OPTIMIZER.init(matrix))
 
 
-def rows_of(step: int, index: int) -> np.ndarray:
+def draw(step: int, index: int) -> np.ndarray:
     """float32[ROWS, SIZE]: microbatch `index` of a step, the same wherever it is made."""
     return np.random.default_rng((step, index)).normal(size=(ROWS, SIZE)).astype(np.float32)
 
 
-def loss_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     """How far the matrix is from one that turns rows around."""
     return jnp.mean((rows @ matrix - rows[:, ::-1]) ** 2)
 
 
 @jax.jit
-def accumulate(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
+def add_loss(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
     """The sums of loss and gradient, with one more microbatch in them."""
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(matrix, rows))
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(compute_loss)(matrix, rows))
 
 
 @jax.jit
 def apply(state: State, total: tuple) -> tuple[State, jax.Array]:
     """The next state, and the loss before."""
     loss, gradient = jax.tree.map(lambda summed: summed / MICROBATCHES, total)
-    updates, optimizer = OPTIMIZER.update(gradient, state.optimizer)
-    return State(jax.tree.map(jnp.add, state.matrix, updates), optimizer), loss
+    updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
+    return State(jax.tree.map(jnp.add, state.matrix, updates), opt_state), loss
 
 
 def train(world: rj.World) -> None:
@@ -65,10 +65,8 @@ def train(world: rj.World) -> None:
     zeros = (jnp.zeros(()), jnp.zeros((SIZE, SIZE)))
     for step in world.steps(STEPS):
 
-        def add(total: tuple, one: rj.Microbatch, now: jax.Array = state.matrix) -> tuple:
-            return accumulate(
-                total, one.replica.to_replica(now), one.replica.place_batch(rows_of(one.step, one.index))
-            )
+        def add(total: tuple, mb: rj.Microbatch, x: jax.Array = state.matrix) -> tuple:
+            return add_loss(total, mb.replica.to_replica(x), mb.replica.place_batch(draw(mb.step, mb.index)))
 
         total = world.accumulate_microbatches(MICROBATCHES, add, zeros)
         state, loss = apply(state, total)

@@ -24,7 +24,7 @@ class State(NamedTuple):
     """What is kept from step to step."""
 
     matrix: jax.Array
-    optimizer: optax.OptState
+    opt_state: optax.OptState
 
 
 def init_state() -> State:
@@ -33,28 +33,28 @@ def init_state() -> State:
     return State(matrix, OPTIMIZER.init(matrix))
 
 
-def rows_of(step: int, index: int) -> np.ndarray:
+def draw(step: int, index: int) -> np.ndarray:
     """float32[ROWS, SIZE]: microbatch `index` of a step, the same wherever it is made."""
     return np.random.default_rng((step, index)).normal(size=(ROWS, SIZE)).astype(np.float32)
 
 
-def loss_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     """How far the matrix is from one that turns rows around."""
     return jnp.mean((rows @ matrix - rows[:, ::-1]) ** 2)
 
 
 @jax.jit
-def accumulate(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
+def add_loss(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
     """The sums of loss and gradient, with one more microbatch in them."""
-    return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(matrix, rows))
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(compute_loss)(matrix, rows))
 
 
 @jax.jit
 def apply(state: State, total: tuple) -> tuple[State, jax.Array]:
     """The next state, and the loss before."""
     loss, gradient = jax.tree.map(lambda summed: summed / MICROBATCHES, total)
-    updates, optimizer = OPTIMIZER.update(gradient, state.optimizer)
-    return State(jax.tree.map(jnp.add, state.matrix, updates), optimizer), loss
+    updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
+    return State(jax.tree.map(jnp.add, state.matrix, updates), opt_state), loss
 
 
 def train() -> None:
@@ -64,7 +64,7 @@ def train() -> None:
     for step in range(STEPS):
         total = zeros
         for index in range(MICROBATCHES):
-            total = accumulate(total, state.matrix, rows_of(step, index))
+            total = add_loss(total, state.matrix, draw(step, index))
         state, loss = apply(state, total)
         if step % 25 == 24:
             print(f"loss {loss:.6f} after {step + 1} steps")

@@ -38,7 +38,7 @@ class GrainData:
         Raises:
             DataError: the dataset is empty, or a number is below 1.
         """
-        check_positive_integers(microbatches=num_microbatches, size=microbatch_size)
+        check_positive_integers(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         self._dataset = dataset
         self._length = count_at_least_one_item(dataset)
         self._microbatches = num_microbatches
@@ -70,7 +70,7 @@ def make_batched_grain_data(dataset: RandomAccessSource, *, num_microbatches: in
     Raises:
         DataError: the dataset is empty, or `microbatches` is below 1.
     """
-    check_positive_integers(microbatches=num_microbatches)
+    check_positive_integers(num_microbatches=num_microbatches)
     length = count_at_least_one_item(dataset)
 
     def read_microbatch(step: int, index: int) -> Tree:

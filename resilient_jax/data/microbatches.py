@@ -63,12 +63,12 @@ def make_microbatch_data(
     Raises:
         DataError: the source is none of these, is empty, or does not go with the other arguments.
 
-    >>> data = make_microbatch_data([10, 11, 12, 13, 14], microbatches=2, size=2, shuffle=False)
+    >>> data = make_microbatch_data([10, 11, 12, 13, 14], num_microbatches=2, microbatch_size=2, shuffle=False)
     >>> data.batch(step=1, index=0), data.batch(step=1, index=0, part=(1, 2))
     (array([14, 10]), array([10]))
     """
     check_positive_integers(
-        microbatches=num_microbatches, size=1 if microbatch_size is None else microbatch_size
+        num_microbatches=num_microbatches, microbatch_size=1 if microbatch_size is None else microbatch_size
     )
     if is_grain_map_dataset(source):
         _refuse_shuffle(shuffle, source, "Call shuffle on the dataset before it is batched")

@@ -55,7 +55,7 @@ def pack_documents(lengths: npt.ArrayLike, context_length: int) -> Packing:
     Raises:
         DataError: the context is below 1, or a length below 0; one of them is not whole.
     """
-    check_positive_integers(context=context_length)
+    check_positive_integers(context_length=context_length)
     whole = _read_lengths(lengths)
     if whole.size and whole.min() < 0:
         raise DataError(f"document {int(whole.argmin())}: found length {whole.min()}, expected at least 0")

@@ -54,7 +54,7 @@ class Prefetcher:
         Raises:
             DataError: a number is below 1.
         """
-        check_positive_integers(ahead=buffer_size, threads=num_threads)
+        check_positive_integers(buffer_size=buffer_size, num_threads=num_threads)
         self._data = data
         self._ahead = buffer_size
         self._changed = threading.Condition()  # guards all below, and says that they changed

@@ -51,7 +51,7 @@ class RandomAccessData:
         Raises:
             DataError: the source is empty, or has no length; a number is below 1, or not whole.
         """
-        check_positive_integers(microbatches=num_microbatches, size=microbatch_size)
+        check_positive_integers(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         check_integers(seed=seed)
         self._source = source
         self._length = count_at_least_one_item(source)

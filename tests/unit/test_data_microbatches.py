@@ -299,10 +299,22 @@ def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> Non
     [
         ({"num_microbatches": 1, "microbatch_size": 0}, "microbatch_size: found 0, expected at least 1"),
         ({"num_microbatches": 0, "microbatch_size": 1}, "num_microbatches: found 0, expected at least 1"),
-        ({"num_microbatches": 1, "microbatch_size": None}, r"microbatch_size: found None for a source of examples \(list\)"),
-        ({"num_microbatches": 1, "microbatch_size": 2.0}, r"microbatch_size: found 2\.0 \(float\), expected a whole number"),
-        ({"num_microbatches": "2", "microbatch_size": 2}, r"num_microbatches: found '2' \(str\), expected a whole number"),
-        ({"num_microbatches": 1, "microbatch_size": 2, "seed": 1.5}, r"seed: found 1\.5 \(float\), expected a whole number"),
+        (
+            {"num_microbatches": 1, "microbatch_size": None},
+            r"microbatch_size: found None for a source of examples \(list\)",
+        ),
+        (
+            {"num_microbatches": 1, "microbatch_size": 2.0},
+            r"microbatch_size: found 2\.0 \(float\), expected a whole number",
+        ),
+        (
+            {"num_microbatches": "2", "microbatch_size": 2},
+            r"num_microbatches: found '2' \(str\), expected a whole number",
+        ),
+        (
+            {"num_microbatches": 1, "microbatch_size": 2, "seed": 1.5},
+            r"seed: found 1\.5 \(float\), expected a whole number",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -311,7 +323,11 @@ def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
-    numbers: dict[str, Any] = {"num_microbatches": np.int64(1), "microbatch_size": np.int32(2), "seed": np.uint8(3)}
+    numbers: dict[str, Any] = {
+        "num_microbatches": np.int64(1),
+        "microbatch_size": np.int32(2),
+        "seed": np.uint8(3),
+    }
     data = make_microbatch_data([1, 2], **numbers)
     assert sorted(data.batch(0, 0).tolist()) == [1, 2]
 

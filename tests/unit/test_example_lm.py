@@ -101,7 +101,7 @@ def test_the_network_has_between_one_and_three_million_parameters(settings):
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6])
 def test_the_sharded_network_is_cut_over_all_devices_whoever_is_left(hosts):
     """But for leaves of less than a thousand numbers."""
-    assert FSDP.state.sharing == "sharded"
+    assert FSDP.state.parallelism == "sharded"
     place = fully_sharded(AbstractMesh((hosts, 2), ("host", "local")))
     sizes = {
         math.prod(leaf.shape): math.prod(place("", leaf).shard_shape(leaf.shape))
@@ -137,8 +137,8 @@ REFUSALS = {
         "flags: key 'steps': found 0 (int), expected an integer >= 1 and <= 10_000_000. Change the value.",
     ),
     "state": (
-        {"state": {"sharing": "shared"}},
-        "flags: key 'state.sharing': found 'shared' (str), expected one of 'complete', 'sharded'. Change the value.",
+        {"state": {"parallelism": "shared"}},
+        "flags: key 'state.parallelism': found 'shared' (str), expected one of 'replicated', 'sharded'. Change the value.",
     ),
     "seed": (
         {"seed": -1},

@@ -92,7 +92,7 @@ def test_any_boxes_are_those_of_the_whole_arrays(folder, tree, data):
     shapes = {name: value.shape for name, value in tree.items()}
     boxes = data.draw(st.lists(some_boxes(shapes), min_size=1, max_size=4))
     for (name, box), found in zip(boxes, read_named_boxes(folder, tree, boxes), strict=True):
-        expected = tree[name][box.within(whole_box(tree[name].shape))]
+        expected = tree[name][box.index_within(whole_box(tree[name].shape))]
         assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
 
 

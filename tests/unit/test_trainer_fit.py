@@ -207,7 +207,9 @@ def test_batch_statistics_are_explained_once(caplog):
         def __call__(self, x):
             return self.linear(self.norm(x))
 
-    make_trainer(model=Net, loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)).fit(2)
+    make_trainer(model=Net, loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)).fit(
+        2
+    )
     assert caplog.text.count("keeps statistics over the examples") == 1
     assert "mean over the 4 of a step" in caplog.text
 
@@ -317,7 +319,9 @@ def test_an_evaluation_that_cannot_be_cut_is_refused(wrong, said):
         make_trainer(evaluation=rj.Evaluation(interval_steps=1, **wrong)).fit(1)
 
 
-@pytest.mark.parametrize("wrong", [{"interval_steps": 0}, {"interval_steps": 1, "num_microbatches": 0}], ids=["interval", "count"])
+@pytest.mark.parametrize(
+    "wrong", [{"interval_steps": 0}, {"interval_steps": 1, "num_microbatches": 0}], ids=["interval", "count"]
+)
 def test_an_impossible_evaluation_is_refused(wrong):
     with pytest.raises(CallerError, match="expected at least 1"):
         rj.Evaluation(data=EXAMPLES, **wrong)

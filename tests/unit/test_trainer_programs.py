@@ -98,7 +98,7 @@ def test_the_second_step_compiles_nothing():
     for step in range(3):
         _, state, _ = run_step(programs, state, step=step)
     assert programs.accumulate._cache_size() == 1
-    assert programs.measure._cache_size() == 1
+    assert programs.summarize._cache_size() == 1
     assert programs.update._cache_size() == 1
 
 
@@ -139,7 +139,7 @@ def spoil(*indexes):
 def test_a_microbatch_that_is_not_finite_is_marked(policy):
     programs = build(non_finite=policy)
     total, _, _ = run_step(programs, programs.init(), spoil(1, 3))
-    assert np.asarray(total.bad).tolist() == [0, 1, 0, 1]
+    assert np.asarray(total.non_finite).tolist() == [0, 1, 0, 1]
 
 
 def test_a_skipped_microbatch_leaves_the_mean_of_the_others():
