@@ -115,7 +115,7 @@ class EvaluationProgram:
 
     Attributes:
         accumulate: `accumulate(total, variables, batch, where, placement=) -> EvaluationSums`, as of `Programs`.
-        abstract_total: the shapes of a total.
+        abstract_sums: the shapes of a total.
     """
 
     def __init__(

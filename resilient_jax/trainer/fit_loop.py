@@ -233,7 +233,7 @@ class FitLoop:
             replica_shape=keeping.arrangement.replica_shape,
             balance_by_speed=sharing.balance_by_speed,
         )
-        handle_nonfinite(world, order.recipe, step, np.flatnonzero(np.asarray(total.bad)).tolist())
+        handle_nonfinite(world, order.recipe, step, np.flatnonzero(np.asarray(total.non_finite)).tolist())
         measures, found = programs.summarize(total)
         sums, measures = keeping.shard(((total.gradients, total.batch_stats), measures))
         return sums, measures, {name: float(value) for name, value in jax.device_get(found).items()}

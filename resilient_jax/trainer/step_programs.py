@@ -73,7 +73,7 @@ class StepPrograms:
         update: `update(state, (gradients, statistics), measures, where=) -> TrainingState`; it takes sums, and divides
             them; `where` is the state's placement, without devices.
         abstract_state: the shapes of a state.
-        abstract_total: the shapes of a total.
+        abstract_sums: the shapes of a total.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:

@@ -140,9 +140,9 @@ def test_a_document_that_is_not_as_long_as_it_was_said_to_be_is_refused() -> Non
 def test_bad_lengths_and_contexts_are_refused() -> None:
     with pytest.raises(DataError, match="document_lengths: found 1, expected 2"):
         PackedDocuments([[1], [2]], 4, document_lengths=[1])
-    with pytest.raises(DataError, match="context: found 0"):
+    with pytest.raises(DataError, match="context_length: found 0"):
         pack_documents([1], 0)
-    with pytest.raises(DataError, match=r"context: found 4\.0 \(float\), expected a whole number"):
+    with pytest.raises(DataError, match=r"context_length: found 4\.0 \(float\), expected a whole number"):
         pack_documents([1], 4.0)  # pyright: ignore[reportArgumentType]
     bad_lengths: list[Any] = [[2.9], ["x"], [[1], [2, 3]], [[1, 2]]]
     for lengths in bad_lengths:

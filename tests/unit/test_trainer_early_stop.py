@@ -9,11 +9,11 @@ from resilient_jax.errors import CallerError
 from resilient_jax.trainer.early_stopping import EarlyStopping
 
 
-def judge_all(early_stop, values):
+def judge_all(early_stopping, values):
     """At which evaluation it stops, if at all."""
-    patience = early_stop.begin()
+    patience = early_stopping.make_initial_state()
     for number, value in enumerate(values):
-        patience, stops, _ = early_stop.judge(patience, {early_stop.metric: value})
+        patience, stops, _ = early_stopping.update(patience, {early_stopping.metric: value})
         if stops:
             return number
     return None
@@ -25,9 +25,9 @@ def test_a_value_that_betters_the_best_by_too_little_does_not_count():
 
 
 def test_an_accuracy_gets_better_by_growing():
-    early_stop = EarlyStopping(metric="eval_accuracy", patience=2, larger_is_better=True)
-    assert judge_all(early_stop, [0.1, 0.2, 0.3]) is None
-    assert judge_all(early_stop, [0.3, 0.2, 0.1]) == 2
+    early_stopping = EarlyStopping(metric="eval_accuracy", patience=2, larger_is_better=True)
+    assert judge_all(early_stopping, [0.1, 0.2, 0.3]) is None
+    assert judge_all(early_stopping, [0.3, 0.2, 0.1]) == 2
 
 
 def test_nan_betters_nothing():
