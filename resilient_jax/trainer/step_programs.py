@@ -143,7 +143,13 @@ class StepPrograms:
         return loss, (metrics, statistics)
 
     def _accumulate(
-        self, total: MicrobatchSums, variables: Variables, batch: Tree, microbatch_id: jax.Array, *, placement: Placement
+        self,
+        total: MicrobatchSums,
+        variables: Variables,
+        batch: Tree,
+        microbatch_id: jax.Array,
+        *,
+        placement: Placement,
     ) -> MicrobatchSums:
         def loss_of(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
             return self._loss(params, variables, batch, make_microbatch_key(self._recipe.seed, microbatch_id))
@@ -172,7 +178,12 @@ class StepPrograms:
         return StepSummary(count, norm, means["loss"]), metrics
 
     def _update(
-        self, state: TrainingState, sums: tuple[Tree, Tree], measures: StepSummary, *, placement: Placement | None
+        self,
+        state: TrainingState,
+        sums: tuple[Tree, Tree],
+        measures: StepSummary,
+        *,
+        placement: Placement | None,
     ) -> TrainingState:
         """gradient = sum / count, clipped, through the optimizer; statistics are the mean."""
         recipe, params = self._recipe, state.variables.params
