@@ -47,7 +47,8 @@ def find_damage(folder: Path) -> str | None:
         except OSError as error:
             return f"the file {name} cannot be read ({error})"
         if found != digest:
-            return f"the file {name} ({path.stat().st_size} bytes) has the SHA-256 {found}, but {DIGESTS_FILE} says {digest}"
+            size = path.stat().st_size
+            return f"the file {name} ({size} bytes) has the SHA-256 {found}, but {DIGESTS_FILE} says {digest}"
     return None
 
 

@@ -50,6 +50,7 @@ class StorageConnection:
 
     @property
     def pid(self) -> int:
+        """The process id of the storage process."""
         return self._process.pid
 
     @property

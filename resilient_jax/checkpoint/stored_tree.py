@@ -46,6 +46,7 @@ class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array; 0 for an empty container."""
         return 0 if self.empty_container else np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
@@ -64,10 +65,12 @@ class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the box."""
         return self.box.shape
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the box."""
         return np.dtype(self.dtype).itemsize * self.box.size
 
 

@@ -83,7 +83,8 @@ def make_microbatch_data(
     if hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__"):
         if microbatch_size is None:
             raise DataError(
-                f"microbatch_size: found None for a source of examples ({type(source).__name__}), expected how many examples a "
+                f"microbatch_size: found None for a source of examples ({type(source).__name__}), "
+                f"expected how many examples a "
                 "microbatch has"
             )
         shuffled = shuffle is not False

@@ -180,21 +180,22 @@ class PackedDocuments:
             document = np.asarray(item)
         except ValueError as error:
             raise DataError(
-                f"{describe_item(self._documents, number)}: found no array ({error}), expected tokens: integers, in one "
+                f"{describe_item(self._documents, number)}: found no array ({error}), expected "
+                f"tokens: integers, in one "
                 "dimension"
             ) from error
         if document.ndim == 1 and not document.size:
             return document.astype(np.int32)  # an empty list has no dtype of its own
         if document.ndim != 1 or document.dtype.kind not in "iu":
             raise DataError(
-                f"{describe_item(self._documents, number)}: found {document.dtype}{list(document.shape)}, expected tokens: "
-                "integers, in one dimension"
+                f"{describe_item(self._documents, number)}: found {document.dtype}{list(document.shape)}, expected "
+                "tokens: integers, in one dimension"
             )
         if not np.can_cast(document.dtype, np.int32) and not (
             TOKEN_RANGE.min <= document.min() <= document.max() <= TOKEN_RANGE.max
         ):
             raise DataError(
-                f"{describe_item(self._documents, number)}: found tokens from {document.min()} to {document.max()}, expected "
-                "32-bit ones"
+                f"{describe_item(self._documents, number)}: found tokens from {document.min()} to {document.max()}, "
+                "expected 32-bit ones"
             )
         return document

@@ -133,7 +133,8 @@ def read_item(source: RandomAccessSource, number: int, length: int) -> Tree:
         item = source[number]
     except (IndexError, KeyError) as error:
         raise DataError(
-            f"{describe_item(source, number)}: found {error!r}, expected an item. Either the source is shorter than promised "
+            f"{describe_item(source, number)}: found {error!r}, expected an item. Either the "
+            f"source is shorter than promised "
             f"(its length was {length}): let its __len__ say how many items it gives, by the numbers 0, 1, 2, ...; or "
             "its own code fails: see the error above"
         ) from error

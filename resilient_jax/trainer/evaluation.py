@@ -64,14 +64,15 @@ class Evaluation:
             return self.num_microbatches
         if not isinstance(self.data, Sized):
             raise CallerError(
-                f"evaluation: found a {type(self.data).__name__} without a length as data, expected num_microbatches=, how "
+                f"evaluation: found a {type(self.data).__name__} without a length as data, "
+                f"expected num_microbatches=, how "
                 "many to evaluate"
             )
         count, rest = divmod(len(self.data), microbatch_size)
         if rest or not count:
             raise CallerError(
-                f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size {microbatch_size}. Say "
-                f"num_microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
+                f"evaluation: found {len(self.data)} examples, expected a multiple of the microbatch size "
+                f"{microbatch_size}. Say num_microbatches={max(count, 1)} to leave out the last {rest}, or give another microbatch_size"
             )
         return count
 

@@ -79,7 +79,8 @@ def _check_metrics(metrics: object) -> Metrics:
     for name, value in metrics.items():
         if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith(EVALUATION_PREFIX):
             raise CallerError(
-                f"loss: found the metric {name!r}, expected a name other than {', '.join(sorted(RESERVED_METRICS))} and without "
+                f"loss: found the metric {name!r}, expected a name other than "
+                f"{', '.join(sorted(RESERVED_METRICS))} and without "
                 f"{EVALUATION_PREFIX} in front. Rename it"
             )
         if (found := _describe(value)) != "a scalar":

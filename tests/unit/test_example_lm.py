@@ -138,7 +138,8 @@ REFUSALS = {
     ),
     "state": (
         {"state": {"parallelism": "shared"}},
-        "flags: key 'state.parallelism': found 'shared' (str), expected one of 'replicated', 'sharded'. Change the value.",
+        "flags: key 'state.parallelism': found 'shared' (str), expected one of "
+        "'replicated', 'sharded'. Change the value.",
     ),
     "seed": (
         {"seed": -1},
