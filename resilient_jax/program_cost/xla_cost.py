@@ -1,20 +1,20 @@
-"""What XLA says of a program: FLOPs, bytes moved, memory.
+"""XLA's count of a program's cost: FLOPs, bytes moved, memory.
 
-XLA counts the body of a loop once, however often it is done. So each body is measured by itself as well, and added for
-the turns that are missing; only a `while` of unknown turns stays counted once.
+XLA counts the body of a loop once, however often it runs. So each body is measured by itself as well, and added for the
+iterations that are missing; only a `while` of unknown length stays counted once.
 
 `cost_analysis` gives a dict on jax 0.10.2 and 0.12.0, and gave a list of one before; both are understood.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, Self
 
 import jax
 from jax.extend import core
 
 from resilient_jax.errors import OperatorError
-from resilient_jax.program_cost.operations import find_scans, unwrap_jaxpr
+from resilient_jax.sharding.jaxprs import iterate_equations, unwrap_jaxpr
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class XlaCost:
     """What XLA counts in a program.
 
     Attributes:
-        flops: operations; a transcendental function is none.
-        bytes_moved: read and written by what is not fused; 0 where nothing was compiled.
+        flops: multiplications and additions; a transcendental function counts as none.
+        bytes_moved: read and written by operations that are not fused; 0 where nothing was compiled.
     """
 
     flops: float
@@ -33,37 +33,53 @@ class XlaCost:
         return type(self)(flops=self.flops + other.flops, bytes_moved=self.bytes_moved + other.bytes_moved)
 
     def scaled(self, count: int) -> Self:
-        """Done so often."""
+        """Return the cost of running `count` times."""
         return type(self)(flops=self.flops * count, bytes_moved=self.bytes_moved * count)
 
 
-ZERO_COST = XlaCost(flops=0.0)
+ZERO_COST: Final = XlaCost(flops=0.0)
 ANALYSIS_OPTIONS: Final[dict[str, str | bool]] = {"xla_backend_optimization_level": "0"}
-"""To compile what is never run: XLA counts operations and memory before LLVM sees the program, which takes a third of
-the time."""
+"""To compile what never runs: XLA counts operations and memory before LLVM sees the program, which takes a third of the
+time."""
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:  # noqa: ANN401 - pytrees
-    """Gives the operations of a program before XLA has changed it; compiles nothing, the same for every accelerator."""
+    """Return the FLOPs of a program before XLA optimizes it; nothing is compiled, and they equal on every device."""
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
-        return _read(jax.jit(function).lower(*arguments))
+        return _read_cost(jax.jit(function).lower(*arguments))
 
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    return (lower(function, arguments) + _cost_of_turns(jaxpr, lower)).flops
+    return (lower(function, arguments) + _cost_of_uncounted_iterations(jaxpr, lower)).flops
 
 
-def _cost_of_turns(
+class _Scan(NamedTuple):
+    """A loop of known length: its body, its iterations, and how many of them XLA counts."""
+
+    body: Any
+    length: int
+    counted: int
+
+
+def _find_scans(jaxpr: core.Jaxpr) -> Iterator[_Scan]:
+    """Yield each outermost loop of known length. XLA sees as many copies of its body as it is unrolled into."""
+    for equation in iterate_equations(jaxpr, skip_inside=frozenset({"scan"})):
+        if equation.primitive.name == "scan":
+            length, unroll = equation.params["length"], max(int(equation.params["unroll"]), 1)
+            yield _Scan(equation.params["jaxpr"], length, min(length, unroll + length % unroll))
+
+
+def _cost_of_uncounted_iterations(
     jaxpr: core.Jaxpr, measure: Callable[[Callable[..., Any], tuple[Any, ...]], XlaCost]
 ) -> XlaCost:
-    """What all loops do in turns that XLA does not count."""
+    """Return what all loops do in the iterations that XLA does not count."""
     total = ZERO_COST
-    for body, turns, counted in find_scans(jaxpr):
-        inner = unwrap_jaxpr(body)
+    for scan in _find_scans(jaxpr):
+        inner = unwrap_jaxpr(scan.body)
         arguments = tuple(_shape_of(var.aval) for var in inner.invars)
-        below = _cost_of_turns(inner, measure)
-        once = measure(core.jaxpr_as_fun(body), arguments) + below
-        total = total + below.scaled(counted) + once.scaled(turns - counted)
+        nested = _cost_of_uncounted_iterations(inner, measure)
+        iteration = measure(core.jaxpr_as_fun(scan.body), arguments) + nested
+        total = total + nested.scaled(scan.counted) + iteration.scaled(scan.length - scan.counted)
     return total
 
 
@@ -71,24 +87,24 @@ def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - of a variabl
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _read(program: Any) -> XlaCost:  # noqa: ANN401 - a lowered or a compiled program
+def _read_cost(program: Any) -> XlaCost:  # noqa: ANN401 - a lowered or a compiled program
     found = program.cost_analysis()
     figures = found[0] if isinstance(found, list | tuple) else found
     if not figures or "flops" not in figures:
         raise OperatorError(
-            f"found no cost analysis on {jax.default_backend()}, expected one from XLA. Take the profile on CPU"
+            f"found no cost analysis on {jax.default_backend()}, expected one from XLA. Analyze the program on CPU"
         )
     return XlaCost(flops=figures["flops"], bytes_moved=figures.get("bytes accessed", 0.0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledProgram:
-    """What XLA says of a program that it has compiled.
+    """What XLA reports about a program that it has compiled.
 
     Attributes:
-        cost: with all turns of loops.
-        temporary_bytes: memory beyond arguments: of results, which hold other things before they hold these, and what
-            is needed for a time.
+        cost: with all iterations of loops.
+        temporary_bytes: memory beyond arguments: of results, whose buffers hold other values first, and of temporary
+            buffers.
     """
 
     cost: XlaCost
@@ -96,12 +112,12 @@ class CompiledProgram:
 
 
 class ShardedArguments(NamedTuple):
-    """The same program for several devices: what all of them get together, and where it lies.
+    """The arguments of the same program on several devices.
 
     Attributes:
-        arguments: of all devices.
-        shardings: of each argument: one, or a tree of them.
-        result: the same of what it gives.
+        arguments: global arrays, of all devices together.
+        in_shardings: of each argument: one, or a tree of them.
+        out_shardings: of the result.
     """
 
     arguments: tuple[Any, ...]
@@ -109,7 +125,7 @@ class ShardedArguments(NamedTuple):
     out_shardings: Any
 
     def compile(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - a compiled program
-        """One program for all devices."""
+        """Return one program for all devices."""
         jitted = jax.jit(function, in_shardings=self.in_shardings, out_shardings=self.out_shardings)
         return jitted.lower(*self.arguments).compile(ANALYSIS_OPTIONS)
 
@@ -119,16 +135,16 @@ def compile_and_analyze(
     *arguments: Any,  # noqa: ANN401 - pytrees
     sharded_arguments: ShardedArguments | None = None,
 ) -> CompiledProgram:
-    """Compiles a program, and gives what XLA says of it; of one device.
+    """Compile a program, and return what XLA reports about it, for one device.
 
     Args:
         function: the program.
         arguments: of one device.
-        spread: compile it for several devices; None: for the default device.
+        sharded_arguments: compile it for several devices; None: for the default device.
     """
 
-    def compile_(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
-        return _read(jax.jit(function).lower(*arguments).compile(ANALYSIS_OPTIONS))
+    def compile_body(function: Callable[..., Any], arguments: tuple[Any, ...]) -> XlaCost:
+        return _read_cost(jax.jit(function).lower(*arguments).compile(ANALYSIS_OPTIONS))
 
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     compiled = (
@@ -139,9 +155,9 @@ def compile_and_analyze(
     memory = compiled.memory_analysis()
     if memory is None:
         raise OperatorError(
-            f"found no memory analysis on {jax.default_backend()}, expected one from XLA. Take the profile on CPU"
+            f"found no memory analysis on {jax.default_backend()}, expected one from XLA. Analyze the program on CPU"
         )
     return CompiledProgram(
-        cost=_read(compiled) + _cost_of_turns(jaxpr, compile_),
+        cost=_read_cost(compiled) + _cost_of_uncounted_iterations(jaxpr, compile_body),
         temporary_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )

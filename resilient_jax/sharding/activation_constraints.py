@@ -1,205 +1,201 @@
-"""Keeps activations cut by examples where FSDP cuts the same examples' parameters.
+"""Keep activations sharded by examples where FSDP shards parameters over the devices that have these examples.
 
-Left to itself XLA may cut the dims of activations as those of the parameters they meet, and then every device has every
-example: seen with a loop over layers, whose carry takes the cut of its first operand (a decoder with fsdp 8 needed six
-times the memory, and exchanged activations instead of parameters). So a program is followed from the batch's first dim
-on, and every result of a matrix product or a lookup that still has that dim is held to it. What is computed does not
-change, whatever is found: a sharding constraint is a wish about places.
-
-Only `jax.extend.core` and what JAX documents for interpreters of its own is used
-(https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html); tested on jax 0.10.2.
+Left to itself XLA may shard activations along the dims of the parameters that they meet, and then every device computes
+every example: seen with a loop over layers, whose carry takes the sharding of its first operand (a decoder with fsdp 8
+needed six times the memory, and exchanged activations instead of parameters). So the batch dim is propagated from the
+program's inputs through its equations, and every result of a matrix product or a lookup that still has that dim gets a
+sharding constraint. A wrong propagation cannot change results: a constraint says where values are, not what they are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from resilient_jax.sharding.jaxprs import get_body, get_scan_arity, walk
 from resilient_jax.sharding.logical_axes import Tree
 from resilient_jax.sharding.partition_specs import BATCH_AXES
 
 CONSTRAINED_PRIMITIVES: Final = frozenset({"dot_general", "conv_general_dilated", "gather"})
-"""Whose results are held; what lies between takes after them."""
+"""Primitives whose results are constrained; XLA gives what follows from them the same sharding."""
 ENTERED_PRIMITIVES: Final = frozenset({"jit", "pjit", "scan", "checkpoint", "remat", "remat2"})
-"""Operations of which a copy of the body is held too; others stay as they are."""
+"""Primitives whose body is replaced by a constrained copy. Others, such as calls with custom derivatives, stay as they
+are: their parameters also hold functions that a copy would have to match."""
 
 BatchDims = tuple[int | None, ...]
-"""Of each of several values the dim of the examples, None: it has none, or none that is known."""
+"""The batch dim of each of several values; None: a value has none, or none that is known."""
+
+
+class _TracedValue(NamedTuple):
+    """A value while tracing, and its batch dim."""
+
+    value: Any
+    batch_dim: int | None
 
 
 def constrain_activations(function: Callable[[Tree, Tree], Any], mesh: Mesh) -> Callable[[Tree, Tree], Any]:
-    """Gives the same function of a state and a batch, its activations held to the cut of the batch.
+    """Return the same function of a state and a batch, its activations constrained to the sharding of the batch.
 
     Args:
-        function: the first dim of each array of its batch is the examples'.
+        function: the first dim of each array of its batch is the batch dim.
         mesh: of the plan.
     """
 
-    def held(state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function gives
+    def constrained(state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function gives
         closed, shape = jax.make_jaxpr(function, return_shape=True)(state, batch)
-        rows = jax.tree.leaves(batch)
-        arguments = [*jax.tree.leaves(state), *rows]
-        dims: BatchDims = (
-            *(None,) * (len(arguments) - len(rows)),
-            *(0 if row.shape else None for row in rows),
-        )
-        found = _evaluate(closed.jaxpr, closed.consts, arguments, dims, mesh)
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        inputs = [_TracedValue(leaf, None) for leaf in jax.tree.leaves(state)]
+        inputs += [_TracedValue(leaf, 0 if leaf.shape else None) for leaf in jax.tree.leaves(batch)]
+        outputs = _evaluate(closed.jaxpr, closed.consts, inputs, mesh)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
-    return held
+    return constrained
 
 
 def _evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], dims: BatchDims, mesh: Mesh
+    jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_TracedValue], mesh: Mesh
 ) -> list[Any]:
-    known = propagate_batch_dims(jaxpr, dims)
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, arguments, strict=True))
+    """Trace the jaxpr again with constraints, and return its outputs."""
+    constants = dict(zip(jaxpr.constvars, consts, strict=True))
 
-    def read(atom: Any) -> Any:  # noqa: ANN401 - a value while tracing
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        params = _hold_body(equation, _dims_of(equation.invars, known), mesh)
-        given = equation.primitive.get_bind_params(params)
-        # A dict on jax 0.10; before, and after, a pair of functions and a dict.
-        functions, params = given if isinstance(given, tuple) else ((), given)
-        with equation.ctx.manager:  # what the function had set around it, such as how random bits are made
-            found = equation.primitive.bind(*functions, *map(read, equation.invars), **params)
-        results = found if equation.primitive.multiple_results else [found]
+    def apply(equation: core.JaxprEqn, operands: tuple[_TracedValue, ...]) -> list[_TracedValue]:
+        dims = tuple(operand.batch_dim for operand in operands)
+        results = _bind(
+            equation, [operand.value for operand in operands], _constrain_body(equation, dims, mesh)
+        )
+        result_dims = _propagate(equation, dims)
         if equation.primitive.name in CONSTRAINED_PRIMITIVES:
-            results = [
-                _hold(result, known.get(var), mesh)
-                for var, result in zip(equation.outvars, results, strict=True)
-            ]
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            results = [_constrain(value, dim, mesh) for value, dim in zip(results, result_dims, strict=True)]
+        return [_TracedValue(value, dim) for value, dim in zip(results, result_dims, strict=True)]
+
+    outputs = walk(
+        jaxpr,
+        inputs,
+        apply,
+        read_constant=lambda var: _TracedValue(constants[var], None),
+        read_literal=lambda literal: _TracedValue(literal.val, None),
+    )
+    return [output.value for output in outputs]
 
 
-def _hold(value: Any, dim: int | None, mesh: Mesh) -> Any:  # noqa: ANN401 - a value while tracing
-    if dim is None:
+def _bind(equation: core.JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    given = equation.primitive.get_bind_params(params)
+    # A dict on jax 0.10; before, and after, a pair of functions and a dict.
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    with (
+        equation.ctx.manager
+    ):  # what the function had set around the equation, such as how random bits are made
+        results = equation.primitive.bind(*functions, *operands, **params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _constrain(value: Any, batch_dim: int | None, mesh: Mesh) -> Any:  # noqa: ANN401 - a value while tracing
+    if batch_dim is None:
         return value
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
-    spec[dim] = BATCH_AXES
+    spec[batch_dim] = BATCH_AXES
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _hold_body(equation: core.JaxprEqn, dims: BatchDims, mesh: Mesh) -> dict[str, Any]:
-    """An operation's parameters, its body replaced by one whose activations are held from its first line on."""
+def _constrain_body(equation: core.JaxprEqn, dims: BatchDims, mesh: Mesh) -> dict[str, Any]:
+    """Return an equation's parameters, its body replaced by one whose inputs and activations are constrained."""
     if equation.primitive.name not in ENTERED_PRIMITIVES or all(dim is None for dim in dims):
         return equation.params
-    key, body, consts = _body_of(equation)
-    inner = _dims_inside(equation, body, dims)
+    body = get_body(equation)
+    body_dims = _propagate_into_body(equation, dims)
 
-    def held(*arguments: Any) -> list[Any]:  # noqa: ANN401 - values while tracing
-        given = [_hold(value, dim, mesh) for value, dim in zip(arguments, inner, strict=True)]
-        return _evaluate(body, consts, given, inner, mesh)
+    def constrained(*arguments: Any) -> list[Any]:  # noqa: ANN401 - values while tracing
+        inputs = [
+            _TracedValue(_constrain(value, dim, mesh), dim)
+            for value, dim in zip(arguments, body_dims, strict=True)
+        ]
+        return _evaluate(body.jaxpr, body.consts, inputs, mesh)
 
-    shapes = [_shape_of(var) for var in body.invars]
-    traced = jax.make_jaxpr(held)(*shapes)
-    is_closed = isinstance(equation.params[key], core.ClosedJaxpr)
-    if not is_closed and traced.consts:
+    shapes = [jax.ShapeDtypeStruct(_shape(var), var.aval.dtype) for var in body.jaxpr.invars]  # pyright: ignore[reportAttributeAccessIssue] - of an array
+    traced = jax.make_jaxpr(constrained)(*shapes)
+    if not body.is_closed and traced.consts:
         return equation.params
-    return {**equation.params, key: traced if is_closed else traced.jaxpr}
+    return {**equation.params, body.parameter: traced if body.is_closed else traced.jaxpr}
 
 
-def _body_of(equation: core.JaxprEqn) -> tuple[str, core.Jaxpr, Sequence[Any]]:
-    key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
-    body = equation.params[key]
-    return (key, body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (key, body, ())
+# Propagation of the batch dim.
 
 
-def _dims_inside(equation: core.JaxprEqn, body: core.Jaxpr, dims: BatchDims) -> BatchDims:
-    """Of a body's arguments: in a loop's turn a stack has one dim less, and a carry may get examples."""
-    if equation.primitive.name != "scan":
-        return dims
-    consts, carries = _count_arguments(equation.params)
-    head, stacks = dims[: consts + carries], dims[consts + carries :]
-    inner = (*head, *(None if dim in (None, 0) else dim - 1 for dim in stacks))
-    known = propagate_batch_dims(body, inner)
-    ends = _dims_of(body.outvars[:carries], known)
-    carried = tuple(
-        first if first is not None else last for first, last in zip(inner[consts:], ends, strict=False)
-    )
-    return (*inner[:consts], *carried, *inner[consts + carries :])
-
-
-def _count_arguments(params: Mapping[str, Any]) -> tuple[int, int]:
-    """A loop's constants and carries: in jax 0.10 two numbers, in 0.12 the first two of three flat trees."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carries, _ = params["ft_in"].unpack()
-    return len(consts), len(carries)
-
-
-def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - a variable or a literal
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-
-
-def _dims_of(atoms: Sequence[Any], known: Mapping[Any, int]) -> BatchDims:
-    return tuple(None if isinstance(atom, core.Literal) else known.get(atom) for atom in atoms)
-
-
-def propagate_batch_dims(jaxpr: core.Jaxpr, dims: BatchDims) -> dict[Any, int]:
-    """Gives the dim of the examples in every variable that has one.
+def propagate_batch_dims(jaxpr: core.Jaxpr, dims: BatchDims) -> BatchDims:
+    """Return the batch dim of each output of a jaxpr.
 
     Args:
         jaxpr: of a program, or of a body in it.
         dims: of its arguments.
     """
-    known = {var: dim for var, dim in zip(jaxpr.invars, dims, strict=True) if dim is not None}
-    for equation in jaxpr.eqns:
-        inputs = _dims_of(equation.invars, known)
-        if any(dim is not None for dim in inputs):
-            found = _dims_after(equation, inputs)
-            known.update(
-                (var, dim) for var, dim in zip(equation.outvars, found, strict=True) if dim is not None
-            )
-    return known
+    return tuple(walk(jaxpr, dims, _propagate, read_constant=lambda _: None, read_literal=lambda _: None))
 
 
-def _dims_after(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
-    shapes = [_shape_of(atom).shape for atom in equation.invars]
-    after = [_shape_of(var).shape for var in equation.outvars]
+def _propagate(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    """Return the batch dims of an equation's results from those of its operands."""
+    if all(dim is None for dim in dims):
+        return (None,) * len(equation.outvars)
+    shapes = [_shape(atom) for atom in equation.invars]
+    result_shapes = [_shape(var) for var in equation.outvars]
     params = equation.params
     match equation.primitive.name:
         case "dot_general":
-            return (_after_product(params["dimension_numbers"], dims, [len(shape) for shape in shapes]),)
+            return (_propagate_product(params["dimension_numbers"], dims, [len(shape) for shape in shapes]),)
         case "transpose":
             return (params["permutation"].index(dims[0]),)
         case "broadcast_in_dim":
             return (params["broadcast_dimensions"][dims[0]] if dims[0] is not None else None,)
         case name if name.startswith("reduce_") or name in ("argmax", "argmin"):
             axes = params.get("axes", ())
-            return tuple(
-                None if dim is None or dim in axes else dim - sum(a < dim for a in axes) for dim in dims
-            )[: len(after)]
+            return tuple(_remove_dims(dim, axes) for dim in dims)[: len(result_shapes)]
         case "reshape":
-            return (_after_reshape(shapes[0], after[0], dims[0]),)
+            return (_propagate_reshape(shapes[0], result_shapes[0], dims[0]),)
         case "squeeze":
-            return (None if dims[0] is None else dims[0] - sum(d < dims[0] for d in params["dimensions"]),)
+            return (_remove_dims(dims[0], params["dimensions"]),)
         case name if name.startswith("scatter"):
             return (dims[0],)
         case "gather":
-            return (_after_gather(params["dimension_numbers"], dims),)
+            return (_propagate_gather(params["dimension_numbers"], dims),)
         case "scan":
-            _, body, _ = _body_of(equation)
-            known = propagate_batch_dims(body, _dims_inside(equation, body, dims))
-            ends = _dims_of(body.outvars, known)
-            _, carries = _count_arguments(params)
+            ends = propagate_batch_dims(get_body(equation).jaxpr, _propagate_into_body(equation, dims))
+            carries = get_scan_arity(equation).carries
             return (*ends[:carries], *(None if dim is None else dim + 1 for dim in ends[carries:]))
         case name if name in ENTERED_PRIMITIVES:
-            _, body, _ = _body_of(equation)
-            return _dims_of(body.outvars, propagate_batch_dims(body, dims))
+            return propagate_batch_dims(get_body(equation).jaxpr, dims)
         case _:
-            return tuple(_after_alike(shapes, dims, shape) for shape in after)
+            return tuple(_propagate_elementwise(shapes, dims, shape) for shape in result_shapes)
 
 
-def _after_product(numbers: Any, dims: BatchDims, ranks: Sequence[int]) -> int | None:  # noqa: ANN401 - JAX's tuples
-    """In a product come first the dims that both have, then the left one's, then the right one's."""
-    contracted, batched = numbers
+def _propagate_into_body(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    """Return the batch dims of a body's arguments from those of the equation's operands.
+
+    What a scan runs over loses its first dim in the body. A carry that starts without a batch dim, such as zeros, takes
+    the one that it has at the end of the body.
+    """
+    if equation.primitive.name != "scan":
+        return dims
+    consts, carries = get_scan_arity(equation)
+    first_scanned = consts + carries
+    scanned = tuple(None if dim in (None, 0) else dim - 1 for dim in dims[first_scanned:])
+    starts = dims[consts:first_scanned]
+    ends = propagate_batch_dims(get_body(equation).jaxpr, (*dims[:first_scanned], *scanned))[:carries]
+    carried = (end if start is None else start for start, end in zip(starts, ends, strict=True))
+    return (*dims[:consts], *carried, *scanned)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:  # noqa: ANN401 - a variable or a literal
+    return atom.aval.shape
+
+
+def _remove_dims(dim: int | None, removed: Sequence[int]) -> int | None:
+    return None if dim is None or dim in removed else dim - sum(other < dim for other in removed)
+
+
+def _propagate_product(dimension_numbers: Any, dims: BatchDims, ranks: Sequence[int]) -> int | None:  # noqa: ANN401 - JAX's tuples
+    """`dot_general`: its result has the dot's batch dims first, then the free dims of the left, then of the right."""
+    contracted, batched = dimension_numbers
     before = len(batched[0])
     for side in (0, 1):
         dim = dims[side]
@@ -212,36 +208,31 @@ def _after_product(numbers: Any, dims: BatchDims, ranks: Sequence[int]) -> int |
     return None
 
 
-def _after_gather(numbers: Any, dims: BatchDims) -> int | None:  # noqa: ANN401 - JAX's record
-    """Examples of the indices stand in the result among the dims that are no offsets."""
+def _propagate_gather(dimension_numbers: Any, dims: BatchDims) -> int | None:  # noqa: ANN401 - JAX's record
+    """`gather`: the batch dim of the indices is among the result's dims that are no offsets."""
     if len(dims) < 2 or dims[1] is None:
         return None
-    rank = dims[1] + 1 + len(numbers.offset_dims)
-    others = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    rank = dims[1] + 1 + len(dimension_numbers.offset_dims)
+    others = [dim for dim in range(rank) if dim not in dimension_numbers.offset_dims]
     return others[dims[1]]
 
 
-def _after_reshape(before: Sequence[int], after: Sequence[int], dim: int | None) -> int | None:
-    """It is still there if as much stands left of it, and it has the same size."""
+def _propagate_reshape(before: Sequence[int], after: Sequence[int], dim: int | None) -> int | None:
+    """`reshape`: the dim remains if a dim of the same size has as many elements to its left."""
     if dim is None:
         return None
-    left = _product(before[:dim])
+    left = math.prod(before[:dim])
     for place, size in enumerate(after):
-        if size == before[dim] and _product(after[:place]) == left:
+        if size == before[dim] and math.prod(after[:place]) == left:
             return place
     return None
 
 
-def _product(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
-
-
-def _after_alike(shapes: Sequence[Sequence[int]], dims: BatchDims, after: Sequence[int]) -> int | None:
-    """Of operations that work number by number, or on other dims only: slices, sorts, concatenations."""
+def _propagate_elementwise(
+    shapes: Sequence[Sequence[int]], dims: BatchDims, result_shape: Sequence[int]
+) -> int | None:
+    """Any other primitive: elementwise, or on other dims only (slices, sorts, concatenations)."""
     for shape, dim in zip(shapes, dims, strict=True):
-        if dim is not None and len(shape) == len(after) and shape[dim] == after[dim]:
+        if dim is not None and len(shape) == len(result_shape) and shape[dim] == result_shape[dim]:
             return dim
     return None

@@ -21,8 +21,7 @@ W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
 def examples_in(function, *others):
     """The dim of the examples in each result; `function` gets an array of six examples first."""
     jaxpr = jax.make_jaxpr(function)(X, *others).jaxpr
-    known = propagate_batch_dims(jaxpr, (0, *(None for _ in others)))
-    return [known.get(var) for var in jaxpr.outvars]
+    return list(propagate_batch_dims(jaxpr, (0, *(None for _ in others))))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""The one walk over jaxprs: `walk` carries a value per variable through the equations, `iterate_equations` lists them.
+
+Every analysis of a traced program (`program_cost.operations`, `program_cost.xla_cost`, `activation_constraints`) is a
+rule for one equation that is given to one of the two.
+
+Only public parts of JAX are used (`jax.extend.core`, and what JAX documents for custom interpreters:
+https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html); tested on jax 0.10.2 and 0.12.0. What
+differs between the versions is handled here: the jaxpr of a call may be closed or not, and the arity of a scan.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+from jax.extend import core
+
+ValueT = TypeVar("ValueT")
+
+CALLS: Final = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "core_closed_call",
+        "checkpoint",
+        "remat",
+        "remat2",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+    }
+)
+"""Primitives that apply one jaxpr to their own operands. Others have jaxprs, too: a scatter's adds two elements."""
+
+
+def walk(
+    jaxpr: core.Jaxpr,
+    inputs: Sequence[ValueT],
+    apply: Callable[[core.JaxprEqn, tuple[ValueT, ...]], Sequence[ValueT]],
+    *,
+    read_constant: Callable[[Any], ValueT],
+    read_literal: Callable[[core.Literal], ValueT],
+) -> list[ValueT]:
+    """Interpret a jaxpr: give every variable a value, equation by equation, and return the values of the outputs.
+
+    Args:
+        jaxpr: the program.
+        inputs: one value for each of its arguments.
+        apply: returns the values of an equation's results from those of its operands. It decides whether to enter the
+            jaxprs inside the equation, by calling `walk` again.
+        read_constant: returns the value of a constant variable of the jaxpr.
+        read_literal: returns the value of a literal operand.
+    """
+    values: dict[Any, ValueT] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values |= {var: read_constant(var) for var in jaxpr.constvars}
+
+    def read(atom: Any) -> ValueT:  # noqa: ANN401 - a variable or a literal
+        return read_literal(atom) if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results = apply(equation, tuple(map(read, equation.invars)))
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def iterate_equations(jaxpr: Any, *, skip_inside: frozenset[str] = frozenset()) -> Iterator[core.JaxprEqn]:  # noqa: ANN401 - closed or not
+    """Yield every equation of a jaxpr and of the jaxprs inside its equations, outer before inner.
+
+    Args:
+        jaxpr: closed or not.
+        skip_inside: names of primitives that are yielded without the equations inside of them.
+    """
+    for equation in unwrap_jaxpr(jaxpr).eqns:
+        yield equation
+        if equation.primitive.name not in skip_inside:
+            for inner in inner_jaxprs(equation):
+                yield from iterate_equations(inner, skip_inside=skip_inside)
+
+
+def unwrap_jaxpr(jaxpr: Any) -> core.Jaxpr:  # noqa: ANN401 - closed or not, by JAX's version
+    """Return a jaxpr without its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> list[Any]:
+    """Return the jaxprs among an equation's parameters, closed or not."""
+    return [
+        item
+        for parameter in equation.params.values()
+        for item in (parameter if isinstance(parameter, tuple | list) else (parameter,))
+        if isinstance(item, core.Jaxpr | core.ClosedJaxpr)
+    ]
+
+
+class Body(NamedTuple):
+    """The jaxpr that a call or a scan applies.
+
+    Attributes:
+        parameter: name of the equation's parameter that holds it.
+        jaxpr: without its constants.
+        consts: values of its constants.
+        is_closed: whether JAX holds the jaxpr together with its constants.
+    """
+
+    parameter: str
+    jaxpr: core.Jaxpr
+    consts: Sequence[Any]
+    is_closed: bool
+
+
+def get_body(equation: core.JaxprEqn) -> Body:
+    """Return the body of a call or a scan."""
+    parameter = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
+    found = equation.params[parameter]
+    is_closed = isinstance(found, core.ClosedJaxpr)
+    return Body(parameter, unwrap_jaxpr(found), found.consts if is_closed else (), is_closed)
+
+
+class ScanArity(NamedTuple):
+    """How many operands of a scan are constants and how many are carries; the others are scanned over."""
+
+    consts: int
+    carries: int
+
+
+def get_scan_arity(equation: core.JaxprEqn) -> ScanArity:
+    """Return the arity of a scan: two parameters in jax 0.10, the first two of three flat trees in 0.12."""
+    if "num_consts" in equation.params:
+        return ScanArity(equation.params["num_consts"], equation.params["num_carry"])
+    consts, carries, _ = equation.params["ft_in"].unpack()
+    return ScanArity(len(consts), len(carries))
