@@ -17,10 +17,10 @@ help: ## list these targets
 demo: $(VENV)/.installed ## train on 4 hosts, break the job six times, show how it went on
 	$(BIN)/resilient-jax demo
 
-bench: $(VENV)/.installed ## three of the six: the stalls of kills, the overheads of a step, the erasure code
-	$(BIN)/resilient-jax bench stall
-	$(BIN)/resilient-jax bench step
-	$(BIN)/resilient-jax bench erasure
+# One after the other, about an hour on two idle cores: `make bench BENCHMARKS=erasure` runs one of them.
+BENCHMARKS ?= stall step erasure snapshot plan resilience
+bench: $(VENV)/.installed-dev ## measure; each benchmark prints tables and a line of JSON
+	for name in $(BENCHMARKS); do $(BIN)/python tests/benchmarks $$name || exit 1; done
 
 # Of processes and jobs two at a time: they wait (for leases, deadlines, a worker that comes back) about as long as they
 # compute. A file of process tests shares what it set up; e2e tests share nothing but a compilation cache.

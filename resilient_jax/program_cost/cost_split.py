@@ -20,6 +20,7 @@ from resilient_jax.program_cost.operations import OperationTrace, trace_operatio
 from resilient_jax.program_cost.program_parts import PartAssignment, assign_parts
 from resilient_jax.program_cost.residuals import FUSIBLE_PRIMITIVES, compute_residuals, count_residual_bytes
 from resilient_jax.program_cost.sharding_propagation import (
+    ActivationExchange,
     AnnotatedOperation,
     PropagatedSharding,
     ShardingKind,
@@ -31,7 +32,7 @@ from resilient_jax.sharding.state_tensors import ParameterInfo
 CostShares = Mapping[tuple[ModelPart, ShardingKind], float]
 """Any amount of one example, all layers together."""
 
-EXCHANGE_KINDS = {
+COLLECTIVE_KINDS = {
     Axis.TENSOR: CollectiveKind.ALL_REDUCE,
     Axis.SEQUENCE: CollectiveKind.ALL_GATHER,
     Axis.EXPERT: CollectiveKind.ALL_TO_ALL,
@@ -166,7 +167,7 @@ def split_cost(
                 working_bytes=AmountByAxis(**{traced.largest_activation[1]: working})
                 if part is traced.largest_activation[0]
                 else AmountByAxis(),
-                collectives=_exchanges(traced, part, copies),
+                collectives=_make_collectives(traced, part, copies),
             )
         )
     return _fit_again(works, remat.temporary_bytes) if remat and remat.temporary_bytes else tuple(works)
@@ -232,25 +233,29 @@ def _amounts(shares: CostShares, total: float | None, part: ModelPart, copies: i
     return AmountByAxis(**{kind: value * scale for (where, kind), value in shares.items() if where is part})
 
 
-def _exchanges(traced: TracedProgram, part: ModelPart, copies: int) -> tuple[ActivationCollective, ...]:
-    groups = collections.defaultdict(list)
-    for message in traced.propagated.exchanges:
-        if message.part is part:
-            groups[message.axis, message.dim].append(message)
-    found = []
-    for (axis, dim), messages in groups.items():
-        forward = sum(m.forward * m.turns for m in messages)
-        backward = sum(m.backward * m.turns for m in messages)
-        moved = sum(m.bytes * (m.forward + m.backward) * m.turns for m in messages) / traced.num_examples
-        exchange = ActivationCollective(
+def _make_collectives(
+    traced: TracedProgram, part: ModelPart, copies: int
+) -> tuple[ActivationCollective, ...]:
+    groups: dict[tuple[Axis, str | None], list[ActivationExchange]] = collections.defaultdict(list)
+    for exchange in traced.propagated.exchanges:
+        if exchange.part is part:
+            groups[exchange.axis, exchange.logical_name].append(exchange)
+    collectives: list[ActivationCollective] = []
+    for (axis, logical_name), exchanges in groups.items():
+        forward = sum(e.forward_count * e.iterations for e in exchanges)
+        backward = sum(e.backward_count * e.iterations for e in exchanges)
+        moved = sum(e.bytes * (e.forward_count + e.backward_count) * e.iterations for e in exchanges)
+        collective = ActivationCollective(
             axis=axis,
-            kind=EXCHANGE_KINDS[axis],
-            message_bytes=moved / (forward + backward),
+            kind=COLLECTIVE_KINDS[axis],
+            message_bytes=moved / traced.num_examples / (forward + backward),
             forward_count=round(forward / copies),
             backward_count=round(backward / copies),
-            logical_name=dim,
+            logical_name=logical_name,
         )
-        found.append(exchange)
-        if axis is Axis.SEQUENCE:  # the gradients of keys and values go back to where these are
-            found.append(dataclasses.replace(exchange, kind=CollectiveKind.REDUCE_SCATTER, forward_count=0))
-    return tuple(found)
+        collectives.append(collective)
+        if axis is Axis.SEQUENCE:  # the gradients of keys and values go back to the devices that hold these
+            collectives.append(
+                dataclasses.replace(collective, kind=CollectiveKind.REDUCE_SCATTER, forward_count=0)
+            )
+    return tuple(collectives)

@@ -64,7 +64,7 @@ class ActivationExchange:
 
     part: ModelPart
     axis: Axis
-    dim: str | None
+    logical_name: str | None
     bytes: int
     forward_count: int
     backward_count: int
@@ -263,13 +263,19 @@ class _Walk:
         )
 
     def _exchange(
-        self, value: Value, operation: Operation, forward: int, backward: int, axis: Axis, dim: str | None
+        self,
+        value: Value,
+        operation: Operation,
+        forward: int,
+        backward: int,
+        axis: Axis,
+        logical_name: str | None,
     ) -> None:
         self.messages.append(
             ActivationExchange(
                 part=self._part,
                 axis=axis,
-                dim=dim,
+                logical_name=logical_name,
                 bytes=value.bytes,
                 forward_count=forward,
                 backward_count=backward,

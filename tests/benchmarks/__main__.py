@@ -1,25 +1,11 @@
-"""`resilient-jax bench ...`: the group of the benchmarks."""
+"""Measure: `python tests/benchmarks NAME --help`. Each benchmark prints tables, and one line of JSON last."""
 
-import typer
+import sys
+from pathlib import Path
 
-from benchmarks.erasure.command import erasure
-from benchmarks.plan.command import plan
-from benchmarks.resilience.command import resilience
-from benchmarks.snapshot.command import snapshot
-from benchmarks.stall.command import stall
-from benchmarks.step.command import step
+# Python puts this folder first, where `import snapshot` would find a benchmark; the package is one folder up.
+sys.path[0] = str(Path(__file__).parents[1])
 
-bench = typer.Typer(no_args_is_help=True, help="Measure; each prints a table and one line of JSON.")
+from benchmarks.command_line import main  # noqa: E402 - only now can it be imported
 
-
-@bench.callback()
-def _measure() -> None:
-    """Measure; each benchmark prints a table and one line of JSON."""
-
-
-bench.command("erasure")(erasure)
-bench.command("plan")(plan)
-bench.command("resilience")(resilience)
-bench.command("snapshot")(snapshot)
-bench.command("stall")(stall)
-bench.command("step")(step)
+main()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_jax.cli.checkout import find_in_checkout
+from benchmarks.paths import IMPORT_PATHS
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.cluster.local_job import LocalJob
@@ -40,8 +40,8 @@ ONE_THREAD = {
 
 
 def script_environment() -> dict[str, str]:
-    """What every run of a script gets: one thread, one device, and the examples' modules to import."""
-    paths = [str(find_in_checkout("examples")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Return the environment of every run of a script: one thread, one device, and the folders to import from."""
+    paths = [*map(str, IMPORT_PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
 
 

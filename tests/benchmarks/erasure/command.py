@@ -18,9 +18,9 @@ from benchmarks.erasure.figures import (
     Speeds,
     make_erasure_figures,
 )
+from benchmarks.paths import JOBS
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import run_alone
-from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.erasure import ReedSolomon
 from resilient_jax.errors import CallerError
 
@@ -76,7 +76,7 @@ def erasure(
         rounds=rounds,
     )
     _check(wanted)
-    script = find_in_checkout("tests/benchmarks/jobs/erasure_timing.py")
+    script = JOBS / "erasure_timing.py"
     console = open_console(json_only)
     console.print(f"{rounds} rounds on one core, shards of {shard_kib} KiB")
     figures = make_erasure_figures(wanted, _measure(script, wanted), describe_machine())

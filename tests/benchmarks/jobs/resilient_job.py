@@ -12,10 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from resilience_record import Faults, Recorder, read_job
-from transformer import MICROBATCHES, OPTIMIZER, Params, accumulate, init_params, tokens_of, zeros_like
 
 import resilient_jax as rj
+from benchmarks.jobs.resilience_record import Faults, Recorder, read_job
+from benchmarks.jobs.transformer import (
+    MICROBATCHES,
+    OPTIMIZER,
+    Params,
+    accumulate,
+    init_params,
+    tokens_of,
+    zeros_like,
+)
 
 SEQUENCES = MICROBATCHES
 """Of a step, whatever the size of a microbatch."""

@@ -20,9 +20,9 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from resilience_record import Faults, Recorder, read_job
-from transformer import MICROBATCHES, OPTIMIZER, Params, init_params, loss_of, tokens_of
 
+from benchmarks.jobs.resilience_record import Faults, Recorder, read_job
+from benchmarks.jobs.transformer import MICROBATCHES, OPTIMIZER, Params, init_params, loss_of, tokens_of
 from resilient_jax.jax_runtime.compile_cache import NullCacheHooks, share_compilation_cache
 
 CHECKPOINTS_KEPT = 2

@@ -13,9 +13,9 @@ import sys
 import jax
 import msgspec
 import numpy as np
-from snapshot_hosts import DTYPE, Share, random_leaf
 from snapshot_servers import CREDENTIALS
 
+from benchmarks.jobs.snapshot_hosts import DTYPE, Share, random_leaf
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.snapshot_reader import SnapshotReader

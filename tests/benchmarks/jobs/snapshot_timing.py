@@ -21,8 +21,8 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
-from snapshot_hosts import DEVICES, Job, State, job_of, on_devices
 
+from benchmarks.jobs.snapshot_hosts import DEVICES, Job, State, job_of, on_devices
 from benchmarks.snapshot.figures import (
     ALONE,
     DISK,

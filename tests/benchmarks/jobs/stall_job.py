@@ -18,9 +18,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformer import MICROBATCHES, Params, accumulate, apply, init_state, tokens_of, zeros_like
 
 import resilient_jax as rj
+from benchmarks.jobs.transformer import (
+    MICROBATCHES,
+    Params,
+    accumulate,
+    apply,
+    init_state,
+    tokens_of,
+    zeros_like,
+)
 
 
 def train_ours(world: rj.World, steps: int, times: list[float]) -> None:

@@ -29,10 +29,18 @@ import optax
 from byte_lm.text import draw_microbatch, read_standard_library
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from stall_job import connect_bare, write_times
-from transformer import CONTEXT, OPTIMIZER, Params, init_params, init_state, loss_of, tokens_of
 
 import resilient_jax as rj
+from benchmarks.jobs.stall_job import connect_bare, write_times
+from benchmarks.jobs.transformer import (
+    CONTEXT,
+    OPTIMIZER,
+    Params,
+    init_params,
+    init_state,
+    loss_of,
+    tokens_of,
+)
 
 SEQUENCES = 16
 NEVER = 10**9

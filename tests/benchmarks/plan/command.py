@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.paths import JOBS, REPOSITORY
 from benchmarks.plan.estimate_errors import PlanMeasurements, ProgramFigures, make_program_figures
 from benchmarks.plan.figures import (
     PUBLISHED_RUNS,
@@ -26,7 +27,6 @@ from benchmarks.plan.figures import (
 from benchmarks.plan.program_stall import ProgramStall, measure_program_stall
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import run_alone
-from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 from resilient_jax.planning.model_file import load_model_shape
 from resilient_jax.planning.program_cost import ProgramCost
@@ -83,7 +83,7 @@ def plan(
     if rounds < 1:
         raise CallerError(f"bench plan: found --rounds {rounds}, expected 1 or more")
     console = open_console(json_only)
-    mesh = find_in_checkout(MESH)
+    mesh = REPOSITORY / MESH
     figures = PlanFigures(machine=describe_machine(), n=rounds)
     for case in SEARCH_CASES:
         profile = _profile(case.model)
@@ -94,7 +94,7 @@ def plan(
         figures.memory_mib[f"search_mib_{case.devices}"] = _measure_memory(profile, changed, case)
         console.print(f"{case.devices} devices: {describe_case(case)}")
     for run in PUBLISHED_RUNS:
-        shape = load_model_shape(find_in_checkout(f"configs/{run.model}.toml"))
+        shape = load_model_shape(REPOSITORY / f"configs/{run.model}.toml")
         figures.published.append(estimate_run(run, shape, make_topology(mesh, run.hosts)))
     if programs:
         console.print("all plans of four models on eight CPU devices")
@@ -109,7 +109,7 @@ def plan(
 
 
 def _profile(model: str) -> ProgramCost:
-    shape = load_model_shape(find_in_checkout(f"configs/{model}.toml"))
+    shape = load_model_shape(REPOSITORY / f"configs/{model}.toml")
     return analyze_transformer(shape.transformer, name=shape.name)
 
 
@@ -141,11 +141,10 @@ def _measure_programs(rounds: int) -> PlanMeasurements:
     Raises:
         InternalError: it failed.
     """
-    script = find_in_checkout("tests/benchmarks/jobs/plan_programs.py")
+    script = JOBS / "plan_programs.py"
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         found = Path(folder) / "found.json"
         environment = {
-            "PYTHONPATH": str(script.parents[2]),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
             "JAX_PLATFORMS": "cpu",
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from resilient_jax.cli.checkout import find_in_checkout
+from benchmarks.paths import REPOSITORY
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
@@ -57,13 +57,13 @@ def measure_program_stall(work: Path, console: Console, *, is_cached: bool) -> P
     Raises:
         InternalError: training did not go on.
     """
-    settings = find_in_checkout("configs/lm_tiny_planned.toml")
+    settings = REPOSITORY / "configs/lm_tiny_planned.toml"
     work.mkdir(parents=True, exist_ok=True)
     text = settings.read_text().replace("../meshes/", f"{settings.parents[1]}/meshes/")
     config = work / "training.toml"
     config.write_text(text if is_cached else text.replace("[plan]\n", WITHOUT_COMPILE_AHEAD))
     script = [
-        str(find_in_checkout("examples/train_lm.py")),
+        str(REPOSITORY / "examples/train_lm.py"),
         "--config",
         str(config),
         "--steps",

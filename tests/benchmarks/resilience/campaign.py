@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
+from benchmarks.paths import JOBS
 from benchmarks.resilience.figures import (
     BARE,
     FAST,
@@ -22,7 +23,6 @@ from benchmarks.resilience.figures import (
 from benchmarks.resilience.runs import (
     BenchmarkJob,
     FinishedRun,
-    make_host_names,
     run_resilient,
     run_restarting,
 )
@@ -40,7 +40,7 @@ from benchmarks.resilience.timeline import (
     saving_costs,
     step_times,
 )
-from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.state.snapshot_interval import compute_interval_steps
 
@@ -148,13 +148,17 @@ class ResilienceCampaign:
         """The median; at least what it blocks, which noise on a busy machine may hide."""
         return max(statistics.median(self.costs_s), statistics.median(self.blocking_s))
 
+    @property
+    def _hosts(self) -> tuple[str, ...]:
+        return tuple(make_host_names(self.scale.hosts))
+
     def _size(self, rate: int) -> RunSize:
         return size_run(rate, max_steps=self.scale.max_steps, max_failures=self.scale.max_failures)
 
     def _file(self, steps: int, faults: Sequence[ScheduledKill] = (), *, kind: str = OURS) -> BenchmarkJob:
         return BenchmarkJob(
             steps=steps,
-            hosts=make_host_names(self.scale.hosts),
+            hosts=self._hosts,
             faults=tuple(faults),
             width=self.scale.width,
             layers=self.scale.layers,
@@ -205,7 +209,7 @@ class ResilienceCampaign:
 
     def _run_defaults(self) -> None:
         """One failure, of a host without the coordination service: with that one all would end at once."""
-        fault = ScheduledKill(step=WARM_STEPS + DEFAULTS_FAULT, host=make_host_names(self.scale.hosts)[-1])
+        fault = ScheduledKill(step=WARM_STEPS + DEFAULTS_FAULT, host=self._hosts[-1])
         file = self._file(fault.step + QUIET_STEPS + 2, [fault])
         file = msgspec.structs.replace(file, every=DEFAULTS_EVERY, heartbeat_s=None)
         ran = self._start(BARE, file, "defaults", waits_for_all=True)
@@ -262,7 +266,7 @@ class ResilienceCampaign:
         kind = _kind_of(system)
         key = kind, every, size.measured, size.failures, seed
         if key not in self._done:
-            faults = draw_faults(seed, size, make_host_names(self.scale.hosts))
+            faults = draw_faults(seed, size, self._hosts)
             file = self._file(size.total, faults, kind=kind)
             file = msgspec.structs.replace(
                 file, every=every, digest_after=(size.total,) if kind == OURS else ()
@@ -276,10 +280,8 @@ class ResilienceCampaign:
     def _start(self, kind: str, file: BenchmarkJob, name: str, *, waits_for_all: bool = False) -> FinishedRun:
         cache = self.work / f"cache-{kind.replace(' ', '-')}"
         if kind in OUR_SYSTEMS:
-            return run_resilient(
-                find_in_checkout("tests/benchmarks/jobs/resilient_job.py"), file, self.work / name, cache
-            )
-        script = find_in_checkout("tests/benchmarks/jobs/restart_job.py")
+            return run_resilient(JOBS / "resilient_job.py", file, self.work / name, cache)
+        script = JOBS / "restart_job.py"
         return run_restarting(script, file, self.work / name, cache, waits_for_all=waits_for_all)
 
     def _say(self, line: str) -> None:

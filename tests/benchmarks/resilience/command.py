@@ -12,6 +12,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.paths import JOBS
 from benchmarks.plotting import check_can_plot, run_plot_script
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.resilience.campaign import BEST, FULL, QUICK, TINY, ResilienceCampaign
@@ -26,7 +27,6 @@ from benchmarks.resilience.figures import (
     rates_of,
 )
 from benchmarks.resilience.plot_data import make_resilience_plot
-from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 
 
@@ -97,7 +97,7 @@ def resilience(
     scale = SCALES[size]
     if failure_every:
         scale = dataclasses.replace(scale, failure_every=tuple(sorted(set(failure_every), reverse=True)))
-    drawing = find_in_checkout("tests/benchmarks/jobs/plot_resilience.py")
+    drawing = JOBS / "plot_resilience.py"
     if plot is not None:
         check_can_plot(plot)
     console = open_console(json_only)

@@ -16,10 +16,8 @@ from benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
 from benchmarks.resilience.timeline import InjectedKill, RunRecord, Timeline, read_timeline
 from benchmarks.runs import ERROR_CHARACTERS, script_environment
 from resilient_jax.cluster.child_process import bind_to_this_process
-from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
-from resilient_jax.ids import HostName
 
 SHORT_HEARTBEAT_S: Final = 10
 """Of the tuned baseline. Its supervisor sees a death at once and waits for no heartbeat."""
@@ -88,11 +86,6 @@ class FinishedRun:
     saves_s: tuple[float, ...]
     digests: Mapping[int, str]
     host_mib: float
-
-
-def make_host_names(count: int) -> tuple[HostName, ...]:
-    """Their names, in both kinds of run."""
-    return tuple(make_host_names(count))
 
 
 def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> FinishedRun:

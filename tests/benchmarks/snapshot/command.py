@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from benchmarks.paths import JOBS
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import RUN_TIMEOUT_S, run_alone
 from benchmarks.snapshot.figures import (
@@ -18,7 +19,6 @@ from benchmarks.snapshot.figures import (
     make_snapshot_figures,
     threads_name,
 )
-from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 
 DEFAULT_SIZES = (120, 1000, 4000)
@@ -93,11 +93,8 @@ def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -
     Raises:
         InternalError: it failed.
     """
-    script = find_in_checkout("tests/benchmarks/jobs/snapshot_timing.py")
-    environment = {
-        "PYTHONPATH": str(find_in_checkout("tests/support")),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-    }
+    script = JOBS / "snapshot_timing.py"
+    environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
     prefix = "resilient-jax-bench-"
     with (
         tempfile.TemporaryDirectory(prefix=prefix, dir=disk) as folder,

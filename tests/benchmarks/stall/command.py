@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.paths import JOBS
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import (
     HOSTS,
@@ -25,7 +26,6 @@ from benchmarks.runs import (
     run_undisturbed,
     wait_healthy,
 )
-from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
@@ -62,7 +62,7 @@ def stall(
     Takes about ten minutes on two cores.
     """
     console = open_console(json_only)
-    script = find_in_checkout("tests/benchmarks/jobs/stall_job.py")
+    script = JOBS / "stall_job.py"
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         work = Path(folder)
         console.print("overhead: undisturbed windows, ours and bare JAX in turn")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from benchmarks.paths import JOBS
 from benchmarks.plotting import check_can_plot, run_plot_script
 from benchmarks.report import describe_machine, open_console, print_json_line
 from benchmarks.runs import COMPILING_STEPS, HOSTS
@@ -31,7 +32,6 @@ from benchmarks.step.step_times import (
     LoopTimes,
     measure_steps,
 )
-from resilient_jax.cli.checkout import find_in_checkout
 from resilient_jax.errors import CallerError
 
 MIB = 2**20
@@ -80,9 +80,7 @@ def step(
             f"bench step: found --steady-steps {steady_steps}, --windows {windows}, --kills {kills}; expected more "
             f"than {COMPILING_STEPS} steps, of which the first compile, and at least one window and one kill"
         )
-    script, drawing = map(
-        find_in_checkout, ("tests/benchmarks/jobs/step_job.py", "tests/benchmarks/jobs/plot_losses.py")
-    )
+    script, drawing = JOBS / "step_job.py", JOBS / "plot_losses.py"
     if plot is not None:
         check_can_plot(plot)
     console = open_console(json_only)

@@ -1,15 +1,14 @@
-"""`resilient-jax bench erasure` runs, and its last line is what a machine can read."""
+"""The erasure benchmark runs, and its last line is what a machine can read."""
 
 import json
 import subprocess
 
-from agents import COMMAND, SOON_S
+from agents import SOON_S
+from benchmarks.paths import COMMAND
 
 
 def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
-    words = (
-        "bench erasure --json --data-shards 3 --parity-shards 2 --parity-shards 1 --shard-kib 4 --rounds 2"
-    )
+    words = "erasure --json --data-shards 3 --parity-shards 2 --parity-shards 1 --shard-kib 4 --rounds 2"
     done = subprocess.run(
         [*COMMAND, *words.split()],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""`bench resilience` breaks real jobs of a tiny model, and leaves nothing behind, even when it is interrupted."""
+"""The resilience benchmark breaks real jobs of a tiny model, and leaves nothing behind, even when it is interrupted."""
 
 import json
 import os
@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import COMMAND
+from benchmarks.paths import COMMAND
 
 LIMIT_S = 280.0
 """On an idle machine the whole test takes less than a minute."""
-TINY = (*COMMAND, "bench", "resilience", "--size", "tiny", "--json")
+TINY = (*COMMAND, "resilience", "--size", "tiny", "--json")
 
 
 def processes_of(folder: Path) -> list[int]:

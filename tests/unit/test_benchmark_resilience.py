@@ -1,6 +1,5 @@
 """The figures of `bench resilience` are what their names say, of event times that are known."""
 
-import importlib.util
 import itertools
 import types
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from benchmarks.jobs import resilience_record
 from benchmarks.resilience.figures import (
     BARE,
     DEFAULTS,
@@ -113,17 +113,6 @@ def test_a_rate_without_room_for_a_step_after_the_failure_is_refused() -> None:
 # Who dies.
 
 
-def load_record() -> types.ModuleType:
-    """What the jobs write: of the jobs' scripts, which are no package; this one imports the standard library alone."""
-    path = Path(__file__).parents[1] / "benchmarks" / "resilience_record.py"
-    spec = importlib.util.spec_from_file_location("resilience_record", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("step", "living", "victim"),
     [(4, HOSTS, None), (5, HOSTS, "host-2"), (6, HOSTS, "host-2"), (5, ("host-0", "host-1"), "host-0")],
@@ -132,7 +121,6 @@ def test_a_failure_that_is_due_hits_one_host_that_trains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int, living: Sequence[str], victim: str | None
 ) -> None:
     timers: list[str] = []
-    record = load_record()
 
     class Timer:
         def __init__(self, _: float, strike: object, __: object) -> None:
@@ -141,11 +129,11 @@ def test_a_failure_that_is_due_hits_one_host_that_trains(
         def start(self) -> None:
             pass
 
-    monkeypatch.setattr(record, "threading", types.SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(resilience_record, "threading", types.SimpleNamespace(Timer=Timer))
     schedule = [{"step": 1, "host": "host-1"}, {"step": 5, "host": "host-2"}]
     (tmp_path / "fault-0.json").touch()  # has struck
     for host in living:
-        faults = record.Faults(tmp_path, schedule, host, HOSTS)
+        faults = resilience_record.Faults(tmp_path, schedule, host, HOSTS)
         faults.arm(1, step, living, [])
         faults.arm(1, step, living, [])  # a generation that begins the same step again
     assert timers == ([victim] if victim else [])

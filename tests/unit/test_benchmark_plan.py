@@ -4,20 +4,19 @@ import json
 import sys
 
 import pytest
+from benchmarks import command_line
 from benchmarks.plan import command as bench
 from benchmarks.plan.figures import PUBLISHED_RUNS, SEARCH_CASES, SearchCase, make_topology
 from topologies import MESHES
-
-from resilient_jax.cli import main
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run(*arguments):
         """Exit code, standard output and standard error of the command."""
-        monkeypatch.setattr(sys, "argv", ["resilient-jax", "bench", "plan", *arguments])
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "plan", *arguments])
         with pytest.raises(SystemExit) as end:
-            main.main()
+            command_line.main()
         return end.value.code, *capsys.readouterr()
 
     return run
@@ -36,9 +35,9 @@ def test_a_topology_is_made_of_pods_like_the_files():
 
 def test_the_line_of_json_has_every_key(run, monkeypatch):
     small = tuple(SearchCase(hosts=1 << i, model="llama3_8b", global_batch=16) for i in range(3, 5))
-    monkeypatch.setattr(bench, "CASES", small)
+    monkeypatch.setattr(bench, "SEARCH_CASES", small)
     monkeypatch.setattr(bench, "AIMS_MS", {case.devices: 1 for case in small})
-    monkeypatch.setattr(bench, "RUNS", PUBLISHED_RUNS[:1])
+    monkeypatch.setattr(bench, "PUBLISHED_RUNS", PUBLISHED_RUNS[:1])
     code, shown, _ = run("--json", "--rounds", "1", "--no-programs", "--no-job")
     found = json.loads(shown)
     assert code == 0

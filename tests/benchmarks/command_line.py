@@ -1,0 +1,34 @@
+"""The command line of the benchmarks: `python tests/benchmarks NAME [OPTIONS]`."""
+
+import sys
+
+import typer
+
+from benchmarks.erasure.command import erasure
+from benchmarks.plan.command import plan
+from benchmarks.resilience.command import resilience
+from benchmarks.snapshot.command import snapshot
+from benchmarks.stall.command import stall
+from benchmarks.step.command import step
+from resilient_jax.errors import ResilientJaxError
+
+PROGRAM = "python tests/benchmarks"
+
+app = typer.Typer(
+    name=PROGRAM,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure. Each benchmark prints tables, and one line of JSON last.",
+)
+for command in (stall, step, erasure, snapshot, plan, resilience):
+    app.command(command.__name__)(command)
+
+
+def main() -> None:
+    """Run a benchmark; our own errors become one line and an exit code, never a traceback."""
+    try:
+        app(prog_name=PROGRAM)
+    except ResilientJaxError as error:
+        sys.stderr.write(f"benchmarks: {error}\n")
+        sys.exit(int(error.exit_code))
