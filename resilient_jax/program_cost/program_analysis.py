@@ -1,8 +1,9 @@
-"""The profile of a program, taken from the program itself.
+"""The cost of a training program, measured from the program itself.
 
-What is divided is measured: FLOPs, bytes and memory are XLA's, for a batch and for one twice as large; the difference
-is what the examples cost, the rest is there whatever the batch. How they are divided, by part and by what cuts them, is
-followed through the operations from the parameters' names (`attribution`).
+Totals are XLA's: FLOPs, bytes and memory are measured for a batch and for one twice as large; the difference is the
+cost of the examples, the rest does not depend on the batch. How a total is split, by part of the model and by the axis
+that shards it, follows from the logical names of the parameters, propagated through the operations
+(`sharding_propagation`, `cost_split`).
 """
 
 import dataclasses
@@ -40,45 +41,48 @@ def analyze_program(
     sequence_tokens: int | None = None,
     remat_model: object = None,
 ) -> ProgramCost:
-    """Gives the profile of a training program, from the model itself; no array is made, no device computes.
+    """Return the cost of a training program, measured from the model itself; no array is made, no device computes.
 
-    The gradient of `loss` is compiled twice for JAX's default device, which may be the CPU: for this batch and for one
-    twice as large. FLOPs are those of the program before XLA changes it, so they do not depend on the device; bytes
-    moved and memory do. A layer's parameters are found by their paths (`blocks/0/...`) or by a dim named "layers".
+    The gradient of `loss_fn` is compiled twice for JAX's default device, which may be the CPU: for this batch and for
+    one twice as large. FLOPs are those of the program before XLA optimizes it, so they do not depend on the device;
+    bytes moved and memory do. A layer's parameters are found by their paths (`blocks/0/...`) or by a dim named
+    "layers".
 
     Args:
         model: as the trainer takes it: what makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
-        loss: gets the model and a batch; gives a scalar, or a tuple that begins with one.
-        batch: of one microbatch, arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the examples'. Two or more
+        loss_fn: gets the model and a batch, and returns a scalar or a tuple that begins with one.
+        batch: of one microbatch, arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the batch dim. Two or more
             examples: with one, XLA makes other programs.
-        name: of the model, for people.
-        optimizer: from optax; None: the state is parameters alone.
-        naming: logical names, where the model has none or others.
-        sequence_tokens: in an example, if `Axis.SEQUENCE` may cut it.
-        rematerialised: the same model with its layers rematerialised; None: a plan cannot have that.
+        name: of the model, for display.
+        optimizer: from optax; None: the state has parameters alone.
+        logical_axis_rules: logical names, where the model has none or others.
+        sequence_tokens: tokens of an example, if `Axis.SEQUENCE` may shard it.
+        remat_model: the same model with its layers rematerialized; None: plans cannot use rematerialization.
 
     Raises:
         CallerError: the model, the loss, the batch or the names do not fit; the message says which and why.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> profile = profile_of(
+        >>> cost = analyze_program(
         ...     lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))},
         ...     lambda params, x: jnp.mean(jnp.tanh(x @ params["up"]) @ params["down"]),
         ...     jax.ShapeDtypeStruct((8, 64), jnp.float32),
         ...     name="two layers",
-        ...     naming=Naming(rules=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))]),
+        ...     logical_axis_rules=LogicalAxisRules(
+        ...         names_by_path=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))]
+        ...     ),
         ... )
-        >>> profile.parameters, profile.forward_flops.tensor
+        >>> cost.parameters, cost.forward_flops.tensor
         (32768, 65536.0)
     """
     logical_axis_rules = logical_axis_rules or LogicalAxisRules()
     program = make_abstract_program(model, loss_fn, batch)
     parameters = describe_parameters(program.params, program.names, logical_axis_rules)
     traced = trace_program(program, parameters, logical_axis_rules)
-    again = _trace_again(remat_model, loss_fn, program, parameters, logical_axis_rules)
+    remat = _trace_remat(remat_model, loss_fn, program, parameters, logical_axis_rules)
     measured = measure_cost(program)
-    tensors = make_state_tensors(parameters, traced.uses, _others(program, optimizer), logical_axis_rules)
+    tensors = make_state_tensors(parameters, traced.uses, _list_others(program, optimizer), logical_axis_rules)
     return ProgramCost(
         name=name,
         source=_describe_source(program),
@@ -86,54 +90,55 @@ def analyze_program(
         compute_bytes=traced.compute_bytes,
         gradient_bytes=max((info.itemsize for info in parameters), default=4),
         tensors=tensors,
-        parts=split_cost(traced, again, measured),
+        parts=split_cost(traced, remat, measured),
         divisibility_rules=find_divisors(tensors, traced.num_layers, sequence_tokens),
         fixed_bytes=measured.fixed_bytes,
         backend=jax.default_backend(),
-        can_remat=again is not None,
+        can_remat=remat is not None,
     )
 
 
-def _others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, TensorRole]]:  # noqa: ANN401 - as above
-    """What of the state is no parameter."""
+def _list_others(program: AbstractProgram, optimizer: Any) -> list[tuple[Tree, TensorRole]]:  # noqa: ANN401 - as above
+    """Return the trees of the state that are no parameters."""
     others: list[tuple[Tree, TensorRole]] = [(program.others, TensorRole.OTHER)]
     if optimizer is not None:
         others.append((jax.eval_shape(optimizer.init, program.params), TensorRole.OPTIMIZER))
     return others
 
 
-def _trace_again(
+def _trace_remat(
     model: object,
-    loss: LossFn,
+    loss_fn: LossFn,
     program: AbstractProgram,
     parameters: tuple[ParameterInfo, ...],
-    naming: LogicalAxisRules,
+    logical_axis_rules: LogicalAxisRules,
 ) -> TracedProgram | None:
-    """The rematerialised program, followed in the same way.
+    """Return the trace of the rematerialized program.
 
     Raises:
         CallerError: it has other parameters.
     """
     if model is None:
         return None
-    again = make_abstract_program(model, loss, program.batch)
-    found = {info.path: info.shape for info in describe_parameters(again.params, again.names, naming)}
+    remat = make_abstract_program(model, loss_fn, program.batch)
+    described = describe_parameters(remat.params, remat.names, logical_axis_rules)
+    found = {info.path: info.shape for info in described}
     expected = {info.path: info.shape for info in parameters}
     if found != expected:
         differ = sorted(found.items() ^ expected.items())
         raise CallerError(
-            f"rematerialised: found other parameters than the model's, first {differ[0][0]} of shape {differ[0][1]} in "
-            "one of them only; expected the same model, with its layers rematerialised"
+            f"remat_model: found other parameters than the model's, first {differ[0][0]} of shape {differ[0][1]} in "
+            "one of them only; expected the same model, with its layers rematerialized"
         )
-    traced = trace_program(again, parameters, naming)
+    traced = trace_program(remat, parameters, logical_axis_rules)
     return dataclasses.replace(
         traced,
-        gradient_matmul_flops=count_gradient_matmul_flops(again),
-        temporary_bytes=measure_temporary_memory(again).per_example,
+        gradient_matmul_flops=count_gradient_matmul_flops(remat),
+        temporary_bytes=measure_temporary_memory(remat).per_example,
     )
 
 
 def _describe_source(program: AbstractProgram) -> str:
-    said = f"the program itself, compiled for {jax.default_backend()} by jax {jax.__version__}"
+    source = f"the program itself, compiled for {jax.default_backend()} by jax {jax.__version__}"
     jaxpr = jax.make_jaxpr(program.loss_fn)(program.params, program.others, program.batch).jaxpr
-    return f"{said}; a while loop of unknown turns is counted once" if has_while_loop(jaxpr) else said
+    return f"{source}; a while loop of unknown length is counted once" if has_while_loop(jaxpr) else source

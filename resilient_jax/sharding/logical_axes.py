@@ -1,4 +1,4 @@
-"""Logical names of the dims of a model's parameters: from Flax metadata, or from rules on their paths."""
+"""Logical names of the dims of a model's parameters, from Flax metadata or from rules on their paths."""
 
 import dataclasses
 import fnmatch
@@ -17,19 +17,20 @@ from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, LAYERS, Axis
 Tree = Any
 """A pytree."""
 LogicalNames = tuple[str | None, ...]
+"""The logical name of each dim of an array; None: it has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalAxisRules:
-    """What the dims of a model's parameters are called, where the model does not say it or says it in other words.
+    """The logical names of a model's dims, and the mesh axis that shards each name.
 
     Attributes:
-        rules: pairs of a pattern of a path and the names of the dims there, such as
-            `("*/query/kernel", ("embed", "heads"))`; `*` stands for anything, also for several parts of a path. The
-            first that matches holds, before the model's own metadata.
-        axes: which axis cuts a dim of a name; None: none but FSDP.
-        units: by name, into how many pieces a dim may be cut at most, where that is less than its size: the number of
-            heads, if one dim holds the numbers of all heads.
+        names_by_path: pairs of a pattern of a path and the names of the dims there, such as
+            `("*/query/kernel", ("embed", "heads"))`; `*` matches anything, also several parts of a path. The first
+            pattern that matches counts, before the model's own metadata.
+        mesh_axes: maps a logical name to the axis that shards its dims; None: no axis but FSDP.
+        max_shards: maps a logical name to the most shards of a dim, where these are fewer than its size: the number of
+            heads, if one dim holds the elements of all heads.
     """
 
     names_by_path: Sequence[tuple[str, LogicalNames]] = ()
@@ -38,17 +39,17 @@ class LogicalAxisRules:
 
 
 def format_path(key_path: Sequence[Any]) -> str:
-    """Gives a leaf's place in a tree as `layers/0/kernel`."""
+    """Return a leaf's path in a tree as `layers/0/kernel`."""
     return jax.tree_util.keystr(tuple(key_path), simple=True, separator="/")
 
 
 def get_nnx_names(state: nnx.State) -> dict[str, LogicalNames]:
-    """Gives the names in the metadata of NNX variables, by path; those without are left out."""
+    """Return the names in the metadata of NNX variables, by path; variables without names are left out."""
     return _names_of_specs(nnx.to_pure_dict(nnx.get_partition_spec(state)))
 
 
 def get_linen_names(variables: Tree) -> dict[str, LogicalNames]:
-    """Gives the names in the metadata of Linen variables (`nn.Partitioned` and its kin), by path."""
+    """Return the names in the metadata of Linen variables (`nn.Partitioned` and similar boxes), by path."""
     return _names_of_specs(nn.get_partition_spec(variables))
 
 
@@ -63,16 +64,16 @@ def name_dims(
     metadata_names: Mapping[str, LogicalNames],
     logical_axis_rules: LogicalAxisRules,
 ) -> LogicalNames:
-    """Gives the name of each dim of a parameter.
+    """Return the name of each dim of a parameter.
 
     Args:
         path: of the parameter.
-        shape: of it.
-        given: names in the model's metadata, by path.
-        naming: the rules, and the known names.
+        shape: of the parameter.
+        metadata_names: names in the model's metadata, by path.
+        logical_axis_rules: the rules, and the known names.
 
     Raises:
-        CallerError: there are more names than dims, or one that no axis is known for.
+        CallerError: there are more names than dims, or a name without an entry in `mesh_axes`.
     """
     ruled = next(
         (names for pattern, names in logical_axis_rules.names_by_path if fnmatch.fnmatchcase(path, pattern)),
@@ -87,8 +88,9 @@ def name_dims(
     for name in names:
         if name is not None and name != LAYERS and name not in logical_axis_rules.mesh_axes:
             raise CallerError(
-                f"{path}: found the logical name {name!r}, expected one of {', '.join(sorted(logical_axis_rules.mesh_axes))}, "
-                f"{LAYERS}. Say which axis cuts it: Naming(axes={{**AXIS_BY_LOGICAL_NAME, {name!r}: Axis.TENSOR}}), or None"
+                f"{path}: found the logical name {name!r}, expected one of "
+                f"{', '.join(sorted(logical_axis_rules.mesh_axes))}, {LAYERS}. Give it a mesh axis, or None: "
+                f"LogicalAxisRules(mesh_axes={{**AXIS_BY_LOGICAL_NAME, {name!r}: Axis.TENSOR}})"
             )
     return names + (None,) * (len(shape) - len(names))
 
@@ -96,7 +98,7 @@ def name_dims(
 def get_max_shards(
     names: LogicalNames, shape: tuple[int, ...], logical_axis_rules: LogicalAxisRules
 ) -> tuple[int, ...]:
-    """Gives into how many pieces each dim may be cut at most; divides the dim."""
+    """Return the most shards of each dim, a divisor of its size."""
     return tuple(
         math.gcd(size, logical_axis_rules.max_shards.get(name or "", size))
         for name, size in zip(names, shape, strict=True)

@@ -115,13 +115,13 @@ REFUSED = {
     ),
     "another model rematerialised": (
         lambda: {
-            "rematerialised": lambda key: {"up": jnp.zeros((16, 24))},
+            "remat_model": lambda key: {"up": jnp.zeros((16, 24))},
             "loss": lambda p, x: (x @ p["up"]).sum(),
         },
-        r"rematerialised: found other parameters than the model's, first down of shape \(24, 16\)",
+        r"remat_model: found other parameters than the model's, first down of shape \(24, 16\)",
     ),
     "a name that no axis cuts": (
-        lambda: {"naming": LogicalAxisRules(names_by_path=[("up", ("embed", "hidden"))])},
+        lambda: {"logical_axis_rules": LogicalAxisRules(names_by_path=[("up", ("embed", "hidden"))])},
         "up: found the logical name 'hidden'",
     ),
 }
