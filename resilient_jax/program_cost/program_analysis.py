@@ -73,7 +73,7 @@ def analyze_program(
         ...         names_by_path=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))]
         ...     ),
         ... )
-        >>> cost.parameters, cost.forward_flops.tensor
+        >>> cost.parameter_count, cost.forward_flops.tensor
         (32768, 65536.0)
     """
     logical_axis_rules = logical_axis_rules or LogicalAxisRules()

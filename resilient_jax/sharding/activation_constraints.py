@@ -137,35 +137,22 @@ def _propagate(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
     """Return the batch dims of an equation's results from those of its operands."""
     if all(dim is None for dim in dims):
         return (None,) * len(equation.outvars)
-    shapes = [_shape(atom) for atom in equation.invars]
-    result_shapes = [_shape(var) for var in equation.outvars]
-    params = equation.params
-    match equation.primitive.name:
-        case "dot_general":
-            return (_propagate_product(params["dimension_numbers"], dims, [len(shape) for shape in shapes]),)
-        case "transpose":
-            return (params["permutation"].index(dims[0]),)
-        case "broadcast_in_dim":
-            return (params["broadcast_dimensions"][dims[0]] if dims[0] is not None else None,)
-        case name if name.startswith("reduce_") or name in ("argmax", "argmin"):
-            axes = params.get("axes", ())
-            return tuple(_remove_dims(dim, axes) for dim in dims)[: len(result_shapes)]
-        case "reshape":
-            return (_propagate_reshape(shapes[0], result_shapes[0], dims[0]),)
-        case "squeeze":
-            return (_remove_dims(dims[0], params["dimensions"]),)
-        case name if name.startswith("scatter"):
-            return (dims[0],)
-        case "gather":
-            return (_propagate_gather(params["dimension_numbers"], dims),)
-        case "scan":
-            ends = propagate_batch_dims(get_body(equation).jaxpr, _propagate_into_body(equation, dims))
-            carries = get_scan_arity(equation).carries
-            return (*ends[:carries], *(None if dim is None else dim + 1 for dim in ends[carries:]))
-        case name if name in ENTERED_PRIMITIVES:
-            return propagate_batch_dims(get_body(equation).jaxpr, dims)
-        case _:
-            return tuple(_propagate_elementwise(shapes, dims, shape) for shape in result_shapes)
+    name = equation.primitive.name
+    if name.startswith("reduce_"):
+        return _propagate_reduction(equation, dims)
+    if name.startswith("scatter"):
+        return (dims[0],)
+    return _RULES.get(name, _propagate_elementwise)(equation, dims)
+
+
+def _propagate_scan(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    ends = propagate_batch_dims(get_body(equation).jaxpr, _propagate_into_body(equation, dims))
+    carries = get_scan_arity(equation).carries
+    return (*ends[:carries], *(None if dim is None else dim + 1 for dim in ends[carries:]))
+
+
+def _propagate_call(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    return propagate_batch_dims(get_body(equation).jaxpr, dims)
 
 
 def _propagate_into_body(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
@@ -185,6 +172,73 @@ def _propagate_into_body(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
     return (*dims[:consts], *carried, *scanned)
 
 
+def _propagate_product(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    """The result has the product's own batch dims first, then the free dims of the left operand, then of the right."""
+    contracted, batched = equation.params["dimension_numbers"]
+    before = len(batched[0])
+    for side in (0, 1):
+        dim = dims[side]
+        if dim is not None and dim in batched[side]:
+            return (list(batched[side]).index(dim),)
+        rank = len(_shape(equation.invars[side]))
+        free = [d for d in range(rank) if d not in contracted[side] and d not in batched[side]]
+        if dim in free:
+            return (before + free.index(dim),)
+        before += len(free)
+    return (None,)
+
+
+def _propagate_transpose(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    return (equation.params["permutation"].index(dims[0]),)
+
+
+def _propagate_broadcast(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    return (None if dims[0] is None else equation.params["broadcast_dimensions"][dims[0]],)
+
+
+def _propagate_reduction(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    axes = equation.params.get("axes", ())
+    return tuple(_remove_dims(dim, axes) for dim in dims)[: len(equation.outvars)]
+
+
+def _propagate_squeeze(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    return (_remove_dims(dims[0], equation.params["dimensions"]),)
+
+
+def _propagate_reshape(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    """The batch dim remains if a dim of the same size has as many elements to its left."""
+    if (dim := dims[0]) is None:
+        return (None,)
+    before, after = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    left = math.prod(before[:dim])
+    places = (
+        place for place, size in enumerate(after) if size == before[dim] and math.prod(after[:place]) == left
+    )
+    return (next(places, None),)
+
+
+def _propagate_gather(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    """The batch dim of the indices is among the result's dims that are no offsets."""
+    if len(dims) < 2 or dims[1] is None:
+        return (None,)
+    offsets = equation.params["dimension_numbers"].offset_dims
+    others = [dim for dim in range(dims[1] + 1 + len(offsets)) if dim not in offsets]
+    return (others[dims[1]],)
+
+
+def _propagate_elementwise(equation: core.JaxprEqn, dims: BatchDims) -> BatchDims:
+    """Any other primitive: elementwise, or on other dims only (slices, sorts, concatenations)."""
+
+    def find_dim(result_shape: tuple[int, ...]) -> int | None:
+        for atom, dim in zip(equation.invars, dims, strict=True):
+            shape = _shape(atom)
+            if dim is not None and len(shape) == len(result_shape) and shape[dim] == result_shape[dim]:
+                return dim
+        return None
+
+    return tuple(find_dim(_shape(var)) for var in equation.outvars)
+
+
 def _shape(atom: Any) -> tuple[int, ...]:  # noqa: ANN401 - a variable or a literal
     return atom.aval.shape
 
@@ -193,46 +247,16 @@ def _remove_dims(dim: int | None, removed: Sequence[int]) -> int | None:
     return None if dim is None or dim in removed else dim - sum(other < dim for other in removed)
 
 
-def _propagate_product(dimension_numbers: Any, dims: BatchDims, ranks: Sequence[int]) -> int | None:  # noqa: ANN401 - JAX's tuples
-    """`dot_general`: its result has the dot's batch dims first, then the free dims of the left, then of the right."""
-    contracted, batched = dimension_numbers
-    before = len(batched[0])
-    for side in (0, 1):
-        dim = dims[side]
-        if dim is not None and dim in batched[side]:
-            return list(batched[side]).index(dim)
-        free = [d for d in range(ranks[side]) if d not in contracted[side] and d not in batched[side]]
-        if dim in free:
-            return before + free.index(dim)
-        before += len(free)
-    return None
-
-
-def _propagate_gather(dimension_numbers: Any, dims: BatchDims) -> int | None:  # noqa: ANN401 - JAX's record
-    """`gather`: the batch dim of the indices is among the result's dims that are no offsets."""
-    if len(dims) < 2 or dims[1] is None:
-        return None
-    rank = dims[1] + 1 + len(dimension_numbers.offset_dims)
-    others = [dim for dim in range(rank) if dim not in dimension_numbers.offset_dims]
-    return others[dims[1]]
-
-
-def _propagate_reshape(before: Sequence[int], after: Sequence[int], dim: int | None) -> int | None:
-    """`reshape`: the dim remains if a dim of the same size has as many elements to its left."""
-    if dim is None:
-        return None
-    left = math.prod(before[:dim])
-    for place, size in enumerate(after):
-        if size == before[dim] and math.prod(after[:place]) == left:
-            return place
-    return None
-
-
-def _propagate_elementwise(
-    shapes: Sequence[Sequence[int]], dims: BatchDims, result_shape: Sequence[int]
-) -> int | None:
-    """Any other primitive: elementwise, or on other dims only (slices, sorts, concatenations)."""
-    for shape, dim in zip(shapes, dims, strict=True):
-        if dim is not None and len(shape) == len(result_shape) and shape[dim] == result_shape[dim]:
-            return dim
-    return None
+_RULES: Final[dict[str, Callable[[core.JaxprEqn, BatchDims], BatchDims]]] = {
+    **dict.fromkeys(ENTERED_PRIMITIVES, _propagate_call),
+    "scan": _propagate_scan,
+    "dot_general": _propagate_product,
+    "transpose": _propagate_transpose,
+    "broadcast_in_dim": _propagate_broadcast,
+    "argmax": _propagate_reduction,
+    "argmin": _propagate_reduction,
+    "squeeze": _propagate_squeeze,
+    "reshape": _propagate_reshape,
+    "gather": _propagate_gather,
+}
+"""How primitives move the batch dim; `_propagate_elementwise` is for all others."""
