@@ -82,7 +82,9 @@ def analyze_program(
     traced = trace_program(program, parameters, logical_axis_rules)
     remat = _trace_remat(remat_model, loss_fn, program, parameters, logical_axis_rules)
     measured = measure_cost(program)
-    tensors = make_state_tensors(parameters, traced.uses, _list_others(program, optimizer), logical_axis_rules)
+    tensors = make_state_tensors(
+        parameters, traced.uses, _list_others(program, optimizer), logical_axis_rules
+    )
     return ProgramCost(
         name=name,
         source=_describe_source(program),
