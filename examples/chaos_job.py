@@ -3,7 +3,7 @@
     resilient-jax chaos configs/chaos/process.toml -- examples/chaos_job.py
     resilient-jax chaos configs/chaos/snapshots.toml -- examples/chaos_job.py --state sharded
 
-It trains until the file that RESILIENT_JAX_CHAOS_END names says at which step to stop; without one for `--steps`.
+It trains until the file that RESILIENT_JAX_CHAOS_STOP_STEP names says at which step to stop; without one for `--steps`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from resilient_jax.step.resharding import replicate_tree, shard_tree
 
 SIZE, MICROBATCHES, UNIT, ROWS = 48, 12, 2, 8
 RATE, DECAY, TINY = 0.01, 0.9, 1e-8
-END_VARIABLE = "RESILIENT_JAX_CHAOS_END"
+STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 NEVER = 10**9
 
 Arrays = dict[str, jax.Array]
@@ -34,7 +34,7 @@ Total = tuple[jax.Array, Arrays]
 
 def read_end(default: int) -> int:
     """The step at which to stop. Written whole and well ahead, so that all hosts stop at the same."""
-    path = os.environ.get(END_VARIABLE)
+    path = os.environ.get(STOP_STEP_VARIABLE)
     if path is None:
         return default
     try:

@@ -1,62 +1,50 @@
-"""A running job as a campaign sees it: its records, its events, its ledgers; and waits that are bounded."""
+"""A running job as a campaign sees it: what does not happen in time violates an invariant."""
 
 import time
 from collections.abc import Callable
 
-from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.invariants import Invariant, Violation
 from resilient_jax.chaos.log_tail import LogTail
 from resilient_jax.chaos.manifest import Trigger
+from resilient_jax.chaos.observed_job import JobEnded, JobTimeout, ObservedJob
 from resilient_jax.chaos.targets import newest_step
 from resilient_jax.cluster.job_report import JobReport
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import Event
 from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry
 
-POLL_INTERVAL_S = 0.1
-"""A look costs the store and this process 9 ms of processor time, which the job needs itself."""
-
 
 class InvariantBroken(Exception):
-    """The job is not as it must be, so the campaign ends here."""
+    """The job violates invariants, so the campaign ends here."""
 
     def __init__(self, *violations: Violation) -> None:
         super().__init__("; ".join(map(str, violations)))
         self.violations = violations
 
 
-class JobEnded(Exception):
-    """The job's process has ended."""
-
-
 class JobMonitor:
-    """What is known of the job.
+    """The waits of a campaign, and the ledger of its job.
 
     Attributes:
-        step: so many steps are done, as far as the store knew at the last look.
+        step: the number of finished steps, as far as the store knew when it was last read.
     """
 
-    def __init__(
-        self, job: LocalJob, events: LogTail[Event], ledger: LogTail[LedgerEntry], lifetimes: ActiveFaults
-    ) -> None:
-        self.job = job
-        self.events = events
+    def __init__(self, job: ObservedJob, ledger: LogTail[LedgerEntry]) -> None:
         self.step = 0
+        self._job = job
         self._ledger = ledger
-        self._lifetimes = lifetimes
 
     def poll(self) -> JobReport | None:
-        """The store's records; None while it does not answer.
+        """Return the store's records; None while the store does not answer.
 
         Raises:
-            Ended: the job has.
+            JobEnded: the job has ended.
         """
-        if self.job.process.poll() is not None:
-            raise JobEnded
-        self._look_at_events()
-        report = self.job.read_report()
+        if self._job.exit_code() is not None:
+            raise JobEnded("the job has ended")
+        self._job.poll_events()
+        report = self._job.read_report()
         if report is not None:
-            self.step = max(self.step, newest_step(report))
+            self._observe_step(report)
         return report
 
     def wait_report(
@@ -66,66 +54,59 @@ class JobMonitor:
         timeout_s: float,
         invariant: Invariant = Invariant.RECOVERY,
     ) -> JobReport:
-        """Waits until `holds` of the store's records.
+        """Wait until `holds` is true of the store's records, and return them.
 
         Raises:
-            Broken: not within `deadline_s`: the invariant is violated.
-            Ended: the job has.
+            InvariantBroken: not within `timeout_s`, which violates `invariant`.
+            JobEnded: the job ended before.
         """
-        end_s = time.monotonic() + timeout_s
-        while True:
-            report = self.poll()
-            if report is not None and holds(report):
-                return report
-            if time.monotonic() > end_s:
-                raise InvariantBroken(
-                    Violation(
-                        invariant=invariant, description=f"{what} did not happen within {timeout_s:g} s"
-                    )
-                )
-            time.sleep(POLL_INTERVAL_S)
+
+        def holds_now(report: JobReport) -> bool:
+            self._observe_step(report)
+            return holds(report)
+
+        try:
+            return self._job.wait_report(what, holds_now, timeout_s)
+        except JobTimeout:
+            description = f"{what} did not happen within {timeout_s:g} s"
+            raise InvariantBroken(Violation(invariant=invariant, description=description)) from None
 
     def try_wait(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether it holds within that time.
+        """Return whether `holds` becomes true within `timeout_s`.
 
         Raises:
-            Ended: the job has.
+            JobEnded: the job ended before.
         """
-        end_s = time.monotonic() + timeout_s
-        while not holds():
-            if self.job.process.poll() is not None:
-                raise JobEnded
-            if time.monotonic() > end_s:
-                return False
-            self._look_at_events()
-            time.sleep(POLL_INTERVAL_S / 10)
-        return True
+        try:
+            return self._job.wait_for("it", lambda: holds() or None, timeout_s)
+        except JobTimeout:
+            return False
 
-    def try_wait_event(self, at: Trigger, timeout_s: float) -> bool:
-        """Whether an event as the trigger has it comes from now on within that time."""
-        self._look_at_events()
-        known = len(self.events.records)
+    def try_wait_event(self, trigger: Trigger, timeout_s: float) -> bool:
+        """Return whether an event of the trigger's kind and detail comes within `timeout_s` from now.
 
-        def has_come() -> bool:
-            self._look_at_events()
-            return any(_fits(event, at) for event in self.events.records[known:])
-
-        return self.try_wait(has_come, timeout_s)
-
-    def _look_at_events(self) -> None:
-        """Each event is new once only: whoever looks also ends the faults that last until it."""
-        self._lifetimes.observe_events(self.events.poll())
+        Raises:
+            JobEnded: the job ended before.
+        """
+        self._job.poll_events()
+        events = self._job.events.records
+        known = len(events)
+        return self.try_wait(lambda: any(_matches(event, trigger) for event in events[known:]), timeout_s)
 
     def read_ledger(self) -> list[LedgerEntry]:
-        """All lines, without the few that may lack a line of another process which belongs to them."""
+        """Return all entries but the newest, which may belong to an entry that another process has yet to write."""
         until_s = time.monotonic()
         self._ledger.poll()
         return [
-            line
-            for line in self._ledger.records
-            if isinstance(line, MicrobatchEntry) or line.monotonic_s < until_s
+            entry
+            for entry in self._ledger.records
+            if isinstance(entry, MicrobatchEntry) or entry.monotonic_s < until_s
         ]
 
+    def _observe_step(self, report: JobReport) -> None:
+        self.step = max(self.step, newest_step(report))
 
-def _fits(event: Event, at: Trigger) -> bool:
-    return event.kind == at.event and all(str(event.detail.get(k)) == v for k, v in at.detail.items())
+
+def _matches(event: Event, trigger: Trigger) -> bool:
+    has_detail = all(str(event.detail.get(name)) == value for name, value in trigger.detail.items())
+    return event.kind == trigger.event and has_detail

@@ -1,43 +1,65 @@
-"""What a job leaves behind on its machine, and what its long-lived processes hold meanwhile."""
+"""What a job leaves behind on its machine, and what its long-lived processes use meanwhile."""
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
+from resilient_jax.chaos.invariants import Invariant, Violation
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.chaos.resource_growth import ProcessSample
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
 from resilient_jax.cluster.run_directory import CONTACT_FILE
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_WORDS = ("resilient", "gloo", "jax")
-"""In the names of segments that a job might make. Its own have none; other programs run here, too."""
+"""In the names of segments that a job might make. Ours make none; other programs run on the machine, too."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+CLEANUP_TIMEOUT_S = 15.0
+"""For the kernel to take away what has been killed."""
+CLEANUP_POLL_S = 0.1
 
 
 def list_shared_segments() -> frozenset[str]:
-    """What a job may have left in shared memory."""
+    """Return the shared memory segments that may be a job's."""
     with contextlib.suppress(OSError):
-        return frozenset(
-            name for name in os.listdir(SHARED_MEMORY) if any(word in name for word in SEGMENT_WORDS)
-        )
+        names = os.listdir(SHARED_MEMORY)
+        return frozenset(name for name in names if any(word in name for word in SEGMENT_WORDS))
     return frozenset()
 
 
-def list_leftover_files(run_directory: Path) -> list[str]:
-    """Files in a run folder that only a running job has."""
-    names = [CONTACT_FILE, *(path.name for path in run_directory.glob(".writable-*"))]
-    return [name for name in names if (run_directory / name).exists()]
+def check_leftovers(job: LocalJob, segments: frozenset[str]) -> list[Violation]:
+    """Return a violation for each thing that is still left of an ended job after `CLEANUP_TIMEOUT_S`.
+
+    Args:
+        job: has ended.
+        segments: the shared memory from before the job.
+    """
+    deadline_s = time.monotonic() + CLEANUP_TIMEOUT_S
+    while (found := _list_leftovers(job, segments)) and time.monotonic() < deadline_s:
+        time.sleep(CLEANUP_POLL_S)
+    return [Violation(invariant=Invariant.NO_LEFTOVERS, description=text) for text in found]
+
+
+def _list_leftovers(job: LocalJob, segments: frozenset[str]) -> list[str]:
+    names = [CONTACT_FILE, *(path.name for path in job.run_directory.glob(".writable-*"))]
+    return [
+        *(f"process {pid}" for pid in job.find_processes()),
+        *(f"shared memory {name}" for name in list_shared_segments() - segments),
+        *(f"{name} in the run folder" for name in names if (job.run_directory / name).exists()),
+    ]
 
 
 class ProcessIdentity(NamedTuple):
-    """A process: numbers are used again, on a busy machine within minutes."""
+    """A process, told from a later one with the same pid: a busy machine reuses pids within minutes."""
 
     pid: int
     start_ticks: int
 
 
 def identify_process(pid: int) -> ProcessIdentity | None:
-    """The process that has this number now; None if it is gone, or only waits for its parent to note its end."""
+    """Return the process that has this pid now; None if it is gone, or a zombie that its parent has not reaped."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if stat[0] not in ("Z", "X"):
@@ -45,8 +67,20 @@ def identify_process(pid: int) -> ProcessIdentity | None:
     return None
 
 
-def sample_process(pid: int, name: str) -> ProcessSample | None:
-    """What a process holds now; None if it is gone."""
+def sample_job(report: JobReport, launcher_pid: int) -> list[ProcessSample]:
+    """Sample the long-lived processes: the launcher, and the agent and the snapshot server of each host."""
+    named = [(launcher_pid, "launcher")]
+    for host in (status.host for status in report.hosts):
+        agent = "leading agent" if host == report.leader else "agent"
+        for component, name in (
+            (JobComponent.AGENT, agent),
+            (JobComponent.SNAPSHOT_SERVER, "snapshot server"),
+        ):
+            named += [(pid, f"{name} of {host}") for pid in find_pids(report, component, host)]
+    return [found for pid, name in named if (found := _sample_process(pid, name)) is not None]
+
+
+def _sample_process(pid: int, name: str) -> ProcessSample | None:
     with contextlib.suppress(OSError, IndexError, ValueError):
         if (found := identify_process(pid)) is not None:
             return ProcessSample(

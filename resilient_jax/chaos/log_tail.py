@@ -1,4 +1,4 @@
-"""Reads what a running job writes, once: events and ledgers, from where the last look ended."""
+"""Incremental readers of what a running job writes: its event logs and its ledgers."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class LogTail(Generic[T]):
-    """The lines of all files of a pattern, decoded. A line that is torn or no record is left out.
+    """The decoded lines of all files that match a pattern; lines that are torn or no record are left out.
 
     Attributes:
-        records: all so far, each file's in its order.
+        records: all records read so far; those of one file are in its order.
     """
 
     def __init__(self, directory: Path, pattern: str, decode: Callable[[bytes], T]) -> None:
@@ -28,15 +28,15 @@ class LogTail(Generic[T]):
         self.records: list[T] = []
 
     def poll(self) -> list[T]:
-        """Those that have come since the last look."""
+        """Return the records that were written since the last call."""
         new: list[T] = []
         for path in sorted(self._directory.glob(self._pattern)):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            for line in whole.split(b"\n")[:-1]:
+            complete = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(complete)
+            for line in complete.split(b"\n")[:-1]:
                 with contextlib.suppress(msgspec.DecodeError):
                     new.append(self._decode(line))
         self.records += new
@@ -44,10 +44,10 @@ class LogTail(Generic[T]):
 
 
 def tail_events(directory: Path) -> LogTail[Event]:
-    """Of all hosts that write into a run folder."""
+    """Return a reader of the event logs of all hosts in a run folder."""
     return LogTail(directory, "*.events.jsonl", msgspec.json.Decoder(Event).decode)
 
 
 def tail_ledger(directory: Path) -> LogTail[LedgerEntry]:
-    """Of all workers."""
+    """Return a reader of the ledgers of all workers."""
     return LogTail(directory, "*.jsonl", ENTRY_DECODER.decode)

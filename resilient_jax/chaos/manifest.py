@@ -107,7 +107,7 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The job that the script is run as.
 
     Attributes:
-        steps: that the script trains; 0: until the tool says so, in the file that RESILIENT_JAX_CHAOS_END names.
+        steps: that the script trains; 0: until the tool says so, in the file that RESILIENT_JAX_CHAOS_STOP_STEP names.
         network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
         disk_mib: of a disk of its own for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.

@@ -12,7 +12,7 @@ from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
 
-STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_END"
+STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
 """Environment variable with the file that says at which step a script without a fixed length stops."""
 RUN_TIMEOUT_S = 1800.0
 

@@ -98,8 +98,8 @@ def chaos(
     The job's steps are compared, bit for bit, with those of the same script on this machine alone. A violation prints
     the last events of all hosts and the manifest to replay it, and exits with 89.
 
-    So the script has to stop where the tool says: at the number of the step in the file that the environment variable
-    RESILIENT_JAX_CHAOS_END names (see examples/chaos_job.py); or of itself after `job.steps` (or --steps) of them.
+    So the script has to stop at a given step: the one in the file that the environment variable
+    RESILIENT_JAX_CHAOS_STOP_STEP names (see examples/chaos_job.py); or always after `job.steps` (or --steps) steps.
 
     Ctrl-C, SIGTERM and SIGHUP end the job and take away what the campaign has set up; exit code 128 and the signal's
     number.

@@ -69,7 +69,7 @@ def launch(
         Path | None,
         typer.Option(
             help="TOML that says where each host runs: `store_host`, and for each host a table in `sites` with "
-            "`address` and `prefix`."
+            "`address` and `command_prefix`."
         ),
     ] = None,
     host_restart_limit: Annotated[

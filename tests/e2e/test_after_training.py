@@ -10,12 +10,12 @@ import pytest
 from agents import TOKEN, HandStartedAgent, free_port, wait_until
 from tiny_job import newest_step, read_logs
 
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster import worker_supervisor
 from resilient_jax.cluster.agent import Agent
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.job_report import JobComponent, JobReport
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.config import JobConfig
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName, JobName

@@ -15,10 +15,10 @@ from agents import COMMAND, TOKEN, HandStartedAgent, free_port, run_command, ser
 from launched import JOBS, run_launch
 from tiny_job import ONE_DEVICE, TinyJob
 
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cli.options import read_versions
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.launcher import TOKEN_VARIABLE
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.ids import HostName, JobName
 from resilient_jax.protocol.records import HostStatus, JobRecord
 from resilient_jax.protocol.store_keys import make_host_key, make_job_key
@@ -85,7 +85,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["--config", "every.toml", IDLE],
-            "every.toml: key 'snapshot_interval_steps': found 0 (int), expected an integer >= 1 and <= 1_000_000",
+            "every.toml: key 'snapshot_interval_steps': found 0 (int), expected an integer >= 1 and <= 1_000_000 "
+            "or one of",
         ),
         (
             ["--run-dir", "broken.py/run", IDLE],

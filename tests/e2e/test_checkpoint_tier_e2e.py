@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tiny_job import CONFIG
 
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, find_pids
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint

@@ -9,8 +9,8 @@ import pytest
 from sharded_job import ShardedJob
 from tiny_job import CONFIG, RECOVERY_S, is_training
 
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint
 from resilient_jax.protocol.records import GenerationPhase

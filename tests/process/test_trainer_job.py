@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import ExitCode
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint, FailPointOrder, HangAction
@@ -88,7 +88,7 @@ def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_co
     config = CONFIG + "collective_timeout_s = 4.0\nquiesce_deadline_s = 2.0\n"
     with launch(tmp_path, hosts=2, config=config) as job:
         hang = HangAction(duration_s=DEADLINE_S)
-        job.set_order(
+        job.failpoints.set_order(
             FailPointOrder(
                 failpoint=FailPoint.BEFORE_REDUCE, step=6, hosts=("host-1",), action=hang, name="hang"
             )

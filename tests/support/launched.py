@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from resilient_jax.cluster.local_job import LocalJob
+from resilient_jax.chaos.local_job import LocalJob
 
 JOBS = Path(__file__).parent.parent / "e2e" / "jobs"
 END_S = 120.0

@@ -8,18 +8,19 @@ from typing import cast
 
 import pytest
 
-from resilient_jax.chaos import campaign as campaign_module
-from resilient_jax.chaos import job_monitor as watch_module
+from resilient_jax.chaos import leaks
 from resilient_jax.chaos.active_faults import ActiveFaults
 from resilient_jax.chaos.campaign import Campaign, CampaignResult
 from resilient_jax.chaos.injection import FaultEnvironment
 from resilient_jax.chaos.invariants import Invariant
 from resilient_jax.chaos.job_monitor import JobMonitor
-from resilient_jax.chaos.log_tail import tail_events, tail_ledger
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.log_tail import tail_ledger
 from resilient_jax.chaos.manifest import CampaignManifest, ChaosJob, ExpectedExit, Trigger
+from resilient_jax.chaos.observed_job import JobEnded, JobTimeout, ObservedJob
+from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.chaos.reference_run import ReferenceRun
 from resilient_jax.cluster.job_report import JobReport
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation, ProcessIndex
 from resilient_jax.protocol.records import (
@@ -57,26 +58,31 @@ def trained(step: int) -> JobReport:
     return JobReport(job="job", generation=generation, leader=HOST, hosts=(status,))
 
 
-class FakeJob:
-    """Trains a step at each look, and ends after `steps` of them, or at last when nobody should look any more."""
+class FakeJob(ObservedJob):
+    """A job that finishes a step at each report, and ends after `steps` steps, or at last after `LONG_S`."""
 
-    def __init__(self, run_directory: Path, steps: int, code: int) -> None:
-        self.run_directory = run_directory
-        self.process = SimpleNamespace(poll=self._poll, returncode=code)
-        self.launcher_pid = 0
+    def __init__(
+        self, run_directory: Path, steps: int, code: int, active_faults: ActiveFaults | None = None
+    ) -> None:
+        active_faults = active_faults or ActiveFaults()
+        super().__init__(run_directory, on_events=active_faults.observe_events, report_interval_s=0.0)
+        self.process = SimpleNamespace(pid=0)
         self._steps = steps
+        self._code = code
         self._done = 0
         self._end_s = time.monotonic() + LONG_S
 
-    def _poll(self) -> int | None:
+    def exit_code(self) -> int | None:
         is_over = self._done >= self._steps or time.monotonic() > self._end_s
-        return self.process.returncode if is_over else None
+        return self._code if is_over else None
 
-    def read_report(self) -> JobReport:
+    def read_report(self) -> JobReport | None:
+        if self.exit_code() is not None:
+            return None
         self._done += 1
         return trained(self._done)
 
-    def read_tail(self, lines: int) -> str:
+    def read_tail(self, lines: int = 60) -> str:
         return ""
 
     def find_processes(self) -> list[int]:
@@ -84,26 +90,27 @@ class FakeJob:
 
 
 class FakeReference:
-    """Of a script that has no ledger."""
+    """The reference run of a script that has no ledger."""
 
     def extend_to(self, steps: int) -> dict[int, object]:
         return {}
 
 
 @pytest.fixture(autouse=True)
-def alone_and_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(campaign_module, "list_shared_segments", frozenset)
+def no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leaks, "SHARED_MEMORY", tmp_path / "none")
 
 
-def live(manifest: CampaignManifest, folder: Path, *, steps: int, code: int) -> CampaignResult:
-    """What a campaign finds about a job that ends after `steps` with exit code `code`."""
-    job = cast(LocalJob, FakeJob(folder, steps, code))
-    lifetimes = ActiveFaults()
-    watch = JobMonitor(job, tail_events(folder), tail_ledger(folder / "ledger"), lifetimes)
-    around = FaultEnvironment(network=None, disk=None, checkpoint_root=folder)
+def run_campaign(manifest: CampaignManifest, folder: Path, *, steps: int, code: int) -> CampaignResult:
+    """The result of a campaign against a job that ends after `steps` with exit code `code`."""
+    active_faults = ActiveFaults()
+    job = cast(LocalJob, FakeJob(folder, steps, code, active_faults))
+    environment = FaultEnvironment(network=None, disk=None, checkpoint_root=folder)
     reference = cast(ReferenceRun, FakeReference())
-    return Campaign(manifest, watch, lifetimes, reference, around, folder / "end", lambda text: None).run()
+    ledger = tail_ledger(folder / "ledger")
+    return Campaign(
+        manifest, job, ledger, active_faults, reference, environment, folder / "stop", lambda text: None
+    ).run()
 
 
 def one_host(*, steps: int = 0, exit_code: int = 0) -> CampaignManifest:
@@ -117,44 +124,42 @@ def found_by(findings: CampaignResult) -> list[tuple[Invariant, str]]:
 
 
 def test_a_job_that_ends_well_before_it_was_told_to_is_found(tmp_path: Path) -> None:
-    found = found_by(live(one_host(), tmp_path, steps=1, code=0))
-    assert found == [(Invariant.EXIT, "ended by itself at step 1 before it was told to")]
+    found = found_by(run_campaign(one_host(), tmp_path, steps=1, code=0))
+    assert found == [(Invariant.EXIT, "the job ended at step 1 before the campaign asked it to")]
 
 
 def test_a_job_that_survives_what_should_end_it_is_given_up(tmp_path: Path) -> None:
-    found = found_by(live(one_host(exit_code=85), tmp_path, steps=MANY, code=85))
+    found = found_by(run_campaign(one_host(exit_code=85), tmp_path, steps=MANY, code=85))
     assert found == [(Invariant.EXIT, f"the end of the job did not happen within {PATIENCE_S:g} s")]
 
 
 def test_a_job_that_fails_as_it_should_is_well(tmp_path: Path) -> None:
-    assert found_by(live(one_host(exit_code=85), tmp_path, steps=10, code=85)) == []
+    assert found_by(run_campaign(one_host(exit_code=85), tmp_path, steps=10, code=85)) == []
 
 
 @pytest.mark.parametrize("steps", [0, 10])
 def test_a_job_that_trains_on_beyond_its_last_step_is_given_up(steps: int, tmp_path: Path) -> None:
-    found = found_by(live(one_host(steps=steps), tmp_path, steps=MANY, code=0))
+    found = found_by(run_campaign(one_host(steps=steps), tmp_path, steps=MANY, code=0))
     assert [invariant for invariant, _ in found] == [Invariant.EXIT]
-    assert "trains on" in found[0][1]
+    assert "runs on" in found[0][1]
 
 
 LASTS_UNTIL = str(EventKind.GENERATION_PHASE)
 
 
-def wait_in_vain(folder: Path, lifetimes: ActiveFaults) -> None:
-    """For an event that does not come."""
-    watch = JobMonitor(
-        cast(LocalJob, FakeJob(folder, MANY, 0)), tail_events(folder), tail_ledger(folder), lifetimes
-    )
-    assert not watch.try_wait_event(Trigger(event=EventKind.WORLD_FORMED), PATIENCE_S)
+def wait_in_vain(folder: Path, active_faults: ActiveFaults) -> None:
+    """Wait for an event that does not come."""
+    monitor = JobMonitor(FakeJob(folder, MANY, 0, active_faults), tail_ledger(folder))
+    assert not monitor.try_wait_event(Trigger(event=EventKind.WORLD_FORMED), PATIENCE_S)
 
 
 def test_a_fault_ends_with_an_event_that_comes_just_before_another_one_is_waited_for(tmp_path: Path) -> None:
     ended: list[str] = []
-    lifetimes = ActiveFaults()
-    lifetimes.add(lambda: ended.append("it"), after_s=None, until=LASTS_UNTIL)
+    active_faults = ActiveFaults()
+    active_faults.add(lambda: ended.append("it"), after_s=None, until=LASTS_UNTIL)
     with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
         log.record(EventKind.GENERATION_PHASE)
-        wait_in_vain(tmp_path, lifetimes)
+        wait_in_vain(tmp_path, active_faults)
     assert ended == ["it"]
 
 
@@ -162,15 +167,34 @@ def test_a_fault_ends_with_an_event_that_comes_while_another_one_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
-    lifetimes = ActiveFaults()
+    active_faults = ActiveFaults()
     with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
 
-        def tell(_: float) -> None:
+        def record_event(_: float) -> None:
             if log.recent:
                 return
-            lifetimes.add(lambda: ended.append("it"), after_s=None, until=LASTS_UNTIL)
+            active_faults.add(lambda: ended.append("it"), after_s=None, until=LASTS_UNTIL)
             log.record(EventKind.GENERATION_PHASE)
 
-        monkeypatch.setattr(time, "sleep", tell)
-        wait_in_vain(tmp_path, lifetimes)
+        monkeypatch.setattr(time, "sleep", record_event)
+        wait_in_vain(tmp_path, active_faults)
     assert ended == ["it"]
+
+
+def test_a_wait_for_training_ends_after_so_many_steps_together(tmp_path: Path) -> None:
+    report = wait_training(FakeJob(tmp_path, MANY, 0), [HOST], num_steps=3, timeout_s=LONG_S)
+    assert report.hosts[0].step == 4
+
+
+def test_a_wait_ends_when_the_job_does_or_in_time(tmp_path: Path) -> None:
+    with pytest.raises(JobEnded, match="the job ended before step 5"):
+        FakeJob(tmp_path, 2, 0).wait_report("step 5", lambda report: report.hosts[0].step == 5)
+    with pytest.raises(JobTimeout, match=f"nothing did not happen within {PATIENCE_S:g} s"):
+        FakeJob(tmp_path, MANY, 0).wait_report("nothing", lambda report: False, PATIENCE_S)
+
+
+def test_what_came_just_before_the_end_of_a_job_is_found(tmp_path: Path) -> None:
+    with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
+        log.record(EventKind.JOB_FINISHED)
+    found = FakeJob(tmp_path, 0, 0).wait_event("its end", lambda event: event.kind is EventKind.JOB_FINISHED)
+    assert found.host == HOST

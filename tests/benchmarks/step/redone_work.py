@@ -25,8 +25,8 @@ from benchmarks.step.figures import (
     count_work,
     find_missing,
 )
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids
-from resilient_jax.cluster.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.protocol.failpoints import FailPoint
 

@@ -1,0 +1,163 @@
+"""Carries out the incidents of a manifest on a running job, and remembers what must be gone afterwards."""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+
+from resilient_jax.chaos.active_faults import ActiveFaults
+from resilient_jax.chaos.expected_events import IncidentRecord
+from resilient_jax.chaos.faults import (
+    ClockJump,
+    FullDisk,
+    ProcessExit,
+    ProcessKill,
+    ProcessStop,
+    UserException,
+)
+from resilient_jax.chaos.injection import FaultEnvironment, FaultUnsupported, get_worker_action, inject_fault
+from resilient_jax.chaos.job_monitor import JobMonitor
+from resilient_jax.chaos.leaks import ProcessIdentity, identify_process
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.manifest import CampaignManifest, Incident, TargetPart
+from resilient_jax.chaos.targets import find_service_host, find_target_pids, resolve_hosts
+from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
+
+FAILPOINT_TIMEOUT_S = 15.0
+"""For a worker to come to the failpoint of an incident: the worker may just have died itself."""
+
+
+class IncidentInjector:
+    """The incidents of one campaign.
+
+    Attributes:
+        stopped_hosts: hosts that were stopped for good: they are not expected to train again.
+        dead_processes: processes that must not be seen again.
+    """
+
+    def __init__(
+        self,
+        manifest: CampaignManifest,
+        job: LocalJob,
+        monitor: JobMonitor,
+        active_faults: ActiveFaults,
+        environment: FaultEnvironment,
+        log: Callable[[str], None],
+    ) -> None:
+        self.stopped_hosts: set[str] = set()
+        self.dead_processes: set[ProcessIdentity] = set()
+        self._job = job
+        self._monitor = monitor
+        self._active_faults = active_faults
+        self._environment = environment
+        self._log = log
+        self._recovery_timeout_s = manifest.recovery_timeout_s
+        self._hosts = tuple(f"host-{index}" for index in range(manifest.job.hosts))
+        self._rng = random.Random(manifest.seed)
+
+    def carry_out(self, index: int, incident: Incident) -> IncidentRecord:
+        """Do what an incident says, once the worker that it waits for is at the failpoint.
+
+        Raises:
+            InvariantBroken: the store does not answer.
+            JobEnded: the job ended before.
+        """
+        report = self._monitor.wait_report(
+            "the store's records", lambda report: True, self._recovery_timeout_s
+        )
+        hosts = self._find_hosts(incident, report)
+        if not hosts:
+            return IncidentRecord(
+                index=index, incident=incident, skip_reason="the target matches no host now"
+            )
+        record = IncidentRecord(index=index, incident=incident, hosts=hosts, started_s=time.monotonic())
+        if incident.trigger.failpoint is None:
+            return self._inject_from_outside(record, report)
+        try:
+            if (action := get_worker_action(incident.fault)) is not None:
+                self._order(record, hosts, action)
+                return self._await_worker(record, report)
+            host = incident.trigger.host
+            self._order(
+                record, resolve_hosts((host,), report) if host is not None else hosts[:1], HoldAction()
+            )
+            record = dataclasses.replace(record, started_s=time.monotonic())
+            return self._inject_from_outside(record, self._monitor.poll() or report)
+        finally:
+            self._job.failpoints.release(_order_name(record))
+
+    def _order(self, record: IncidentRecord, hosts: tuple[str, ...], action: FailPointAction) -> None:
+        """Order workers to hold or fail at the incident's failpoint, and wait until they have come there."""
+        trigger, name = record.incident.trigger, _order_name(record)
+        assert trigger.failpoint is not None, "asked by the caller"
+        step = trigger.step if trigger.step is not None else ANY_STEP
+        self._job.failpoints.set_order(
+            FailPointOrder(failpoint=trigger.failpoint, step=step, hosts=hosts, action=action, name=name)
+        )
+        timeout_s = FAILPOINT_TIMEOUT_S if trigger.step is None else self._recovery_timeout_s
+        if not self._monitor.try_wait(lambda: self._arrived(record) >= set(hosts), timeout_s):
+            missing = sorted(set(hosts) - self._arrived(record))
+            self._log(f"{', '.join(missing)} did not come to {trigger.failpoint} within {timeout_s:g} s")
+
+    def _arrived(self, record: IncidentRecord) -> frozenset[str]:
+        return self._job.failpoints.list_held_hosts(_order_name(record))
+
+    def _await_worker(self, record: IncidentRecord, report: JobReport) -> IncidentRecord:
+        """Complete the record of a fault that the worker makes itself; it is from the time of the order on.
+
+        `report` is from before the order: afterwards another process may have the dead one's place.
+        """
+        incident, arrived = record.incident, self._arrived(record)
+        if isinstance(incident.fault, ProcessExit | UserException):
+            pids = [pid for host in arrived for pid in find_target_pids(incident.target, host, report)]
+            self.dead_processes |= set(_identify(pids))
+        if not arrived:
+            return dataclasses.replace(record, skip_reason=f"no worker came to {incident.trigger.failpoint}")
+        return dataclasses.replace(record, hosts=tuple(sorted(arrived)))
+
+    def _inject_from_outside(self, record: IncidentRecord, report: JobReport) -> IncidentRecord:
+        incident, hosts = record.incident, record.hosts
+        fault, part = incident.fault, incident.target.part
+        processes = self._find_processes(incident, hosts, report)
+        needs_processes = part is not TargetPart.LINK and not isinstance(fault, FullDisk | ClockJump)
+        if needs_processes and not processes:
+            return dataclasses.replace(record, skip_reason=f"{', '.join(hosts)} runs no {part} now")
+        pids = tuple(process.pid for process in processes)
+        try:
+            done = inject_fault(fault, hosts, pids, self._environment, self._active_faults, self._rng)
+        except FaultUnsupported as unsupported:
+            return dataclasses.replace(record, skip_reason=str(unsupported))
+        self._log(done)
+        is_for_good = (
+            isinstance(fault, ProcessStop) and fault.duration_s is None and fault.until_event is None
+        )
+        if is_for_good and part in (TargetPart.AGENT, TargetPart.HOST):
+            self.stopped_hosts |= set(hosts)
+        elif is_for_good or isinstance(fault, ProcessKill):  # an agent kills a worker that stays stopped
+            self.dead_processes |= set(processes)
+        return record
+
+    def _find_hosts(self, incident: Incident, report: JobReport) -> tuple[str, ...]:
+        if incident.target.part is TargetPart.SERVICE and "leader" in incident.target.hosts:
+            found = find_service_host(report)
+            return (found,) if found is not None else ()
+        if incident.target.part is TargetPart.STORE:
+            return tuple(sorted(self._hosts))
+        return resolve_hosts(incident.target.hosts, report)
+
+    def _find_processes(
+        self, incident: Incident, hosts: tuple[str, ...], report: JobReport
+    ) -> tuple[ProcessIdentity, ...]:
+        """Return the processes that live: the store may not know yet of a death."""
+        if incident.target.part is TargetPart.STORE:
+            return _identify([self._job.process.pid])
+        return _identify([pid for host in hosts for pid in find_target_pids(incident.target, host, report)])
+
+
+def _order_name(record: IncidentRecord) -> str:
+    return f"incident-{record.index}"
+
+
+def _identify(pids: list[int]) -> tuple[ProcessIdentity, ...]:
+    return tuple(found for pid in pids if (found := identify_process(pid)) is not None)

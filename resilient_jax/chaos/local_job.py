@@ -1,0 +1,196 @@
+"""A job on this machine as a process of its own, which campaigns, the demo, benchmarks and tests watch and break."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from resilient_jax.chaos.invariants import describe_event
+from resilient_jax.chaos.observed_job import POLL_INTERVAL_S, JobTimeout, ObservedJob
+from resilient_jax.chaos.signals import send_signal
+from resilient_jax.cluster.child_process import bind_to_this_process
+from resilient_jax.cluster.job_report import JobComponent, JobReport, find_pids, read_job_report
+from resilient_jax.cluster.run_directory import read_contact
+from resilient_jax.errors import InternalError, ResilientJaxError
+from resilient_jax.events import Event
+from resilient_jax.protocol.failpoints import (
+    ANY_INDEX,
+    ANY_STEP,
+    FAILPOINTS_VARIABLE,
+    FailPoint,
+    FailPointController,
+)
+
+MARK_VARIABLE = "RESILIENT_JAX_LOCAL_JOB"
+"""Every process of the job inherits this variable: so what the job leaves behind can be found."""
+
+
+class LocalJob(ObservedJob):
+    """`resilient-jax launch` as a child process, with its components to kill and its workers to hold.
+
+    The end of the `with` block kills all processes of the job that are left.
+
+    Attributes:
+        process: the launcher, which serves the store and starts the agents.
+        failpoints: orders to workers.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        num_hosts: int,
+        run_directory: Path,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        on_events: Callable[[Sequence[Event]], None] = lambda events: None,
+        on_report: Callable[[JobReport], None] = lambda report: None,
+        report_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        """Start the job.
+
+        Args:
+            command: the script and its arguments.
+            num_hosts: of the job.
+            run_directory: for logs and events.
+            options: of `launch`.
+            environment: of the launcher; default: that of this process.
+            on_events, on_report, report_interval_s: see `ObservedJob`.
+        """
+        super().__init__(
+            run_directory, on_events=on_events, on_report=on_report, report_interval_s=report_interval_s
+        )
+        self.output_path = run_directory / "launch.out"
+        self._mark = uuid.uuid4().hex
+        run_directory.mkdir(parents=True, exist_ok=True)
+        self.failpoints = FailPointController(run_directory / "failpoints")
+        launch = [sys.executable, "-m", "resilient_jax.cli.main", "launch", "--hosts", str(num_hosts)]
+        launch += ["--run-dir", str(run_directory), *options, "--", *command]
+        with self.output_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                bind_to_this_process(launch),
+                env={
+                    **(environment or os.environ),
+                    MARK_VARIABLE: self._mark,
+                    FAILPOINTS_VARIABLE: str(self.failpoints.directory.absolute()),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        send_signal(self.find_processes(), signal.SIGKILL)
+
+    def exit_code(self) -> int | None:
+        """Return the launcher's exit code; None while it runs."""
+        return self.process.poll()
+
+    def read_report(self) -> JobReport | None:
+        """Return the store's records of the job; None while it starts, and when it is over."""
+        try:
+            return asyncio.run(read_job_report(read_contact(self.run_directory)))
+        except ResilientJaxError:
+            return None
+
+    def read_output(self) -> str:
+        """Return what `launch` has printed."""
+        return self.output_path.read_text(errors="replace")
+
+    def read_tail(self, lines: int = 60) -> str:
+        """Return the last lines that `launch` printed, and the last events."""
+        self.poll_events()  # unlike `read_events` also where a full disk has torn lines
+        newest = sorted(self.events.records, key=lambda event: event.monotonic_s)[-lines:]
+        printed = self.read_output().splitlines()[-lines:]
+        return "\n".join([*printed, *(f"{e.monotonic_s:.3f} {describe_event(e)}" for e in newest)])
+
+    def find_processes(self) -> list[int]:
+        """Return the pids of all living processes of the job, also of those whose parent is gone."""
+        mark = f"{MARK_VARIABLE}={self._mark}".encode()
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self, component: JobComponent, host: str, number: signal.Signals = signal.SIGKILL) -> float:
+        """Send a signal to a component of the job, and return the monotonic time just before.
+
+        Raises:
+            InternalError: the host does not run this component now.
+        """
+        report = self.read_report()
+        pids = list(find_pids(report, component, host)) if report is not None else []
+        if not pids:
+            raise InternalError(
+                f"{host} runs no {component} now, so it cannot be killed:\n{self.read_tail()}"
+            )
+        now_s = time.monotonic()
+        send_signal(pids, number)
+        return now_s
+
+    def hold(
+        self, failpoint: FailPoint, hosts: Sequence[str], step: int = ANY_STEP, index: int = ANY_INDEX
+    ) -> None:
+        """Order hosts to wait at a failpoint of `step` (with `index`: of that microbatch) until `release`."""
+        self.failpoints.hold(failpoint, hosts, step, index)
+
+    def wait_held(self, hosts: Sequence[str], timeout_s: float = 60.0) -> None:
+        """Wait until all of these hosts have come to the failpoint where they are held.
+
+        Raises:
+            JobTimeout: not within `timeout_s`; with the end of the job's output.
+            JobEnded: the job ended before.
+        """
+        what = f"the arrival of {', '.join(hosts)} at the failpoint"
+        self.wait_for(what, lambda: self.failpoints.list_held_hosts() >= set(hosts) or None, timeout_s)
+
+    def release(self) -> None:
+        """Let held hosts continue."""
+        self.failpoints.release()
+
+    @contextlib.contextmanager
+    def holding(
+        self, failpoint: FailPoint, hosts: Sequence[str], step: int = ANY_STEP, timeout_s: float = 60.0
+    ) -> Iterator[None]:
+        """Hold hosts at a failpoint during the `with` block, which begins when all of them have arrived.
+
+        Raises:
+            JobTimeout: they have not arrived within `timeout_s`.
+            JobEnded: the job ended before.
+        """
+        self.hold(failpoint, hosts, step)
+        try:
+            self.wait_held(hosts, timeout_s)
+            yield
+        finally:
+            self.release()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end of the job, and return its exit code.
+
+        Raises:
+            JobTimeout: it runs on after `timeout_s`; with the end of its output.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise JobTimeout(f"the job did not end within {timeout_s:g} s:\n{self.read_tail()}") from error

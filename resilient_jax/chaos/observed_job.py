@@ -1,0 +1,148 @@
+"""A running job seen from outside, and the one loop that waits for what happens to it.
+
+Each wait has a timeout and ends when the job ends: a campaign, the demo, a benchmark and a test never hang with a job.
+"""
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from resilient_jax.chaos.log_tail import tail_events
+from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.errors import InternalError
+from resilient_jax.events import Event
+from resilient_jax.telemetry.event_log import read_events
+
+T = TypeVar("T")
+
+POLL_INTERVAL_S = 0.02
+"""A poll of the store costs 9 ms of processor time, which the job itself needs: those that measure poll less often."""
+
+
+class JobTimeout(InternalError):
+    """What was waited for did not happen in time, while the job ran on."""
+
+
+class JobEnded(InternalError):
+    """The job ended before what was waited for happened."""
+
+
+class ObservedJob(abc.ABC):
+    """A job whose records, events and end can be waited for.
+
+    Attributes:
+        run_directory: the folder with the event logs.
+        events: a reader of the events so far; corrupt lines are left out of it.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        *,
+        on_events: Callable[[Sequence[Event]], None] = lambda events: None,
+        on_report: Callable[[JobReport], None] = lambda report: None,
+        report_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        """Observe the job of a run folder.
+
+        Args:
+            run_directory: the folder.
+            on_events: is called with each event once, during waits.
+            on_report: is called with the store's records whenever a wait has read them.
+            report_interval_s: between two polls of the store.
+        """
+        self.run_directory = run_directory
+        self.events = tail_events(run_directory)
+        self._on_events = on_events
+        self._on_report = on_report
+        self._report_interval_s = report_interval_s
+
+    @abc.abstractmethod
+    def exit_code(self) -> int | None:
+        """Return the exit code of the job; None while it runs."""
+
+    @abc.abstractmethod
+    def read_report(self) -> JobReport | None:
+        """Return the store's records of the job; None while it starts, and when it is over."""
+
+    @abc.abstractmethod
+    def read_tail(self, lines: int = 60) -> str:
+        """Return the end of the job's output and of its events, for error messages."""
+
+    def read_events(self) -> list[Event]:
+        """Return the events of all hosts in order of time.
+
+        Raises:
+            MessageError: a line of a log is not an event.
+        """
+        logs = self.run_directory.glob("*.events.jsonl")
+        return sorted((e for log in logs for e in read_events(log)), key=lambda event: event.monotonic_s)
+
+    def wait_for(
+        self,
+        what: str,
+        find: Callable[[], T | None],
+        timeout_s: float,
+        interval_s: float = POLL_INTERVAL_S,
+    ) -> T:
+        """Poll until `find` returns something, and return that.
+
+        Raises:
+            JobTimeout: nothing was found within `timeout_s`; with the end of the job's output.
+            JobEnded: the job ended before.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            has_ended = self.exit_code() is not None  # asked first: the job's last records are still found
+            self.poll_events()
+            found = find()
+            if found is not None:
+                return found
+            if has_ended:
+                raise JobEnded(f"the job ended before {what}:\n{self.read_tail()}")
+            if time.monotonic() > deadline_s:
+                raise JobTimeout(f"{what} did not happen within {timeout_s:g} s:\n{self.read_tail()}")
+            time.sleep(interval_s)
+
+    def poll_events(self) -> None:
+        """Pass new events to `on_events`."""
+        if new := self.events.poll():
+            self._on_events(new)
+
+    def wait_report(
+        self, what: str, holds: Callable[[JobReport], bool], timeout_s: float = 60.0
+    ) -> JobReport:
+        """Poll until `holds` is true of the store's records, and return them.
+
+        Raises:
+            JobTimeout: not within `timeout_s`; with the end of the job's output and the last records.
+            JobEnded: the job ended before.
+        """
+        newest: JobReport | None = None
+
+        def find() -> JobReport | None:
+            nonlocal newest
+            report = self.read_report()
+            if report is None:
+                return None
+            newest = report
+            self._on_report(report)
+            return report if holds(report) else None
+
+        try:
+            return self.wait_for(what, find, timeout_s, self._report_interval_s)
+        except JobTimeout as late:
+            raise JobTimeout(f"{late}\n{msgspec.json.format(msgspec.json.encode(newest)).decode()}") from None
+
+    def wait_event(self, what: str, holds: Callable[[Event], bool], timeout_s: float = 60.0) -> Event:
+        """Poll until an event of any host satisfies `holds`, and return the first such event.
+
+        Raises:
+            JobTimeout: not within `timeout_s`; with the end of the job's output.
+            JobEnded: the job ended before.
+        """
+        return self.wait_for(what, lambda: next(filter(holds, self.read_events()), None), timeout_s)

@@ -1,0 +1,72 @@
+"""The steps that every experiment repeats: wait for health, kill inside a collective, wait for the next step."""
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator
+
+from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.observed_job import ObservedJob
+from resilient_jax.chaos.targets import is_training, newest_step
+from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.telemetry.stall import Stall, measure_stall
+
+AHEAD_STEPS = 2
+"""A failpoint is ordered in a step that no host has begun yet: the store's records are a moment old."""
+COLLECTIVE_ENTRY_S = 0.3
+"""For the other hosts to enter the all-reduce once the late one is held before it."""
+
+
+def wait_training(job: ObservedJob, hosts: Collection[str], num_steps: int, timeout_s: float) -> JobReport:
+    """Wait until exactly these hosts train together, and then for `num_steps` more steps.
+
+    Args:
+        job: the running job.
+        hosts: the names of its members to be.
+        num_steps: to be finished together, so that what comes next starts from health.
+        timeout_s: for either wait.
+
+    Raises:
+        JobTimeout: not within `timeout_s`.
+        JobEnded: the job ended before.
+    """
+    what = f"training on {', '.join(sorted(hosts))}"
+    first = job.wait_report(what, lambda report: is_training(report, hosts), timeout_s)
+    goal = newest_step(first) + num_steps
+    return job.wait_report(f"step {goal}", lambda report: newest_step(report) >= goal, timeout_s)
+
+
+@contextlib.contextmanager
+def hold_collective(job: LocalJob, late_host: str, timeout_s: float = 60.0) -> Iterator[int]:
+    """Keep all other hosts waiting inside the all-reduce during the `with` block: a failure costs most there.
+
+    Args:
+        job: the running job; it trains.
+        late_host: is held just before its all-reduce.
+        timeout_s: for the store's records, and for the host to arrive.
+
+    Yields:
+        The step whose all-reduce is held.
+    """
+    report = job.wait_report("the store's records", lambda report: True, timeout_s)
+    step = newest_step(report) + AHEAD_STEPS
+    with job.holding(FailPoint.BEFORE_REDUCE, [late_host], step, timeout_s):
+        time.sleep(COLLECTIVE_ENTRY_S)
+        yield step
+
+
+def wait_stall(job: ObservedJob, fault_s: float, timeout_s: float) -> Stall:
+    """Wait until every member of the next generation has finished a step, and return the phases of the stall.
+
+    Args:
+        job: the running job.
+        fault_s: the monotonic time of the fault.
+        timeout_s: for training to resume.
+
+    Raises:
+        JobTimeout: training did not resume within `timeout_s`.
+        JobEnded: the job ended before.
+    """
+    return job.wait_for(
+        "a step after the fault", lambda: measure_stall(job.read_events(), fault_s), timeout_s
+    )

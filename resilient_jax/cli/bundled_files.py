@@ -1,0 +1,24 @@
+"""Example scripts, settings and topologies that commands use, found in a wheel as well as in a checkout."""
+
+import importlib.resources
+from pathlib import Path
+
+from resilient_jax.errors import InternalError
+
+
+def find_bundled_file(path: str) -> Path:
+    """Return a file below `examples`, `configs` or `meshes`.
+
+    A wheel has these folders inside the package (see `setup.py`), a checkout beside it. Either way they are
+    neighbors, so that paths between them such as `../meshes/local_4x2.toml` hold.
+
+    Raises:
+        InternalError: neither place has the file.
+    """
+    package = Path(str(importlib.resources.files("resilient_jax")))
+    for root in (package, package.parent):
+        if (root / path).is_file():
+            return root / path
+    raise InternalError(
+        f"{path}: found neither in {package} nor beside it, expected it in both wheel and checkout"
+    )
