@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.paths import IMPORT_PATHS
+from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobReport
-from resilient_jax.chaos.local_job import LocalJob
 from resilient_jax.errors import InternalError
 from resilient_jax.protocol.records import GenerationPhase
 

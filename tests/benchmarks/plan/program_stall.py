@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.paths import REPOSITORY
-from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import InternalError
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint

@@ -15,8 +15,8 @@ import msgspec
 from benchmarks.resilience.schedule import WARM_STEPS, ScheduledKill
 from benchmarks.resilience.timeline import InjectedKill, RunRecord, Timeline, read_timeline
 from benchmarks.runs import ERROR_CHARACTERS, script_environment
-from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import InternalError
 
 SHORT_HEARTBEAT_S: Final = 10

@@ -26,8 +26,8 @@ from benchmarks.runs import (
     run_undisturbed,
     wait_healthy,
 )
-from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.cluster.job_report import JobComponent
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
