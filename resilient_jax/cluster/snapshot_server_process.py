@@ -17,7 +17,7 @@ import msgspec
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 from resilient_jax.protocol.records import SnapshotServerStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.snapshot.messages import (
@@ -97,7 +97,7 @@ class SnapshotServerProcess:
         ours.setblocking(False)
         self._link = ours
         self._log.record(EventKind.SNAPSHOT_SERVER_STARTED, pid=self._child.pid)
-        deframer = Deframer()
+        deframer = FrameDecoder()
         asyncio.get_running_loop().add_reader(ours, self._read, ours, self._child, deframer)
         self._watching = asyncio.create_task(self._watch(self._child))
 
@@ -116,13 +116,13 @@ class SnapshotServerProcess:
         """Gives the server the newest worker's socket, if both are there."""
         if self._link is None or self._pending is None or self.server is None:
             return
-        data = frame(msgspec.msgpack.encode(NewWorker()))
+        data = encode_frame(msgspec.msgpack.encode(NewWorker()))
         with contextlib.suppress(OSError):  # it has just died, which `_watch` tells
             socket.send_fds(self._link, [data], [self._pending.fileno()])
         self._pending.close()
         self._pending = None
 
-    def _read(self, link: socket.socket, child: ChildProcess, deframer: Deframer) -> None:
+    def _read(self, link: socket.socket, child: ChildProcess, deframer: FrameDecoder) -> None:
         try:
             data = link.recv(RECEIVED_BYTES)
         except BlockingIOError:

@@ -13,7 +13,7 @@ from resilient_jax.clock import Clock
 from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
@@ -149,7 +149,7 @@ class WorkerProcess:
     def send_order(self, order: WorkerOrder) -> None:
         """Sends an order; to a dead worker it is lost, which its exit will tell."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame(ENCODER.encode(order)))
+            self._writer.write(encode_frame(ENCODER.encode(order)))
 
     async def _listen(
         self,
@@ -157,7 +157,7 @@ class WorkerProcess:
         on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._link)
-        deframer = Deframer()
+        deframer = FrameDecoder()
         try:
             while data := await reader.read(65536):
                 self._last_word_s = self._clock.monotonic_s()

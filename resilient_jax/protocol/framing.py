@@ -1,9 +1,9 @@
-"""Messages on a byte stream: four bytes of length (big endian), then the message."""
+"""Frames on a byte stream: four bytes of length (big endian), then the payload."""
 
 import struct
 
 HEADER = struct.Struct(">I")
-LIMIT_BYTES = 16 * 2**20
+MAX_FRAME_BYTES = 16 * 2**20
 """A longer frame is a bug or a foreign writer, never a message of ours."""
 
 
@@ -11,29 +11,37 @@ class FrameError(ValueError):
     """The stream does not hold frames of ours."""
 
 
-def frame(message: bytes) -> bytes:
-    """The message with its length in front."""
-    if len(message) > LIMIT_BYTES:
-        raise FrameError(f"message of {len(message)} bytes; at most {LIMIT_BYTES} fit a frame")
-    return HEADER.pack(len(message)) + message
+def encode_frame(payload: bytes) -> bytes:
+    """Return `payload` with its length in front.
+
+    Raises:
+        FrameError: the payload is longer than `MAX_FRAME_BYTES`.
+    """
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"message of {len(payload)} bytes; at most {MAX_FRAME_BYTES} fit a frame")
+    return HEADER.pack(len(payload)) + payload
 
 
-class Deframer:
-    """Gives back whole messages from bytes that arrive in any pieces."""
+class FrameDecoder:
+    """Splits a byte stream, which may arrive in any pieces, into payloads."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete now, in order."""
+        """Return the payloads that `data` completes, in order.
+
+        Raises:
+            FrameError: a header announces more than `MAX_FRAME_BYTES`.
+        """
         self._buffer += data
-        messages: list[bytes] = []
+        payloads: list[bytes] = []
         while len(self._buffer) >= HEADER.size:
             (length,) = HEADER.unpack_from(self._buffer)
-            if length > LIMIT_BYTES:
-                raise FrameError(f"frame announces {length} bytes; at most {LIMIT_BYTES} are allowed")
+            if length > MAX_FRAME_BYTES:
+                raise FrameError(f"frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
             if len(self._buffer) < HEADER.size + length:
                 break
-            messages.append(bytes(self._buffer[HEADER.size : HEADER.size + length]))
+            payloads.append(bytes(self._buffer[HEADER.size : HEADER.size + length]))
             del self._buffer[: HEADER.size + length]
-        return messages
+        return payloads

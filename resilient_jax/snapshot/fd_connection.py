@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from resilient_jax.errors import MessageError
-from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 
 RECEIVE_BUFFER_BYTES: Final = 65_536
 MAX_DESCRIPTORS: Final = 4
@@ -36,7 +36,7 @@ class FdConnection:
         deadline = struct.pack("ll", SEND_TIMEOUT_S, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
         self._sending = threading.Lock()  # guards whole frames on the socket
-        self._deframer = Deframer()
+        self._deframer = FrameDecoder()
         self._descriptors: collections.deque[int] = collections.deque()
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
@@ -45,7 +45,7 @@ class FdConnection:
         Raises:
             OSError: the other side is gone, or does not read.
         """
-        data = memoryview(frame(_ENCODER.encode(message)))
+        data = memoryview(encode_frame(_ENCODER.encode(message)))
         with self._sending:
             if descriptors:
                 data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]

@@ -17,7 +17,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.protocol.framing import LIMIT_BYTES
+from resilient_jax.protocol.framing import MAX_FRAME_BYTES
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPlan
 from resilient_jax.protocol.worker_messages import SnapshotSettings
 from resilient_jax.snapshot.local_client import LocalServerClient
@@ -39,7 +39,7 @@ schedulers give a host that is to leave."""
 POLL_INTERVAL_S: Final = 0.05
 NUM_MEASURED_STEPS: Final = 8
 """Of a generation, with a snapshot each, before `every = "auto"` says how many there are between two."""
-MAX_DESCRIPTION_BYTES: Final = LIMIT_BYTES - (2 << 20)
+MAX_DESCRIPTION_BYTES: Final = MAX_FRAME_BYTES - (2 << 20)
 """Names of leaves, what lies where, and texts go in one message, with the checksums of a part."""
 ADDRESS_BYTES: Final = 192
 """For a server's address and a failure domain's name."""

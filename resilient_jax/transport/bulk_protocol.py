@@ -19,7 +19,7 @@ import msgspec
 
 from resilient_jax.erasure import ChecksumName
 from resilient_jax.errors import MessageError
-from resilient_jax.protocol.framing import HEADER, frame
+from resilient_jax.protocol.framing import HEADER, encode_frame
 from resilient_jax.transport.credentials import TlsFiles, check_pem_files
 
 TICKET_BYTES: Final = 16
@@ -68,7 +68,7 @@ def configure_socket(connection: socket.socket) -> None:
 
 def send_frame(connection: socket.socket, message: msgspec.Struct, deadline_s: float) -> None:
     """Sends a request or a head."""
-    send_all(connection, frame(_ENCODER.encode(message)), deadline_s)
+    send_all(connection, encode_frame(_ENCODER.encode(message)), deadline_s)
 
 
 def send_all(connection: socket.socket, data: bytes | memoryview, deadline_s: float) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
-from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 from resilient_jax.protocol.records import WorkerFailure, WorkerReport, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
@@ -250,7 +250,7 @@ class AgentConnection:
             os._exit(RESTART_EXIT_CODE)
 
     def _listen(self) -> None:
-        deframer = Deframer()
+        deframer = FrameDecoder()
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             alive_at_s = time.monotonic()
@@ -365,7 +365,7 @@ class AgentConnection:
 
     def _send(self, word: WorkerMessage) -> None:
         with self._sending, contextlib.suppress(ConnectionError):
-            self._socket.sendall(frame(ENCODER.encode(word)))
+            self._socket.sendall(encode_frame(ENCODER.encode(word)))
 
 
 def _compiles(thread: int | None) -> bool:

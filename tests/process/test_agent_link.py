@@ -6,7 +6,7 @@ import sys
 WORKER = """
 import os, socket
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.framing import Deframer
+from resilient_jax.protocol.framing import FrameDecoder
 from resilient_jax.protocol.worker_messages import WORD_DECODER
 from resilient_jax.worker.agent_connection import AgentConnection
 
@@ -15,7 +15,7 @@ link = AgentConnection(worker.detach(), HostName("a"), lambda: None)
 link.announce_checkpoint_polling()
 link.report_checkpoint(None)  # of a look that began before
 link.report_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
-deframer, reports = Deframer(), []
+deframer, reports = FrameDecoder(), []
 while len(reports) < 3:
     words = map(WORD_DECODER.decode, deframer.feed(agent.recv(65536)))
     reports += [word.report for word in words if hasattr(word, "report")]

@@ -54,7 +54,7 @@ from resilient_jax.errors import (
 )
 from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.protocol.framing import frame
+from resilient_jax.protocol.framing import encode_frame
 from resilient_jax.protocol.snapshots import ParityGroup
 from resilient_jax.protocol.worker_messages import SNAPSHOT_CONNECTION_VARIABLE
 from resilient_jax.snapshot import local_client
@@ -112,7 +112,7 @@ def said(child):
 def test_a_server_that_cannot_serve_its_worker_any_more_ends_and_is_not_mute():
     """The agent then starts another; see `world/snapshot_process`."""
     with running(1) as (host,), host.connect() as worker:
-        worker.sendall(frame(b"no request"))
+        worker.sendall(encode_frame(b"no request"))
         assert host.process.wait(WAIT_S) is not None
 
 

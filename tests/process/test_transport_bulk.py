@@ -22,7 +22,7 @@ from resilient_jax.errors import (
     PeerUnreachable,
     SnapshotMissing,
 )
-from resilient_jax.protocol.framing import HEADER, frame
+from resilient_jax.protocol.framing import HEADER, encode_frame
 from resilient_jax.transport import BulkChannel, BulkServer, Credentials
 from resilient_jax.transport import bulk_channel as bulk_channel_module
 from resilient_jax.transport import bulk_server as bulk_server_module
@@ -279,7 +279,7 @@ def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
         serving(lambda request: BulkResponse(large)) as server,
         socket.create_connection(("127.0.0.1", server.port)) as slow,
     ):
-        slow.sendall(server.ticket + frame(msgspec.msgpack.encode(Range(0, len(large)))))
+        slow.sendall(server.ticket + encode_frame(msgspec.msgpack.encode(Range(0, len(large)))))
         end_s = time.monotonic() + WAIT_S
         while "_attend" in threads_of_servers():
             assert time.monotonic() < end_s

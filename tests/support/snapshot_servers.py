@@ -14,7 +14,7 @@ import msgspec
 from resilient_jax.erasure import Checksum, choose_checksum
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.framing import Deframer, frame
+from resilient_jax.protocol.framing import FrameDecoder, encode_frame
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
     SnapshotId,
@@ -83,7 +83,7 @@ class Host:
         self.wait(lambda: self.endpoint != "")
         ours, theirs = socket.socketpair()
         with ours:
-            socket.send_fds(self._link, [frame(msgspec.msgpack.encode(NewWorker()))], [ours.fileno()])
+            socket.send_fds(self._link, [encode_frame(msgspec.msgpack.encode(NewWorker()))], [ours.fileno()])
         return theirs
 
     def worker(self) -> LocalServerClient:
@@ -138,7 +138,7 @@ class Host:
             self._link.close()
 
     def _listen(self) -> None:
-        deframer = Deframer()
+        deframer = FrameDecoder()
         with contextlib.suppress(OSError):
             while data := self._link.recv(65536):
                 for message in deframer.feed(data):

@@ -368,7 +368,7 @@ class Cluster:
 
     def step_moves(self, worker: Worker, generation: Generation):
         if worker.step >= self.total:
-            yield 3, lambda: worker.go_idle(is_done=True)
+            yield 3, lambda: worker.go_idle(done=True)
         elif worker.begun <= worker.step:
             if worker.boundary is not None and worker.step >= worker.boundary:
                 yield 3, worker.go_idle
