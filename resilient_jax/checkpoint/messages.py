@@ -75,3 +75,6 @@ class FailureReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Request = SaveRequest | VerifyRequest | ReadBoxesRequest
 Reply = SaveReply | VerifyReply | ReadBoxesReply | FailureReply
+
+REQUEST_DECODER: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLY_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -9,18 +9,15 @@ as it is documented. It costs 1.3 s of processor time at the first save or load,
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
-
-from resilient_jax.checkpoint.messages import Reply, Request
+from resilient_jax.checkpoint.messages import REPLY_DECODER, Reply, Request
 from resilient_jax.errors import CheckpointFailed
-from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.protocol.connection import Connection
 
 MODULE: Final = "resilient_jax.checkpoint.storage_process"
 FOREIGN_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "RESILIENT_JAX_")
@@ -44,9 +41,7 @@ class StorageConnection:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is the worker's to answer
             )
-        self._descriptor = mine.fileno()
-        self._link = FdConnection(mine.detach())
-        self._answers = msgspec.msgpack.Decoder(Reply)
+        self._link = Connection[Request, Reply](mine.detach(), REPLY_DECODER)
 
     @property
     def pid(self) -> int:
@@ -75,13 +70,11 @@ class StorageConnection:
         Raises:
             CheckpointFailed: the process is gone.
         """
-        if not select.select([self._descriptor], [], [], timeout_s)[0]:
-            return None
-        messages = self._link.receive()
-        if not messages:
-            raise CheckpointFailed(self._why_gone())
-        (message,) = messages  # one order at a time, one answer
-        return self._answers.decode(message)
+        try:
+            replies = self._link.receive(timeout_s)
+        except EOFError as error:
+            raise CheckpointFailed(self._why_gone()) from error
+        return replies[0].message if replies else None  # one request at a time, one reply
 
     def close(self) -> None:
         """Ends the process, whatever it does. A save that was not answered yet then leaves nothing that counts."""

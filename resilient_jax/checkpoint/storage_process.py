@@ -15,9 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Final, assert_never
 
-import msgspec
-
 from resilient_jax.checkpoint.messages import (
+    REQUEST_DECODER,
     FailureReply,
     ReadBoxesReply,
     ReadBoxesRequest,
@@ -32,7 +31,7 @@ from resilient_jax.checkpoint.orbax_reader import inspect_checkpoint, read_boxes
 from resilient_jax.checkpoint.orbax_writer import remove_old_checkpoints, write_checkpoint
 from resilient_jax.checkpoint.stored_tree import build_tree, view_leaf
 from resilient_jax.errors import ResilientJaxError
-from resilient_jax.snapshot.fd_connection import FdConnection
+from resilient_jax.protocol.connection import Connection, Received
 
 PR_SET_PDEATHSIG: Final = 1
 NICENESS: Final = 5
@@ -46,16 +45,16 @@ def run_storage_process(descriptor: int, parent_pid: int) -> None:
         return  # it died before the kernel knew to tell us
     with contextlib.suppress(OSError):  # training goes first
         os.nice(NICENESS)
-    link = FdConnection(descriptor)
-    orders = msgspec.msgpack.Decoder(Request)
-    while messages := link.receive():
-        for data in messages:
-            _answer(link, orders.decode(data))
-            gc.collect()  # Orbax has cycles, and they hold the state
+    link = Connection[Reply, Request](descriptor, REQUEST_DECODER)
+    for received in link:
+        _answer(link, received)
+        gc.collect()  # Orbax has cycles, and they hold the state
 
 
-def _answer(link: FdConnection, order: Request) -> None:
-    memory = link.take_descriptor() if isinstance(order, SaveRequest | ReadBoxesRequest) else None
+def _answer(link: Connection[Reply, Request], received: Received[Request]) -> None:
+    order = received.message
+    has_memory = isinstance(order, SaveRequest | ReadBoxesRequest)
+    memory = received.take_descriptors(1)[0] if has_memory else None
     try:
         answer = _carry_out(order, memory)
     except ResilientJaxError as error:

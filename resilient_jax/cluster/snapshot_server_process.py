@@ -5,7 +5,6 @@ then; so a server may start after the worker, and outlives any number of them.
 """
 
 import asyncio
-import contextlib
 import os
 import socket
 import subprocess
@@ -17,22 +16,21 @@ import msgspec
 from resilient_jax.cluster.agent_settings import AgentSettings
 from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.events import EventKind
-from resilient_jax.protocol.framing import FrameDecoder, encode_frame
+from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.records import SnapshotServerStatus
 from resilient_jax.protocol.snapshots import SnapshotStatus
 from resilient_jax.snapshot.messages import (
     SERVER_TO_AGENT_DECODER,
     SETTINGS_ENV_VARIABLE,
-    CompleteSnapshots,
     EventOccurred,
     NewWorker,
     ServerReady,
     ServerSettings,
+    ServerToAgent,
 )
 from resilient_jax.telemetry.event_log import EventLog
 
 SERVER_MODULE = "resilient_jax.snapshot.server"
-RECEIVED_BYTES = 65_536
 
 
 class SnapshotServerProcess:
@@ -57,10 +55,10 @@ class SnapshotServerProcess:
         self._on_change = on_change
         self._on_end = on_end
         self._child: ChildProcess | None = None
-        self._link: socket.socket | None = None
+        self._connection: AsyncConnection[NewWorker, ServerToAgent] | None = None
         self._pending: socket.socket | None = None
         """The server's end of the newest worker's pair, until it is handed over."""
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.server: SnapshotServerStatus | None = None
         self.snapshots: tuple[SnapshotStatus, ...] = ()
 
@@ -94,18 +92,18 @@ class SnapshotServerProcess:
                 stderr=None,
                 pass_fds=(theirs.fileno(),),
             )
-        ours.setblocking(False)
-        self._link = ours
+        self._connection = AsyncConnection(ours, SERVER_TO_AGENT_DECODER)
         self._log.record(EventKind.SNAPSHOT_SERVER_STARTED, pid=self._child.pid)
-        deframer = FrameDecoder()
-        asyncio.get_running_loop().add_reader(ours, self._read, ours, self._child, deframer)
-        self._watching = asyncio.create_task(self._watch(self._child))
+        self._tasks = [
+            asyncio.create_task(self._listen(self._connection, self._child)),
+            asyncio.create_task(self._watch(self._child)),
+        ]
 
     async def close(self) -> None:
         """Ends the server, and with it every snapshot of this host."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._child is not None:
             await self._child.kill_and_wait()
         self._forget()
@@ -114,34 +112,24 @@ class SnapshotServerProcess:
 
     def _hand_over(self) -> None:
         """Gives the server the newest worker's socket, if both are there."""
-        if self._link is None or self._pending is None or self.server is None:
+        if self._connection is None or self._pending is None or self.server is None:
             return
-        data = encode_frame(msgspec.msgpack.encode(NewWorker()))
-        with contextlib.suppress(OSError):  # it has just died, which `_watch` tells
-            socket.send_fds(self._link, [data], [self._pending.fileno()])
+        self._connection.send(NewWorker(), [self._pending.fileno()])
         self._pending.close()
         self._pending = None
 
-    def _read(self, link: socket.socket, child: ChildProcess, deframer: FrameDecoder) -> None:
-        try:
-            data = link.recv(RECEIVED_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(link)
-            return
-        for message in deframer.feed(data):
-            word = SERVER_TO_AGENT_DECODER.decode(message)
-            if isinstance(word, EventOccurred):
-                self._log.append(word.event)
+    async def _listen(
+        self, connection: AsyncConnection[NewWorker, ServerToAgent], child: ChildProcess
+    ) -> None:
+        async for message in connection:
+            if isinstance(message, EventOccurred):
+                self._log.append(message.event)
                 continue
-            if isinstance(word, ServerReady):
-                self.server = SnapshotServerStatus(endpoint=word.endpoint, pid=child.pid)
+            if isinstance(message, ServerReady):
+                self.server = SnapshotServerStatus(endpoint=message.endpoint, pid=child.pid)
                 self._hand_over()
-            elif isinstance(word, CompleteSnapshots):
-                self.snapshots = word.snapshots
+            else:
+                self.snapshots = message.snapshots
             self._on_change()
 
     async def _watch(self, child: ChildProcess) -> None:
@@ -152,9 +140,11 @@ class SnapshotServerProcess:
         self._on_change()
 
     def _forget(self) -> None:
-        if self._link is not None:
-            asyncio.get_running_loop().remove_reader(self._link)
-            self._link.close()
-        self._child = self._link = None
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        if self._connection is not None:
+            self._connection.close()
+        self._child = self._connection = None
         self.server = None
         self.snapshots = ()

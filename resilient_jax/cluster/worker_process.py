@@ -13,17 +13,19 @@ from resilient_jax.clock import Clock
 from resilient_jax.cluster.child_process import ChildProcess, open_line_reader
 from resilient_jax.cluster.worker_output import WorkerOutput
 from resilient_jax.ids import Incarnation
-from resilient_jax.protocol.framing import FrameDecoder, encode_frame
+from resilient_jax.protocol.async_connection import AsyncConnection
 from resilient_jax.protocol.records import WorkerReport
 from resilient_jax.protocol.worker_messages import (
     AGENT_CONNECTION_VARIABLE,
     DEATH_PIPE_VARIABLE,
     SNAPSHOT_CONNECTION_VARIABLE,
-    WORD_DECODER,
+    WORKER_MESSAGE_DECODER,
     WORKER_SETTINGS_VARIABLE,
     EventOccurred,
+    Heartbeat,
     SnapshotServerRequested,
     StepCommitted,
+    WorkerMessage,
     WorkerOrder,
     WorkerReported,
     WorkerSettings,
@@ -39,8 +41,6 @@ WORKER_VARIABLES = (
     DEATH_PIPE_VARIABLE,
 )
 
-ENCODER = msgspec.msgpack.Encoder()
-
 
 class WorkerProcess:
     """A worker, its socket pair, and the pipe that closes when it dies.
@@ -52,7 +52,12 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, incarnation: Incarnation, child: ChildProcess, link: socket.socket, tripwire: int, clock: Clock
+        self,
+        incarnation: Incarnation,
+        child: ChildProcess,
+        connection: AsyncConnection[WorkerOrder, WorkerMessage],
+        tripwire: int,
+        clock: Clock,
     ) -> None:
         self.incarnation = incarnation
         self.child = child
@@ -60,11 +65,10 @@ class WorkerProcess:
         self.is_unresponsive = False
         self.is_dying = False
         self.error = ""
-        self._link = link
+        self._connection = connection
         self._tripwire = tripwire
         self._clock = clock
         self._last_word_s = clock.monotonic_s()
-        self._writer: asyncio.StreamWriter | None = None
 
     @classmethod
     def start(
@@ -101,8 +105,7 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(), held, snapshot_link.fileno()),
             )
             unless_started.pop_all()
-        ours.setblocking(False)
-        return cls(incarnation, child, ours, tripwire, clock)
+        return cls(incarnation, child, AsyncConnection(ours, WORKER_MESSAGE_DECODER), tripwire, clock)
 
     async def watch_until_exit(
         self,
@@ -136,10 +139,7 @@ class WorkerProcess:
                 task.cancel()
             loop.remove_reader(self._tripwire)
             os.close(self._tripwire)
-            if self._writer is not None:
-                self._writer.close()
-            else:
-                self._link.close()
+            self._connection.close()
 
     def _on_tripwire(self, on_change: Callable[[], None]) -> None:
         asyncio.get_running_loop().remove_reader(self._tripwire)
@@ -148,28 +148,20 @@ class WorkerProcess:
 
     def send_order(self, order: WorkerOrder) -> None:
         """Sends an order; to a dead worker it is lost, which its exit will tell."""
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(encode_frame(ENCODER.encode(order)))
+        self._connection.send(order)
 
     async def _listen(
         self,
         on_change: Callable[[], None],
         on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._link)
-        deframer = FrameDecoder()
-        try:
-            while data := await reader.read(65536):
-                self._last_word_s = self._clock.monotonic_s()
-                for message in deframer.feed(data):
-                    word = WORD_DECODER.decode(message)
-                    if isinstance(word, WorkerReported):
-                        self.report = word.report
-                        on_change()
-                    elif isinstance(word, StepCommitted | SnapshotServerRequested | EventOccurred):
-                        on_word(word)
-        except ConnectionError:
-            pass  # the worker died; its exit code says more
+        async for message in self._connection:
+            self._last_word_s = self._clock.monotonic_s()
+            if isinstance(message, WorkerReported):
+                self.report = message.report
+                on_change()
+            elif not isinstance(message, Heartbeat):
+                on_word(message)
 
     async def _watch(self, heartbeat_timeout_s: float, on_change: Callable[[], None]) -> None:
         seen_stopped = False

@@ -66,7 +66,9 @@ class AsyncConnection(Generic[SentT, ReceivedT]):
         if self._socket.fileno() < 0:
             return
         self._discard_outbox()
-        self._loop.remove_reader(self._socket)  # else a cancelled read would do so later, for a reused descriptor
+        self._loop.remove_reader(
+            self._socket
+        )  # else a cancelled read would do so later, for a reused descriptor
         self._socket.close()
 
     def _write(self, frame: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:

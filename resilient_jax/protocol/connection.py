@@ -63,7 +63,9 @@ class Received(Generic[ReceivedT]):
         if self.num_lost or len(self.descriptors) != count:
             for descriptor in self.descriptors:
                 os.close(descriptor)
-            lost = f", lost {self.num_lost} because this process has no room for more" if self.num_lost else ""
+            lost = (
+                f", lost {self.num_lost} because this process has no room for more" if self.num_lost else ""
+            )
             raise MessageError(
                 f"{type(self.message).__name__}: found {len(self.descriptors)} descriptors{lost}, expected {count}"
             )

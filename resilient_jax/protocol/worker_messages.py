@@ -108,8 +108,8 @@ WorkerOrder = (
 )
 WorkerMessage = WorkerReported | StepCommitted | Heartbeat | SnapshotServerRequested | EventOccurred
 
-ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Decoder(WorkerOrder)
-WORD_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+WORKER_ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Decoder(WorkerOrder)
+WORKER_MESSAGE_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 JOB_OVER_EXIT_CODE = 74
 """Of a worker that was not there at the end of its job, which failed or was done without it: the agent looks at the

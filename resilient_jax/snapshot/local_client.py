@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from resilient_jax.errors import InternalError, MessageError, PeerUnreachable, SnapshotMissing
+from resilient_jax.protocol.connection import Connection, Received
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
-from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.manifest import PartContents, PartManifest, decode_manifest
 from resilient_jax.snapshot.messages import (
     SERVER_MESSAGE_DECODER,
@@ -23,6 +23,7 @@ from resilient_jax.snapshot.messages import (
     PartLocation,
     RequestDone,
     RequestFailed,
+    ServerNotification,
     ServerReply,
     SlotInfo,
     SlotRetired,
@@ -51,10 +52,12 @@ class LocalServerClient:
 
     def __init__(self, descriptor: int) -> None:
         """Takes the worker's end of the socket pair."""
-        self._link = FdConnection(descriptor)
+        self._link = Connection[WorkerRequest, ServerReply | ServerNotification](
+            descriptor, SERVER_MESSAGE_DECODER
+        )
         self._changed = threading.Condition()  # guards what follows
         self._calls = itertools.count()
-        self._answers: dict[int, tuple[ServerReply, list[int]] | None] = {}
+        self._answers: dict[int, tuple[ServerReply, tuple[int, ...]] | None] = {}
         self._mapped: dict[int, mmap.mmap] = {}
         self._writing: dict[SnapshotId, memoryview] = {}
         self._settled: dict[SnapshotId, bool] = {}
@@ -181,7 +184,7 @@ class LocalServerClient:
         expected: type[AnswerT],
         timeout_s: float = ANSWER_TIMEOUT_S,
         check: Callable[[], None] = lambda: None,
-    ) -> tuple[AnswerT, list[int]]:
+    ) -> tuple[AnswerT, tuple[int, ...]]:
         end_s = time.monotonic() + timeout_s
         with self._changed:
             self._answers[request.request_id] = None
@@ -234,9 +237,8 @@ class LocalServerClient:
 
     def _listen(self) -> None:
         try:
-            while messages := self._link.receive():
-                for message in messages:
-                    self._hear(SERVER_MESSAGE_DECODER.decode(message))
+            for received in self._link:
+                self._hear(received)
         finally:
             with self._changed:
                 self._is_closed = True
@@ -244,7 +246,8 @@ class LocalServerClient:
                 self._changed.notify_all()
             self._link.close()
 
-    def _hear(self, message: ServerReply | SnapshotSettled | SlotRetired) -> None:
+    def _hear(self, received: Received[ServerReply | ServerNotification]) -> None:
+        message = received.message
         with self._changed:
             if isinstance(message, SnapshotSettled):
                 self._settled[message.id] = message.committed
@@ -253,9 +256,9 @@ class LocalServerClient:
             elif isinstance(message, SlotRetired):
                 self._mapped.pop(message.number, None)
             else:
-                descriptors: list[int] = []
+                descriptors: tuple[int, ...] = ()
                 try:
-                    descriptors = self._take_descriptors(message)
+                    descriptors = received.take_descriptors(_count_descriptors(message))
                 except MessageError as error:  # the kernel drops those that this process has no room for
                     text = f"{error}: this process can open no more (ulimit -n). Raise its limit"
                     message = RequestFailed(
@@ -268,6 +271,7 @@ class LocalServerClient:
                         os.close(descriptor)
             self._changed.notify_all()
 
-    def _take_descriptors(self, answer: ServerReply) -> list[int]:
-        count = len(answer.slots) if isinstance(answer, SlotsReady) else int(isinstance(answer, PartLocation))
-        return self._link.take_descriptors(count)
+
+def _count_descriptors(reply: ServerReply) -> int:
+    """Return how many descriptors come with a reply."""
+    return len(reply.slots) if isinstance(reply, SlotsReady) else int(isinstance(reply, PartLocation))

@@ -9,9 +9,17 @@ from typing import Final
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import HostName
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotStatus
-from resilient_jax.snapshot.fd_connection import FdConnection
-from resilient_jax.snapshot.messages import CompleteSnapshots, EventOccurred, ServerNotification
+from resilient_jax.snapshot.messages import (
+    CompleteSnapshots,
+    EventOccurred,
+    NewWorker,
+    ServerNotification,
+    ServerReply,
+    ServerToAgent,
+    WorkerRequest,
+)
 
 RETRY_INTERVAL_S: Final = 0.1
 """Between two tries to tell something."""
@@ -25,12 +33,12 @@ class Notifier:
         on_dropped: has the root told of a drop; must return at once. Set before the first one.
     """
 
-    def __init__(self, host: HostName, agent: FdConnection) -> None:
+    def __init__(self, host: HostName, agent: Connection[ServerToAgent, NewWorker]) -> None:
         self.list_statuses: Callable[[], tuple[SnapshotStatus, ...]] = tuple
         self.on_dropped: Callable[[SnapshotId, SnapshotLayout, str], None] = lambda id, layout, reason: None
         self._host = host
         self._agent = agent
-        self._worker: FdConnection | None = None
+        self._worker: Connection[ServerReply | ServerNotification, WorkerRequest] | None = None
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._tell, name="rj-snapshot-reports", daemon=True).start()
 
@@ -58,7 +66,7 @@ class Notifier:
     def notify_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
         self.on_dropped(id, layout, reason)
 
-    def serve_worker(self, worker: FdConnection) -> None:
+    def serve_worker(self, worker: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:
         """Notices go there from now on."""
         self._waiting.put(lambda: setattr(self, "_worker", worker))
 

@@ -16,18 +16,24 @@ from resilient_jax.erasure import choose_checksum
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ConfigError, ExitCode, ResilientJaxError
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.failpoints import FailPoints
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout
 from resilient_jax.snapshot.commit_votes import CommitVotes
-from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.malloc_settings import keep_freed_memory
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import (
     NEW_WORKER_DECODER,
     SERVICE,
     SETTINGS_ENV_VARIABLE,
+    WORKER_REQUEST_DECODER,
+    NewWorker,
+    ServerNotification,
     ServerReady,
+    ServerReply,
     ServerSettings,
+    ServerToAgent,
+    WorkerRequest,
 )
 from resilient_jax.snapshot.notifier import Notifier
 from resilient_jax.snapshot.parity_exchange import (
@@ -61,7 +67,7 @@ class SnapshotServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         credentials = Credentials.from_paths(settings.token, settings.tls)
-        self._agent = FdConnection(settings.link_fd)
+        self._agent = Connection[ServerToAgent, NewWorker](settings.link_fd, NEW_WORKER_DECODER)
         self._reporter = Notifier(settings.host, self._agent)
         kernel, checksum = choose_kernel(), choose_checksum()
         self._reporter.record_event(
@@ -103,12 +109,11 @@ class SnapshotServer:
         self._service.bulk.start()
         self._grpc.start()
         self._agent.send(ServerReady(endpoint=self._grpc.address))
-        while messages := self._agent.receive():
-            for message in messages:
-                NEW_WORKER_DECODER.decode(message)
-                self._serve_worker(FdConnection(self._agent.take_descriptor()))
+        for received in self._agent:
+            (descriptor,) = received.take_descriptors(1)
+            self._serve_worker(Connection(descriptor, WORKER_REQUEST_DECODER))
 
-    def _serve_worker(self, link: FdConnection) -> None:
+    def _serve_worker(self, link: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:
         if self._worker is not None:
             self._worker.end()
         self._reporter.serve_worker(link)

@@ -12,11 +12,10 @@ from resilient_jax.errors import (
     SnapshotMissing,
 )
 from resilient_jax.events import EventKind
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import SnapshotPhase
-from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.manifest import PartContents, decode_manifest
 from resilient_jax.snapshot.messages import (
-    WORKER_REQUEST_DECODER,
     AbandonSnapshot,
     BeginSnapshot,
     FinishSnapshot,
@@ -25,6 +24,7 @@ from resilient_jax.snapshot.messages import (
     PartLocation,
     RequestDone,
     RequestFailed,
+    ServerNotification,
     ServerReply,
     SlotInfo,
     SlotsReady,
@@ -44,7 +44,7 @@ class WorkerSession:
 
     def __init__(
         self,
-        link: FdConnection,
+        link: Connection[ServerReply | ServerNotification, WorkerRequest],
         arena: SnapshotSlots,
         listener: SlotListener,
         on_finished: Callable[[SlotContents, PartContents], None],
@@ -67,9 +67,8 @@ class WorkerSession:
                 for status in self._arena.list_statuses():
                     if status.phase is SnapshotPhase.COMMITTED:
                         self._link.send(SnapshotSettled(id=status.id, committed=True))
-                while messages := self._link.receive():
-                    for message in messages:
-                        self._answer(WORKER_REQUEST_DECODER.decode(message))
+                for received in self._link:
+                    self._answer(received.message)
         finally:
             self._arena.abandon_all(self, "its worker ended before it was finished")
             self._link.close()

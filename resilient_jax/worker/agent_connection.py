@@ -11,8 +11,6 @@ Invariants, under `_lock`:
 
 import contextlib
 import os
-import selectors
-import socket
 import sys
 import threading
 import time
@@ -23,12 +21,12 @@ import msgspec
 
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName, WorldId
-from resilient_jax.protocol.framing import FrameDecoder, encode_frame
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.records import WorkerFailure, WorkerReport, WorkerState
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import (
-    ORDER_DECODER,
     RESTART_EXIT_CODE,
+    WORKER_ORDER_DECODER,
     EventOccurred,
     FormWorld,
     Heartbeat,
@@ -52,8 +50,6 @@ HEARTBEAT_INTERVAL_S = 1.0
 LEASE_CHECK_INTERVAL_S = 0.25
 """How late the guard may notice that the host's lease ran out and nobody said so."""
 
-ENCODER = msgspec.msgpack.Encoder()
-
 
 class GenerationEnded(BaseException):
     """Unwinds the user's train function: its generation has ended.
@@ -74,9 +70,10 @@ class AgentConnection:
     def __init__(self, descriptor: int, host: HostName, interrupt: Interrupt) -> None:
         self._host = host
         self._interrupt = interrupt
-        self._socket = socket.socket(fileno=descriptor)
+        self._messages = Connection[WorkerMessage, WorkerOrder](
+            descriptor, WORKER_ORDER_DECODER, send_timeout_s=None
+        )
         self._lock = threading.Condition()
-        self._sending = threading.Lock()  # guards whole frames on the socket
         # Held while the guard interrupts, and to become idle: an interruption that is under way when the
         # main thread is out must end before the next world's sockets exist, or it would break those.
         self._interrupting = threading.Lock()
@@ -250,31 +247,22 @@ class AgentConnection:
             os._exit(RESTART_EXIT_CODE)
 
     def _listen(self) -> None:
-        deframer = FrameDecoder()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            alive_at_s = time.monotonic()
-            while True:
-                wait_s = ABORT_INTERVAL_S if self._must_interrupt() else LEASE_CHECK_INTERVAL_S
-                if selector.select(wait_s):
-                    data = self._receive()
-                    if not data:
-                        # The agent is gone, so nobody decides for this process any more.
-                        sys.stderr.write(f"[{self._host}] the agent is gone; this worker ends\n")
-                        os._exit(71)
-                    for message in deframer.feed(data):
-                        self._obey(ORDER_DECODER.decode(message))
-                self._hold_if_lease_ran_out()
-                self._interrupt_if_needed()
-                if time.monotonic() - alive_at_s > HEARTBEAT_INTERVAL_S:
-                    alive_at_s = time.monotonic()
-                    self._send(Heartbeat())
-
-    def _receive(self) -> bytes:
-        try:
-            return self._socket.recv(65536)
-        except ConnectionError:
-            return b""
+        alive_at_s = time.monotonic()
+        while True:
+            wait_s = ABORT_INTERVAL_S if self._must_interrupt() else LEASE_CHECK_INTERVAL_S
+            try:
+                orders = self._messages.receive(wait_s)
+            except EOFError:
+                # The agent is gone, so no process decides for this one any more.
+                sys.stderr.write(f"[{self._host}] the agent is gone; this worker ends\n")
+                os._exit(71)
+            for received in orders:
+                self._obey(received.message)
+            self._hold_if_lease_ran_out()
+            self._interrupt_if_needed()
+            if time.monotonic() - alive_at_s > HEARTBEAT_INTERVAL_S:
+                alive_at_s = time.monotonic()
+                self._send(Heartbeat())
 
     def _hold_if_lease_ran_out(self) -> None:
         """The agent may be stopped: then nobody tells us that the others count this host as dead."""
@@ -364,8 +352,8 @@ class AgentConnection:
         self._send(WorkerReported(report=self._report))
 
     def _send(self, word: WorkerMessage) -> None:
-        with self._sending, contextlib.suppress(ConnectionError):
-            self._socket.sendall(encode_frame(ENCODER.encode(word)))
+        with contextlib.suppress(ConnectionError):  # the agent is gone, which the guard notices
+            self._messages.send(word)
 
 
 def _compiles(thread: int | None) -> bool:

@@ -18,9 +18,9 @@ from resilient_jax.cluster.child_process import ChildProcess
 from resilient_jax.cluster.worker_process import WorkerProcess
 from resilient_jax.errors import PeerUnreachable
 from resilient_jax.ids import GenerationNumber, HostName, Incarnation
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.protocol.worker_messages import WorkerSettings
-from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.messages import (
     WORKER_REQUEST_DECODER,
@@ -53,7 +53,7 @@ def free_descriptors(count: int) -> Iterator[None]:
 
 def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> None:
     ours, theirs = socket.socketpair()
-    local, server = LocalServerClient(ours.detach()), FdConnection(theirs.detach())
+    local, server = LocalServerClient(ours.detach()), Connection(theirs.detach(), WORKER_REQUEST_DECODER)
     memory = os.memfd_create("part")
     os.ftruncate(memory, 4096)
 
@@ -63,8 +63,7 @@ def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> 
         server.send(PartLocation(request_id=asked.request_id, slot=slot, offset=0, part_bytes=8), [memory])
 
     def requests() -> list[object]:
-        from_worker = server.receive()
-        return [WORKER_REQUEST_DECODER.decode(message) for message in from_worker]
+        return [received.message for received in server.receive()]
 
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1))
@@ -111,7 +110,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_pa
             if started is not None:
                 with started.child.process:
                     await started.child.kill_and_wait()
-                started._link.close()
+                started._connection.close()
                 os.close(started._tripwire)
 
     asyncio.run(start())

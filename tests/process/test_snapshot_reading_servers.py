@@ -15,11 +15,12 @@ import pytest
 from resilient_jax.errors import SnapshotLost
 from resilient_jax.events import EventKind
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import SnapshotId, SnapshotLayout, SnapshotPlan, SnapshotSource
-from resilient_jax.snapshot.fd_connection import FdConnection
 from resilient_jax.snapshot.local_client import LocalServerClient
 from resilient_jax.snapshot.manifest import PartContents
 from resilient_jax.snapshot.messages import (
+    SERVER_TO_AGENT_DECODER,
     SETTINGS_ENV_VARIABLE,
     NewWorker,
     ServerReady,
@@ -49,7 +50,7 @@ class RunningHost:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self.link = FdConnection(ours.detach())
+        self.link = Connection[NewWorker, ServerToAgent](ours.detach(), SERVER_TO_AGENT_DECODER)
         self.endpoint = self._wait_serving()
         mine, servers = socket.socketpair()
         self.link.send(NewWorker(), [servers.fileno()])
@@ -57,11 +58,9 @@ class RunningHost:
         self.local = LocalServerClient(mine.detach())
 
     def _wait_serving(self) -> str:
-        while messages := self.link.receive():
-            for message in messages:
-                word = msgspec.msgpack.decode(message, type=ServerToAgent)
-                if isinstance(word, ServerReady):
-                    return word.endpoint
+        for received in self.link:
+            if isinstance(received.message, ServerReady):
+                return received.message.endpoint
         raise AssertionError("the server ended before it served")
 
     def kill(self) -> None:

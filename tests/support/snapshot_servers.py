@@ -14,7 +14,7 @@ import msgspec
 from resilient_jax.erasure import Checksum, choose_checksum
 from resilient_jax.events import Event, EventKind
 from resilient_jax.ids import GenerationNumber, HostName
-from resilient_jax.protocol.framing import FrameDecoder, encode_frame
+from resilient_jax.protocol.connection import Connection
 from resilient_jax.protocol.snapshots import (
     ParityGroup,
     SnapshotId,
@@ -34,6 +34,7 @@ from resilient_jax.snapshot.messages import (
     Region,
     ServerReady,
     ServerSettings,
+    ServerToAgent,
 )
 from resilient_jax.snapshot.peer_client import PeerClient
 from resilient_jax.snapshot.slot_contents import compute_slot_layout
@@ -59,7 +60,8 @@ class Host:
         self.holding: tuple[SnapshotStatus, ...] = ()
         self.events: list[Event] = []
         self.changed = threading.Condition()
-        self._link, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._link = Connection[NewWorker, ServerToAgent](ours.detach(), SERVER_TO_AGENT_DECODER)
         settings = ServerSettings(
             host=self.name, address="127.0.0.1", token=CREDENTIALS.token, link_fd=theirs.fileno()
         )
@@ -83,7 +85,7 @@ class Host:
         self.wait(lambda: self.endpoint != "")
         ours, theirs = socket.socketpair()
         with ours:
-            socket.send_fds(self._link, [encode_frame(msgspec.msgpack.encode(NewWorker()))], [ours.fileno()])
+            self._link.send(NewWorker(), [ours.fileno()])
         return theirs
 
     def worker(self) -> LocalServerClient:
@@ -128,8 +130,7 @@ class Host:
         """As when the agent ends: gives the server's exit code."""
         for worker in self._workers:
             worker.close()
-        with contextlib.suppress(OSError):
-            self._link.shutdown(socket.SHUT_RDWR)
+        self._link.shut_down()
         try:
             return self.process.wait(WAIT_S)
         finally:
@@ -138,13 +139,10 @@ class Host:
             self._link.close()
 
     def _listen(self) -> None:
-        deframer = FrameDecoder()
-        with contextlib.suppress(OSError):
-            while data := self._link.recv(65536):
-                for message in deframer.feed(data):
-                    self._hear(SERVER_TO_AGENT_DECODER.decode(message))
+        for received in self._link:
+            self._hear(received.message)
 
-    def _hear(self, word: ServerReady | CompleteSnapshots | EventOccurred) -> None:
+    def _hear(self, word: ServerToAgent) -> None:
         with self.changed:
             match word:
                 case ServerReady():

@@ -24,7 +24,9 @@ def test_part_of_a_message_is_no_message():
 
 
 def test_a_message_too_long_is_refused_by_the_writer():
-    with pytest.raises(FrameError, match=f"message of {MAX_FRAME_BYTES + 1} bytes; at most {MAX_FRAME_BYTES} fit"):
+    with pytest.raises(
+        FrameError, match=f"message of {MAX_FRAME_BYTES + 1} bytes; at most {MAX_FRAME_BYTES} fit"
+    ):
         encode_frame(bytes(MAX_FRAME_BYTES + 1))
 
 

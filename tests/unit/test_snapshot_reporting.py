@@ -4,16 +4,21 @@ import socket
 
 from resilient_jax.events import EventKind
 from resilient_jax.ids import HostName
-from resilient_jax.snapshot.fd_connection import FdConnection
-from resilient_jax.snapshot.messages import SERVER_TO_AGENT_DECODER, CompleteSnapshots, EventOccurred
+from resilient_jax.protocol.connection import Connection
+from resilient_jax.snapshot.messages import (
+    NEW_WORKER_DECODER,
+    SERVER_TO_AGENT_DECODER,
+    CompleteSnapshots,
+    EventOccurred,
+)
 from resilient_jax.snapshot.notifier import Notifier
 
 
 def test_what_is_held_is_told_when_there_is_memory_again():
     """An agent that is not told decides by what was true before."""
     ours, theirs = socket.socketpair()
-    agent, shortages = FdConnection(ours.detach()), [MemoryError(), MemoryError()]
-    reporter = Notifier(HostName("a"), FdConnection(theirs.detach()))
+    agent, shortages = Connection(ours.detach(), SERVER_TO_AGENT_DECODER), [MemoryError(), MemoryError()]
+    reporter = Notifier(HostName("a"), Connection(theirs.detach(), NEW_WORKER_DECODER))
 
     def statuses():
         if shortages:
@@ -25,7 +30,7 @@ def test_what_is_held_is_told_when_there_is_memory_again():
     reporter.record_event(EventKind.SNAPSHOT_ERASURE_KERNEL)
     told = []
     while len(told) < 2:
-        told += [SERVER_TO_AGENT_DECODER.decode(message) for message in agent.receive()]
+        told += [received.message for received in agent.receive()]
     assert isinstance(told[0], CompleteSnapshots)
     assert isinstance(told[1], EventOccurred)
     agent.close()

@@ -6,18 +6,19 @@ import sys
 WORKER = """
 import os, socket
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.framing import FrameDecoder
-from resilient_jax.protocol.worker_messages import WORD_DECODER
+from resilient_jax.protocol.connection import Connection
+from resilient_jax.protocol.worker_messages import WORKER_MESSAGE_DECODER
 from resilient_jax.worker.agent_connection import AgentConnection
 
-agent, worker = socket.socketpair()
+ours, worker = socket.socketpair()
+agent = Connection(ours.detach(), WORKER_MESSAGE_DECODER)
 link = AgentConnection(worker.detach(), HostName("a"), lambda: None)
 link.announce_checkpoint_polling()
 link.report_checkpoint(None)  # of a look that began before
 link.report_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
-deframer, reports = FrameDecoder(), []
+reports = []
 while len(reports) < 3:
-    words = map(WORD_DECODER.decode, deframer.feed(agent.recv(65536)))
+    words = [received.message for received in agent.receive()]
     reports += [word.report for word in words if hasattr(word, "report")]
 print([report.is_polling_checkpoints for report in reports], flush=True)
 os._exit(0)
