@@ -45,6 +45,7 @@ class Notifier:
     def record_event(
         self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool
     ) -> None:
+        """Send the agent an event for the host's log."""
         event = Event(
             kind=kind,
             host=self._host,
@@ -57,13 +58,16 @@ class Notifier:
         self._waiting.put(lambda: self._agent.send(EventOccurred(event=event)))
 
     def notify_agent(self) -> None:
+        """Send the agent the snapshots that are complete now."""
         # Asked for when it is sent: so the last one sent is the newest.
         self._waiting.put(lambda: self._agent.send(CompleteSnapshots(snapshots=self.list_statuses())))
 
     def notify_worker(self, notice: ServerNotification) -> None:
+        """Send the current worker a notification."""
         self._waiting.put(lambda: self._send_worker(notice))
 
     def notify_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
+        """Have the root learn that this host dropped a snapshot."""
         self.on_dropped(id, layout, reason)
 
     def serve_worker(self, worker: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:

@@ -48,9 +48,17 @@ ADDRESS_BYTES: Final = 192
 class SnapshotAgentConnection(Protocol):
     """What is needed of the line to the agent."""
 
-    def raise_if_ended(self) -> None: ...
-    def wait_for_snapshot_server(self) -> str: ...
-    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event: ...
+    def raise_if_ended(self) -> None:
+        """Raise `GenerationEnded` if the generation has ended."""
+        ...
+
+    def wait_for_snapshot_server(self) -> str:
+        """Return the endpoint of this host's snapshot server, which the agent starts if need be."""
+        ...
+
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
+        """Write an event to the host's log."""
+        ...
 
 
 class SnapshotWorld(Protocol):
@@ -60,9 +68,17 @@ class SnapshotWorld(Protocol):
     hosts: tuple[HostName, ...]
 
     @property
-    def host_index(self) -> int: ...
-    def host_of_device(self, device: Device) -> HostName: ...
-    def all_reduce(self, tree: Any) -> Any: ...  # noqa: ANN401 - a tree of small numpy arrays
+    def host_index(self) -> int:
+        """This host's place in `hosts`."""
+        ...
+
+    def host_of_device(self, device: Device) -> HostName:
+        """Return the host of a device."""
+        ...
+
+    def all_reduce(self, tree: Any) -> Any:  # noqa: ANN401 - a tree of small numpy arrays
+        """Return the sum over all hosts."""
+        ...
 
 
 @dataclasses.dataclass(slots=True)

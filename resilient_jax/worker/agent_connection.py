@@ -61,7 +61,9 @@ class GenerationEnded(BaseException):
 class Interrupt(Protocol):
     """Breaks the main thread out of whatever C++ it waits in. Called again until it is out."""
 
-    def __call__(self) -> None: ...
+    def __call__(self) -> None:
+        """Interrupt once."""
+        ...
 
 
 class AgentConnection:
