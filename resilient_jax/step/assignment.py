@@ -110,6 +110,26 @@ class ReplicaShape:
         return axes
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulationOptions:
+    """How `World.accumulate_microbatches` groups, assigns and reduces microbatches.
+
+    Attributes:
+        unit_size: how many consecutive microbatches one host accumulates in one go. A reproducible accumulation keeps
+            every unit's total until the end: a smaller unit loses less in a failure and balances better, a larger one
+            takes less memory and traffic. The bits of the result depend on it.
+        reproducible: add in an order that depends on the indexes only: the same bits, whichever hosts are alive. Else
+            one all-reduce of each host's total: less memory and traffic, equal within rounding.
+        replica_shape: how many hosts compute a microbatch together, or how many a host computes at a time.
+        balance_by_speed: assign units in proportion to measured speed; else evenly.
+    """
+
+    unit_size: int = 1
+    reproducible: bool = True
+    replica_shape: ReplicaShape = ReplicaShape()
+    balance_by_speed: bool = False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaLocation:
     """Where a replica is: the places of its hosts among the live ones, and which of its host's replicas it is."""

@@ -1,11 +1,11 @@
-"""What this host has added up for the step in flight: kept when a peer dies, until the step is committed.
+"""What this host has accumulated for the step in flight: kept when a peer dies, until the step is committed.
 
-A part is a running sum over some microbatches. With reproducible reduction there is one part for each unit, and it
-holds a beginning of the unit, in order; with fast reduction parts are pooled, over whatever a replica computed.
+A partial sum is a running total over some microbatches. A reproducible accumulation has one for each unit, over the
+first microbatches of the unit, in order; a fast accumulation has pooled ones, over whatever a replica computed.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -15,14 +15,22 @@ from resilient_jax.step.assignment import AccumulationSpec
 
 Tree = Any
 """A pytree of arrays."""
+PROGRESS_PADDING: Final = 256
+"""Progress is exchanged in vectors of a multiple of this size: mostly the same size for fewer hosts, so that the
+all-reduce is compiled already."""
+
+
+def pad_progress_size(size: int) -> int:
+    """Return the size of the vector in which progress of `size` elements is exchanged."""
+    return -(-size // PROGRESS_PADDING) * PROGRESS_PADDING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartialSum:
-    """A running sum.
+    """A running total.
 
     Attributes:
-        count: how many microbatches of its unit, from the first, are in it.
+        count: the number of microbatches of its unit, from the first, that are in it.
         total: their sum.
     """
 
@@ -32,12 +40,13 @@ class PartialSum:
 
 @dataclasses.dataclass(slots=True)
 class Contributions:
-    """The parts of one job on this host.
+    """The partial sums of one accumulation on this host.
 
     Attributes:
-        parts: by unit. Those of a pooled job count down from -1: each time work is dealt out every replica begins
-            another one.
-        pooled: the units in the pooled parts.
+        spec: of the accumulation.
+        partial_sums: by unit. Those of a pooled accumulation have keys from -1 downwards: each time work is assigned,
+            every replica begins another one.
+        pooled_units: the units in the pooled partial sums.
     """
 
     spec: AccumulationSpec
@@ -45,47 +54,48 @@ class Contributions:
     pooled_units: set[int] = dataclasses.field(default_factory=set)
 
     def clear(self) -> None:
-        """Begins again with nothing."""
+        """Drop all partial sums."""
         self.partial_sums.clear()
         self.pooled_units.clear()
 
     def drop_unusable(self) -> None:
-        """Forgets what is gone, donated by the user's function before it failed, or was never computed: its program was
-        handed to the devices, and their collective was broken. Of a pooled job nobody could say which units that were.
+        """Drop partial sums that were donated by a user's function that failed, or that were never computed because a
+        collective of their program was broken. Of a pooled accumulation all are dropped: which units were in the
+        unusable ones is unknown.
         """
-        unusable = [number for number, part in self.partial_sums.items() if not _is_usable(part.total)]
+        unusable = [key for key, partial in self.partial_sums.items() if not _is_usable(partial.total)]
         if unusable and self.spec.is_pooled:
             self.clear()
-        for number in unusable:
-            self.partial_sums.pop(number, None)
+        for key in unusable:
+            self.partial_sums.pop(key, None)
 
     def move_to_host(self) -> None:
-        """Copies every part to host memory: the devices' backend is about to go."""
+        """Copy every partial sum to host memory, before the devices' backend is destroyed."""
         self.drop_unusable()
-        for number, part in self.partial_sums.items():
-            self.partial_sums[number] = PartialSum(part.count, jax.tree.map(np.array, part.total))
+        for key, partial in self.partial_sums.items():
+            self.partial_sums[key] = PartialSum(partial.count, jax.tree.map(np.array, partial.total))
 
     def move_to_devices(self, like: Tree) -> None:
-        """Puts parts that lie in host memory where the leaves of `like` lie."""
-        for number, part in self.partial_sums.items():
+        """Give partial sums in host memory the shardings of the leaves of `like`."""
+        for key, partial in self.partial_sums.items():
             placed = jax.tree.map(
                 lambda leaf, origin: (
                     jax.device_put(leaf, origin.sharding) if isinstance(leaf, np.ndarray) else leaf
                 ),
-                part.total,
+                partial.total,
                 like,
             )
-            self.partial_sums[number] = PartialSum(part.count, placed)
+            self.partial_sums[key] = PartialSum(partial.count, placed)
 
     def count_progress(self) -> np.ndarray:
-        """int32[units]: how many microbatches of each unit are added up here."""
-        found = np.zeros(self.spec.num_units, np.int32)
+        """Return int32[units]: the number of microbatches of each unit that are accumulated here."""
+        progress = np.zeros(self.spec.num_units, np.int32)
         for unit in self.pooled_units:
-            found[unit] = len(self.spec.microbatches_of(unit))
-        for unit, part in self.partial_sums.items():
-            if unit >= 0:
-                found[unit] = part.count
-        return found
+            progress[unit] = len(self.spec.microbatches_of(unit))
+        for key, partial in self.partial_sums.items():
+            if key >= 0:
+                progress[key] = partial.count
+        return progress
 
 
 def _is_usable(total: Tree) -> bool:

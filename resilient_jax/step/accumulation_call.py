@@ -1,0 +1,72 @@
+"""An accumulation as it was called, for compiling ahead of time what it would need among fewer hosts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from resilient_jax.compile.ahead_of_time import CancellationCheck
+from resilient_jax.errors import CallerError
+from resilient_jax.ids import ProcessIndex
+from resilient_jax.jax_runtime.compile_cache import is_portable_cache_on
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.step.assignment import (
+    AccumulationSpec,
+    ReplicaShape,
+    locate_replicas,
+    predict_widths_after_loss,
+)
+from resilient_jax.step.contributions import pad_progress_size
+from resilient_jax.step.host_grid import HostGrid
+from resilient_jax.step.reduction import AllReduce, OrderedAllReduce
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulationCall:
+    """One call of `World.accumulate_microbatches`.
+
+    Attributes:
+        devices: of the live hosts.
+        process_index: of this host.
+        spec: what was accumulated.
+        replica_shape: of the replicas.
+        like: shapes and dtypes of the total.
+    """
+
+    devices: Sequence[Device]
+    process_index: ProcessIndex
+    spec: AccumulationSpec
+    replica_shape: ReplicaShape
+    like: Any
+
+    def compile_for_hosts(
+        self, num_hosts: int, replica_shape_after: ReplicaShape, check: CancellationCheck
+    ) -> bool:
+        """Compile, for the persistent cache, the reductions between `num_hosts` hosts; return whether that is of use.
+
+        What is compiled for some hosts serves any others, as many (on CPU: see `compile_cache`). Programs for more
+        hosts than are alive cannot be compiled: their devices are unknown.
+        """
+        hosts = sorted({device.process_index for device in self.devices})
+        if num_hosts > len(hosts) or not is_portable_cache_on(self.devices[0]):
+            return False
+        hosts.remove(self.process_index)
+        chosen = {self.process_index, *hosts[: num_hosts - 1]}
+        grid = HostGrid([d for d in self.devices if d.process_index in chosen], self.process_index)
+        devices_per_host = grid.local_mesh.size
+        try:
+            before = locate_replicas(range(len(hosts) + 1), self.replica_shape, devices_per_host)
+            after = locate_replicas(range(num_hosts), replica_shape_after, devices_per_host)
+        except CallerError:  # such a world is refused, with the reason, when it comes
+            return False
+        all_reduce = AllReduce(grid)
+        # The exchange of progress, and the trainer's decision whether to stop: both as a generation begins.
+        for size in (pad_progress_size(num_hosts * self.spec.num_units), 1):
+            all_reduce.compile(np.zeros(size, np.int32), check)
+        if self.spec.is_pooled:
+            all_reduce.compile(self.like, check)
+        else:
+            for width in predict_widths_after_loss(self.spec, before, after):
+                OrderedAllReduce(grid).compile(self.spec.num_units, width, self.like, check)
+        return True

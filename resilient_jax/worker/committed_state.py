@@ -1,0 +1,56 @@
+"""The committed state and the sums of the step in flight: what a worker keeps from one generation to the next."""
+
+from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.state.flat_state import FlatState
+from resilient_jax.step.contributions import Contributions
+
+
+class CommittedState:
+    """What outlives a generation; one object for the life of the worker.
+
+    Attributes:
+        state: the state after the last committed step; None while there is none, or while it is in a snapshot.
+        snapshot_plan: where the state is until `World.restore_or_init` has read it from there.
+        contributions: what this host has accumulated for the step in flight, by the name of the accumulation.
+        first_step: the step that this job begins with, if it resumes from an earlier job's checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.state: FlatState | None = None
+        self.snapshot_plan: SnapshotPlan | None = None
+        self.contributions: dict[str, Contributions] = {}
+        self.first_step = 0
+
+    @property
+    def step(self) -> int:
+        """The number of committed steps."""
+        if self.snapshot_plan is not None:
+            return self.snapshot_plan.id.step
+        return self.state.step if self.state is not None else self.first_step
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no committed state."""
+        return self.state is None and self.snapshot_plan is None
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether this host has all of the committed state in its own memory."""
+        return self.state is not None and self.state.is_complete
+
+    def set_snapshot_plan(self, plan: SnapshotPlan) -> None:
+        """Make a snapshot the committed state. Contributions to its step stay valid."""
+        self.state = None
+        self.snapshot_plan = plan
+
+    def move_contributions_to_host(self) -> None:
+        """Copy all contributions to host memory, before the devices' backend is destroyed."""
+        for contributions in self.contributions.values():
+            contributions.move_to_host()
+
+    def clear(self) -> None:
+        """Drop everything: the valid state is on other hosts, or there is none."""
+        self.state = None
+        self.snapshot_plan = None
+        self.contributions.clear()
+        self.first_step = 0

@@ -1,0 +1,92 @@
+"""The facts of one generation as this worker sees them, and the meshes over its devices. Pure, but for `jax.devices`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from resilient_jax.errors import CallerError
+from resilient_jax.events import Event
+from resilient_jax.ids import GenerationNumber, HostName, ProcessIndex
+from resilient_jax.jax_runtime.jaxlib_types import Device
+from resilient_jax.protocol.records import StateLoss
+
+AxisSizes = str | Sequence[str] | Mapping[str, int]
+"""One axis name; several, of which the first takes all devices; or names with sizes, of which one may be -1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationInfo:
+    """One generation's members, and how it came about.
+
+    Attributes:
+        number: of the generation; it only grows.
+        hosts_by_process: the live hosts by their process index in JAX's world. After a shrink the indexes have gaps.
+        process_index: of this worker.
+        change: how the generation was formed: "shrink" (in place) or "reform".
+        reason: why it was formed.
+        state_loss: what was lost, if no host's memory has the state any more; else None.
+        events: what this worker recorded on its way into this generation, oldest first.
+    """
+
+    number: GenerationNumber
+    hosts_by_process: Mapping[ProcessIndex, HostName]
+    process_index: ProcessIndex
+    change: str
+    reason: str
+    state_loss: StateLoss | None = None
+    events: tuple[Event, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[HostName, ...]:
+        """The live hosts in order of their process index."""
+        return tuple(self.hosts_by_process[index] for index in sorted(self.hosts_by_process))
+
+    @property
+    def host(self) -> HostName:
+        """The name of this host."""
+        return self.hosts_by_process[self.process_index]
+
+    @property
+    def host_index(self) -> int:
+        """The index of this host in `hosts`."""
+        return sorted(self.hosts_by_process).index(self.process_index)
+
+    def host_of_device(self, device: Device) -> HostName:
+        """Return the host that a device of a live host belongs to."""
+        return self.hosts_by_process[ProcessIndex(device.process_index)]
+
+    def list_devices(self) -> list[Device]:
+        """Return the devices of the live hosts; `jax.devices()` keeps listing those of dead hosts, too."""
+        return [device for device in jax.devices() if device.process_index in self.hosts_by_process]
+
+
+def make_mesh(devices: Sequence[Device], axes: AxisSizes, owner: str) -> Mesh:
+    """Return a mesh over the devices, in their order.
+
+    Args:
+        devices: the devices.
+        axes: names and sizes.
+        owner: whose devices these are, for the error message.
+
+    Raises:
+        CallerError: the sizes do not multiply to the number of devices.
+    """
+    sizes = dict(axes) if isinstance(axes, Mapping) else _assign_all_to_first(axes)
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) == 1 and fixed > 0 and len(devices) % fixed == 0:
+        sizes[open_axes[0]] = len(devices) // fixed
+    if int(np.prod(list(sizes.values()))) != len(devices) or min(sizes.values(), default=0) < 1:
+        raise CallerError(
+            f"mesh axes {dict(sizes)} do not fit the {len(devices)} devices of {owner}: the sizes must multiply "
+            "to that number; write -1 for one of them to have it follow the devices"
+        )
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def _assign_all_to_first(axes: str | Sequence[str]) -> dict[str, int]:
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    return {name: -1 if position == 0 else 1 for position, name in enumerate(names)}

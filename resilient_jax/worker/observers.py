@@ -1,0 +1,122 @@
+"""What watches a session from outside of the training logic: the ledger, failpoints, compilation for host losses.
+
+A `Session` calls its observers in their order, at the start of a step, at each failpoint, after each reduction and
+after each commit. An observer changes nothing of what is trained, except that a failpoint may hold, break or corrupt.
+"""
+
+import functools
+from typing import Final
+
+from resilient_jax.compile.ahead_of_time import AheadOfTimeCompiler, CompilationJob
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import FailPoint, FailPoints
+from resilient_jax.state.flat_state import FlatState
+from resilient_jax.step.accumulation_call import AccumulationCall
+from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.ledger import Ledger
+
+PRECOMPILE_DELAY_S: Final = 2.0
+"""How far into a world the programs for a loss are compiled: until then other hosts may be about to join it."""
+
+
+class Observer:
+    """Does nothing at any moment; subclasses override the moments that they watch."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Called before the user's code runs `step`."""
+
+    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
+        """Called at each failpoint, from any thread; return whether the values computed there are to be corrupted."""
+        return False
+
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
+        """Called when an accumulation is reduced; `owners` gives the host that computed each microbatch."""
+
+    def on_commit(self, state: FlatState) -> None:
+        """Called when `state` has become the committed state."""
+
+    def on_restore(self, state: FlatState) -> None:
+        """Called when `state` is what this host resumes from."""
+
+
+class FailPointObserver(Observer):
+    """Obeys the orders of a test or a chaos campaign."""
+
+    def __init__(self, failpoints: FailPoints) -> None:
+        self._failpoints = failpoints
+
+    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
+        """Hold, break or corrupt this host where an order says so."""
+        return self._failpoints.hit(failpoint, step, index)
+
+
+class LedgerObserver(Observer):
+    """Appends microbatches, commits and restores to the ledger."""
+
+    def __init__(self, ledger: Ledger, info: GenerationInfo) -> None:
+        self._ledger = ledger
+        self._info = info
+        self._owners: dict[str, tuple[HostName, ...]] = {}
+        """Of each microbatch of this step, by the name of the accumulation."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Forget the owners of the previous step's microbatches."""
+        self._owners.clear()
+
+    def on_failpoint(self, failpoint: FailPoint, step: int, index: int) -> bool:
+        """Record each microbatch before it is computed."""
+        if failpoint is FailPoint.BEFORE_MICROBATCH:
+            self._ledger.record_microbatch(step, index, self._info.number)
+        return False
+
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
+        """Keep the owners for the entry of the step."""
+        self._owners[call.spec.name] = owners
+
+    def on_commit(self, state: FlatState) -> None:
+        """Record the step with digests of the state."""
+        self._ledger.record_commit(
+            state,
+            self._info.number,
+            len(self._info.hosts),
+            self._owners,
+            is_first=self._info.host_index == 0,
+        )
+
+    def on_restore(self, state: FlatState) -> None:
+        """Record what this host resumes from."""
+        self._ledger.record_restore(
+            state, self._info.number, len(self._info.hosts), is_first=self._info.host_index == 0
+        )
+
+
+class LossPrecompiler(Observer):
+    """Compiles ahead of time the reductions that would be needed with one host fewer, and with two."""
+
+    def __init__(self, compiler: AheadOfTimeCompiler, num_hosts: int) -> None:
+        self._compiler = compiler
+        self._num_hosts = num_hosts
+        self._calls: dict[str, AccumulationCall] = {}
+        self._is_enqueued = True
+
+    def on_reduce(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
+        """Keep the first call of each name."""
+        if call.spec.name not in self._calls:
+            self._calls[call.spec.name] = call
+            self._is_enqueued = False
+
+    def on_step_begin(self, step: int) -> None:
+        """Enqueue what the accumulations of the steps so far would need."""
+        if self._is_enqueued:
+            return
+        self._is_enqueued = True
+        jobs = [
+            CompilationJob(
+                f"reductions over {count} hosts",
+                functools.partial(call.compile_for_hosts, count, call.replica_shape),
+            )
+            for count in (self._num_hosts - 1, self._num_hosts - 2)
+            if count > 0
+            for call in self._calls.values()
+        ]
+        self._compiler.enqueue(jobs, PRECOMPILE_DELAY_S)

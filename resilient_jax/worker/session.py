@@ -1,0 +1,227 @@
+"""The training session of one generation: its steps, and the committed state at their boundaries.
+
+A session is in at most one step at a time. `commit` makes a state the one that survives failures, and `restore_or_init`
+returns it in the next generation, from this process's memory, from a snapshot, or newly made.
+"""
+
+import contextlib
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import jax
+
+from resilient_jax.errors import CallerError, StateError
+from resilient_jax.events import Event, EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
+from resilient_jax.protocol.records import StateLoss
+from resilient_jax.protocol.snapshots import SnapshotPlan
+from resilient_jax.state.flat_state import (
+    ShardingRule,
+    flatten_state,
+    make_abstract_state,
+    place_initial_state,
+    restore_state,
+)
+from resilient_jax.state.restore import restore_snapshot
+from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
+from resilient_jax.step.accumulation_call import AccumulationCall
+from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.observers import Observer
+
+Tree = TypeVar("Tree")
+
+
+class TrainingControl(Protocol):
+    """What a session needs of the agent; `AgentConnection` is one, `StandaloneControl` another."""
+
+    def begin_step(self, step: int) -> None:
+        """Return when `step` may start; raise GenerationEnded if it may not."""
+        ...
+
+    def raise_if_ended(self) -> None:
+        """Raise GenerationEnded if the generation has ended."""
+        ...
+
+    def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
+        """Report that `step` steps are committed."""
+        ...
+
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
+        """Write an event to the host's log and return it."""
+        ...
+
+
+class Session:
+    """Steps, commits, restores and snapshots of one generation; the `StepHooks` of its reductions.
+
+    Args:
+        committed: what outlives the generation.
+        control: of the agent.
+        state_loss: what was lost, if the job must resume from a checkpoint.
+        snapshotter: for snapshots to the hosts' memory; None without an agent.
+        observers: called at each moment, in this order.
+    """
+
+    def __init__(
+        self,
+        committed: CommittedState,
+        control: TrainingControl,
+        *,
+        state_loss: StateLoss | None = None,
+        snapshotter: Snapshotter | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._committed = committed
+        self._control = control
+        self._state_loss = state_loss
+        self._snapshotter = snapshotter
+        self._observers = tuple(observers)
+        self._step: int | None = None
+        self._is_resumed = False
+        self._reduced: set[str] = set()
+        """Names of the accumulations of this step that are done."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing is committed yet."""
+        return self._committed.is_empty
+
+    # Steps.
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """See `World.steps`."""
+        if self._committed.is_empty and not self._is_resumed:
+            _refuse_restart_from_0(self._state_loss)
+        for step in range(self._committed.step, num_steps):
+            self._control.begin_step(step)
+            self._step = step
+            self._reduced.clear()
+            for observer in self._observers:
+                observer.on_step_begin(step)
+            yield step
+            self._control.raise_if_ended()
+
+    def resume_at(self, step: int) -> None:
+        """See `World.resume_at`."""
+        try:
+            first_step = operator.index(step)
+        except TypeError as error:
+            raise StateError(f"resume_at: found {step!r}, expected a whole number of steps") from error
+        self._is_resumed = True
+        if self._committed.is_empty:
+            self._committed.first_step = first_step
+
+    def commit(self, state: Any, metrics: dict[str, float]) -> None:  # noqa: ANN401 - any pytree
+        """See `World.commit`."""
+        if self._step is None:
+            raise StateError(
+                "commit was called outside of `for step in world.steps(...)`; commit inside of it"
+            )
+        self.hit_failpoint(FailPoint.BEFORE_COMMIT)
+        jax.block_until_ready(state)
+        committed = flatten_state(self._step + 1, state)
+        self._committed.state = committed
+        self._committed.contributions.clear()
+        self._control.report_commit(self._step + 1, metrics, holds_state=self._committed.holds_state)
+        for observer in self._observers:
+            observer.on_commit(committed)
+        self.hit_failpoint(FailPoint.AFTER_COMMIT)
+
+    # Accumulations.
+
+    def begin_accumulation(self, name: str) -> int:
+        """Return the step that an accumulation of this name belongs to.
+
+        Raises:
+            CallerError: outside of `steps`, or the name has been accumulated in this step.
+        """
+        if self._step is None or name in self._reduced:
+            found = "a call outside of `for step in world.steps(...)`"
+            if self._step is not None:
+                found = f"a second accumulation named {name!r} in step {self._step}"
+            raise CallerError(
+                f"accumulate_microbatches: found {found}, expected one of each name in a step. Put everything to be "
+                "accumulated into one tree, or give the other accumulation another name"
+            )
+        return self._step
+
+    def finish_accumulation(self, call: AccumulationCall, owners: tuple[HostName, ...]) -> None:
+        """Mark an accumulation as reduced; `owners` gives the host that computed each microbatch."""
+        self._reduced.add(call.spec.name)
+        for observer in self._observers:
+            observer.on_reduce(call, owners)
+
+    def raise_if_ended(self) -> None:
+        """Raise GenerationEnded if the generation has ended."""
+        self._control.raise_if_ended()
+
+    def hit_failpoint(self, failpoint: FailPoint, index: int = ANY_INDEX) -> bool:
+        """Call the observers at a failpoint of this step; return whether to corrupt the values computed there."""
+        if self._step is None:
+            return False
+        # A list, not a generator: every observer is called, whatever those before it return.
+        return any([observer.on_failpoint(failpoint, self._step, index) for observer in self._observers])
+
+    def _hit_restore_failpoint(self, place: FailPoint, step: int) -> None:
+        for observer in self._observers:
+            observer.on_failpoint(place, step, ANY_INDEX)
+
+    # The committed state.
+
+    def restore_or_init(self, init_fn: Callable[[], Tree], sharding: ShardingRule | None) -> Tree:
+        """See `World.restore_or_init`."""
+        self._control.raise_if_ended()
+        # Even where the shapes are not needed: an error of the user's in `init_fn` must not wait for a failure.
+        abstract = make_abstract_state(init_fn)
+        if self._committed.snapshot_plan is not None:
+            return self._restore_snapshot(self._committed.snapshot_plan, abstract, sharding)
+        if self._committed.state is None:
+            return place_initial_state(init_fn(), sharding)
+        for observer in self._observers:
+            observer.on_restore(self._committed.state)
+        return restore_state(abstract, self._committed.state, sharding)
+
+    def _restore_snapshot(self, plan: SnapshotPlan, abstract: Tree, sharding: ShardingRule | None) -> Tree:
+        assert self._snapshotter is not None, "a snapshot is ordered by an agent only"
+        started_s = time.monotonic()
+        with contextlib.closing(self._snapshotter.open_reader(plan)) as reader:
+            _, state = restore_snapshot(abstract, reader, sharding, failpoint=self._hit_restore_failpoint)
+            self._control.record_event(
+                EventKind.SNAPSHOT_RESTORED,
+                step=plan.id.step,
+                seconds=time.monotonic() - started_s,
+                local=reader.bytes_local,
+                peer=reader.bytes_peer,
+                decoded=reader.bytes_decoded,
+            )
+        self._committed.state = flatten_state(plan.id.step, state)
+        self._committed.snapshot_plan = None
+        for observer in self._observers:
+            observer.on_restore(self._committed.state)
+        return state
+
+    def snapshot(self, world: SnapshotWorld, state: Any) -> None:  # noqa: ANN401 - any pytree
+        """See `World.snapshot`."""
+        if self._step is None or self._committed.step != self._step + 1:
+            raise StateError(
+                "snapshot was called where no step had been committed just before; call it after world.commit(state)"
+            )
+        if self._snapshotter is not None:
+            self._snapshotter.take(world, flatten_state(self._committed.step, state))
+
+    def wait_until_finished(self) -> None:
+        """See `World.wait_until_finished`."""
+        if self._snapshotter is not None:
+            self._snapshotter.wait_until_copied()
+
+
+def _refuse_restart_from_0(loss: StateLoss | None) -> None:
+    if loss is not None and loss.checkpoint_step is not None:
+        raise StateError(
+            "steps: found a loop that begins at step 0, expected one that resumes from a checkpoint: the job's state "
+            f"was lost after {loss.step} steps, and the checkpoint of step {loss.checkpoint_step} was seen on storage. "
+            "Load it where world.is_fresh, and call world.resume_at(step)"
+        )

@@ -1,0 +1,104 @@
+"""Brings the committed state from one generation into the next: kept, copied to host memory, or fetched from a host."""
+
+import time
+from collections.abc import Callable
+
+from resilient_jax.errors import PeerError, StateError
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.records import Generation, StateSource
+from resilient_jax.state.flat_state import FlatState, copy_to_host
+from resilient_jax.state.transfer import CancellableTransfer, StateServer, fetch_state
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.worker.committed_state import CommittedState
+
+
+class StateHandover:
+    """Both sides of a transfer between workers, and what needs none.
+
+    Args:
+        host: this one.
+        committed: what is handed over.
+        server: offers this host's state to others.
+        credentials: of the job.
+        raise_if_ended: raises when the new generation has ended, too.
+        record_event: writes an event.
+    """
+
+    def __init__(
+        self,
+        host: HostName,
+        committed: CommittedState,
+        server: StateServer,
+        credentials: Credentials,
+        raise_if_ended: Callable[[], None],
+        record_event: Callable[..., object],
+    ) -> None:
+        self._host = host
+        self._committed = committed
+        self._server = server
+        self._credentials = credentials
+        self._raise_if_ended = raise_if_ended
+        self._record_event = record_event
+        self._transfer = CancellableTransfer()
+
+    def interrupt(self) -> None:
+        """End a fetch that is under way; for the guard thread."""
+        self._transfer.cancel()
+
+    def prepare(self, generation: Generation, *, in_place: bool) -> None:
+        """Return with the state of `generation.step` here, or the plan to read it from a snapshot.
+
+        Args:
+            generation: the new one.
+            in_place: the devices stay; else everything on them is moved to host memory.
+        """
+        committed = self._committed
+        if generation.snapshot is not None:
+            committed.set_snapshot_plan(generation.snapshot)
+            if not in_place:
+                committed.move_contributions_to_host()
+            return
+        if self._host in generation.receivers:
+            committed.clear()  # before the fetch: an older state is of no use, and takes memory
+            committed.state = self._fetch(generation)
+            return
+        if not generation.sources:
+            committed.clear()  # the job begins, or begins again: no host's state is valid
+            return
+        state = committed.state
+        assert state is not None, "a host that receives no state has it"
+        if generation.receivers or not in_place:
+            started_s = time.monotonic()
+            copy = copy_to_host(state)
+            self._record_event(
+                EventKind.STATE_COPIED, bytes=copy.nbytes, seconds=time.monotonic() - started_s
+            )
+            if generation.receivers:
+                self._server.offer(generation.number, copy)
+            if not in_place:
+                committed.state = copy
+                committed.move_contributions_to_host()
+
+    def _fetch(self, generation: Generation) -> FlatState:
+        started_s = time.monotonic()
+        position = [member.host for member in generation.members].index(self._host)
+        state = fetch_state(
+            generation.number,
+            generation.sources,
+            position,
+            self._credentials,
+            self._transfer,
+            self._raise_if_ended,
+            self._on_source_failed,
+        )
+        if state.step != generation.step:
+            raise StateError(
+                f"state of step {state.step} arrived where generation {generation.number} resumes from step "
+                f"{generation.step}"
+            )
+        self._record_event(EventKind.STATE_FETCHED, bytes=state.nbytes, seconds=time.monotonic() - started_s)
+        return state
+
+    def _on_source_failed(self, source: StateSource, error: PeerError) -> None:
+        self._record_event(EventKind.STATE_SOURCE_FAILED, source=source.host, error=str(error))

@@ -1,0 +1,308 @@
+"""The worker's loop over generations: obey the agent's order, call the train function, report how it ended."""
+
+import contextlib
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable
+
+from resilient_jax.compile.ahead_of_time import LEAVE_TIMEOUT_S, AheadOfTimeCompiler
+from resilient_jax.compile.compilation_monitor import CompilationMonitor, open_program_directory
+from resilient_jax.errors import PeerError, SnapshotLost
+from resilient_jax.events import Event, EventKind
+from resilient_jax.jax_runtime.compile_cache import share_compilation_cache
+from resilient_jax.jax_runtime.distributed import close_backend_gate
+from resilient_jax.jax_runtime.failures import is_collective_failure
+from resilient_jax.protocol.failpoints import ANY_STEP, FailPoint, FailPoints
+from resilient_jax.protocol.records import Generation, WorkerFailure, WorkerFailureKind, WorldChange
+from resilient_jax.protocol.snapshots import SnapshotId
+from resilient_jax.protocol.worker_messages import (
+    JOB_OVER_EXIT_CODE,
+    SNAPSHOT_CONNECTION_VARIABLE,
+    FormWorld,
+    StopWorker,
+    WorkerSettings,
+)
+from resilient_jax.state.flat_state import FlatState
+from resilient_jax.state.snapshotter import Snapshotter
+from resilient_jax.state.transfer import StateServer
+from resilient_jax.step import reduction
+from resilient_jax.step.reducer import Reducer
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.worker.agent_connection import AgentConnection, GenerationEnded
+from resilient_jax.worker.checkpoint_poller import CheckpointPoller, FindLatestCheckpoint
+from resilient_jax.worker.committed_state import CommittedState
+from resilient_jax.worker.death_pipe import isolate_death_pipe
+from resilient_jax.worker.generation_info import GenerationInfo
+from resilient_jax.worker.ledger import Ledger
+from resilient_jax.worker.observers import FailPointObserver, LedgerObserver, LossPrecompiler, Observer
+from resilient_jax.worker.session import Session
+from resilient_jax.worker.state_handover import StateHandover
+from resilient_jax.worker.world import World
+from resilient_jax.worker.world_connector import WorldConnector
+
+TrainFunction = Callable[[World], None]
+
+
+class _FirstCommitObserver(Observer):
+    """Ends, at a commit, what only the first step of a generation needs."""
+
+    def __init__(self, monitor: CompilationMonitor, server: StateServer) -> None:
+        self._monitor = monitor
+        self._server = server
+
+    def on_commit(self, state: FlatState) -> None:
+        """Report what the first step compiled; no host commits before all have the state, so the copy may go."""
+        self._monitor.report_once()
+        self._server.withdraw()
+
+
+class Worker:
+    """One worker process under an agent.
+
+    Args:
+        descriptor: this worker's end of its socket pair with the agent.
+        settings: from the agent.
+        find_latest_checkpoint: see `run`.
+    """
+
+    def __init__(
+        self, descriptor: int, settings: WorkerSettings, find_latest_checkpoint: FindLatestCheckpoint | None
+    ) -> None:
+        self._settings = settings
+        credentials = Credentials.from_paths(settings.token, settings.tls)
+        self._committed = CommittedState()
+        self._events: list[Event] = []
+        """Of the present generation, until its world is formed."""
+        self._failpoints = FailPoints.from_environment(settings.host)
+        self._ledger = Ledger.from_environment(settings.host)
+        self._replicas_span_hosts = False
+        self._connector = WorldConnector(settings)
+        self._server = StateServer(settings.address, credentials, open_program_directory())
+        self._agent = AgentConnection(descriptor, settings.host, self._interrupt)
+        self._handover = StateHandover(
+            settings.host,
+            self._committed,
+            self._server,
+            credentials,
+            self._agent.raise_if_ended,
+            self._record_event,
+        )
+        self._poller = CheckpointPoller(
+            find_latest_checkpoint, self._agent.report_checkpoint, self._agent.record_event
+        )
+        if find_latest_checkpoint is not None:
+            self._agent.announce_checkpoint_polling()
+        self._snapshotter = Snapshotter(
+            int(os.environ.pop(SNAPSHOT_CONNECTION_VARIABLE)),
+            settings.host,
+            settings.snapshots,
+            settings.failure_domain,
+            credentials,
+            self._agent,
+            self._hit_failpoint,
+        )
+        self._monitor = CompilationMonitor(settings.host, credentials, self._agent.record_event)
+        self._compiler = AheadOfTimeCompiler(
+            self._monitor.record_compiled_ahead, self._monitor.record_failed_ahead
+        )
+        if (reason := share_compilation_cache(self._monitor, settings.compile_cache_bytes)) is not None:
+            self._agent.record_event(EventKind.COMPILE_CACHE_DISABLED, why=reason)
+
+    def run(self, train_fn: TrainFunction, death_pipe: int | None) -> None:
+        """Obey orders until the job is over.
+
+        Args:
+            train_fn: see `run.run`.
+            death_pipe: the descriptor of its write end; None: the agent made none.
+
+        Raises:
+            SystemExit: the job ended without this worker.
+        """
+        restore_normal_priority()
+        if death_pipe is not None and (problem := isolate_death_pipe(death_pipe)) is not None:
+            self._agent.record_event(EventKind.DEATH_PIPE_DISABLED, why=problem)
+        gc.collect()
+        gc.freeze()  # what was imported stays; leaving a world then collects in a fifth of the time
+        self._agent.report_ready(self._server.endpoint)
+        is_done = False
+        while True:
+            self._poller.resume()
+            order = self._agent.wait_for_order()
+            self._poller.pause()
+            if isinstance(order, StopWorker):
+                if order.reason != "done" or not is_done:  # the script after `run` relies on `train_fn` having run
+                    raise SystemExit(JOB_OVER_EXIT_CODE)
+                return
+            is_done, failure = self._run_generation(order, train_fn)
+            self._record_event(EventKind.WORKER_IDLE, done=is_done)
+            snapshot = self._flush_snapshot(order) if failure is None and not is_done else None
+            self._snapshotter.end_generation()
+            if self._connector.is_broken or (self._replicas_span_hosts and not is_done):
+                # A clique that the next generation needs is broken, the local one or that of a replica on several
+                # hosts: no shrink in place.
+                self._agent.report_world_left()
+            self._agent.report_idle(
+                step=self._committed.step,
+                holds_state=self._committed.holds_state,
+                snapshot=snapshot,
+                done=is_done,
+                failure=failure,
+            )
+
+    def close(self) -> None:
+        """End the threads that would keep this process from ending."""
+        self._compiler.close()
+        close_backend_gate()
+
+    def _run_generation(
+        self, order: FormWorld, train_fn: TrainFunction
+    ) -> tuple[bool, WorkerFailure | None]:
+        """Return whether `train_fn` returned, and its failure. Leaves no reference to arrays or exceptions behind."""
+        try:
+            self._form_world(order)
+            world, reducer = self._make_world(order)
+            try:
+                train_fn(world)
+            finally:
+                self._compiler.cancel()
+                self._replicas_span_hosts = reducer.replicas_span_hosts
+            return True, None
+        except GenerationEnded:
+            return False, None
+        except Exception as error:
+            if self._agent.is_interrupted:
+                return False, None
+            text = "".join(traceback.format_exception(error))
+            if isinstance(error, SnapshotLost):
+                self._record_event(EventKind.SNAPSHOT_UNREADABLE, error=_summarize(error))
+                return False, WorkerFailure(kind=WorkerFailureKind.SNAPSHOT, text=text)
+            if is_collective_failure(error) or isinstance(error, PeerError):
+                self._record_event(EventKind.COLLECTIVE_FAILED, error=_summarize(error))
+                return False, WorkerFailure(kind=WorkerFailureKind.COLLECTIVE, text=text)
+            self._record_event(EventKind.USER_ERROR, error=_summarize(error))
+            self._agent.report_failure(
+                WorkerFailure(kind=WorkerFailureKind.USER, text=text), step=self._committed.step
+            )
+            raise
+
+    def _flush_snapshot(self, order: FormWorld) -> SnapshotId | None:
+        """Return the snapshot of the committed state before a planned change, if no host has all of the state."""
+        if self._agent.is_interrupted or self._committed.holds_state:
+            return None
+        try:
+            return self._snapshotter.flush(order.generation.number, self._committed.state)
+        except GenerationEnded:
+            return None  # an unplanned change came in between
+        except PeerError as error:  # the server is gone; the agent notices
+            self._record_event(
+                EventKind.SNAPSHOT_DROPPED, step=self._committed.step, reason=_summarize(error)
+            )
+            return None
+
+    def _interrupt(self) -> None:
+        """Break the main thread out of whatever C++ it waits in; for the guard thread."""
+        self._handover.interrupt()
+        self._connector.interrupt()
+
+    # Forming.
+
+    def _form_world(self, order: FormWorld) -> None:
+        """Bring this process into the generation's world, with the committed state."""
+        generation = order.generation
+        self._connector.begin_generation()
+        self._events.clear()
+        self._monitor.begin_generation(generation.members)
+        started_s = time.monotonic()
+        if generation.change is WorldChange.REFORM:
+            self._reform(order)
+        else:
+            self._handover.prepare(generation, in_place=True)
+        self._agent.raise_if_ended()
+        self._record_event(
+            EventKind.WORLD_FORMED,
+            change=str(generation.change),
+            hosts=len(generation.members),
+            seconds=time.monotonic() - started_s,
+        )
+        self._agent.report_formed(
+            generation.world, self._committed.step, holds_state=self._committed.holds_state
+        )
+
+    def _reform(self, order: FormWorld) -> None:
+        """Leave the old world with the state in host memory, and join the new one."""
+        self._handover.prepare(order.generation, in_place=False)
+        self._leave_world()
+        self._agent.raise_if_ended()
+        self._hit_failpoint(FailPoint.BEFORE_CONNECT)
+        self._connector.join(order)
+
+    def _leave_world(self) -> None:
+        reduction.clear_caches()
+        if not self._connector.is_connected:
+            return
+        started_s = time.monotonic()
+        is_idle = self._compiler.wait_until_idle(LEAVE_TIMEOUT_S)
+        leaks = self._connector.leave(is_backend_in_use=not is_idle)
+        self._agent.report_world_left()
+        self._record_event(
+            EventKind.WORLD_LEFT,
+            seconds=time.monotonic() - started_s,
+            leaked_backends=leaks.backends,
+            leaked_clients=leaks.clients,
+        )
+
+    def _make_world(self, order: FormWorld) -> tuple[World, Reducer]:
+        info = _describe_generation(order, tuple(self._events))
+        observers: list[Observer] = [
+            LossPrecompiler(self._compiler, len(info.hosts)),
+            _FirstCommitObserver(self._monitor, self._server),
+        ]
+        if self._ledger is not None:
+            observers.append(LedgerObserver(self._ledger, info))
+        if self._failpoints is not None:
+            observers.append(FailPointObserver(self._failpoints))
+        session = Session(
+            self._committed,
+            self._agent,
+            state_loss=info.state_loss,
+            snapshotter=self._snapshotter,
+            observers=observers,
+        )
+        reducer = Reducer(info.list_devices, info.process_index, self._committed.contributions, session)
+        return World(info, session, self._agent, reducer, self._compiler), reducer
+
+    def _hit_failpoint(self, place: FailPoint, step: int = ANY_STEP) -> None:
+        if self._failpoints is not None:
+            self._failpoints.hit(place, step)
+
+    def _record_event(self, kind: EventKind, **detail: str | float | bool) -> None:
+        self._events.append(self._agent.record_event(kind, **detail))
+
+
+def _describe_generation(order: FormWorld, events: tuple[Event, ...]) -> GenerationInfo:
+    generation: Generation = order.generation
+    member = generation.find_member(order.host)
+    assert member is not None, "an agent orders only members to form a world"
+    return GenerationInfo(
+        number=generation.number,
+        hosts_by_process={m.process_index: m.host for m in generation.members},
+        process_index=member.process_index,
+        change=str(generation.change),
+        reason=generation.reason,
+        state_loss=generation.state_loss,
+        events=events,
+    )
+
+
+def restore_normal_priority() -> None:
+    """Give all threads of this process normal priority: its agent may have started it with the lowest."""
+    for _ in range(2):  # a thread that starts during the first pass is found by the second
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
+def _summarize(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,105 @@
+"""Joins and leaves JAX worlds, and breaks the main thread out of either and of collectives."""
+
+import dataclasses
+import time
+from typing import Final
+
+import jax
+
+from resilient_jax.errors import StateError
+from resilient_jax.jax_runtime.abort import abort_collectives
+from resilient_jax.jax_runtime.distributed import LeakCounts, WorldConnection, connect, disconnect
+from resilient_jax.jax_runtime.local_clique import form_local_clique
+from resilient_jax.jax_runtime.world_forming import interrupt_forming, is_detached
+from resilient_jax.protocol.worker_messages import FormWorld, WorkerSettings
+
+LOCAL_CLIQUE_GRACE_S: Final = 1.5
+"""gloo gives up within 0.5 s, with large arrays in flight; a main thread that has not unwound by then waits for
+something else."""
+
+
+class WorldConnector:
+    """This worker's place in at most one world at a time."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._connection: WorldConnection | None = None
+        self._interrupting_since_s: float | None = None
+        self._is_local_clique_broken = False
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a shrink in place is impossible: the local clique is broken, or the service was found dead."""
+        return self._is_local_clique_broken or is_detached()
+
+    def begin_generation(self) -> None:
+        """Forget that the previous generation was interrupted."""
+        self._interrupting_since_s = None
+
+    def join(self, order: FormWorld) -> None:
+        """Connect to the order's world.
+
+        Raises:
+            FormingInterrupted, FormingFailed: see `connect`.
+            StateError: this host has fewer devices than it was started for.
+        """
+        generation = order.generation
+        member = generation.find_member(order.host)
+        assert member is not None, "an agent orders only members to form a world"
+        connection = connect(
+            order.relay_address,
+            member.process_index,
+            len(generation.members),
+            timeout_s=self._settings.forming_timeout_s,
+            bind_host=self._settings.address,
+        )
+        self._connection = connection  # so that an interruption reaches the forming of the local clique
+        self._connection = dataclasses.replace(connection, gloo=form_local_clique(connection.gloo))
+        self._is_local_clique_broken = False
+        self._check_devices()
+
+    def leave(self, *, is_backend_in_use: bool) -> LeakCounts:
+        """Disconnect from the world, and return what could not be freed.
+
+        Args:
+            is_backend_in_use: a thread still compiles for the world's devices.
+        """
+        connection, self._connection = self._connection, None
+        assert connection is not None, "leave is called in a world"
+        return disconnect(connection.gloo, is_backend_in_use=is_backend_in_use)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this worker is in a world."""
+        return self._connection is not None
+
+    def interrupt(self) -> None:
+        """Break the main thread out of forming or of a collective; for the guard thread, again and again.
+
+        The clique of the local devices is spared at first, because it survives a shrink. But if one device's part of a
+        program failed, another device may wait for it in that very clique: so that clique is broken, too, when the main
+        thread has not unwound soon; the next world must then be a new one.
+        """
+        now_s = time.monotonic()
+        if self._interrupting_since_s is None:
+            self._interrupting_since_s = now_s
+        interrupt_forming()
+        connection = self._connection
+        if connection is None:
+            return
+        gloo = connection.gloo
+        if gloo.local_clique and now_s - self._interrupting_since_s > LOCAL_CLIQUE_GRACE_S:
+            gloo = dataclasses.replace(gloo, local_clique=frozenset())
+            self._is_local_clique_broken = True
+        abort_collectives(gloo)
+
+    def _check_devices(self) -> None:
+        expected = self._settings.devices_per_host
+        found = jax.local_device_count()
+        if expected is not None and found < expected:
+            raise StateError(
+                f"host {self._settings.host} has {found} devices, but --devices-per-host asks for {expected}; ask "
+                "for fewer, or start it where there are more"
+            )
+
+
