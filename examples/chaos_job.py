@@ -93,7 +93,9 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
             replica = microbatch.replica
             return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
 
-        loss, gradients = world.accumulate_microbatches(MICROBATCHES, add, zeros, unit_size=UNIT)
+        loss, gradients = world.accumulate_microbatches(
+            MICROBATCHES, add, zeros, options=rj.AccumulationOptions(unit_size=UNIT)
+        )
         state = update(
             state, shard_tree(gradients, rule) if isinstance(rule, FullyShardedPlacement) else gradients
         )

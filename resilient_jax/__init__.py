@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from resilient_jax.sharding.planned_program import compile_plan as compile_plan
     from resilient_jax.sharding.planned_program import make_mesh as make_mesh
     from resilient_jax.sharding.planned_program import make_state_shardings as make_state_shardings
+    from resilient_jax.step.assignment import AccumulationOptions as AccumulationOptions
     from resilient_jax.step.assignment import ReplicaShape as ReplicaShape
-    from resilient_jax.step.reducer import Microbatch as Microbatch
+    from resilient_jax.step.microbatch_accumulator import Microbatch as Microbatch
     from resilient_jax.topology.file_loader import load_topology as load_topology
     from resilient_jax.topology.topology import Topology as Topology
     from resilient_jax.trainer.checkpoints import Checkpoints as Checkpoints
@@ -43,12 +44,13 @@ if TYPE_CHECKING:
     from resilient_jax.worker.world import World as World
 
 _HOME = {
+    "AccumulationOptions": "resilient_jax.step.assignment",
     "Checkpoints": "resilient_jax.trainer.checkpoints",
     "EarlyStopping": "resilient_jax.trainer.early_stopping",
     "Evaluation": "resilient_jax.trainer.evaluation",
     "FitResult": "resilient_jax.trainer.fit_result",
     "LogicalAxisRules": "resilient_jax.sharding.logical_axes",
-    "Microbatch": "resilient_jax.step.reducer",
+    "Microbatch": "resilient_jax.step.microbatch_accumulator",
     "NonFiniteError": "resilient_jax.errors",
     "Numerics": "resilient_jax.trainer.numerics",
     "PackedDocuments": "resilient_jax.data.packing",
@@ -80,6 +82,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AccumulationOptions",
     "Checkpoints",
     "EarlyStopping",
     "Evaluation",

@@ -1,4 +1,4 @@
-"""Which host has which units of a sum, and who computes those that nobody has. Pure."""
+"""Which host has which units of an accumulation, and which replica computes those that no host has. Pure."""
 
 import dataclasses
 import itertools
@@ -13,23 +13,23 @@ from resilient_jax.errors import CallerError
 from resilient_jax.step.quotas import count_units, distribute_units, microbatches_of_unit
 
 DATA_AXIS: Final = "data"
-"""The one axis of a replica's mesh, if nobody says otherwise."""
+"""The one axis of a replica's mesh, by default."""
 MAX_WIDTHS: Final = 4
-"""Programs that a sum gets for the loss of a host."""
+"""Programs that are compiled ahead for one accumulation and the loss of a host."""
 MAX_HOSTS_FOR_ALL_LOSSES: Final = 8
-"""Of so many hosts every loss is looked at."""
+"""Up to this many hosts the loss of each is considered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AccumulationSpec:
-    """What is added up. Parts of another job are of no use.
+    """What is accumulated. Partial sums of one specification are invalid for any other.
 
     Attributes:
-        name: of the sum within the step.
+        name: of the accumulation within the step.
         step: of the state that the gradients are taken at.
-        microbatches: how many belong to the step.
-        unit: how many consecutive ones are added in one go.
-        pooled: whether all units of a replica go into one sum.
+        num_microbatches: of the step.
+        unit_size: how many consecutive microbatches one host accumulates in one go.
+        is_pooled: whether all units of a replica are added into one total.
     """
 
     name: str
@@ -40,26 +40,27 @@ class AccumulationSpec:
 
     @property
     def num_units(self) -> int:
+        """The number of units; the last may be smaller."""
         return count_units(self.num_microbatches, self.unit_size)
 
-    def microbatches_of(self, number: int) -> range:
-        """The microbatches of a unit."""
-        return microbatches_of_unit(number, self.num_microbatches, self.unit_size)
+    def microbatches_of(self, unit: int) -> range:
+        """Return the indexes of the microbatches of a unit."""
+        return microbatches_of_unit(unit, self.num_microbatches, self.unit_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShape:
     """How many hosts a replica spans, or how many replicas a host has.
 
-    Bits depend on it, for programs on different meshes add in different orders: it stays the same for a whole job.
-    Hosts that are too few for one more replica compute no microbatch until others come.
+    The bits of a result depend on it, because programs on different meshes add in different orders: it stays the same
+    for a whole job. Hosts that are too few for one more replica compute no microbatch until others join.
 
     Attributes:
-        hosts: of a replica; 1 if a host has several.
-        per_host: replicas of a host, or "devices": each device is one, and devices need not talk to each other while
-            they compute microbatches. 1 if a replica spans hosts.
-        axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. The first
-            cuts a microbatch's examples. (): one axis "data" over all devices.
+        hosts: of a replica; 1 if a host has several replicas.
+        per_host: replicas of a host, or "devices": each device is a replica, and needs no other device to compute a
+            microbatch. 1 if a replica spans hosts.
+        axes: names and sizes of the axes of a replica's mesh, outermost first, which multiply to its devices. A
+            microbatch's examples are sharded over the first. (): one axis "data" over all devices.
 
     Raises:
         CallerError: a number below 1, or both above 1.
@@ -71,41 +72,43 @@ class ReplicaShape:
 
     def __post_init__(self) -> None:
         many = self.per_host == "devices" or (isinstance(self.per_host, int) and self.per_host > 1)
-        known = many or self.per_host == 1
-        if not known or self.hosts < 1 or (many and self.hosts > 1):
+        is_known = many or self.per_host == 1
+        if not is_known or self.hosts < 1 or (many and self.hosts > 1):
             raise CallerError(
                 f"replicas: found hosts={self.hosts}, per_host={self.per_host!r}, expected positive numbers (per_host "
                 'may be "devices") of which one is 1. A replica spans several hosts, or a host has several replicas'
             )
 
     def count_replicas_per_host(self, devices_per_host: int) -> int:
-        """How many replicas a host with so many devices has, if none spans hosts.
+        """Return how many replicas a host has, if none spans hosts.
 
         Raises:
-            CallerError: its devices cannot be shared out evenly.
+            CallerError: the host's devices cannot be divided evenly.
         """
         count = devices_per_host if self.per_host == "devices" else self.per_host
         if devices_per_host < count or devices_per_host % count:
             raise CallerError(
-                f"replicas: found {devices_per_host} devices on a host, expected a multiple of per_host={count}. Change one"
+                f"replicas: found {devices_per_host} devices on a host, expected a multiple of per_host={count}. "
+                "Change one"
             )
         return count
 
     def count_devices(self, devices_per_host: int) -> int:
-        """How many devices a replica has where each host has so many."""
+        """Return how many devices a replica has."""
         return devices_per_host * self.hosts // self.count_replicas_per_host(devices_per_host)
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
-        """The axes of the mesh of a replica that has so many devices.
+        """Return the axes of the mesh of a replica with `num_devices` devices.
 
         Raises:
-            CallerError: they have others than `axes`.
+            CallerError: `axes` do not multiply to that number.
         """
         axes = dict(self.axes) or {DATA_AXIS: num_devices}
         if math.prod(axes.values()) != num_devices or next(iter(axes.values())) % self.hosts:
             raise CallerError(
-                f"replicas: found axes {axes} for a replica of {num_devices} devices on {self.hosts} hosts, expected sizes "
-                "that multiply to its devices, and a first one, which cuts examples, that its hosts divide"
+                f"replicas: found axes {axes} for a replica of {num_devices} devices on {self.hosts} hosts, expected "
+                "sizes that multiply to its devices, and a first one, over which examples are sharded, that its hosts "
+                "divide"
             )
         return axes
 
@@ -132,7 +135,12 @@ class AccumulationOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaLocation:
-    """Where a replica is: the places of its hosts among the live ones, and which of its host's replicas it is."""
+    """Where a replica is.
+
+    Attributes:
+        host_indexes: of its hosts among the live ones.
+        slot: which of its host's replicas it is.
+    """
 
     host_indexes: tuple[int, ...]
     slot: int = 0
@@ -141,24 +149,24 @@ class ReplicaLocation:
 def locate_replicas(
     process_indexes: Sequence[int], shape: ReplicaShape, devices_per_host: int = 1
 ) -> tuple[ReplicaLocation, ...]:
-    """The replicas that the live hosts can form.
+    """Return the replicas that the live hosts can form.
 
-    Replicas that span hosts keep their hosts: those that are still whole stay together, so that nothing is compiled
-    again for them, and the survivors of broken ones are grouped anew, in order. Some may be left over.
+    Replicas that span hosts keep their hosts: those that have lost none stay together, so that nothing is compiled
+    again for them, and the survivors of broken ones are grouped anew, in order. Some hosts may be left over.
 
     Args:
         process_indexes: of the live hosts, ascending; after a shrink they have gaps.
         shape: of a replica.
-        devices: of each host.
+        devices_per_host: of each host.
 
     Raises:
         CallerError: not enough hosts for a single replica.
     """
-    places = range(len(process_indexes))
+    host_indexes = range(len(process_indexes))
     if shape.hosts == 1:
         return tuple(
-            ReplicaLocation((place,), slot)
-            for place in places
+            ReplicaLocation((host,), slot)
+            for host in host_indexes
             for slot in range(shape.count_replicas_per_host(devices_per_host))
         )
     if len(process_indexes) < shape.hosts:
@@ -167,22 +175,22 @@ def locate_replicas(
             "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them"
         )
     by_block: dict[int, list[int]] = {}
-    for place, index in enumerate(process_indexes):
-        by_block.setdefault(index // shape.hosts, []).append(place)
-    whole = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
-    rest = [place for block in by_block.values() if len(block) < shape.hosts for place in block]
-    anew = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
-    return tuple(ReplicaLocation(hosts) for hosts in sorted([*whole, *anew]))
+    for host, process_index in enumerate(process_indexes):
+        by_block.setdefault(process_index // shape.hosts, []).append(host)
+    intact = [tuple(block) for block in by_block.values() if len(block) == shape.hosts]
+    rest = [host for block in by_block.values() if len(block) < shape.hosts for host in block]
+    regrouped = [tuple(rest[i : i + shape.hosts]) for i in range(0, len(rest) - shape.hosts + 1, shape.hosts)]
+    return tuple(ReplicaLocation(hosts) for hosts in sorted([*intact, *regrouped]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Who computes which units.
+    """Which replica computes which units.
 
     Attributes:
-        seats: of the replicas.
-        dealt: the units that each replica computes.
-        owners: of each unit, the place of the host whose total counts.
+        locations: of the replicas.
+        units_by_replica: the units that each replica computes.
+        owners: of each unit, the index of the host whose total is reduced.
     """
 
     locations: tuple[ReplicaLocation, ...]
@@ -193,12 +201,12 @@ class Assignment:
 def assign_units(
     spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray, speeds: np.ndarray
 ) -> Assignment:
-    """What is complete stays where it is; the rest is dealt out, begun units to those who began them.
+    """Assign complete units to a host that has them, units in progress to their replica, and all others by speed.
 
     Args:
-        job: the sum.
-        seats: of the replicas.
-        progress: int[hosts, units], how many microbatches of each unit every host has added up.
+        spec: of the accumulation.
+        locations: of the replicas.
+        progress: int[hosts, units], how many microbatches of each unit every host has accumulated.
         speeds: float[hosts], in any unit.
     """
     owners = {}
@@ -207,20 +215,18 @@ def assign_units(
         if complete.size:
             owners[unit] = int(complete[0])
     missing = [unit for unit in range(spec.num_units) if unit not in owners]
-    begun = {}
+    replica_of_begun_unit = {}
     for unit in missing:
-        best = max(
-            range(len(locations)), key=lambda number: find_common_progress(progress, locations[number], unit)
-        )
-        if find_common_progress(progress, locations[best], unit):
-            begun[unit] = best
-    dealt = distribute_units(missing, replica_speeds(locations, speeds), begun)
-    for seat, units in zip(locations, dealt, strict=True):
-        for turn, unit in enumerate(units):
-            owners[unit] = seat.host_indexes[turn % len(seat.host_indexes)]
+        counts = [find_common_progress(progress, location, unit) for location in locations]
+        if max(counts):
+            replica_of_begun_unit[unit] = counts.index(max(counts))
+    assigned = distribute_units(missing, replica_speeds(locations, speeds), replica_of_begun_unit)
+    for location, units in zip(locations, assigned, strict=True):
+        for position, unit in enumerate(units):
+            owners[unit] = location.host_indexes[position % len(location.host_indexes)]
     return Assignment(
         locations=locations,
-        units_by_replica=dealt,
+        units_by_replica=assigned,
         owners=tuple(owners[unit] for unit in range(spec.num_units)),
     )
 
@@ -228,47 +234,50 @@ def assign_units(
 def predict_widths_after_loss(
     spec: AccumulationSpec, before: tuple[ReplicaLocation, ...], after: tuple[ReplicaLocation, ...]
 ) -> set[int]:
-    """How many units the host with the most may own where hosts are lost, in the first sum after that.
+    """Return likely widths of the first reduction after a loss: the number of units of the host that owns the most.
 
-    As a step begins or ends, and between: one host may have added up all of its units and another none. Of many such
-    numbers the least, which are the likeliest.
+    The loss may come as the step begins, as it ends, or between, where one host may have accumulated all of its units
+    and another none. If there are many such widths, the smallest, which are the likeliest, are returned.
 
     Args:
-        job: the sum.
-        before: the seats of now.
-        after: the seats among those that are left.
+        spec: of the accumulation.
+        before: the replicas of now.
+        after: the replicas that the remaining hosts can form.
     """
-    hosts, left = _count_hosts(before), _count_hosts(after)
-    owners = assign_units(spec, before, np.zeros((hosts, spec.num_units), np.int32), np.ones(hosts)).owners
+    num_hosts, num_left = _count_hosts(before), _count_hosts(after)
+    no_progress = np.zeros((num_hosts, spec.num_units), np.int32)
+    owners = assign_units(spec, before, no_progress, np.ones(num_hosts)).owners
     sizes = np.array([len(spec.microbatches_of(unit)) for unit in range(spec.num_units)])
-    # Which hosts are lost makes as much of a difference as between the first and the last: most units and fewest.
-    ends = range(hosts) if hosts <= MAX_HOSTS_FOR_ALL_LOSSES else (0, 1, hosts - 2, hosts - 1)
+    # Which hosts are lost matters only as far as the first ones own the most units and the last ones the fewest.
+    candidates = range(num_hosts)
+    if num_hosts > MAX_HOSTS_FOR_ALL_LOSSES:
+        candidates = (0, 1, num_hosts - 2, num_hosts - 1)
     widths, uneven = set(), set()
-    for lost in itertools.combinations(ends, hosts - left):
-        survivors = np.setdiff1d(np.arange(hosts), lost)
+    for lost in itertools.combinations(candidates, num_hosts - num_left):
+        survivors = np.setdiff1d(np.arange(num_hosts), lost)
         at_end = (survivors[:, None] == np.array(owners)) * sizes
         widths |= {_find_width(spec, after, progress) for progress in (np.zeros_like(at_end), at_end)}
         first = np.argmax((at_end > 0).sum(1))
-        uneven.add(_find_width(spec, after, np.where(np.arange(left)[:, None] == first, at_end, 0)))
-    least = min(widths)
-    return widths | set(range(least, min(max(uneven), least + MAX_WIDTHS - 1) + 1))
+        uneven.add(_find_width(spec, after, np.where(np.arange(num_left)[:, None] == first, at_end, 0)))
+    smallest = min(widths)
+    return widths | set(range(smallest, min(max(uneven), smallest + MAX_WIDTHS - 1) + 1))
 
 
-def _find_width(job: AccumulationSpec, seats: tuple[ReplicaLocation, ...], progress: np.ndarray) -> int:
-    owners = assign_units(job, seats, progress, np.ones(_count_hosts(seats))).owners
+def _find_width(spec: AccumulationSpec, locations: tuple[ReplicaLocation, ...], progress: np.ndarray) -> int:
+    owners = assign_units(spec, locations, progress, np.ones(_count_hosts(locations))).owners
     return max(Counter(owners).values())
 
 
-def _count_hosts(seats: tuple[ReplicaLocation, ...]) -> int:
-    return 1 + max(place for seat in seats for place in seat.host_indexes)
+def _count_hosts(locations: tuple[ReplicaLocation, ...]) -> int:
+    return 1 + max(host for location in locations for host in location.host_indexes)
 
 
 def find_common_progress(progress: np.ndarray, location: ReplicaLocation, unit: int) -> int:
-    """How many microbatches of a unit every host of a replica has added up; 0 if they do not all have the same."""
+    """Return how many microbatches of a unit every host of a replica has; 0 if they have different numbers."""
     counts = {int(count) for count in progress[list(location.host_indexes), unit]}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def replica_speeds(locations: Sequence[ReplicaLocation], speeds: np.ndarray) -> list[float]:
-    """Of each replica: that of its slowest host."""
-    return [float(min(speeds[list(seat.host_indexes)])) for seat in locations]
+    """Return the speed of each replica: that of its slowest host."""
+    return [float(min(speeds[list(location.host_indexes)])) for location in locations]

@@ -1,15 +1,15 @@
-"""Sums of pytrees over the live hosts: in whatever order is fastest, or in one that never changes.
+"""Sums of pytrees over the live hosts: in whatever order is fastest, or in an order that never changes.
 
 For G bytes of tree on H hosts:
 
 - `AllReduce`: one all-reduce. Traffic about 2 G a host, memory G.
-- `OrderedAllReduce`: each host has the sums of several units of work. They are cut into H slices; each host gets its slice
-  of every unit, adds them up in the order of the units, and everybody gathers the sums. With at most M units a host:
-  traffic (M + 1) G (H - 1) / H sent by each host, memory 2 M G. What comes out depends on the units only, not on H
-  or on who had which: the same bits after any failure.
+- `OrderedAllReduce`: a reduce-scatter in a fixed order and an all-gather. Each host has the totals of at most M units.
+  They are cut into H slices; each host receives its slice of every unit, adds the slices in the order of the units, and
+  all hosts gather the sums. Each host sends (M + 1) G (H - 1) / H; memory 2 M G. The result depends on the units only,
+  neither on H nor on which host has which unit: the same bits after any failure.
 
-The programs know who is alive, and compile in milliseconds, whatever the model. Each has one collective and is
-awaited: gloo may otherwise end the process when a peer dies (see jax_runtime's README).
+The programs depend on which hosts are alive, and compile in milliseconds, whatever the model. Each has one collective
+and is awaited: gloo may otherwise end the process when a peer dies (see jax_runtime's README).
 """
 
 import functools

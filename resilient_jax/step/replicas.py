@@ -98,8 +98,8 @@ class Replica:
             return leaf
         if not leaf.is_fully_replicated:
             raise CallerError(
-                f"accumulate_microbatches: found a total cut over the hosts of a replica ({leaf.sharding}), expected one "
-                "that each of them has whole: give the program out_shardings=NamedSharding(replica.mesh, P())"
+                f"accumulate_microbatches: found a total sharded over the hosts of a replica ({leaf.sharding}), "
+                "expected a replicated one: give the program out_shardings=NamedSharding(replica.mesh, P())"
             )
         copies = [shard.data for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, self._here, copies)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.step.reducer import Microbatch
+from resilient_jax.step.microbatch_accumulator import Microbatch
 from resilient_jax.trainer.model_adapters import Variables
 from resilient_jax.trainer.step_programs import make_microbatch_id
 

@@ -2,7 +2,7 @@
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.step.assignment import ReplicaShape
+from resilient_jax.step.assignment import AccumulationOptions, ReplicaShape
 from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_adder
 from resilient_jax.trainer.evaluation import EvaluationProgram, compute_metrics
 from resilient_jax.trainer.fit_config import FitConfig
@@ -48,9 +48,11 @@ class Evaluator:
             make_microbatch_adder(self._program.accumulate, variables, placement, key_step=EVALUATION_STEP),
             make_zeros(self._program.abstract_sums, placement),
             data=self._data,
-            unit_size=self._sharing.unit_size,
-            reproducible=self._sharing.reproducible,
-            replica_shape=replicas,
+            options=AccumulationOptions(
+                unit_size=self._sharing.unit_size,
+                reproducible=self._sharing.reproducible,
+                replica_shape=replicas,
+            ),
             name="evaluate",
         )
         return compute_metrics(total, self._microbatches)

@@ -16,6 +16,7 @@ import numpy as np
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
+from resilient_jax.step.assignment import AccumulationOptions
 from resilient_jax.trainer.accumulation import make_abstract, make_microbatch_adder
 from resilient_jax.trainer.arrangement import Arranger
 from resilient_jax.trainer.checkpointer import Checkpointer
@@ -228,10 +229,12 @@ class FitLoop:
             ),
             zeros,
             data=self._data,
-            unit_size=sharing.unit_size,
-            reproducible=sharing.reproducible,
-            replica_shape=keeping.arrangement.replica_shape,
-            balance_by_speed=sharing.balance_by_speed,
+            options=AccumulationOptions(
+                unit_size=sharing.unit_size,
+                reproducible=sharing.reproducible,
+                replica_shape=keeping.arrangement.replica_shape,
+                balance_by_speed=sharing.balance_by_speed,
+            ),
         )
         handle_nonfinite(world, order.recipe, step, np.flatnonzero(np.asarray(total.non_finite)).tolist())
         measures, found = programs.summarize(total)

@@ -1,4 +1,4 @@
-"""The facts of one generation as this worker sees them, and the meshes over its devices. Pure, but for `jax.devices`."""
+"""The facts of one generation as this worker sees them, and meshes over its devices."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -132,7 +132,9 @@ class Worker:
             order = self._agent.wait_for_order()
             self._poller.pause()
             if isinstance(order, StopWorker):
-                if order.reason != "done" or not is_done:  # the script after `run` relies on `train_fn` having run
+                if (
+                    order.reason != "done" or not is_done
+                ):  # the script after `run` relies on `train_fn` having run
                     raise SystemExit(JOB_OVER_EXIT_CODE)
                 return
             is_done, failure = self._run_generation(order, train_fn)
@@ -156,9 +158,7 @@ class Worker:
         self._compiler.close()
         close_backend_gate()
 
-    def _run_generation(
-        self, order: FormWorld, train_fn: TrainFunction
-    ) -> tuple[bool, WorkerFailure | None]:
+    def _run_generation(self, order: FormWorld, train_fn: TrainFunction) -> tuple[bool, WorkerFailure | None]:
         """Return whether `train_fn` returned, and its failure. Leaves no reference to arrays or exceptions behind."""
         try:
             self._form_world(order)

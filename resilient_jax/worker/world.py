@@ -190,7 +190,9 @@ class World:
         Returns when the result is computed, so that a step that continues has been reduced on this host.
         """
         leaves = jax.tree.leaves(tree)
-        if any(isinstance(leaf, jax.Array) for leaf in leaves):  # host arrays are control traffic, no part of the step
+        if any(
+            isinstance(leaf, jax.Array) for leaf in leaves
+        ):  # host arrays are control traffic, no part of the step
             self._session.hit_failpoint(FailPoint.BEFORE_REDUCE)
         total = self._reducer.all_reduce(tree)
         return jax.tree.map(

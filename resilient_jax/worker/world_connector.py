@@ -101,5 +101,3 @@ class WorldConnector:
                 f"host {self._settings.host} has {found} devices, but --devices-per-host asks for {expected}; ask "
                 "for fewer, or start it where there are more"
             )
-
-

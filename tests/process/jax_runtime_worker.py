@@ -115,7 +115,7 @@ def publish_and(signal_number: int) -> None:
     """Comes as far as publishing this process's part of the clique of all devices, and no further."""
     connection = state["connection"]
     client: RuntimeClient = jax_distributed.global_state.client
-    ((host, port),) = connection.gloo.own
+    ((host, port),) = connection.gloo.own_listeners
     address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
     address = address.ljust(128, b"\0") + struct.pack("<q", -1)
     clique = ",".join(str(device.id) for device in jax.devices())

@@ -8,6 +8,7 @@ import pytest
 
 PUBLIC = {
     "resilient_jax": (
+        "AccumulationOptions",
         "Checkpoints",
         "EarlyStopping",
         "Evaluation",

@@ -53,7 +53,10 @@ class Job:
                 return accumulate(total, params, np.concatenate(rows))
 
             loss, gradients = world.accumulate_microbatches(
-                SEQUENCES // size, add, zeros, unit_size=file["unit"], reproducible=file["reproducible"]
+                SEQUENCES // size,
+                add,
+                zeros,
+                options=rj.AccumulationOptions(unit_size=file["unit"], reproducible=file["reproducible"]),
             )
             state = apply(state, gradients, SEQUENCES // size)
             world.commit(state, loss=float(loss) * size / SEQUENCES)

@@ -40,7 +40,9 @@ def train_ours(world: rj.World, steps: int, times: list[float]) -> None:
         def add(total: Params, microbatch: rj.Microbatch, params: Params = state[0]) -> Params:
             return accumulate(total, params, tokens_of(microbatch.step, microbatch.index))
 
-        loss, gradients = world.accumulate_microbatches(MICROBATCHES, add, zeros, reproducible=False)
+        loss, gradients = world.accumulate_microbatches(
+            MICROBATCHES, add, zeros, options=rj.AccumulationOptions(reproducible=False)
+        )
         state = apply(state, gradients)
         world.commit(state, loss=float(loss) / MICROBATCHES)
         times.append(time.monotonic() - began_s)

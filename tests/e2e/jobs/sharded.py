@@ -104,7 +104,9 @@ def train(world: rj.World) -> None:
                 replica = microbatch.replica
                 return accumulate(total, replica.to_replica(params), replica.place_batch(rows))
 
-            _, gradients = world.accumulate_microbatches(MICROBATCHES, add, zeros, unit_size=2)
+            _, gradients = world.accumulate_microbatches(
+                MICROBATCHES, add, zeros, options=rj.AccumulationOptions(unit_size=2)
+            )
             state = update(state, shard_tree(gradients, rule))
             world.commit(state)
             world.snapshot(state)

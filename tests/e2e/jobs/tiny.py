@@ -158,10 +158,12 @@ def train(world: rj.World) -> None:
                 add,
                 zeros,
                 data=open_data(world.host),
-                unit_size=UNIT,
-                reproducible=REPRODUCIBLE,
-                replica_shape=REPLICAS,
-                balance_by_speed="slow" in WORDS,
+                options=rj.AccumulationOptions(
+                    unit_size=UNIT,
+                    reproducible=REPRODUCIBLE,
+                    replica_shape=REPLICAS,
+                    balance_by_speed="slow" in WORDS,
+                ),
             )
             state = apply(state, gradients)
             world.commit(state, loss=float(loss) / MICROBATCHES)
