@@ -15,8 +15,8 @@ from resilient_jax.errors import CallerError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
 from resilient_jax.sharding.placements import Placement
-from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
 from resilient_jax.step.accumulation_call import AccumulationCall
+from resilient_jax.step.assignment import AccumulationSpec, ReplicaLocation
 from resilient_jax.step.replicas import build_replicas
 from resilient_jax.trainer.arrangement import Arrangement, PlanSearcher
 from resilient_jax.trainer.fit_config import FitConfig
