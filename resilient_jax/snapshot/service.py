@@ -33,7 +33,7 @@ from resilient_jax.snapshot.slot_memory import SlotPhase
 from resilient_jax.transport import BulkServer, Credentials
 from resilient_jax.transport.bulk_server import BulkResponse
 from resilient_jax.transport.method import AnyMethod
-from resilient_jax.transport.sync_server import UnaryHandler
+from resilient_jax.transport.sync_server import SyncUnaryHandler
 
 
 class SnapshotService:
@@ -52,7 +52,7 @@ class SnapshotService:
         )
 
     @property
-    def handlers(self) -> dict[AnyMethod, UnaryHandler]:
+    def handlers(self) -> dict[AnyMethod, SyncUnaryHandler]:
         return {
             MANIFEST: self._manifest,
             BULK_ADDRESS: self._find_bulk,

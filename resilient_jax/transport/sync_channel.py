@@ -1,55 +1,39 @@
-"""The client of one peer for synchronous processes."""
+"""The client of one peer for synchronous callers: a `Channel` on the process's event loop thread."""
 
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Final, Self
 
-import grpc
+from resilient_jax.transport.channel import Channel
+from resilient_jax.transport.credentials import Credentials
+from resilient_jax.transport.event_loop_thread import share_event_loop
+from resilient_jax.transport.method import Method, RequestT, ResponseT
 
-from resilient_jax.errors import ResilientJaxError
-from resilient_jax.transport.authentication import TOKEN_METADATA_KEY
-from resilient_jax.transport.credentials import Credentials, channel_credentials
-from resilient_jax.transport.error_codec import decode_error
-from resilient_jax.transport.grpc_options import channel_options
-from resilient_jax.transport.method import Method, RequestT, ResponseT, decode, encode, format_method_path
+_END: Final = object()
+"""What follows the last response of a stream."""
 
 
 class SyncChannel:
     """Calls methods of the server at `address`, blocking; safe to share between threads.
 
-    As `Channel`: connects when first used, reconnects by itself, repeats no call.
+    As `Channel`: it connects when first used, reconnects by itself and repeats no call.
     """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        """Connects to nothing yet.
+        """Create the channel without connecting.
 
         Raises:
             ConfigError: a TLS file cannot be read.
         """
         self.address = address
-        self._metadata = ((TOKEN_METADATA_KEY, credentials.token),)
-        tls = credentials.tls
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, channel_options(None))
-        else:
-            self._channel = grpc.secure_channel(
-                address, channel_credentials(tls), channel_options(tls.server_name)
-            )
+        self._loop = share_event_loop()
+        self._channel = self._loop.run(_open(address, credentials))
 
     def call(
         self, service: str, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float
     ) -> ResponseT:
-        """The response to `request`; raises as `Channel.call`."""
-        assert not method.is_streaming, f"{method.name} streams: use stream()"
-        path = format_method_path(service, method)
-        try:
-            unary = self._channel.unary_unary(path)
-            data = unary(encode(request), timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self._ours(error, path, timeout_s) from error
-        except ValueError as error:  # gRPC's word for a closed channel
-            raise self._closed(path) from error
-        return decode(cast(bytes, data), method.response, f"response to {path} from {self.address}")
+        """Return the response to `request`; raises as `Channel.call`."""
+        return self._loop.run(self._channel.call(service, method, request, timeout_s=timeout_s))
 
     def stream(
         self,
@@ -59,30 +43,21 @@ class SyncChannel:
         *,
         timeout_s: float | None = None,
     ) -> Generator[ResponseT, None, None]:
-        """The responses to `request` as they come; close the generator to end the call.
+        """Yield the responses to `request` as they arrive; close the generator to end the call.
 
         Raises as `Channel.stream`.
         """
-        assert method.is_streaming, f"{method.name} does not stream: use call()"
-        path = format_method_path(service, method)
-        where = f"response to {path} from {self.address}"
+        responses = self._channel.stream(service, method, request, timeout_s=timeout_s)
         try:
-            call = self._channel.unary_stream(path)(
-                encode(request), timeout=timeout_s, metadata=self._metadata
-            )
-        except ValueError as error:  # gRPC's word for a closed channel
-            raise self._closed(path) from error
-        try:
-            for data in call:
-                yield decode(cast(bytes, data), method.response, where)
-        except grpc.RpcError as error:
-            raise self._ours(error, path, timeout_s) from error
+            while (response := self._loop.run(_next(responses))) is not _END:
+                yield response
         finally:
-            call.cancel()
+            # Without waiting: the garbage collector may close this generator on the thread of the loop.
+            self._loop.submit(_close(responses))
 
     def close(self) -> None:
-        """Ends the connection and every call on it."""
-        self._channel.close()
+        """End the connection and every call on it."""
+        self._loop.run(self._channel.close())
 
     def __enter__(self) -> Self:
         return self
@@ -92,20 +67,15 @@ class SyncChannel:
     ) -> None:
         self.close()
 
-    def _ours(self, error: grpc.RpcError, path: str, timeout_s: float | None) -> ResilientJaxError:
-        call = cast(
-            Any, error
-        )  # an RpcError that a call raises is also a grpc.Call; its type does not say so
-        return decode_error(
-            call.code(),
-            call.details(),
-            call.trailing_metadata(),
-            address=self.address,
-            path=path,
-            timeout_s=timeout_s,
-        )
 
-    def _closed(self, path: str) -> ResilientJaxError:
-        return decode_error(
-            grpc.StatusCode.CANCELLED, None, None, address=self.address, path=path, timeout_s=None
-        )
+async def _open(address: str, credentials: Credentials) -> Channel:
+    """Create the channel on the running loop, to which grpc.aio binds it."""
+    return Channel(address, credentials)
+
+
+async def _next(responses: AsyncGenerator[Any, None]) -> Any:  # noqa: ANN401 - a response or _END
+    return await anext(responses, _END)
+
+
+async def _close(responses: AsyncGenerator[Any, None]) -> None:
+    await responses.aclose()

@@ -1,35 +1,32 @@
-"""The server for synchronous processes: handlers are functions and generators, run by a few threads."""
+"""The server of synchronous processes: a `Server` on the event loop thread, with handlers on a pool of threads."""
 
+import asyncio
 import concurrent.futures
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Final, Self
 
-import grpc
-
-from resilient_jax.errors import ResilientJaxError
 from resilient_jax.threads import start_thread_pool
-from resilient_jax.transport.authentication import Authenticator, OnEvent
+from resilient_jax.transport import server
+from resilient_jax.transport.authentication import OnEvent
 from resilient_jax.transport.credentials import Credentials
-from resilient_jax.transport.error_codec import encode_error
-from resilient_jax.transport.grpc_options import server_options
-from resilient_jax.transport.method import AnyMethod, encode, format_method_path
-from resilient_jax.transport.routes import Routes
-from resilient_jax.transport.server_address import bind_server
+from resilient_jax.transport.event_loop_thread import share_event_loop
+from resilient_jax.transport.method import AnyMethod
 
-logger = logging.getLogger(__name__)
-
-UnaryHandler = Callable[[Any], Any]
-StreamHandler = Callable[[Any], Iterator[Any]]
+SyncUnaryHandler = Callable[[Any], Any]
+SyncStreamHandler = Callable[[Any], Iterator[Any]]
 # The message types differ per method; Method ties them together, a mapping cannot.
+
+_END: Final = object()
+"""What follows the last response of a handler."""
 
 
 class SyncServer:
-    """Serves methods from threads: for the worker, whose main thread is busy with JAX.
+    """Serves methods from threads, for a worker, whose main thread is busy with JAX, and for a snapshot server.
 
-    At most `threads` calls run at once, streams included; the next ones wait, within their deadline.
-    A streaming handler learns that its caller is gone when it yields next: it must not block for ever.
+    At most `num_threads` handlers run at once; further calls wait, within their deadline. A stream occupies a thread
+    while it computes a response, not while that is sent. A cancelled handler is not interrupted: a unary one runs to
+    its end, a streaming one is closed where it yields next, so neither may block for ever.
     """
 
     def __init__(
@@ -40,65 +37,55 @@ class SyncServer:
         num_threads: int = 4,
         on_event: OnEvent | None = None,
     ) -> None:
-        self._asked_address = address
-        self._credentials = credentials
-        self._threads = num_threads
-        self._gate = Authenticator(credentials.token, on_event)
-        self._routes = Routes()
-        self._server: grpc.Server | None = None
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
-        self._address: str | None = None
+        """Create the server without listening; `on_event` is called on the event loop thread and must not block."""
+        self._server = server.Server(address, credentials=credentials, on_event=on_event)
+        self._num_threads = num_threads
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     @property
     def address(self) -> str:
-        """Where the server listens, with the actual port; only once started."""
-        if self._address is None:
-            raise RuntimeError("the server has no address before it is started")
-        return self._address
+        """The address with the actual port; available once started."""
+        return self._server.address
 
     @property
     def num_unauthenticated(self) -> int:
         """How many calls were refused for their token."""
-        return self._gate.num_unauthenticated
+        return self._server.num_unauthenticated
 
-    def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
-        """Serves `handlers` under `service`; before the start, or callers may find them missing.
+    def add(self, service: str, handlers: Mapping[AnyMethod, SyncUnaryHandler | SyncStreamHandler]) -> None:
+        """Serve `handlers` under `service`. Call it before `start`, or callers may find methods missing.
 
         Args:
             service: a name that no other `add` used.
-            handlers: `def h(request) -> response`, or a generator of responses where the method streams.
+            handlers: `def h(request) -> response`, or a generator function of responses where the method streams.
         """
-        for method, handler in handlers.items():
-            path = format_method_path(service, method)
-            if method.is_streaming:
-                serve = grpc.unary_stream_rpc_method_handler(self._serve_stream(path, method, handler))
-            else:
-                serve = grpc.unary_unary_rpc_method_handler(self._serve_unary(path, method, handler))
-            self._routes.add(path, serve)
+        self._server.add(
+            service,
+            {
+                method: self._make_stream(handler) if method.is_streaming else self._make_unary(handler)
+                for method, handler in handlers.items()
+            },
+        )
 
     def start(self) -> None:
-        """Binds the address and serves.
+        """Bind the address and serve.
 
         Raises:
             AddressInUse: another process listens there.
-            ConfigError: the address or a TLS file is wrong.
+            ConfigError: the address or a TLS file is invalid.
         """
-        assert self._server is None, "a server starts once"
-        executor = start_thread_pool(self._threads, "rj-transport")
-        server = grpc.server(executor, handlers=[self._routes], options=server_options())
-        self._address = bind_server(
-            self._asked_address, self._credentials, server.add_insecure_port, server.add_secure_port
-        )
-        server.start()
-        self._server, self._executor = server, executor
+        self._pool = start_thread_pool(self._num_threads, "rj-transport")
+        try:
+            share_event_loop().run(self._server.start())
+        except BaseException:
+            self._pool.shutdown(wait=False)
+            raise
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Closes the port and ends running calls, after `grace_s` for those that end by themselves."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop(grace_s).wait()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        """Close the port and end running calls, after `grace_s` for those that end by themselves."""
+        share_event_loop().run(self._server.stop(grace_s))
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
         self.start()
@@ -109,41 +96,31 @@ class SyncServer:
     ) -> None:
         self.stop()
 
-    def _serve_unary(self, path: str, method: AnyMethod, handler: UnaryHandler) -> Any:  # noqa: ANN401 grpc's
-        def serve(data: bytes, context: grpc.ServicerContext) -> bytes:
+    def _make_unary(self, handler: SyncUnaryHandler) -> server.UnaryHandler:
+        async def serve(request: Any) -> Any:  # noqa: ANN401 - typed by Method
+            return await asyncio.wrap_future(self._submit(handler, request))
+
+        return serve
+
+    def _make_stream(self, handler: SyncStreamHandler) -> server.StreamHandler:
+        async def serve(request: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - typed by Method
+            responses = iter(handler(request))
+            pending = self._submit(next, responses, _END)
             try:
-                return encode(handler(self._admit(data, path, method, context)))
-            except Exception as error:  # the process boundary: it goes to the caller
-                failed = error
-            try:
-                _abort(context, failed, path)
+                while (response := await asyncio.wrap_future(pending)) is not _END:
+                    yield response
+                    pending = self._submit(next, responses, _END)
             finally:
-                del failed  # else the error holds this frame, the frame the error, and both the request
-            raise AssertionError("abort raises")
+                # A cancelled call may leave `next` running, and a running generator cannot be closed.
+                pending.add_done_callback(lambda _: _close(responses))
 
         return serve
 
-    def _serve_stream(self, path: str, method: AnyMethod, handler: StreamHandler) -> Any:  # noqa: ANN401 grpc's
-        def serve(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            try:
-                for response in handler(self._admit(data, path, method, context)):
-                    yield encode(response)
-                return
-            except Exception as error:  # the process boundary: it goes to the caller
-                failed = error
-            _abort(context, failed, path)
-
-        return serve
-
-    def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
-        return self._gate.decode_authenticated(
-            data, method, cast(Any, context.invocation_metadata()), context.peer(), path
-        )
+    def _submit(self, function: Callable[..., Any], *arguments: object) -> "concurrent.futures.Future[Any]":
+        assert self._pool is not None, "handlers run while the server does"
+        return self._pool.submit(function, *arguments)
 
 
-def _abort(context: grpc.ServicerContext, error: Exception, path: str) -> None:
-    if not isinstance(error, ResilientJaxError):
-        logger.error("%s failed", path, exc_info=error)
-    failure = encode_error(error, path)
-    context.set_trailing_metadata(failure.trailing_metadata)
-    context.abort(failure.code, failure.details)
+def _close(responses: Iterator[Any]) -> None:
+    if (close := getattr(responses, "close", None)) is not None:
+        close()

@@ -67,13 +67,13 @@ def read(channel, start, length, timeout_s=WAIT_S):
 
 
 def threads_of_servers():
-    """What each thread of a server is at: "_accept", or "_attend" for a connection."""
+    """What each thread of a server is at: "_accept", or "_serve_connection" for a connection."""
     return [
         frame.f_code.co_name
         for top in sys._current_frames().values()
         for frame, _ in traceback.walk_stack(top)
         if frame.f_code.co_filename == bulk_server_module.__file__
-        and frame.f_code.co_name in ("_accept", "_attend")
+        and frame.f_code.co_name in ("_accept", "_serve_connection")
     ]
 
 
@@ -125,7 +125,7 @@ def test_an_error_of_ours_arrives_as_it_is_and_the_connection_is_used_again():
         with pytest.raises(InternalError, match="OSError: a bug"):
             read(channel, 0, 2)
         assert read(channel, 0, 3) == MEMORY[:3]
-        assert threads_of_servers().count("_attend") == 1
+        assert threads_of_servers().count("_serve_connection") == 1
 
 
 def refuses(server, error, text, **options):
@@ -201,7 +201,7 @@ def test_a_connection_that_broke_while_it_was_idle_is_replaced(monkeypatch):
     monkeypatch.setattr(bulk_server_module, "IDLE_TIMEOUT_S", 0.05)
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
-        wait_until(lambda: "_attend" not in threads_of_servers())
+        wait_until(lambda: "_serve_connection" not in threads_of_servers())
         assert read(channel, 0, 8) == MEMORY[:8]
 
 
@@ -214,7 +214,7 @@ def test_a_stranger_is_sent_away_and_leaves_nothing(said):
             with contextlib.suppress(ConnectionError, OSError):  # closed while something was unread
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(10) == b""
-        wait_until(lambda: "_attend" not in threads_of_servers())
+        wait_until(lambda: "_serve_connection" not in threads_of_servers())
         assert not server._connections
 
 
@@ -281,7 +281,7 @@ def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
     ):
         slow.sendall(server.ticket + encode_frame(msgspec.msgpack.encode(Range(0, len(large)))))
         end_s = time.monotonic() + WAIT_S
-        while "_attend" in threads_of_servers():
+        while "_serve_connection" in threads_of_servers():
             assert time.monotonic() < end_s
             slow.recv(1000)
             time.sleep(0.02)

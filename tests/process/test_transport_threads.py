@@ -48,8 +48,8 @@ def repeat(request):
         yield Blob(request.data)
 
 
-def serving(handlers, *, on_event=None, threads=4):
-    server = SyncServer(credentials=CREDENTIALS, on_event=on_event, num_threads=threads)
+def serving(handlers, *, on_event=None, num_threads=4):
+    server = SyncServer(credentials=CREDENTIALS, on_event=on_event, num_threads=num_threads)
     server.add(SERVICE, handlers)
     return server
 
@@ -175,6 +175,81 @@ def test_no_thread_or_descriptor_is_left():
     while held()[0] > 0 or held()[1] > descriptors:
         assert time.monotonic() < deadline_s, (held(), descriptors)
         time.sleep(0.02)
+
+
+def test_a_call_that_finds_no_free_thread_waits_within_its_deadline():
+    release, served = threading.Event(), []
+
+    def hang(request):
+        served.append(request.times)
+        release.wait(WAIT_S)
+        return request
+
+    with serving({ECHO: hang}, num_threads=1) as server, SyncChannel(server.address, CREDENTIALS) as channel:
+        call = lambda n, timeout_s: channel.call(SERVICE, ECHO, Blob(b"", n), timeout_s=timeout_s).times  # noqa: E731
+        with concurrent.futures.ThreadPoolExecutor(2) as executor:
+            first = executor.submit(call, 1, WAIT_S)
+            while not served:
+                time.sleep(0.01)
+            with pytest.raises(PeerUnreachable, match=r"did not answer /test/echo within 0.2 s"):
+                call(2, 0.2)
+            third = executor.submit(call, 3, WAIT_S)
+            release.set()
+            assert (first.result(WAIT_S), third.result(WAIT_S)) == (1, 3)
+    assert served == [1, 3], "a call whose deadline passed in the queue is not served"
+
+
+def test_streams_that_wait_for_their_callers_occupy_no_thread():
+    with (
+        serving({ECHO: echo, REPEAT: repeat}, num_threads=1) as server,
+        SyncChannel(server.address, CREDENTIALS) as channel,
+    ):
+        chunk = os.urandom(4 * 1024 * 1024)  # more than gRPC's flow control sends ahead
+        streams = [channel.stream(SERVICE, REPEAT, Blob(chunk, times=20)) for _ in range(3)]
+        assert [next(stream).data == chunk for stream in streams] == [True] * 3
+        assert channel.call(SERVICE, ECHO, Blob(b"x"), timeout_s=WAIT_S).data == b"x"
+        for stream in streams:
+            stream.close()
+
+
+def test_a_closed_stream_closes_its_handler_where_it_yields_next():
+    closed, go_on = threading.Event(), threading.Event()
+
+    def endless(request):
+        try:
+            yield request
+            go_on.wait(WAIT_S)
+            yield request
+        finally:
+            closed.set()
+
+    with serving({REPEAT: endless}) as server, SyncChannel(server.address, CREDENTIALS) as channel:
+        stream = channel.stream(SERVICE, REPEAT, Blob(b"1"))
+        assert next(stream).data == b"1"
+        stream.close()
+        assert not closed.wait(0.1)
+        go_on.set()
+        assert closed.wait(WAIT_S)
+
+
+def test_closing_a_channel_ends_the_calls_of_other_threads():
+    release = threading.Event()
+
+    def hang(request):
+        release.wait(WAIT_S)
+        return request
+
+    with (
+        serving({ECHO: hang}) as server,
+        SyncChannel(server.address, CREDENTIALS) as channel,
+        concurrent.futures.ThreadPoolExecutor(1) as executor,
+    ):
+        call = executor.submit(channel.call, SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
+        time.sleep(0.05)
+        channel.close()
+        with pytest.raises(PeerUnreachable, match=r"our channel to it"):
+            call.result(WAIT_S)
+        release.set()
 
 
 def test_both_kinds_talk_to_each_other():
