@@ -20,9 +20,11 @@ class SystemClock:
     """The machine's clock."""
 
     def monotonic_s(self) -> float:
+        """Return `time.monotonic()`."""
         return time.monotonic()
 
     def wall_s(self) -> float:
+        """Return `time.time()`."""
         return time.time()
 
 
@@ -33,9 +35,11 @@ class ManualClock:
         self._now_s = start_s
 
     def monotonic_s(self) -> float:
+        """Return the time that the clock was set to."""
         return self._now_s
 
     def wall_s(self) -> float:
+        """Return the same time as `monotonic_s`."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""A host's supervisor: keeps one worker training in whatever generation the leader decides.
+"""The supervisor of a host: keeps one worker training in whatever generation the leader decides.
 
-Data flow: the worker's words and the kernel's news change the host's status; the session writes it to the
-store; some agent leads and answers with a generation; this agent turns it into orders for its worker. The
-agent decides nothing about membership, not even when it leads: the machine does (membership.py).
+Data flow: the worker's messages and the kernel's signals change the host's status; the session writes the status to the
+store; the leading agent answers with a generation; this agent turns the generation into orders for its worker. An agent
+decides nothing about membership, not even when it leads: the machine does (membership.py).
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from resilient_jax.store.interface import PutEvent, Store
 from resilient_jax.telemetry.event_log import EventLog
 
 PROGRESS_INTERVAL_S = 0.25
-"""How often step and metrics go to the store, for people to look at."""
+"""How often step and metrics are written to the store, for progress lines and tables."""
 RELAY_GRACE_S = 10.0
 """JAX's client takes up to 5 s more than its own deadline to give up."""
 CANCEL_INTERVAL_S = 1.0
@@ -66,7 +66,7 @@ class _Leaving(enum.Enum):
 
 
 class Agent:
-    """One host's supervisor. `run` is its whole life."""
+    """One host's supervisor. `run` is its complete life."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Agent:
         self._leaving = _Leaving.NO
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self._cut_short: JobOutcome | None = None
-        """Of a notice or an interrupt that came when training was over and the script was not."""
+        """The outcome of a notice or an interrupt that came after training was done and before the script ended."""
         self._killing: asyncio.Task[None] | None = None
         self._void: GenerationNumber | None = None
         self._snapshots = SnapshotServerProcess(
@@ -109,11 +109,14 @@ class Agent:
         )
 
     async def run(self) -> JobOutcome:
-        """Supervises until the job has ended, or this host leaves.
+        """Supervise until the job has ended, or this host leaves.
+
+        Returns:
+            The outcome of the job, or of this host.
 
         Raises:
-            Refused: the job does not let this host in.
-            StoreUnreachable: the store is lost for good.
+            JoinRefused: the job does not let this host in.
+            StoreUnreachable: the store stayed away for `store_timeout_s`.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_notice)
@@ -138,7 +141,7 @@ class Agent:
     # Signals.
 
     def _on_notice(self) -> None:
-        """SIGTERM: leave at the next step boundary."""
+        """Leave at the next step boundary (SIGTERM)."""
         if self._leaving is not _Leaving.NO:
             self._on_interrupt()
             return
@@ -165,7 +168,7 @@ class Agent:
         self._leave_with(ExitCode.INTERRUPTED, "interrupted")
 
     def _leave_with(self, code: ExitCode, message: str) -> None:
-        """Ends this host's part; a script that still works after training, too."""
+        """End this host's part, and a script that still works after training."""
         outcome = JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
         if self._is_done():
             self._cut_short = outcome
@@ -173,12 +176,12 @@ class Agent:
         self._end(outcome)
 
     def _is_done(self) -> bool:
-        """Whether training is done: what is left to do is the script's."""
+        """Return whether training is done, so that only the script has work left."""
         ended = self._ended
         return ended.done() and ended.exception() is None and ended.result().kind is JobOutcomeKind.DONE
 
     def _end_if_failed(self, task: "asyncio.Task[None]") -> None:
-        """An error of the agent itself ends it; `run` raises it."""
+        """End the agent with an error of its own, which `run` raises."""
         if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
             self._ended.set_exception(error)
 
@@ -202,7 +205,7 @@ class Agent:
         self._supervisor.send_order(LeaseRenewed(valid_until_s=until_s))
 
     async def _stay_registered(self, session: StoreSession) -> None:
-        """Holds a session; when one is lost, stops training first and then comes back with a new one."""
+        """Hold a session; when it is lost, stop training, then register again."""
         while True:
             self._session = session
             session.mark_changed()
@@ -216,7 +219,7 @@ class Agent:
             self._say(f"{self._settings.host}: the store is back")
 
     async def _use_session(self, session: StoreSession) -> str:
-        """Lives with a session; gives the reason for its end."""
+        """Run everything that needs a session; return the reason for the session's end."""
         loop = asyncio.get_running_loop()
         leader = self._leader()
         tasks = [
@@ -238,7 +241,7 @@ class Agent:
             await _end_all(tasks)
 
     async def _retrying(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Does `work` again when the store was away for a moment; the lease decides when that is too long."""
+        """Run `work` again after a fault of the store; the lease decides when an outage is too long."""
         while True:
             try:
                 await work()
@@ -246,11 +249,11 @@ class Agent:
                 await asyncio.sleep(0.1)
 
     async def _register(self, why: str) -> StoreSession:
-        """A session of its own again, or for the first time; `why` it has none.
+        """Return a new session, the first one or after the loss of another; `why` is the reason of that loss.
 
         Raises:
-            Refused: the job does not let this host in.
-            StoreUnreachable: it cannot be had in time.
+            JoinRefused: the job does not let this host in.
+            StoreUnreachable: no session could be opened within `store_timeout_s`.
         """
         deadline_s = self._clock.monotonic_s() + self._settings.config.store_timeout_s
         while True:
@@ -271,14 +274,14 @@ class Agent:
                 await asyncio.sleep(0.2)
 
     async def _read_generation(self) -> Generation | None:
-        """The generation that stands when this host comes (back)."""
+        """Return the generation that stands while this host registers."""
         record = await self._store.get(make_generation_key(self._settings.job))
         return GENERATION_DECODER.decode(record.value) if record is not None else None
 
     def _seat_of_before(self, known: Generation | None) -> GenerationNumber | None:
-        """The generation in which this host has a seat from before it lost the store: that seat is void.
+        """Return the generation in which this host has a seat from before it lost the store: that seat is void.
 
-        Where it has none, the generation may be one that is just being changed, and take it in.
+        Where the host has no seat, the generation may be changing just now, and take the host in.
         """
         if known is None or known.find_member(self._settings.host) is None:
             return None
@@ -354,7 +357,7 @@ class Agent:
         self._touch()
 
     def _on_snapshots_lost(self) -> None:
-        """The worker's line to the server ended with it: only a new worker gets another."""
+        """End the worker: its connection to the snapshot server ended, and only a new worker gets another."""
         if not self._ended.done():
             self._say(f"{self._settings.host}: the snapshot server ended; starting it and the worker again")
             self._supervisor.kill("its snapshot server ended")
@@ -374,7 +377,7 @@ class Agent:
                         await self._obey(GENERATION_DECODER.decode(event.key_value.value))
 
     async def _obey(self, generation: Generation) -> None:
-        """Turns the leader's decision into an order for the worker."""
+        """Turn the leader's decision into an order for the worker."""
         known = self._generation
         if known is not None and generation.number < known.number:
             self._log.record(EventKind.GENERATION_STALE, generation=generation.number, newest=known.number)
@@ -409,7 +412,7 @@ class Agent:
                 self._services.stop_older(generation.world)
 
     async def _obey_from_outside(self, generation: Generation) -> None:
-        """This host's worker is not a member: it must not train, and may ask to join."""
+        """Keep the worker of a host that is no member from training; it may ask to join."""
         if self._leaving is not _Leaving.NO and generation.phase in (
             GenerationPhase.FORM,
             GenerationPhase.ACTIVE,
@@ -473,7 +476,7 @@ class Agent:
 
 
 async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Cancels tasks until they are done: one that swallowed a cancellation must not keep a host away for ever."""
+    """Cancel tasks until they are done: a task that swallowed a cancellation must not keep a host away for ever."""
     pending = set(tasks)
     while pending:
         for task in pending:

@@ -1,4 +1,4 @@
-"""What an agent is started with."""
+"""The settings that an agent is started with."""
 
 import dataclasses
 from pathlib import Path
@@ -11,14 +11,14 @@ from resilient_jax.transport.credentials import Credentials
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings:
-    """What an agent is started with.
+    """Everything that the command line decides for an agent.
 
     Attributes:
-        address: the address of this host under which the others reach it.
+        address: of this host, where the other hosts reach it.
         command: the script and its arguments.
-        environment: for the worker: what makes jax find its devices and survive.
-        failure_domain: what fails together with this host, such as a rack; empty: nothing.
-        run_directory: for logs and events; None writes none.
+        environment: of the worker: what makes JAX find its devices and survive a failure.
+        failure_domain: what fails together with this host, such as a rack; empty: the host alone.
+        run_directory: of logs and events; None writes none.
     """
 
     job: JobName

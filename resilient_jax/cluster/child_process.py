@@ -1,8 +1,8 @@
-"""Child processes that never outlive us: started, watched and ended the same way everywhere.
+"""Child processes that never outlive their parent: started, watched and ended in one way.
 
-Rules: a child gets SIGKILL from the kernel when the thread that started it ends (so: start children from
-the main thread); it leads a process group of its own, so that ending it ends its children; its exit is
-noticed through a pidfd, in milliseconds and without a thread. Linux only, like the rest of the agent.
+Rules: a child gets SIGKILL from the kernel when the thread that started it ends (so: start children from the main
+thread); it leads a process group of its own, so that ending the group ends its children; its exit is noticed through
+a pidfd, in milliseconds and without a thread. Linux only, like the rest of the agent.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STOPPED_POLL_INTERVAL_S = 0.1
-"""The kernel tells nobody but the parent's waitpid of a stop."""
+"""How often a stop is looked for: the kernel reports one only to the parent's waitpid."""
 
 _SHIM = """
 import ctypes, os, sys
@@ -28,7 +28,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def bind_to_this_process(command: Sequence[str]) -> list[str]:
-    """The command, wrapped so that the kernel kills it when this process dies.
+    """Return the command, wrapped so that the kernel kills the process when this one dies.
 
     A wrapper and not `preexec_fn`: that forks this process with its gRPC threads, which may deadlock.
     """
@@ -63,7 +63,7 @@ class ChildProcess:
         )
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
-        except OSError:  # no descriptor left: a child that nobody can watch must not be
+        except OSError:  # no descriptor left: a child that cannot be watched must not run
             with self.process:
                 self.kill()
             raise
@@ -72,31 +72,33 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self.process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal, None while it runs."""
+        """The exit code; negative for a signal, None while the process runs."""
         return self.process.returncode
 
     async def wait_exited(self) -> int:
-        """Waits for its end; gives the exit code."""
+        """Wait for the process's end; return the exit code."""
         await self._exited.wait()
         code = self.process.returncode
         assert code is not None, "reaped"
         return code
 
     def lower_priority(self) -> None:
-        """Gives it only the processor time that nobody else wants, until it asks for more itself.
+        """Give the process only processor time that no other process wants, until it asks for more itself.
 
-        A worker's start-up (imports, compilation) on a machine that trains meanwhile must not slow the
-        training down. SCHED_IDLE and not a nice value: any user may leave it again.
+        A worker's start-up (imports, compilation) on a machine that trains meanwhile must not slow training down.
+        SCHED_IDLE
+        and not a nice value: any user may leave it again.
         """
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then start-up competes
             os.sched_setscheduler(self.process.pid, os.SCHED_IDLE, os.sched_param(0))
 
     def kill(self) -> None:
-        """Sends SIGKILL to the child and to all of its process group that is left."""
+        """Send SIGKILL to the process and to what is left of its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.returncode is None:
@@ -104,14 +106,15 @@ class ChildProcess:
                 self.process.kill()
 
     async def kill_and_wait(self) -> int:
-        """Kills it if it still runs, and waits for its end."""
+        """Kill the process if it still runs; return the exit code."""
         self.kill()
         return await self.wait_exited()
 
     async def wait_exited_or_stopped(self) -> int:
-        """Waits for its end; one that is stopped serves nobody, just as if it had died, and is ended.
+        """Wait for the process's end, and end it if it is stopped, for then it serves no other process.
 
-        Gives the exit code.
+        Returns:
+            The exit code.
         """
         exited = asyncio.create_task(self.wait_exited())
         try:
@@ -123,7 +126,7 @@ class ChildProcess:
             exited.cancel()
 
     def is_stopped(self) -> bool:
-        """Whether somebody sent it SIGSTOP (a debugger's stop is another state and does not count)."""
+        """Return whether the process got SIGSTOP (a debugger's stop is another state and does not count)."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -136,16 +139,16 @@ class ChildProcess:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was not written yet is for nobody
+            with contextlib.suppress(BrokenPipeError):  # what was not written yet has no reader
                 self.process.stdin.close()
-        # Whatever it started must not stay: the group outlives its leader.
+        # What the process started must not stay: the group outlives its leader.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._exited.set()
 
 
 async def open_line_reader(pipe: int) -> "asyncio.StreamReader":
-    """A stream over the read end of a pipe, for `async for line in ...`."""
+    """Return a stream over the read end of a pipe, for `async for line in ...`."""
     reader = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(

@@ -1,7 +1,7 @@
-"""Coordination services, one process a world, on the leader's host.
+"""JAX's coordination services, one process for each world, on the leader's host.
 
-Importing jaxlib takes 0.4 s, far too long inside a stall. So the leader keeps one process warm that has
-imported it and waits for an address; taking it into service is a matter of milliseconds.
+Importing jaxlib takes 0.4 s, far too long inside a stall. So the leader keeps a standby process that has imported it
+and waits for an address; taking the standby into service takes milliseconds.
 """
 
 import asyncio
@@ -20,39 +20,40 @@ from resilient_jax.telemetry.event_log import EventLog
 
 SERVICE_MODULE = "resilient_jax.jax_runtime.coordination_service"
 MAX_PORT_TRIES = 5
-"""A free port may be taken by somebody else between finding it and serving on it."""
+"""Another process may take a free port between finding it and serving on it."""
 START_TIMEOUT_S = 30.0
 START_RETRY_INTERVAL_S = 1.0
-"""When one could not be started, until it is tried again."""
+"""How long after a failed start the next is tried."""
 
 
 class CoordinationServices:
     """Starts, watches and ends the services that this host runs for the job.
 
     Attributes:
-        running: the services that live, for the host's status.
+        running: the services that run, for the host's status.
     """
 
     def __init__(self, host_address: str, log: EventLog, on_change: Callable[[], None]) -> None:
         self._host_address = host_address
         self._log = log
         self._on_change = on_change
-        self._standby: asyncio.Task[_Waiting] | None = None
+        self._standby: asyncio.Task[_Standby] | None = None
         self._children: dict[CoordinationServiceStatus, ChildProcess] = {}
         self._starting: set[tuple[WorldId, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def running(self) -> tuple[CoordinationServiceStatus, ...]:
+        """The services that run, in the order of their start."""
         return tuple(self._children)
 
     def start_standby(self) -> None:
-        """Keeps one process ready."""
+        """Start a standby process unless there is one."""
         if self._standby is None:
-            self._standby = asyncio.get_running_loop().create_task(_start_waiting())
+            self._standby = asyncio.get_running_loop().create_task(_start_standby_process())
 
     def start(self, world: WorldId, num_processes: int) -> None:
-        """Has a service for `world` with `nodes` processes run soon. Asking again changes nothing."""
+        """Start a service for `world` with `num_processes`, in the background. Idempotent."""
         wanted = (world, num_processes)
         if wanted in self._starting or any((s.world, s.num_processes) == wanted for s in self._children):
             return
@@ -60,63 +61,63 @@ class CoordinationServices:
         self._spawn(self._serve(world, num_processes))
 
     def stop_older(self, world: WorldId) -> None:
-        """Ends the services of older worlds."""
+        """End the services of worlds older than `world`."""
         for status, child in list(self._children.items()):
             if status.world < world:
                 child.kill()
 
     async def close(self) -> None:
-        """Ends everything."""
+        """End all services and the standby."""
         for task in tuple(self._tasks):
             task.cancel()
         if self._standby is not None:
             self._standby.cancel()
             with contextlib.suppress(asyncio.CancelledError, InternalError, OSError, TimeoutError):
-                waiting = await self._standby
-                await waiting.child.kill_and_wait()
+                standby = await self._standby
+                await standby.child.kill_and_wait()
         for child in list(self._children.values()):
             await child.kill_and_wait()
 
-    async def _serve(self, world: WorldId, nodes: int) -> None:
+    async def _serve(self, world: WorldId, num_processes: int) -> None:
         try:
             for _ in range(MAX_PORT_TRIES):
-                if await self._try_to_serve(world, nodes):
+                if await self._try_to_serve(world, num_processes):
                     return
             raise InternalError(f"no free port for a coordination service on {self._host_address}")
         except (InternalError, OSError, TimeoutError) as error:
             self._log.record(
                 EventKind.COORDINATION_SERVICE_START_FAILED,
                 world=world,
-                error=str(error) or "it took too long",
+                error=str(error) or "timeout",
             )
             await asyncio.sleep(START_RETRY_INTERVAL_S)  # then the leader asks again
         finally:
-            self._starting.discard((world, nodes))
+            self._starting.discard((world, num_processes))
             self._on_change()
             self.start_standby()
 
-    async def _try_to_serve(self, world: WorldId, nodes: int) -> bool:
-        """Takes the process that waits into service; False if its port was taken."""
+    async def _try_to_serve(self, world: WorldId, num_processes: int) -> bool:
+        """Take the standby into service; return False if its port was taken."""
         self.start_standby()
         assert self._standby is not None, "just warmed up"
-        standby, self._standby = self._standby, None  # one that could not be started is not asked again
-        waiting = await standby
+        starting, self._standby = self._standby, None  # one that could not be started is not asked again
+        standby = await starting
         is_serving = False
         try:
             address = f"{self._host_address}:{_free_port(self._host_address)}"
-            is_serving = await waiting.serve(address, nodes)
+            is_serving = await standby.serve(address, num_processes)
         finally:
             if not is_serving:
-                await waiting.child.kill_and_wait()
+                await standby.child.kill_and_wait()
         if is_serving:
             status = CoordinationServiceStatus(
-                world=world, num_processes=nodes, address=address, pid=waiting.child.pid
+                world=world, num_processes=num_processes, address=address, pid=standby.child.pid
             )
-            self._children[status] = waiting.child
+            self._children[status] = standby.child
             self._log.record(
                 EventKind.COORDINATION_SERVICE_STARTED, world=world, address=address, pid=status.pid
             )
-            self._spawn(self._watch(status, waiting.child))
+            self._spawn(self._watch(status, standby.child))
         return is_serving
 
     async def _watch(self, status: CoordinationServiceStatus, child: ChildProcess) -> None:
@@ -131,18 +132,18 @@ class CoordinationServices:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Waiting:
-    """A process that has imported jaxlib and waits for an address."""
+class _Standby:
+    """A standby process that has imported jaxlib and waits for an address."""
 
     def __init__(self, child: ChildProcess, lines: asyncio.StreamReader) -> None:
         self.child = child
         self._lines = lines
 
-    async def serve(self, address: str, nodes: int) -> bool:
-        """Takes it into service; False if the port is taken."""
+    async def serve(self, address: str, num_processes: int) -> bool:
+        """Take the process into service; return False if the port is taken."""
         assert self.child.process.stdin is not None, "started with a pipe"
         try:
-            self.child.process.stdin.write(f"{address} {nodes}\n".encode())
+            self.child.process.stdin.write(f"{address} {num_processes}\n".encode())
             self.child.process.stdin.flush()
         except OSError:
             return False
@@ -151,7 +152,7 @@ class _Waiting:
         return answer.startswith(b"serving")
 
 
-async def _start_waiting() -> _Waiting:
+async def _start_standby_process() -> _Standby:
     child = ChildProcess(
         [sys.executable, "-m", SERVICE_MODULE],
         stdin=subprocess.PIPE,
@@ -168,7 +169,7 @@ async def _start_waiting() -> _Waiting:
     except BaseException:
         await child.kill_and_wait()
         raise
-    return _Waiting(child, lines)
+    return _Standby(child, lines)
 
 
 def _free_port(host: str) -> int:

@@ -1,4 +1,4 @@
-"""A running job, looked at from outside: its records, and the processes that are its parts."""
+"""A running job seen from outside: its records, and the processes that it consists of."""
 
 import enum
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobComponent(enum.StrEnum):
-    """What can be killed."""
+    """A part of a job that can be killed."""
 
     WORKER = "worker"
     AGENT = "agent"
@@ -36,7 +36,7 @@ class JobComponent(enum.StrEnum):
 
 
 async def read_job_report(contact: JobContact) -> JobReport:
-    """Reads a job's records.
+    """Read a job's records.
 
     Raises:
         StoreUnreachable: the store does not answer.
@@ -58,10 +58,10 @@ async def read_job_report(contact: JobContact) -> JobReport:
 
 
 def find_pids(report: JobReport, component: JobComponent, host: str) -> Iterator[int]:
-    """The processes that are a part of the job; for a host the agent first, then all it runs.
+    """Yield the processes of a component; for a host the agent first, then all that the agent runs.
 
     Raises:
-        CallerError: there is no such host.
+        CallerError: the job has no such host.
     """
     name = report.leader if host == "leader" else host
     found = next((h for h in report.hosts if h.host == name), None)

@@ -1,7 +1,7 @@
-"""Several hosts on one machine: the embedded store and one agent per host, as on a pod, but all here.
+"""Several hosts on one machine: the embedded store and one agent per host.
 
-The launcher is to its agents what a pod's scheduler is: it starts them, starts a killed one again, and
-ends all when the job is over. It takes no part in the job. It serves the store, so the job ends with it.
+The launcher is to its agents what a pod's scheduler is: it starts them, restarts a killed one, and ends all when the
+job is over. It takes no part in the job, but serves the store, so the job ends with it.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ TOKEN_VARIABLE = "RESILIENT_JAX_TOKEN"
 END_GRACE_S = 35.0
 """Agents clean up in well under a second, or leave within 25 s; this bounds the wait for one that cannot."""
 FATAL_EXIT_CODES = frozenset({int(ExitCode.USAGE), int(ExitCode.JOIN_REFUSED), int(ExitCode.INTERNAL_ERROR)})
-"""Agents that end with one of these would end so again, wherever they are started."""
+"""Exit codes with which an agent would end again, wherever it is started."""
 LEAVING_EXIT_CODES = frozenset({int(ExitCode.INTERRUPTED), int(ExitCode.DRAINED)})
-"""Of agents that were told to leave."""
+"""Exit codes of agents that were told to leave."""
 AGENT_EXIT_CODES = frozenset(map(int, ExitCode)) - {int(ExitCode.USAGE)}
-"""Agents end with another positive one only for the script."""
+"""With any other positive code an agent passes on the script's."""
 
 
 class HostSite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a host of the job is on this machine.
+    """Where a host of the job runs on this machine.
 
     Attributes:
-        address: that it listens at.
-        prefix: the words before its agent's command that make it run there, such as `ip netns exec NAME`.
+        address: that the host listens at.
+        command_prefix: words before the agent's command that make it run there, such as `ip netns exec NAME`.
     """
 
     address: str
@@ -60,8 +60,8 @@ class LaunchSettings:
     """A job on this machine.
 
     Attributes:
-        agent_options: options for every agent's command line.
-        run_directory: a folder that exists, can be written and is claimed for this job.
+        agent_options: options of every agent's command line.
+        run_directory: a directory that exists, is writable and is claimed for this job.
         host_restart_delay_s: how long a killed host stays away; None: for good.
         sites: of the hosts, in order; empty: each has an address of its own on the loopback device.
         store_host: address that the store listens at.
@@ -80,7 +80,7 @@ class LaunchSettings:
 
 
 class JobView:
-    """What a progress line or a table shows of a job; kept up to date by the launcher."""
+    """What a progress line or a table shows of a job; the launcher keeps it up to date."""
 
     def __init__(self) -> None:
         self.generation: Generation | None = None
@@ -88,29 +88,30 @@ class JobView:
         self.step = 0
         """The newest step that any host reported."""
         self.metrics: dict[str, float] = {}
-        """What was reported with that step."""
+        """The metrics of that step."""
 
     def update_host(self, status: HostStatus) -> None:
-        """A host's new status."""
+        """Take in a host's new status."""
         self.hosts[status.host] = status
         if status.step > self.step:
             self.step, self.metrics = status.step, status.metrics
 
     @property
     def outcome(self) -> JobOutcome | None:
+        """How the job ended; None while it runs."""
         return self.generation.outcome if self.generation is not None else None
 
 
 def make_host_names(count: int) -> list[HostName]:
-    """Of a job on this machine."""
+    """Return the names of a local job's hosts."""
     return [HostName(f"host-{index}") for index in range(count)]
 
 
 class Launcher:
-    """Runs one job. `run` is its whole life; `view` may be read meanwhile.
+    """Runs one job. `run` is its complete life; `view` may be read meanwhile.
 
     Attributes:
-        agents: the living agent processes by host, for those who want to break them.
+        agents: the running agent processes by host, for tests and campaigns that break them.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class Launcher:
 
     @property
     def credentials(self) -> Credentials:
-        """What it takes to talk to this job's store."""
+        """The credentials of this job's store."""
         return self._credentials
 
     async def run(self) -> JobOutcome:
-        """Starts everything, waits for the job's end, leaves nothing behind."""
+        """Start everything, wait for the job's end, leave no process behind."""
         directory = self._settings.run_directory
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
@@ -197,13 +198,14 @@ class Launcher:
                 host.result()
 
     def _is_ending(self) -> bool:
-        """Whether all agents should be gone soon. Scripts may work on after training as long as they like."""
+        """Return whether all agents should be gone soon. After training a script may work on as long as it likes."""
         outcome = self.view.outcome
         is_done = outcome is not None and outcome.exit_code == ExitCode.DONE
         return bool(self._interrupted) or (outcome is not None and not (is_done and self.view.hosts))
 
     def _with_agents_code(self, outcome: JobOutcome) -> JobOutcome:
-        """A script that failed after the job was done: its agent exited with the script's code."""
+        """Return the outcome with the code of a script that failed after training was done: its agent exited with
+        that code."""
         if outcome.exit_code != ExitCode.DONE:
             return outcome
         cut_short = [code for code in self._codes.values() if code in LEAVING_EXIT_CODES]
@@ -217,26 +219,26 @@ class Launcher:
         if not failed:
             return outcome
         host, code = failed[0]
-        message = f"training was done, but then the script failed with code {code}; its words are above and in its log"
+        message = f"training was done, but then the script failed with code {code}; its output is above and in its log"
         return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=message)
 
     def _outcome_without_leader(self) -> JobOutcome:
-        """No host is left: they were refused, interrupted or killed, or their budget is spent."""
+        """Return the outcome of a job whose hosts were refused, interrupted or killed, or spent their restarts."""
         ends = {host: ExitCode.TOO_FEW_HOSTS if code < 0 else code for host, code in self._codes.items()}
         fatal = [code for code in ends.values() if code in FATAL_EXIT_CODES]
         failed = [] if self._interrupted else sorted(code for code in ends.values() if code)
         code = next(iter([*fatal, *failed]), int(ExitCode.INTERRUPTED))
         if code == ExitCode.INTERRUPTED:
             return JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=code, message="interrupted")
-        how = ", ".join(f"{host} {_how_it_ended(code)}" for host, code in sorted(self._codes.items()))
+        how = ", ".join(f"{host} {_describe_exit(code)}" for host, code in sorted(self._codes.items()))
         return JobOutcome(
-            kind=_kind_of(code),
+            kind=_outcome_kind_of(code),
             exit_code=code,
-            message=f"no host is left: {how}; what each of them said is above and in its log",
+            message=f"no host is left: {how}; the output of each is above and in its log",
         )
 
     async def _run_host(self, name: HostName, index: int) -> None:
-        """Keeps one host's agent running until it ends by itself."""
+        """Keep one host's agent running until it ends by itself."""
         budget = RestartBudget(max_restarts=self._settings.max_host_restarts, window_s=600.0, backoff_s=0.0)
         while not self._interrupted and self.view.outcome is None:
             child = self._start_agent(name, index)
@@ -253,7 +255,7 @@ class Launcher:
             self.agents.pop(name, None)
             self._codes[name] = code
             if code in FATAL_EXIT_CODES and self.view.outcome is None:
-                self._on_signal(signal.SIGINT)  # what one agent was refused for, all were started with
+                self._on_signal(signal.SIGINT)  # all agents were started with what one was refused for
                 return
             delay_s = self._settings.host_restart_delay_s
             is_down = code < 0 or code == ExitCode.OUT_OF_RESOURCES
@@ -313,7 +315,7 @@ class Launcher:
             self.view.hosts.pop(HostName(key.removeprefix(make_hosts_prefix(job))), None)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """SIGTERM: all hosts get the notice. SIGINT, or a second signal: all end now."""
+        """Give all hosts the notice (SIGTERM), or end them now (SIGINT, or a second signal)."""
         self._interrupted += 1
         forward = number if self._interrupted == 1 else signal.SIGINT
         for child in self.agents.values():
@@ -321,7 +323,7 @@ class Launcher:
                 child.process.send_signal(forward)
 
 
-def _how_it_ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     if code in AGENT_EXIT_CODES:
@@ -329,7 +331,7 @@ def _how_it_ended(code: int) -> str:
     return f"exited with code {code}"
 
 
-def _kind_of(code: int) -> JobOutcomeKind:
+def _outcome_kind_of(code: int) -> JobOutcomeKind:
     return {
         int(ExitCode.INTERRUPTED): JobOutcomeKind.INTERRUPTED,
         int(ExitCode.DRAINED): JobOutcomeKind.INTERRUPTED,

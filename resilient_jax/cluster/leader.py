@@ -1,8 +1,8 @@
-"""The leader: feeds the store's statuses to the membership machine and writes what it decides.
+"""The leader: feeds the store's statuses to the membership machine and writes what the machine decides.
 
-Leadership is a key bound to a lease; its create revision is the fencing token. Every decision is one
-transaction that holds only while that key and the generation are as this leader knows them, so of two
-agents that both believe they lead, at most one can write.
+Leadership is a key bound to a lease; its create revision is the fencing token. Every decision is one transaction that
+holds only while that key and the generation are as this leader knows them, so of two agents that both believe they
+lead, at most one can write.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from resilient_jax.store.interface import (
 from resilient_jax.telemetry.event_log import EventLog
 
 TICK_INTERVAL_S = 0.1
-"""How late a deadline may be noticed. Events are acted on at once."""
+"""How late a timeout may be noticed. Events are acted on at once."""
 
 ENCODER = msgspec.msgpack.Encoder()
 GENERATION_DECODER = msgspec.msgpack.Decoder(Generation)
@@ -56,11 +56,11 @@ STATUS_DECODER = msgspec.msgpack.Decoder(HostStatus)
 
 
 class _Deposed(Exception):
-    """Another leader wrote, or our key is gone."""
+    """Another leader wrote, or this one's key is gone."""
 
 
 class Leader:
-    """One agent's candidacy, and its rule while it leads."""
+    """One agent's candidacy, and its term while it leads."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Leader:
         self._clock = clock
 
     async def campaign(self, lease: LeaseId) -> None:
-        """Leads whenever nobody else does, until cancelled.
+        """Lead whenever no other agent does, until cancelled.
 
         Raises:
             ResilientJaxError: the store cannot be reached.
@@ -106,7 +106,7 @@ class Leader:
                 self._log.record(EventKind.LEADER_RESIGNED)
 
     def _own_token(self, found: OperationResponse, lease: LeaseId) -> Revision | None:
-        """The token of our own term, if a passing fault of the store ended only our watching; else None."""
+        """Return the token of our own term if a fault of the store ended only our watch; else None."""
         assert isinstance(found, RangeResponse), "the failure operation is a range"
         ours = [kv for kv in found.key_values if kv.lease == lease]
         return ours[0].create_revision if ours else None
@@ -121,7 +121,7 @@ class Leader:
 
 
 async def wait_next_event(inbox: "asyncio.Queue[MembershipEvent]") -> MembershipEvent:
-    """What comes next; a tick if nothing does for a while.
+    """Return the next event, or a tick if none comes for a while.
 
     Not `asyncio.wait_for`: until Python 3.12 it swallows a cancellation that comes together with the result.
     """
@@ -142,7 +142,7 @@ class _Rule:
         self._generation_key = make_generation_key(leader._job)
         self._known_revision = Revision(0)
         self._published: Generation | None = None
-        """As far as this leader knows."""
+        """The newest generation in the store, as far as this leader knows."""
 
     async def run(self) -> None:
         prefix = make_hosts_prefix(self._leader._job)
@@ -230,7 +230,7 @@ class _Rule:
             self._announce(generation, generation.state_loss)
 
     def _announce(self, generation: Generation, lost: StateLoss) -> None:
-        """Says that steps are lost: to the log, and to whoever watches the job."""
+        """Record that steps are lost, and print it for whoever watches the job."""
         self._leader._log.record(
             EventKind.STATE_LOST,
             generation=generation.number,

@@ -1,25 +1,26 @@
-"""The membership machine: who is in, and what happens next. Pure: no socket, clock or randomness.
+"""The membership machine: which hosts are members, and what happens next. Pure: no socket, clock or randomness.
 
 The rules, from which the code below follows:
 
 1. A generation's number only grows, and every change of its members takes a new number.
 2. A number passes through its phases in one direction:
    unplanned  QUIESCE -> FORM -> ACTIVE;  planned  PAUSE -> BOUNDARY -> FORM -> ACTIVE.
-3. Nobody is a member in FORM who has not said, for this very number or as a join request, that it is
-   idle. So nobody trains in two generations at once. An idle worker that was dropped before it
-   answered may have been sent into a world since it last spoke: it is no joiner before it answers.
-4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the
-   members that are left. Whoever does not become idle before the deadline is left out as well.
-5. Hosts join, and leave after a notice, only between two steps (planned), except that whoever is ready
-   when an unplanned change settles comes in with it.
-6. The newest state that is whole wins: a member's, which the others fetch, or a snapshot of which enough is left on
-   the hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest
-   checkpoint that a host sees on storage; without one the job stops and says so, unless it was told to start again.
-7. An error in the user's own code ends the job with that error. A collective that fails although nobody
-   died is tried again a few times, and then ends the job with what it said.
+3. A worker is a member in FORM only if it has reported, for this very number or as a request to join, that it is idle.
+   So no worker trains in two generations at once. An idle worker that was dropped before it answered may have been
+   sent into a world since its last report: it is no joiner before it answers.
+4. A member that dies, stops or fails, in any phase, leads to QUIESCE under the next number with the members that are
+   left. A member that is not idle within the timeout is left out as well.
+5. Hosts join, and leave after a notice, only between two steps (planned), except that a host which is ready when an
+   unplanned change settles comes in with it.
+6. The newest complete state wins: a member's, which the others fetch, or a snapshot of which enough is left on the
+   hosts, which all restore. If there is neither in a job that had made progress, all begin with the newest checkpoint
+   that a host sees on storage; without one the job stops and says so, unless its policy is to restart.
+7. An error in the user's own code ends the job with that error. A collective that fails although no host died is
+   tried again a few times, and then ends the job with its error.
 
-The machine reads only statuses (levels), so a new leader starts it from the store and goes on. What they
-mean is in evidence.py, how the next world is built in forming.py, what a lost state leads to in state_loss.py.
+The machine reads only statuses (levels), so a new leader starts it from the store and goes on. What the statuses mean
+is in membership_state.py, how the next world is built in world_formation.py, what a lost state leads to in
+state_loss.py.
 """
 
 import dataclasses
@@ -74,28 +75,30 @@ from resilient_jax.protocol.records import (
 )
 
 ALL_LATE_FACTOR: Final = 4
-"""So many times longer than for some is waited where nobody stops, before all start again from a snapshot."""
+"""Where no member stops, restarting all from a snapshot waits so many times longer than leaving out some."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    """The knobs of the machine. Times in seconds."""
+    """The timeouts and limits of the machine. Times in seconds."""
 
     num_hosts: int
     min_hosts: int = 1
     start_timeout_s: float = 300.0
     regroup_grace_s: float = 5.0
-    """How long to wait for the others when all come back at once, holding state (the store was away)."""
+    """How long to wait for the other hosts when all come back at once with their state (the store was away)."""
     state_loss_grace_s: float = 0.0
-    """How long to wait, if more than `regroup_grace_s`, for hosts that are missing when the state is lost without them:
-    nobody here can tell a host that is cut off from one that is dead."""
+    """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host that
+    is cut
+    off from the network cannot be told from a dead one.
+    """
     quiesce_timeout_s: float = 5.0
     compile_timeout_s: float = 600.0
-    """A worker that compiles cannot be interrupted; it is waited for this long instead."""
+    """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""
     forming_timeout_s: float = 60.0
     max_collective_retries: int = 3
     checkpoint_poll_timeout_s: float = 30.0
-    """How long, after a state is lost, hosts may take to see what checkpoints there are."""
+    """How long after the loss of a state the hosts may take to look for checkpoints."""
     progress_interval_s: float = 10.0
     """How old the record of progress may be that is left if all hosts die at once."""
     state_loss_policy: StateLossPolicy = StateLossPolicy.CHECKPOINT
@@ -138,14 +141,14 @@ FIRST_GENERATION = Generation(
 
 
 def make_initial_state(generation: Generation | None, now: float) -> MembershipState:
-    """Where a new leader starts: from the stored generation, or from nothing."""
+    """Return the state from which a new leader starts: the stored generation, or the first one."""
     return MembershipState(generation=generation or FIRST_GENERATION, hosts={}, phase_since_s=now)
 
 
 def handle(
     state: MembershipState, event: MembershipEvent, now: float, config: MembershipConfig
 ) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
-    """Takes one event in; gives the new state and what the shell has to do, in order."""
+    """Take in one event; return the new state and the shell's commands, in order."""
     state = _absorb(state, event)
     commands: list[MembershipCommand] = []
     while (move := _next_move(state, now, config)) is not None:
@@ -205,7 +208,7 @@ def _finish(generation: Generation, outcome: JobOutcome) -> Generation:
 def _quiesce(
     state: MembershipState, why: Disruption, members: tuple[Member, ...] | None = None
 ) -> Generation:
-    """The next number, with the members that are left."""
+    """Return the next number, in QUIESCE, with the members that are left."""
     generation = state.generation
     members = list_survivors(state) if members is None else members
     nobody_died = members == generation.members
@@ -320,7 +323,7 @@ def _while_active(state: MembershipState, now: float, rules: MembershipConfig) -
 
 
 def _wish_for_change(state: MembershipState) -> str | None:
-    """Why to change between two steps; None if all is well."""
+    """Return why to change members between two steps; None if there is no reason."""
     leaving = [m.host for m in state.generation.members if is_draining(state, m.host)]
     if leaving:
         return f"{join_names(leaving)} got a notice to leave"
@@ -335,7 +338,7 @@ def _wish_for_change(state: MembershipState) -> str | None:
 def _settle(
     state: MembershipState, now: float, rules: MembershipConfig
 ) -> Generation | StartCoordinationService | None:
-    """All members are idle: decide who goes on, from which state, and how."""
+    """Decide, once all members are idle, which hosts go on, from which state, and how."""
     generation = state.generation
     if generation.attempts > rules.max_collective_retries:
         message = (
@@ -388,7 +391,7 @@ def _settle(
 
 
 class _Wait:
-    """More hosts are expected; nothing to publish yet."""
+    """More hosts are expected; there is nothing to publish yet."""
 
 
 def _reason_to_wait(
@@ -399,7 +402,7 @@ def _reason_to_wait(
     generation: Generation,
     rules: MembershipConfig,
 ) -> Generation | _Wait | None:
-    """`_Wait` while too few are here, an ending once that has lasted too long, None to go on."""
+    """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to go on."""
     present = len(kept) + len(joiners)
     if kept:
         enough = present >= rules.min_hosts

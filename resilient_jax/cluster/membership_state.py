@@ -1,4 +1,4 @@
-"""What the statuses of all hosts say about a generation: who lives, who failed, who may join. Pure."""
+"""What the statuses of all hosts say about a generation: its live workers, failures and joiners. Pure."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -33,11 +33,12 @@ class MembershipState:
 
 
 def join_names(hosts: Iterable[HostName]) -> str:
+    """Return the hosts as a text for messages."""
     return ", ".join(hosts)
 
 
 def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
-    """The member's own worker: alive, and the very one that became a member."""
+    """Return the live worker that became this member; None if it died or was restarted."""
     status = state.hosts.get(member.host)
     worker = status.worker if status else None
     if worker is None or worker.incarnation != member.incarnation or not worker.is_alive:
@@ -46,24 +47,27 @@ def find_worker(state: MembershipState, member: Member) -> WorkerStatus | None:
 
 
 def list_live_workers(state: MembershipState) -> list[WorkerStatus]:
-    """The members' workers that are alive, in order of process index."""
+    """Return the members' live workers, in order of process index."""
     return [w for m in state.generation.members if (w := find_worker(state, m)) is not None]
 
 
 def list_survivors(state: MembershipState) -> tuple[Member, ...]:
+    """Return the members whose worker lives."""
     return tuple(m for m in state.generation.members if find_worker(state, m) is not None)
 
 
 def is_idle(worker: WorkerStatus) -> bool:
+    """Return whether the worker reports that it has unwound."""
     return worker.report.state is WorkerState.IDLE
 
 
 def is_draining(state: MembershipState, host: HostName) -> bool:
+    """Return whether the host got a notice to leave."""
     return host in state.hosts and state.hosts[host].is_draining
 
 
 def list_joiners(state: MembershipState) -> list[HostStatus]:
-    """Hosts whose worker is ready and not a member, by name."""
+    """Return the hosts whose worker is ready and not a member, by name."""
     seated = {(m.host, m.incarnation) for m in list_survivors(state)}
     return [
         status
@@ -78,7 +82,7 @@ def list_joiners(state: MembershipState) -> list[HostStatus]:
 
 
 def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -> bool:
-    """Whether this worker was dropped, and its report may be older than the order that sent it training."""
+    """Return whether this worker was dropped, and its report may be older than the order that sent it training."""
     return any(
         dropped.host == host
         and dropped.incarnation == worker.incarnation
@@ -88,9 +92,9 @@ def _owes_answer(generation: Generation, host: HostName, worker: WorkerStatus) -
 
 
 def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) -> tuple[DroppedWorker, ...]:
-    """Who owes an answer when only `members` stay: from before, and those who were just dropped while idle.
+    """Return the workers that owe an answer when only `members` stay: from before, and those dropped while idle.
 
-    Who ran when it last spoke owes none: when it says that it is idle, it has unwound.
+    A worker that ran at its last report owes none: when it reports that it is idle, it has unwound.
     """
     generation = state.generation
     # In FORM all have answered this number before they were sent in; else this number is the question.
@@ -116,18 +120,19 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
 
 
 def list_services(state: MembershipState, world: WorldId) -> list[CoordinationServiceStatus]:
-    """More than one where a former leader, or an earlier guess of the number of members, had its own."""
+    """Return the services of a world; a former leader, or an earlier guess of the number of members, may have left
+    its own."""
     return [s for status in state.hosts.values() for s in status.services if s.world == world]
 
 
 def has_service(state: MembershipState) -> bool:
-    """Whether the very service that the members connect to runs."""
+    """Return whether the service that the members connect to runs."""
     generation = state.generation
     return any(s.address == generation.service_address for s in list_services(state, generation.world))
 
 
 def find_user_error(state: MembershipState) -> JobOutcome | None:
-    """The user's own error, from whichever worker; None if there is none."""
+    """Return the user's own error, from any worker; None if there is none."""
     for host, status in sorted(state.hosts.items()):
         worker = status.worker
         if worker is None:
@@ -138,7 +143,7 @@ def find_user_error(state: MembershipState) -> JobOutcome | None:
             text = worker.error or (failure.text if failure else "")
             return JobOutcome(kind=JobOutcomeKind.USER_ERROR, exit_code=code, host=host, message=text)
         if code == 0 and not worker.report.is_done:
-            text = "the script ended without rj.run(...) having finished; call rj.run(train) in it"
+            text = "the script ended before rj.run(...) had returned; call rj.run(train) in it"
             return JobOutcome(
                 kind=JobOutcomeKind.USER_ERROR, exit_code=int(ExitCode.USAGE), host=host, message=text
             )
@@ -154,6 +159,8 @@ def find_user_error(state: MembershipState) -> JobOutcome | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Disruption:
+    """Why the members cannot go on, and what of it the next generation records."""
+
     reason: str
     failed_host: HostName | None = None
     failure_text: str = ""
@@ -162,7 +169,7 @@ class Disruption:
 
 
 def find_disruption(state: MembershipState) -> Disruption | None:
-    """Why the members cannot go on as they are; None if they can."""
+    """Return why the members cannot go on as they are; None if they can."""
     generation = state.generation
     lost = [m.host for m in generation.members if find_worker(state, m) is None]
     if lost:
@@ -191,7 +198,7 @@ def find_disruption(state: MembershipState) -> Disruption | None:
 
 
 def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
-    """Whether it is idle where it should train: it held because it lost the store."""
+    """Return whether a worker is idle where it should train, because it held when its host lost the store."""
     report = worker.report
     if report.is_done or report.state is not WorkerState.IDLE:
         return False
@@ -200,16 +207,17 @@ def _stopped_early(generation: Generation, worker: WorkerStatus) -> bool:
 
 
 def find_newest_step(state: MembershipState) -> int:
-    """The newest committed step that anybody is known to have reached."""
+    """Return the newest committed step that any host or worker is known to have reached."""
     of_workers = [w.report.step for w in list_live_workers(state)]
     of_hosts = [status.step for status in state.hosts.values()]
     return max([state.generation.progress, *of_workers, *of_hosts])
 
 
 def find_recoverable_step(state: MembershipState) -> int:
-    """The newest step, once a whole state was ever known to be somewhere; before that, what the generation says.
+    """Return the newest step, once a complete state was ever known to be somewhere; before that, the generation's
+    progress.
 
-    A job of which no snapshot was ever committed, and whose state no host holds whole, begins again when it is broken:
+    A job of which no snapshot was ever committed, and whose state is complete on no host, begins again when it breaks:
     nothing else was promised.
     """
     held = any(
@@ -224,17 +232,20 @@ def find_recoverable_step(state: MembershipState) -> int:
 
 
 def have_all_finished_step(state: MembershipState) -> bool:
+    """Return whether every member has finished a step in this generation, or all of its training."""
     return all(w.report.has_finished_step or w.report.is_done for w in list_live_workers(state))
 
 
 def find_snapshot(state: MembershipState) -> SnapshotPlan | None:
-    """The newest snapshot of this job's state of which enough is left; of all hosts, also those that do not train."""
+    """Return the newest snapshot of this job's state of which enough is left, also on hosts that do not train."""
     return choose_snapshot(_snapshots_of(state))
 
 
 def is_snapshot_needed(state: MembershipState) -> bool:
-    """Whether hosts that train no more, and are still here, keep what nobody else has: until a snapshot of this
-    generation is committed, or a member holds the state whole."""
+    """Return whether hosts that left training, and are still here, hold what no other host has.
+
+    They do until a snapshot of this generation is committed, or a member holds the complete state.
+    """
     generation = state.generation
     members = {member.host for member in generation.members}
     kept = generation.snapshot.sources if generation.snapshot is not None else ()
@@ -250,7 +261,7 @@ def is_snapshot_needed(state: MembershipState) -> bool:
 
 
 def explain_snapshots(state: MembershipState) -> str:
-    """Why `find_snapshot` finds none, in words."""
+    """Explain why `find_snapshot` finds none."""
     return explain_loss(_snapshots_of(state))
 
 
@@ -267,7 +278,7 @@ def _snapshots_of(state: MembershipState) -> ReportedStatuses:
 
 
 def awaits_snapshot_report(status: HostStatus) -> bool:
-    """Whether the worker knows of a snapshot that its host's server has not reported yet, and will."""
+    """Return whether the worker knows of a snapshot that its host's server has not reported yet, and will."""
     told = status.worker.report.snapshot if status.worker is not None else None
     return (
         told is not None

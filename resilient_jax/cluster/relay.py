@@ -1,8 +1,8 @@
 """A TCP relay between a worker and its world's coordination service that never hangs up on the worker.
 
-JAX aborts a process when its connection to the coordination service breaks. So the worker connects to
-this relay on its own host: when the service dies, the worker's side stays open and silent, and the worker
-lives on. Only the agent closes that side, when the worker has left the world.
+JAX aborts a process when its connection to the coordination service breaks. So the worker connects to this relay on
+its own host: when the service dies, the worker's side stays open and silent, and the worker survives. Only the agent
+closes that side, after the worker has left the world.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ class Relay:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str) -> None:
-        """Listens on a free port of `host`."""
+        """Listen on a free port of `host`."""
         self._server = await asyncio.start_server(self._accept, host, 0)
         name, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{name}:{port}"
 
     async def close(self) -> None:
-        """Closes all connections: the worker must have left the world, or be about to die."""
+        """Close all connections. The worker must have left the world, or be about to die."""
         if self._server is not None:
             self._server.close()
         connections = tuple(self._connections)
@@ -75,7 +75,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _read_until_closed(reader: asyncio.StreamReader) -> None:
-    """Swallows what the worker sends to a dead service, until the worker hangs up."""
+    """Discard what the worker sends to a dead service, until the worker hangs up."""
     with contextlib.suppress(OSError):
         while await reader.read(CHUNK_BYTES):
             pass

@@ -1,11 +1,11 @@
-"""How often a worker may be started again, and how long to wait before. Pure."""
+"""How often a worker may be started again, and how long to wait before each restart. Pure."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestartBudget:
-    """At most `limit` restarts in any `window_s` seconds; the first at once, then `backoff_s`, doubled.
+    """At most `max_restarts` in any `window_s` seconds; the first at once, then after `backoff_s`, doubled each time.
 
     Attributes:
         restarts: monotonic times of the restarts so far, in seconds.
@@ -17,7 +17,7 @@ class RestartBudget:
     restarts: tuple[float, ...] = ()
 
     def spend(self, now: float) -> tuple["RestartBudget", float | None]:
-        """The budget after one more restart and the seconds to wait before it; None if it is used up."""
+        """Return the budget after one more restart and the seconds to wait before it; None if the budget is spent."""
         recent = tuple(t for t in self.restarts if now - t < self.window_s)
         if len(recent) >= self.max_restarts:
             return dataclasses.replace(self, restarts=recent), None

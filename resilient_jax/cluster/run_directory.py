@@ -1,4 +1,4 @@
-"""The folder of one job on one machine: logs, events, and how to reach the job."""
+"""The directory of one job on one machine: logs, events, and how to reach the job."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ from resilient_jax.errors import CallerError, ConfigError, LogUnwritable
 
 CONTACT_FILE = "job.json"
 LOCK_FILE = "launcher.lock"
-"""Stays in the folder: if it were removed, two launchers could each lock a file of that name."""
+"""Stays in the directory: if it were removed, two launchers could each lock a file of that name."""
 
 
 class JobContact(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,10 +26,10 @@ class JobContact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create_run_directory(path: Path) -> Path:
-    """Makes the folder, for this user alone.
+    """Create the directory, for this user alone.
 
     Raises:
-        LogUnwritable: it cannot be made or written.
+        LogUnwritable: it cannot be created or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -42,10 +42,10 @@ def create_run_directory(path: Path) -> Path:
 
 
 def create_numbered_directory(path: Path) -> Path:
-    """Makes the first of the folders NAME, NAME-2, NAME-3, ... that is not there: no two callers get the same.
+    """Create the first of the directories NAME, NAME-2, NAME-3, ... that is absent: no two callers get the same.
 
     Raises:
-        LogUnwritable: it cannot be made or written.
+        LogUnwritable: it cannot be created or written.
     """
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     for candidate in itertools.chain([path], others):
@@ -68,14 +68,14 @@ def _unwritable(path: Path, error: OSError) -> LogUnwritable:
 
 @contextlib.contextmanager
 def claim_directory(directory: Path) -> Iterator[None]:
-    """For one launcher alone: within the `with` no other one starts a job in the folder.
+    """Claim the directory: within the `with` no other launcher starts a job in it.
 
     The kernel holds the lock for this process and drops it with the process. A process number in a file would outlive a
     killed launcher, and may come to mean another process.
 
     Raises:
-        CallerError: another launcher has it.
-        LogUnwritable: the folder cannot be written, or its file system has no locks.
+        CallerError: another launcher has claimed it.
+        LogUnwritable: the directory cannot be written, or its file system has no locks.
     """
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -95,7 +95,7 @@ def claim_directory(directory: Path) -> Iterator[None]:
 
 
 def write_contact(directory: Path, contact: JobContact) -> None:
-    """Leaves word of how to reach the job: all of it or none. The folder must have been claimed."""
+    """Write how to reach the job, atomically. The directory must have been claimed."""
     path = directory / CONTACT_FILE
     unfinished = path.with_suffix(".unfinished")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -105,14 +105,14 @@ def write_contact(directory: Path, contact: JobContact) -> None:
 
 
 def remove_contact(directory: Path, contact: JobContact) -> None:
-    """This job is over: nobody can be reached any more. The word of another job stays."""
+    """Remove the contact of a job that is over; the contact of another job stays."""
     with contextlib.suppress(ConfigError):  # it is gone
         if read_contact(directory) == contact:
             (directory / CONTACT_FILE).unlink(missing_ok=True)
 
 
 def read_contact(directory: Path) -> JobContact:
-    """How to reach the job that runs in `directory`.
+    """Return how to reach the job that runs in `directory`.
 
     Raises:
         ConfigError: no job runs there.

@@ -1,7 +1,7 @@
-"""The host's snapshot server as its agent sees it: started when a worker first asks, spoken to, watched, ended.
+"""The host's snapshot server as its agent sees it: started when a worker first asks, then watched and ended.
 
-Each worker is born with one end of a socket pair. The agent keeps the other end until a server runs, and hands it over
-then; so a server may start after the worker, and outlives any number of them.
+Each worker starts with one end of a socket pair. The agent keeps the other end until a server runs, and hands it over
+then; so a server may start after the worker, and outlives any number of workers.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class SnapshotServerProcess:
     """At most one server at a time.
 
     Attributes:
-        server: that listens for other hosts; None while there is none.
-        snapshots: those that it has complete.
+        server: the server that listens for other hosts; None while there is none.
+        snapshots: that the server has complete.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SnapshotServerProcess:
         on_change: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`on_change` hears of every change of the attributes; `on_end` of a server that ended by itself."""
+        """Call `on_change` after every change of the attributes, and `on_end` after a server ended by itself."""
         self._settings = settings
         self._log = log
         self._on_change = on_change
@@ -57,13 +57,13 @@ class SnapshotServerProcess:
         self._child: ChildProcess | None = None
         self._connection: AsyncConnection[NewWorker, ServerToAgent] | None = None
         self._pending: socket.socket | None = None
-        """The server's end of the newest worker's pair, until it is handed over."""
+        """The server's end of the newest worker's socket pair, until it is handed over."""
         self._tasks: list[asyncio.Task[None]] = []
         self.server: SnapshotServerStatus | None = None
         self.snapshots: tuple[SnapshotStatus, ...] = ()
 
     def connect_worker(self) -> socket.socket:
-        """The end of a new socket pair that the next worker gets; the server serves it from now on."""
+        """Return the worker's end of a new socket pair; the server serves the other end from now on."""
         ours, theirs = socket.socketpair()
         if self._pending is not None:
             self._pending.close()
@@ -72,7 +72,7 @@ class SnapshotServerProcess:
         return theirs
 
     def start(self) -> None:
-        """Has a server run soon. Asking again changes nothing."""
+        """Start a server, in the background. Idempotent."""
         if self._child is not None:
             return
         settings = self._settings
@@ -100,7 +100,7 @@ class SnapshotServerProcess:
         ]
 
     async def close(self) -> None:
-        """Ends the server, and with it every snapshot of this host."""
+        """End the server, and with it every snapshot of this host."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,7 +111,7 @@ class SnapshotServerProcess:
             self._pending.close()
 
     def _hand_over(self) -> None:
-        """Gives the server the newest worker's socket, if both are there."""
+        """Give the server the newest worker's socket, if both are there."""
         if self._connection is None or self._pending is None or self.server is None:
             return
         self._connection.send(NewWorker(), [self._pending.fileno()])

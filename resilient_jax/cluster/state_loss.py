@@ -1,7 +1,7 @@
-"""What is done when the state of a job that had made progress is in no host's memory any more. Pure.
+"""What is done when no host's memory holds the state of a job that had made progress. Pure.
 
-The last tier is storage: the newest checkpoint that a host sees. It is seen by its name; whether it can be read is
-found out by those who go on from it, and if nothing can, the job ends with what was lost.
+The last tier is storage: the newest checkpoint that a host sees. Hosts see its name; whether it can be read is found
+out by those that go on from it, and if none can, the job ends with what was lost.
 """
 
 import enum
@@ -14,7 +14,7 @@ from resilient_jax.protocol.records import HostStatus, JobOutcome, JobOutcomeKin
 
 
 class StateLossPolicy(enum.StrEnum):
-    """What to do when nobody holds the state of a job that had made progress."""
+    """What to do when no host holds the state of a job that had made progress."""
 
     STOP = "stop"
     CHECKPOINT = "checkpoint"
@@ -24,13 +24,13 @@ class StateLossPolicy(enum.StrEnum):
 
 
 def find_newest_checkpoint(hosts: Iterable[HostStatus]) -> int | None:
-    """The step of the newest checkpoint that any of these hosts sees on storage."""
+    """Return the step of the newest checkpoint that any of these hosts sees on storage."""
     seen = [s.worker.report.checkpoint_step for s in hosts if s.worker is not None]
     return max((step for step in seen if step is not None), default=None)
 
 
 def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPolicy) -> bool:
-    """Whether one of these hosts may yet see a checkpoint that counts."""
+    """Return whether one of these hosts may yet see a checkpoint that counts."""
     return policy is not StateLossPolicy.STOP and any(
         host.worker is not None and host.worker.report.is_polling_checkpoints for host in hosts
     )
@@ -39,7 +39,7 @@ def is_any_polling_checkpoints(hosts: Iterable[HostStatus], policy: StateLossPol
 def decide_after_state_loss(
     state: MembershipState, hosts: Sequence[HostStatus], policy: StateLossPolicy
 ) -> StateLoss | JobOutcome:
-    """From where these hosts go on, or how the job ends."""
+    """Decide from where these hosts go on, or how the job ends."""
     checkpoint = find_newest_checkpoint(hosts)
     step = max(
         find_newest_step(state), checkpoint or 0
@@ -63,12 +63,12 @@ def decide_after_state_loss(
 
 
 def count_lost_steps(loss: StateLoss) -> int:
-    """That are to be done again, as far as is known."""
+    """Return how many steps are to be done again, as far as is known."""
     return max(0, loss.step - (loss.checkpoint_step or 0))
 
 
 def explain_state_loss(loss: StateLoss) -> str:
-    """The loss and its consequence, for the progress line."""
+    """Describe the loss and its consequence, for the progress line."""
     what = f"the state of step {loss.step}{' or a later one' if loss.is_lower_bound else ''} is lost"
     if loss.checkpoint_step is None:
         return f"{what}; beginning again with the initial state"
@@ -81,7 +81,7 @@ def explain_state_loss(loss: StateLoss) -> str:
 
 
 def make_state_loss_outcome(loss: StateLoss, error: JobOutcome) -> JobOutcome:
-    """The end of a job that could not go on from where it was to."""
+    """Return the outcome of a job that could not go on from its checkpoint or initial state."""
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,
         exit_code=int(ExitCode.STATE_LOST),
@@ -91,7 +91,7 @@ def make_state_loss_outcome(loss: StateLoss, error: JobOutcome) -> JobOutcome:
 
 
 def _step_of(host: HostStatus) -> int:
-    """The newest that this host itself says was committed."""
+    """Return the newest step that this host itself reports as committed."""
     return max(host.step, host.worker.report.step if host.worker is not None else 0)
 
 
@@ -103,8 +103,8 @@ def _stop(loss: StateLoss) -> JobOutcome:
         )
     else:
         rest = (
-            f"the checkpoint of step {loss.checkpoint_step} is on storage. Launch the job again to go on from it, or leave "
-            'state_loss_policy at "checkpoint" to have that done'
+            f"the checkpoint of step {loss.checkpoint_step} is on storage. Launch the job again to go on from it, or "
+            'leave state_loss_policy at "checkpoint" to have that done'
         )
     return JobOutcome(
         kind=JobOutcomeKind.STATE_LOST,

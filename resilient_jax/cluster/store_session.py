@@ -1,8 +1,8 @@
 """An agent's membership of the job: one lease, one status record, and the knowledge of when both ended.
 
-The lease is the fence. An agent that has not had it renewed for its time to live, counted from before the
-last renewal was sent, must take itself for dead, because the others may: it stops training then, whatever
-the reason, and only then may come back.
+The lease is the fence. An agent whose lease has not been renewed for its time to live, counted from before the last
+renewal was sent, must take itself for dead, because the others may: it stops training then, whatever the reason, and
+only then may come back.
 """
 
 import asyncio
@@ -24,14 +24,13 @@ ENCODER = msgspec.msgpack.Encoder()
 
 
 class SessionLost(Exception):
-    """The lease ended, or could not be renewed in time: others may count this host as dead."""
+    """The lease ended, or could not be renewed in time: other hosts may count this one as dead."""
 
 
 class StoreSession:
     """A registered host.
 
-    Use: `await open(...)`, then run `keep_alive` and `publish_changes` until one of them raises
-    `SessionLost`.
+    Use: `await open(...)`, then run `keep_alive` and `publish_changes` until one of them raises `SessionLost`.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class StoreSession:
         self.lease = LeaseId(0)
 
     async def open(self) -> None:
-        """Registers the host.
+        """Register the host.
 
         Raises:
-            Refused: the host's name is taken by a living agent, or its versions differ from the job's.
+            JoinRefused: a live agent has the host's name, or the host's versions differ from the job's.
             PeerUnreachable: the store does not answer.
         """
         status = self._status()
@@ -83,15 +82,15 @@ class StoreSession:
 
     @property
     def valid_until_s(self) -> float:
-        """The monotonic time until which nobody may count this host as dead."""
+        """The monotonic time until which no other host may count this one as dead."""
         return self._renewed_s + self._ttl_s
 
     def mark_changed(self) -> None:
-        """The status has changed; it is written soon, once for many changes."""
+        """Have the changed status written soon, once for many changes."""
         self._changed.set()
 
     async def publish_changes(self) -> None:
-        """Writes the status whenever it was touched.
+        """Write the status after each change.
 
         Raises:
             SessionLost: the lease is gone.
@@ -109,10 +108,10 @@ class StoreSession:
                 await asyncio.sleep(TAKEN_NAME_POLL_INTERVAL_S)
 
     async def keep_alive(self) -> None:
-        """Renews the lease until that fails for a whole time to live.
+        """Renew the lease until that fails for a complete time to live.
 
         Raises:
-            SessionLost: it is over.
+            SessionLost: the lease expired, or was not renewed in time.
         """
         interval_s = self._ttl_s / RENEWALS_PER_TTL
         while True:
@@ -133,7 +132,7 @@ class StoreSession:
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
-        """Gives the lease back: the others know at once that this host has left."""
+        """Give the lease back: the others know at once that this host has left."""
         if self.lease:
             async with asyncio.timeout(1.0):
                 await self._store.revoke(self.lease)

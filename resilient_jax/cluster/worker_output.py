@@ -20,7 +20,7 @@ ERROR_LINES = 60
 
 
 def print_bytes(text: bytes) -> None:
-    """Text for people, on the screen. Never raises: a job does not end because nobody can watch it.
+    """Print text on the screen. Never raises: a job does not end because its output is closed.
 
     Unbuffered, so that nothing is left to be written, and to fail, at the end of the process.
     """
@@ -40,7 +40,7 @@ class WorkerOutput:
         self._errors: collections.deque[str] = collections.deque(maxlen=ERROR_LINES)
 
     async def follow(self, reader: asyncio.StreamReader, *, is_error: bool) -> None:
-        """Copies lines until the stream ends."""
+        """Copy lines until the stream ends."""
         while True:
             try:
                 line = await reader.readline()
@@ -51,7 +51,7 @@ class WorkerOutput:
             self.write(line.rstrip(b"\r\n"), is_error=is_error)
 
     def write(self, line: bytes, *, is_error: bool = False) -> None:
-        """One line of the worker."""
+        """Write one line of the worker."""
         if self._file is not None:
             self._file.write(line)
         chatter = LIBRARY_LOG_PATTERN.search(line) is not None
@@ -61,15 +61,16 @@ class WorkerOutput:
             print_bytes(self._prefix + line + b"\n")
 
     def read_last_errors(self) -> str:
-        """The end of what the worker wrote to standard error: from the last traceback on, if there is one."""
+        """Return the end of what the worker wrote to standard error: from the last traceback on, if there is one."""
         lines = list(self._errors)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         return "\n".join(lines[starts[-1] :] if starts else lines[-10:])
 
     def clear_errors(self) -> None:
-        """A new worker starts: what its predecessor said is not its error."""
+        """Forget the standard error of the worker before: it is not the new worker's."""
         self._errors.clear()
 
     def close(self) -> None:
+        """Close the log file."""
         if self._file is not None:
             self._file.close()

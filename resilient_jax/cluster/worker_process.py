@@ -1,4 +1,4 @@
-"""One host's worker process: started, spoken to, watched, ended."""
+"""One host's worker process: start, messages, watch, end."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from resilient_jax.protocol.worker_messages import (
 )
 
 POLL_INTERVAL_S = 0.1
-"""How often the process's state is read; a stop must be seen twice, so that a blink does not count."""
+"""How often the process's state is read; a stop must be seen twice, so that a short one does not count."""
 
 WORKER_VARIABLES = (
     AGENT_CONNECTION_VARIABLE,
@@ -43,12 +43,12 @@ WORKER_VARIABLES = (
 
 
 class WorkerProcess:
-    """A worker, its socket pair, and the pipe that closes when it dies.
+    """A worker, its connection, and the pipe that closes when it dies.
 
     Attributes:
-        report: the newest the worker said of itself.
-        stopped: it is stopped, or silent for longer than the deadline.
-        dying: its threads have ended; its exit code follows.
+        report: the newest that the worker sent.
+        is_unresponsive: the process is stopped, or sent nothing for longer than the heartbeat timeout.
+        is_dying: its threads have ended; the exit code follows.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WorkerProcess:
         clock: Clock,
         snapshot_link: socket.socket,
     ) -> "WorkerProcess":
-        """Starts `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`.
+        """Start `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`.
 
         Raises:
             OSError: there is no descriptor, process or memory left for it.
@@ -114,7 +114,7 @@ class WorkerProcess:
         on_change: Callable[[], None],
         on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> int:
-        """Reads and watches until the process ends; gives its exit code."""
+        """Receive messages and watch until the process ends; return its exit code."""
         process = self.child.process
         assert process.stdout is not None, "started with pipes"
         assert process.stderr is not None, "started with pipes"
@@ -147,7 +147,7 @@ class WorkerProcess:
         on_change()
 
     def send_order(self, order: WorkerOrder) -> None:
-        """Sends an order; to a dead worker it is lost, which its exit will tell."""
+        """Send an order. A dead worker does not get it, which its exit will tell."""
         self._connection.send(order)
 
     async def _listen(
@@ -179,5 +179,5 @@ class WorkerProcess:
 
 
 def copy_environment() -> dict[str, str]:
-    """This process's environment without what belongs to another agent."""
+    """Return this process's environment without what belongs to another agent."""
     return {k: v for k, v in os.environ.items() if k not in WORKER_VARIABLES}

@@ -1,6 +1,6 @@
-"""Keeps one worker alive on this host: starts it, starts it again within a budget, says how it is.
+"""Keeps one worker alive on this host: starts it, restarts it within a budget, reports its status.
 
-The agent's other half: it knows nothing of generations.
+The other half of the agent, which knows nothing of generations.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ from resilient_jax.protocol.worker_messages import (
 from resilient_jax.telemetry.event_log import EventLog
 
 STOP_GRACE_S = 2.0
-"""A worker that was told to stop because the job failed gets this long before SIGKILL."""
+"""How long a worker that was told to stop because the job failed has before SIGKILL."""
 START_RETRY_INTERVAL_S = 1.0
-"""When the machine has no descriptor, process or memory left for a worker, until it is tried again."""
+"""How long after a failed start (no descriptor, process or memory left) the next is tried."""
 FINISH_REMINDER_INTERVAL_S = 60.0
-"""How often it is told that a script still works after training: that is its own affair, and takes what it takes."""
+"""How often to print that a script still works after training, for which it may take as long as it likes."""
 SIGNAL_EXIT_CODE_BASE = 128
 """What shells add to a signal's number for the exit code of a process that it ended."""
 
 
 class WorkerSupervisor:
-    """One host's worker, whichever incarnation of it lives.
+    """One host's worker, whichever incarnation of it runs.
 
     Attributes:
         worker: the newest process; None before the first.
-        status: what the store is told of it.
-        progress: step and metrics that it told last.
+        status: what the store is given of it.
+        progress: the last step and metrics that it sent.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class WorkerSupervisor:
         do_others_train: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
-        """`on_change` hears of every new status; `is_over` says if the job, or this host's part, has ended."""
+        """Call `on_change` after every new status; `is_over` returns whether the job, or this host's part, has
+        ended."""
         directory = settings.run_directory
         self._settings = settings
         self._log = log
@@ -90,10 +91,10 @@ class WorkerSupervisor:
         """Exit code of a worker that had trained to the end, and was to be started again for the others."""
 
     async def supervise(self) -> JobOutcome | None:
-        """Starts it, and starts it again when it dies.
+        """Start the worker, and start it again when it dies.
 
         Returns:
-            The end of this host, if it died too often; None when its own end stands.
+            The outcome of this host, if the worker died too often; None when the worker's own end stands.
         """
         number = 0
         while True:
@@ -175,7 +176,7 @@ class WorkerSupervisor:
         return worker
 
     def _spend_restart(self) -> float | None:
-        """Seconds to wait before the next start; None if none is left."""
+        """Return the seconds to wait before the next start; None if the budget is spent."""
         self._budget, delay_s = self._budget.spend(self._clock.monotonic_s())
         if delay_s:
             self._log.record(EventKind.RESTART_BACKOFF, seconds=delay_s)
@@ -228,25 +229,25 @@ class WorkerSupervisor:
                 self.on_snapshots_changed()
 
     def on_snapshots_changed(self) -> None:
-        """Tells a worker that waits for the snapshot server that it runs."""
+        """Send the endpoint of the snapshot server to a worker that waits for it."""
         server = self._snapshots.server
         if self._wants_snapshots and server is not None:
             self._wants_snapshots = False
             self.send_order(SnapshotServerReady(endpoint=server.endpoint))
 
     def send_order(self, order: WorkerOrder) -> None:
-        """Sends the worker an order, if there is one."""
+        """Send the worker an order, if there is one."""
         if self.worker is not None:
             self.worker.send_order(order)
 
     def kill(self, why: str) -> None:
-        """Sends SIGKILL to the worker, if it lives."""
+        """Send SIGKILL to the worker, if it runs."""
         if self.worker is not None and self.worker.child.exit_code is None:
             self._log.record(EventKind.WORKER_KILLED, pid=self.worker.child.pid, why=why)
             self.worker.child.kill()
 
     async def wait_finished(self, outcome: JobOutcome) -> None:
-        """Tells the worker that the job has ended, and gives it the time it is due."""
+        """Send the worker the job's end, and wait as long as its outcome allows."""
         worker = self.worker
         if worker is None or worker.child.exit_code is not None:
             return
@@ -263,15 +264,18 @@ class WorkerSupervisor:
             await exited
 
     async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
-        """A script may still save and print. One that was left out of the training, or is stopped, has nothing to."""
+        """Wait while a script still saves and prints. A worker that was left out of training, or is stopped, is not
+        waited for."""
         while not (await asyncio.wait((exited,), timeout=FINISH_REMINDER_INTERVAL_S))[0]:
             if worker.child.is_stopped() or not worker.report.is_done:
                 return
             self._say(f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it")
 
     def apply_exit_code(self, outcome: JobOutcome) -> JobOutcome:
-        """A script that fails after training is done has failed; so has one that was killed then, though another was
-        started in its place."""
+        """Return the outcome with the exit code of a script that failed after training, or was killed then.
+
+        A worker that was killed then counts even if another was started in its place.
+        """
         worker = self.worker
         code = worker.child.exit_code if worker is not None else None
         if worker is None or code is None or outcome.kind is not JobOutcomeKind.DONE:
@@ -298,19 +302,19 @@ class WorkerSupervisor:
         )
 
     async def close(self) -> None:
-        """Kills what is left, and closes the log of its output."""
+        """Kill the worker if it runs, and close the log of its output."""
         if self.worker is not None:
             await self.worker.child.kill_and_wait()
         self._output.close()
 
 
 def _is_users_error(code: int) -> bool:
-    """Whether the script ended by itself without asking to be started again; a signal is not its doing."""
+    """Return whether the script ended by itself without asking for a restart; a signal is not the script's doing."""
     return code >= 0 and code != RESTART_EXIT_CODE
 
 
 def _error_of(worker: WorkerProcess) -> str:
-    """What the user has to know of a script that failed; empty if it did not, or was killed."""
+    """Return what the user has to know of a script that failed; empty if it did not, or was killed."""
     code, failure = worker.child.exit_code, worker.report.failure
     if code is None or code <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""How the next world is built from those who go on: whose state, which seats, in place or anew. Pure."""
+"""How the next world is built from the hosts that go on: their state, their seats, in place or anew. Pure."""
 
 import dataclasses
 
@@ -33,8 +33,8 @@ class StateOrigin:
 
     Attributes:
         step: of the state; 0 if there is none.
-        sources: members that hold it whole.
-        snapshot: that has it, if nobody holds it whole.
+        sources: members that hold the complete state.
+        snapshot: that has the state, if no member holds it.
     """
 
     step: int = 0
@@ -50,7 +50,7 @@ class StateOrigin:
 def find_state_origin(
     state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> StateOrigin:
-    """The newest state that is whole somewhere: in a worker, or, if that is newer, in a snapshot."""
+    """Return the newest complete state: a worker's, or, if that is newer, a snapshot's."""
     holders = {s.host: s.worker for s in _holders_of(kept, joiners) if s.worker}
     step = max((w.report.step for w in holders.values()), default=0)
     snapshot = find_snapshot(state)
@@ -67,7 +67,7 @@ def find_state_origin(
 
 
 def _holders_of(kept: list[HostStatus], joiners: list[HostStatus]) -> list[HostStatus]:
-    """Who may hand on the state: the members; only if none of them holds it, those who come back."""
+    """Return the hosts that may hand on the state: members; only if none of them holds it, hosts that come back."""
     of_kept, of_joiners = (
         [s for s in hosts if s.worker is not None and s.worker.report.holds_state]
         for hosts in (kept, joiners)
@@ -82,14 +82,17 @@ def form_next_generation(
     origin: StateOrigin,
     state_loss: StateLoss | None,
 ) -> Generation | StartCoordinationService:
-    """The next world.
+    """Build the next generation.
 
     Args:
         state: of the machine.
         kept: members that go on.
-        joiners: who comes in.
+        joiners: hosts that come in.
         origin: of the state.
-        lost: of the job's state, if that was just found out.
+        state_loss: of the job's state, if it was just found out.
+
+    Returns:
+        The generation, or the service that must run before it.
     """
     generation = state.generation
     in_place = _can_shrink_in_place(state, kept, joiners)
@@ -122,10 +125,10 @@ def form_next_generation(
 
 
 def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners: list[HostStatus]) -> bool:
-    """Only if all are in the world already and its service lives (new cliques need it).
+    """Return whether all are in the world already and its service runs (new cliques need it).
 
-    After a failure that no death explains, a fresh world is the better bet; and the last host goes on in a
-    world of its own, where its devices need no network to talk to each other.
+    After a failure that no death explains, a fresh world is the better bet; and the last host goes on in a world of its
+    own, where its devices need no network between them.
     """
     generation = state.generation
     if len(kept) < 2 or joiners or generation.attempts > 0:
@@ -135,7 +138,7 @@ def _can_shrink_in_place(state: MembershipState, kept: list[HostStatus], joiners
 
 
 def _address_for(state: MembershipState, world: WorldId, nodes: int) -> str | None:
-    """Of a service for this many members: it admits exactly as many as it was started for."""
+    """Return the address of a service for this many members: it admits exactly as many as it was started for."""
     return next((s.address for s in list_services(state, world) if s.num_processes == nodes), None)
 
 
@@ -147,7 +150,8 @@ def _keep_seats(generation: Generation, kept: list[HostStatus]) -> tuple[Member,
 def _assign_seats(
     generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> tuple[Member, ...]:
-    """Dense process indexes; whoever can keep its index does, because compiled programs know it."""
+    """Return members with dense process indexes; a host keeps its index if it can, because compiled programs know
+    it."""
     count = len(kept) + len(joiners)
     seats: dict[HostName, int] = {}
     for status in kept:

@@ -94,6 +94,12 @@ def describe_type(info: inspect.Type) -> str | None:
             return "one of " + ", ".join(repr(value) for value in info.values)
         case inspect.EnumType():
             return "one of " + ", ".join(repr(member.value) for member in info.cls)
+        case _:
+            return _describe_compound_type(info)
+
+
+def _describe_compound_type(info: inspect.Type) -> str | None:
+    match info:
         case inspect.ListType() | inspect.VarTupleType() | inspect.TupleType():
             return "an array"
         case inspect.StructType():

@@ -83,6 +83,7 @@ class EventLog:
             self._file.write(_ENCODER.encode(event))
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

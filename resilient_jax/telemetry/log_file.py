@@ -60,6 +60,7 @@ class LogFile:
             self._lost += 1
 
     def close(self) -> None:
+        """Close the file; a later line opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
