@@ -103,7 +103,7 @@ class RemoteStore:
             StoreUnreachable: it did not answer; names the address, the time, the last reason, what to do.
             Unauthenticated: it answered that our token is wrong; at once.
         """
-        store = cls(address, credentials, call_timeout_s=call_timeout_s, resume_timeout_s=resume_timeout_s)
+        store = cls(address, credentials, call_timeout_s=call_timeout_s, give_up_s=resume_timeout_s)
         try:
             await store._wait_status(timeout_s, on_progress)
         except BaseException:
