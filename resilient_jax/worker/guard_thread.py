@@ -1,0 +1,152 @@
+"""The thread of a worker that receives its agent's orders while the main thread trains, or waits in C++.
+
+The guard obeys at once whatever needs no main thread. When the generation has ended that the main thread works in, the
+guard breaks the main thread out of whatever it waits in, again and again, until the main thread reports idle.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Any, Final, Protocol
+
+from resilient_jax.events import EventKind
+from resilient_jax.ids import HostName
+from resilient_jax.protocol.connection import Connection
+from resilient_jax.protocol.worker_messages import (
+    RESTART_EXIT_CODE,
+    Heartbeat,
+    HoldTraining,
+    LeaseRenewed,
+    WorkerMessage,
+    WorkerOrder,
+)
+
+ABORT_INTERVAL_S: Final = 0.02
+"""A collective that begins after an abort opens or finds other sockets: so the abort is repeated until unwound."""
+HEARTBEAT_INTERVAL_S: Final = 1.0
+LEASE_CHECK_INTERVAL_S: Final = 0.25
+"""How late the guard may notice that the host's lease ran out without an order."""
+AGENT_GONE_EXIT_CODE: Final = 71
+
+
+class Interrupt(Protocol):
+    """Breaks the main thread out of whatever C++ it waits in. Called again until the main thread has unwound."""
+
+    def __call__(self) -> None:
+        """Interrupt once."""
+        ...
+
+
+class OrderHandler(Protocol):
+    """What the guard acts upon; `AgentConnection` is one. Called by the guard thread."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the main thread works in a generation that has not ended."""
+        ...
+
+    @property
+    def must_interrupt(self) -> bool:
+        """Whether the main thread works in a generation that has ended."""
+        ...
+
+    def handle_order(self, order: Any) -> None:  # noqa: ANN401 - any order but a lease
+        """Obey an order."""
+        ...
+
+    def report_compiling(self, is_compiling: bool) -> None:
+        """Report whether the main thread compiles, which cannot be interrupted."""
+        ...
+
+    def record_event(self, kind: EventKind, **detail: str | float | bool) -> object:
+        """Write an event to the host's log."""
+        ...
+
+
+class GuardThread:
+    """Receives orders until the agent is gone, which ends the process.
+
+    Attributes:
+        interruption: a lock held during an interruption. The main thread takes it to become idle: an interruption that
+            is under way when the main thread has unwound must end before the next world's sockets exist, or would break
+            those.
+    """
+
+    def __init__(
+        self,
+        host: HostName,
+        connection: Connection[WorkerMessage, WorkerOrder],
+        handler: OrderHandler,
+        interrupt: Interrupt,
+    ) -> None:
+        self.interruption = threading.Lock()
+        self._host = host
+        self._connection = connection
+        self._handler = handler
+        self._interrupt = interrupt
+        self._lease_until_s = float("inf")  # until the first renewal
+        self._thread = threading.Thread(target=self._run, name="resilient-jax-guard", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception:  # the guard must never die silently: without it no order reaches this process
+            traceback.print_exc()
+            os._exit(RESTART_EXIT_CODE)
+
+    def _listen(self) -> None:
+        heartbeat_at_s = time.monotonic()
+        while True:
+            wait_s = ABORT_INTERVAL_S if self._handler.must_interrupt else LEASE_CHECK_INTERVAL_S
+            try:
+                orders = self._connection.receive(wait_s)
+            except EOFError:
+                # Without the agent no process decides for this one any more.
+                sys.stderr.write(f"[{self._host}] the agent is gone; this worker ends\n")
+                os._exit(AGENT_GONE_EXIT_CODE)
+            for received in orders:
+                if isinstance(received.message, LeaseRenewed):
+                    self._lease_until_s = received.message.valid_until_s
+                else:
+                    self._handler.handle_order(received.message)
+            self._hold_if_lease_expired()
+            if self._handler.must_interrupt:
+                self._interrupt_main_thread()
+            if time.monotonic() - heartbeat_at_s > HEARTBEAT_INTERVAL_S:
+                heartbeat_at_s = time.monotonic()
+                send_unless_closed(self._connection, Heartbeat())
+
+    def _hold_if_lease_expired(self) -> None:
+        """Hold training as if ordered to: an agent that is stopped cannot say that others count this host as dead."""
+        if self._handler.is_training and time.monotonic() > self._lease_until_s:
+            self._handler.record_event(EventKind.STORE_LOST, why="the agent did not renew the lease in time")
+            self._handler.handle_order(HoldTraining())
+
+    def _interrupt_main_thread(self) -> None:
+        with self.interruption:
+            if self._handler.must_interrupt:
+                self._interrupt()
+        self._handler.report_compiling(_is_compiling(threading.main_thread().ident))
+
+
+def send_unless_closed(connection: Connection[WorkerMessage, WorkerOrder], message: WorkerMessage) -> None:
+    """Send a message; drop it if the agent is gone, which ends this process soon anyway."""
+    with contextlib.suppress(ConnectionError):
+        connection.send(message)
+
+
+def _is_compiling(thread: int | None) -> bool:
+    """Return whether the thread is inside JAX's compiler, judging by the files on its stack."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
+            return True
+        frame = frame.f_back
+    return False
