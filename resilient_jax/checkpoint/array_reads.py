@@ -1,74 +1,105 @@
-"""The arrays of a checkpoint on their way to this host: which boxes its devices need, and what becomes of them.
+"""What this host reads of a checkpoint: of each array the boxes that its devices need.
 
-Boxes come in batches, through one piece of memory that is used again and again: besides its share of the state a host
-has a batch of it, and never an array of which it needs a part.
+Boxes are read in batches into one piece of memory that is reused. Besides its shards of the state a host holds one
+batch, and never all of an array of which its devices need a part.
 """
 
 import math
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
-from resilient_jax.checkpoint.stored_tree import PathKey, StoredBox, align_offset, view_array
+from resilient_jax.checkpoint.stored_tree import StoredBox, Tree, align_offset, format_orbax_path, view_box
+from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import whole_box
+from resilient_jax.state.tree_match import MatchedTree, list_leaf_specs, match_tree
 
 BATCH_BYTES: Final = 64 * 2**20
-"""Of boxes that are read together: many small arrays take few orders. An array of which this host needs more comes
-alone, as a whole share."""
+"""Of boxes that are read together, so that many small arrays take few requests. An array of which this host needs more
+is read alone, in one request."""
+EXPECTED_CHECKPOINT: Final = (
+    "the state of this model and optimizer. Train with the recipe that saved it, or use another directory"
+)
+"""For errors."""
 
 
 class ArrayRead:
-    """One array of a state.
+    """One array of a state that is being read.
 
     Attributes:
-        pieces: what is to be read of it, once their place in memory is known.
+        boxes: to be read, once their offsets in memory are assigned.
     """
 
-    def __init__(
-        self,
-        path: tuple[PathKey, ...],
-        wanted: jax.ShapeDtypeStruct,
-        sharding: Sharding | None,
-        *,
-        is_stored: bool,
-    ) -> None:
-        """`sharding`: where it shall lie; None: whole, in host memory. An array without numbers `is_stored` nowhere."""
-        self._path = path
-        self._shape, self._dtype = wanted.shape, np.dtype(wanted.dtype)
-        self._share = HostShards(self._shape, sharding) if sharding is not None else None
-        self._is_stored = is_stored
-        self._boxes = self._share.boxes if self._share is not None else [whole_box(self._shape)]
+    def __init__(self, spec: LeafSpec, sharding: Sharding | None) -> None:
+        """Place the array by `sharding`; None: all of it in host memory. One without elements is not stored."""
+        self._spec, self._dtype = spec, np.dtype(spec.dtype)
+        self._shards = HostShards(spec.shape, sharding) if sharding is not None else None
+        self._boxes = self._shards.boxes if self._shards is not None else [whole_box(spec.shape)]
         self.boxes: list[StoredBox] = []
 
     @property
     def nbytes(self) -> int:
-        """That this host needs."""
+        """Bytes that this host needs."""
         return sum(box.size for box in self._boxes) * self._dtype.itemsize
 
     def assign_offsets(self, offset: int) -> int:
-        """Gives its boxes their places in memory from `offset` on; gives where they end."""
+        """Assign the boxes their offsets in memory, from `offset` on; return the end of the last."""
         self.boxes = []
-        for box in self._boxes if self._is_stored else ():
-            offset = align_offset(offset)
-            self.boxes.append(StoredBox(path=self._path, dtype=str(self._dtype), box=box, offset=offset))
-            offset += self.boxes[-1].nbytes
+        for box in () if _is_empty(self._spec) else self._boxes:
+            self.boxes.append(StoredBox(spec=self._spec, box=box, offset=align_offset(offset)))
+            offset = self.boxes[-1].offset + self.boxes[-1].nbytes
         return offset
 
     def build_array(self, memory: mmap.mmap) -> np.ndarray | jax.Array:
-        """The array, of copies: the memory may be used again."""
-        copies = {piece.box: np.array(view_array(piece, memory)) for piece in self.boxes}
-        if not self._is_stored:
+        """Return the array, of copies: the memory may be reused."""
+        copies = {stored.box: np.array(view_box(stored, memory)) for stored in self.boxes}
+        if _is_empty(self._spec):
             copies = {box: np.zeros(box.shape, self._dtype) for box in self._boxes}
-        return copies[whole_box(self._shape)] if self._share is None else self._share.assemble(copies)
+        return copies[whole_box(self._spec.shape)] if self._shards is None else self._shards.assemble(copies)
+
+
+def plan_reads(
+    stored: Sequence[LeafSpec], abstract: Tree, sharding: ShardingRule | None, folder: Path
+) -> tuple[MatchedTree[Tree], list[ArrayRead]]:
+    """Return the wanted tree, and what to read for each of its leaves.
+
+    Args:
+        stored: the arrays of the checkpoint.
+        abstract: the shapes of the state.
+        sharding: of each leaf; None: in host memory.
+        folder: of the checkpoint, for the error.
+
+    Raises:
+        StateError: the checkpoint holds another state; names leaves.
+    """
+    wanted = {spec.path: spec for spec in list_leaf_specs(abstract, format_orbax_path)}
+    # A checkpoint stores neither arrays without elements nor that uint32[2] is the data of a random key.
+    found = [spec for spec in wanted.values() if _is_empty(spec)]
+    for spec in stored:
+        key_impl = wanted[spec.path].key_impl if spec.path in wanted else None
+        found.append(msgspec.structs.replace(spec, key_impl=key_impl))
+    matched = match_tree(
+        abstract,
+        found,
+        {},
+        sharding,
+        source=f"the checkpoint {folder}",
+        expected=EXPECTED_CHECKPOINT,
+        format_path=format_orbax_path,
+    )
+    return matched, [ArrayRead(spec, sharding) for spec, sharding in matched.leaves]
 
 
 def split_into_batches(arrays: Sequence[ArrayRead]) -> Iterator[list[ArrayRead]]:
-    """Arrays in their order, in batches whose boxes have their places in memory."""
+    """Yield the arrays in their order, in batches whose boxes have their offsets in memory."""
     batch: list[ArrayRead] = []
     end = 0
     for array in arrays:
@@ -82,10 +113,9 @@ def split_into_batches(arrays: Sequence[ArrayRead]) -> Iterator[list[ArrayRead]]
 
 
 def count_bytes(batch: Sequence[ArrayRead]) -> int:
-    """Bytes of memory that a batch takes."""
-    return max((piece.offset + piece.nbytes for array in batch for piece in array.boxes), default=0)
+    """Return how many bytes of memory a batch takes."""
+    return max((box.offset + box.nbytes for array in batch for box in array.boxes), default=0)
 
 
-def is_empty(leaf: Any) -> bool:  # noqa: ANN401 - anything with a shape
-    """Whether it has no numbers: then Orbax stores none."""
-    return math.prod(leaf.shape) == 0
+def _is_empty(spec: LeafSpec) -> bool:
+    return math.prod(spec.shape) == 0

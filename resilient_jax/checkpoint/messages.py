@@ -1,19 +1,23 @@
-"""What is said between a worker and its storage process, over a socket pair.
+"""The messages between a worker and its storage process, over a socket pair.
 
-The numbers are in memory of the worker's, whose descriptor goes with the order. Every order is answered once, in turn.
+The arrays are in memory of the worker, whose descriptor goes with the request. Every request gets one reply, in order.
 """
 
 import msgspec
 
 from resilient_jax.checkpoint.stored_tree import StoredBox, StoredLeaf
+from resilient_jax.protocol.leaf_spec import LeafSpec
 
 
 class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order: write a checkpoint; the state is in the memory that comes with it. Then drop old ones.
+    """Write a checkpoint of the state in the memory that comes with the request, then remove old ones.
 
     Attributes:
-        keep: how many of the newest to keep.
+        directory: of the checkpoints.
+        step: of this one.
+        max_to_keep: how many of the newest to keep.
         distrusted: steps whose checkpoints could not be read: they do not count as kept.
+        leaves: of the state.
     """
 
     directory: str
@@ -24,12 +28,13 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is on storage.
+    """The checkpoint is on storage.
 
     Attributes:
+        step: of the checkpoint.
         nbytes: of its files.
-        seconds: that it took.
-        existed: a whole one of this step was there; nothing was written.
+        duration_s: of the save.
+        existed: a complete one of this step was on storage already; nothing was written.
     """
 
     step: int
@@ -39,36 +44,36 @@ class SaveReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order: verify a checkpoint, and say what is in it."""
+    """Verify a checkpoint, and list its arrays."""
 
     folder: str
 
 
 class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is whole, as far as can be told without its numbers.
+    """The checkpoint is complete, as far as can be verified without reading its arrays.
 
     Attributes:
-        leaves: without places in memory.
-        by_digests: of all its files. Without, damaged numbers are not noticed; plain Orbax writes none.
+        arrays: all but those without elements.
+        has_digests: of all its files. Without digests damaged arrays are not noticed; plain Orbax writes none.
     """
 
-    leaves: list[StoredLeaf]
+    arrays: list[LeafSpec]
     has_digests: bool
 
 
 class ReadBoxesRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order: put these boxes of its arrays into the memory that comes with this."""
+    """Read these boxes of a checkpoint's arrays into the memory that comes with the request."""
 
     folder: str
     boxes: list[StoredBox]
 
 
 class ReadBoxesReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """They are there."""
+    """The boxes are in memory."""
 
 
 class FailureReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order could not be carried out."""
+    """The request failed."""
 
     reason: str
 

@@ -21,17 +21,11 @@ import tensorstore as ts
 from resilient_jax.checkpoint.byte_budget import ByteBudget
 from resilient_jax.checkpoint.directory_listing import METADATA_FILE, find_tree_folder
 from resilient_jax.checkpoint.file_digests import find_damage, has_digests
-from resilient_jax.checkpoint.stored_tree import (
-    PathKey,
-    StoredBox,
-    StoredLeaf,
-    assign_offsets,
-    flatten_tree,
-    make_orbax_path,
-    view_array,
-)
+from resilient_jax.checkpoint.stored_tree import StoredBox, format_orbax_path, view_box
 from resilient_jax.errors import CheckpointUnreadable
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import IndexBox, whole_box
+from resilient_jax.state.tree_match import list_leaf_specs
 
 REASON_CHARACTERS: Final = 300
 MAX_DECODED_BYTES: Final = 128 * 2**20
@@ -41,21 +35,20 @@ TakeBox = Callable[[np.ndarray], None]
 """Is given a box's numbers."""
 
 
-def inspect_checkpoint(folder: Path) -> tuple[list[StoredLeaf], bool]:
-    """The leaves of a checkpoint, and whether digests have vouched for all its files.
+def inspect_checkpoint(folder: Path) -> tuple[list[LeafSpec], bool]:
+    """Return the arrays of a checkpoint, and whether digests have verified all its files.
 
     Raises:
-        CheckpointUnreadable: it is incomplete, damaged or none.
+        CheckpointUnreadable: it is incomplete, damaged or no checkpoint.
     """
-    place = find_tree_folder(folder)
-    if place is None:
+    tree_folder = find_tree_folder(folder)
+    if tree_folder is None:
         raise CheckpointUnreadable(f"it has no {METADATA_FILE}: it is incomplete, or no checkpoint of Orbax")
-    verified = has_digests(folder)
-    if verified and (damage := find_damage(folder)) is not None:
+    is_verified = has_digests(folder)
+    if is_verified and (damage := find_damage(folder)) is not None:
         raise CheckpointUnreadable(damage)
     with _open(folder, _BoxHandler()) as (_, tree):
-        leaves, _ = assign_offsets(flatten_tree(jax.tree.map(_as_abstract, tree)))
-        return leaves, verified
+        return list_leaf_specs(jax.tree.map(_make_abstract, tree), format_orbax_path), is_verified
 
 
 def read_boxes(folder: Path, boxes: Sequence[StoredBox], memory: mmap.mmap) -> None:
@@ -64,25 +57,24 @@ def read_boxes(folder: Path, boxes: Sequence[StoredBox], memory: mmap.mmap) -> N
     Raises:
         CheckpointUnreadable: its numbers cannot be read.
     """
-    wanted: dict[tuple[PathKey, ...], list[tuple[IndexBox, TakeBox]]] = {}
-    for piece in boxes:
-        target = view_array(piece, memory)
-        wanted.setdefault(piece.path, []).append(
-            (piece.box, lambda numbers, target=target: np.copyto(target, numbers))
+    wanted: dict[str, list[tuple[IndexBox, TakeBox]]] = {}
+    for stored in boxes:
+        target = view_box(stored, memory)
+        wanted.setdefault(stored.spec.path, []).append(
+            (stored.box, lambda elements, target=target: np.copyto(target, elements))
         )
     _restore(folder, wanted)
 
 
 def check_readable(folder: Path) -> None:
-    """Reads every number of a checkpoint that no digest vouches for.
+    """Read every element of a checkpoint that has no digests.
 
     Raises:
-        CheckpointUnreadable: it is incomplete, damaged or none.
+        CheckpointUnreadable: it is incomplete, damaged or no checkpoint.
     """
-    leaves, verified = inspect_checkpoint(folder)
-    if not verified:
-        found = [leaf for leaf in leaves if not leaf.empty_container]
-        _restore(folder, {leaf.path: [(whole_box(leaf.shape), lambda numbers: None)] for leaf in found})
+    arrays, is_verified = inspect_checkpoint(folder)
+    if not is_verified:
+        _restore(folder, {spec.path: [(whole_box(spec.shape), lambda elements: None)] for spec in arrays})
 
 
 @dataclasses.dataclass
@@ -166,19 +158,19 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
         ) from error
 
 
-def _restore(folder: Path, wanted: Mapping[tuple[PathKey, ...], Sequence[tuple[IndexBox, TakeBox]]]) -> None:
+def _restore(folder: Path, wanted: Mapping[str, Sequence[tuple[IndexBox, TakeBox]]]) -> None:
     with _open(folder, _BoxHandler()) as (restore, tree):
         restore(
             jax.tree_util.tree_map_with_path(
                 lambda path, _: _BoxArgs(
-                    restore_type=np.ndarray, boxes=wanted.get(make_orbax_path(path), ())
+                    restore_type=np.ndarray, boxes=wanted.get(format_orbax_path(path), ())
                 ),
                 tree,
             )
         )
 
 
-def _as_abstract(leaf: Any) -> Any:  # noqa: ANN401 - Orbax's description of an array, or of a string
+def _make_abstract(leaf: Any) -> Any:  # noqa: ANN401 - Orbax's description of an array, or of a string
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else None
 
 

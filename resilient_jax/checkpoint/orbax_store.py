@@ -17,8 +17,7 @@ from typing import Final
 import jax
 import numpy as np
 
-from resilient_jax.checkpoint.array_reads import ArrayRead, count_bytes, split_into_batches
-from resilient_jax.checkpoint.checkpoint_match import match_checkpoint
+from resilient_jax.checkpoint.array_reads import ArrayRead, count_bytes, plan_reads, split_into_batches
 from resilient_jax.checkpoint.directory_listing import DirectoryListing, find_tree_folder, list_directory
 from resilient_jax.checkpoint.host_copy import HostCopy
 from resilient_jax.checkpoint.messages import (
@@ -270,8 +269,8 @@ class OrbaxStore:
                     "the checkpoint %s has no digests: damaged numbers would not be seen",
                     self.get_folder(step),
                 )
-            matched = match_checkpoint(found.leaves, abstract, sharding, self.get_folder(step))
-            return matched.build(self._read(step, matched.arrays, patience))
+            tree, reads = plan_reads(found.arrays, abstract, sharding, self.get_folder(step))
+            return tree.build(self._read(step, reads, patience))
         except CheckpointUnreadable as error:
             self._distrusted.add(step)
             raise CheckpointUnreadable(f"the checkpoint {self.get_folder(step)}: {error}") from error
@@ -286,14 +285,14 @@ class OrbaxStore:
             memory = mmap.mmap(descriptor, 0)
             placed: list[np.ndarray | jax.Array] = []
             for batch in split_into_batches(arrays):
-                pieces = [piece for array in batch for piece in array.boxes]
+                boxes = [box for array in batch for box in array.boxes]
                 answer = self._ask(
-                    ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=pieces), patience, descriptor
+                    ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=boxes), patience, descriptor
                 )
                 if not isinstance(answer, ReadBoxesReply):
                     raise _unreadable(answer)
                 placed += [array.build_array(memory) for array in batch]
-                self.bytes_read += sum(piece.nbytes for piece in pieces)
+                self.bytes_read += sum(box.nbytes for box in boxes)
             return placed
         finally:
             os.close(descriptor)

@@ -73,8 +73,8 @@ def _carry_out(order: Request, memory: int | None) -> Reply:
             assert memory is not None, "it came with the order"
             return _save(order, memory)
         case VerifyRequest():
-            leaves, by_digests = inspect_checkpoint(Path(order.folder))
-            return VerifyReply(leaves=leaves, has_digests=by_digests)
+            arrays, is_verified = inspect_checkpoint(Path(order.folder))
+            return VerifyReply(arrays=arrays, has_digests=is_verified)
         case ReadBoxesRequest():
             assert memory is not None, "it came with the order"
             read_boxes(Path(order.folder), order.boxes, mmap.mmap(memory, 0))

@@ -1,6 +1,6 @@
-"""A pytree as a list of leaves, in one piece of memory, for a process that does not know the tree's classes.
+"""A pytree as a list of leaves in one piece of memory, for a process that does not know the tree's classes.
 
-The paths are what Orbax makes of a tree: containers are dicts, by name, or lists, by index.
+The paths are those of Orbax: containers are dicts, by name, or lists, by index.
 """
 
 import math
@@ -13,6 +13,7 @@ import jax
 import msgspec
 import numpy as np
 
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import IndexBox
 
 Tree = Any
@@ -28,38 +29,13 @@ class PathKey(NamedTuple):
     is_index: bool
 
 
-class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
-    """An array, and where its numbers begin, in C order; or an empty container.
-
-    Attributes:
-        path: from the tree's root.
-        dtype: name of numpy or ml_dtypes.
-        empty: name of an empty container; then there are no numbers. An array without numbers is stored as "none", for
-            Orbax refuses it.
-    """
-
-    path: tuple[PathKey, ...]
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    offset: int = 0
-    empty_container: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array; 0 for an empty container."""
-        return 0 if self.empty_container else np.dtype(self.dtype).itemsize * math.prod(self.shape)
+OrbaxPath = tuple[PathKey, ...]
 
 
 class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of an array, and where its numbers begin, in C order.
+    """A box of an array, and the offset in memory of its elements, in C order."""
 
-    Attributes:
-        path: of the array, from the tree's root.
-        dtype: of the array.
-    """
-
-    path: tuple[PathKey, ...]
-    dtype: str
+    spec: LeafSpec
     box: IndexBox
     offset: int
 
@@ -71,14 +47,30 @@ class StoredBox(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the box."""
-        return np.dtype(self.dtype).itemsize * self.box.size
+        return np.dtype(self.spec.dtype).itemsize * self.box.size
 
 
-_EMPTY: Final[Mapping[str, Any]] = {"none": None, "dict": {}, "list": [], "tuple": ()}
+class StoredLeaf(msgspec.Struct, frozen=True, kw_only=True):
+    """An array, and the offset in memory of its elements, in C order; or an empty container.
+
+    Attributes:
+        path: from the tree's root, with the kinds of its containers.
+        spec: of the array; None for an empty container.
+        offset: of the array, in bytes.
+        empty_container: its name, without an array. An array without elements is stored as "none": Orbax refuses it.
+    """
+
+    path: OrbaxPath
+    spec: LeafSpec | None = None
+    offset: int = 0
+    empty_container: str = ""
 
 
-def make_orbax_path(path: Iterable[Any]) -> tuple[PathKey, ...]:
-    """A path of JAX's as Orbax writes it."""
+_EMPTY_CONTAINERS: Final[Mapping[str, Any]] = {"none": None, "dict": {}, "list": [], "tuple": ()}
+
+
+def make_orbax_path(path: Iterable[Any]) -> OrbaxPath:
+    """Return a path of `jax.tree_util` as Orbax writes it."""
     keys: list[PathKey] = []
     for key in path:
         match key:
@@ -93,78 +85,91 @@ def make_orbax_path(path: Iterable[Any]) -> tuple[PathKey, ...]:
     return tuple(keys)
 
 
-def flatten_tree(tree: Tree) -> list[tuple[tuple[PathKey, ...], Any]]:
-    """Paths with arrays, and with the empty containers."""
+def format_orbax_path(path: Iterable[Any]) -> str:
+    """Return a path of `jax.tree_util` as the path of a `LeafSpec`; "/" in a name is escaped."""
+    return _join_path(make_orbax_path(path))
+
+
+def flatten_tree(tree: Tree) -> list[tuple[OrbaxPath, Any]]:
+    """Return the arrays and the empty containers of a tree, with their paths."""
     return [
         (make_orbax_path(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty_container)
     ]
 
 
-def assign_offsets(flat: Iterable[tuple[tuple[PathKey, ...], Any]]) -> tuple[list[StoredLeaf], int]:
-    """Where each leaf goes, and how many bytes there are in all."""
+def assign_offsets(flat: Iterable[tuple[OrbaxPath, Any]]) -> tuple[list[StoredLeaf], int]:
+    """Return the leaves with their offsets in memory, and how many bytes they take in all."""
     leaves: list[StoredLeaf] = []
     end = 0
     for path, leaf in flat:
-        empty = _name_empty(leaf)
-        if empty:
-            leaves.append(StoredLeaf(path=path, empty_container=empty))
+        if container := _name_empty_container(leaf):
+            leaves.append(StoredLeaf(path=path, empty_container=container))
             continue
+        spec = LeafSpec(_join_path(path), str(leaf.dtype), tuple(leaf.shape))
         offset = align_offset(end)
-        leaves.append(StoredLeaf(path=path, dtype=str(leaf.dtype), shape=tuple(leaf.shape), offset=offset))
-        end = offset + leaves[-1].nbytes
+        leaves.append(StoredLeaf(path=path, spec=spec, offset=offset))
+        end = offset + np.dtype(spec.dtype).itemsize * math.prod(spec.shape)
     return leaves, end
 
 
 def align_offset(offset: int) -> int:
-    """The first place from here where an array may begin."""
+    """Return the first offset from here at which an array may begin."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def view_array(of: StoredLeaf | StoredBox, memory: mmap.mmap) -> np.ndarray:
-    """The numbers of an array, or of a box of one, in this memory."""
-    return np.ndarray(of.shape, np.dtype(of.dtype), buffer=memory, offset=of.offset)
+def view_box(stored: StoredBox, memory: mmap.mmap) -> np.ndarray:
+    """Return the elements of a box as an array over this memory."""
+    return np.ndarray(stored.shape, np.dtype(stored.spec.dtype), buffer=memory, offset=stored.offset)
 
 
 def view_leaf(leaf: StoredLeaf, memory: mmap.mmap) -> Any:  # noqa: ANN401 - an array, or an empty container
-    """The leaf, in this memory."""
-    return _EMPTY[leaf.empty_container] if leaf.empty_container else view_array(leaf, memory)
+    """Return the leaf: an array over this memory, or an empty container."""
+    if leaf.spec is None:
+        return _EMPTY_CONTAINERS[leaf.empty_container]
+    return np.ndarray(leaf.spec.shape, np.dtype(leaf.spec.dtype), buffer=memory, offset=leaf.offset)
 
 
-def build_tree(flat: Iterable[tuple[tuple[PathKey, ...], Any]]) -> Tree:
-    """The tree of dicts and lists."""
+def build_tree(flat: Iterable[tuple[OrbaxPath, Any]]) -> Tree:
+    """Return the tree of dicts and lists that has these leaves."""
     root: dict[PathKey, Any] = {}
     for path, leaf in flat:
         node = root
         for key in path[:-1]:
             node = node.setdefault(key, _Node())
         node[path[-1]] = leaf
-    return _close(root)
+    return _build_container(root)
 
 
 def allocate_memory(size: int) -> int:
-    """A descriptor of so many bytes of memory that no other user can open, and that nobody has to clear away."""
+    """Return a descriptor of anonymous memory: no other user can open it, and it goes with its last descriptor."""
     descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
     os.truncate(descriptor, max(size, 1))
     return descriptor
 
 
 class _Node(dict[PathKey, Any]):
-    """A container in the making; other dicts are leaves."""
+    """A container that is being filled; other dicts are leaves."""
 
 
-def _close(node: dict[PathKey, Any]) -> Tree:
-    closed = {key: _close(child) if isinstance(child, _Node) else child for key, child in node.items()}
-    if any(key.is_index for key in closed):
-        return [closed[key] for key in sorted(closed, key=lambda key: int(key.name))]
-    return {key.name: child for key, child in closed.items()}
+def _join_path(path: OrbaxPath) -> str:
+    return "/".join(key.name.replace("/", "\\/") for key in path)
+
+
+def _build_container(node: dict[PathKey, Any]) -> Tree:
+    built = {
+        key: _build_container(child) if isinstance(child, _Node) else child for key, child in node.items()
+    }
+    if any(key.is_index for key in built):
+        return [built[key] for key in sorted(built, key=lambda key: int(key.name))]
+    return {key.name: child for key, child in built.items()}
 
 
 def _is_empty_container(node: object) -> bool:
     return node is None or (not jax.tree_util.all_leaves([node]) and jax.tree.structure(node).num_nodes == 1)
 
 
-def _name_empty(leaf: Any) -> str:  # noqa: ANN401 - an array, or an empty container
+def _name_empty_container(leaf: Any) -> str:  # noqa: ANN401 - an array, or an empty container
     if hasattr(leaf, "dtype"):
         return "none" if math.prod(leaf.shape) == 0 else ""
     if isinstance(leaf, Mapping):

@@ -15,6 +15,7 @@ import msgspec
 from resilient_jax.erasure import Buffer, Checksum, ChecksumName
 from resilient_jax.errors import ChecksumMismatch, MessageError
 from resilient_jax.ids import HostName
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.protocol.snapshots import SnapshotId
 
 SLICE_ALIGNMENT: Final = 64
@@ -25,22 +26,6 @@ VERSION: Final = 2
 _HEADER = struct.Struct("<4sIQI")
 _CHECKED_BYTES = struct.calcsize("<4sIQ")
 """Of the header, without the checksum."""
-
-
-class LeafInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A leaf of the state, as every host sees it.
-
-    Attributes:
-        path: in the pytree.
-        dtype: its name in numpy or ml_dtypes; int4 and its kin are stored as one int8 a number.
-        shape: of the whole leaf.
-        key_impl: of random keys, which are stored as their raw data; else None.
-    """
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    key_impl: str | None = None
 
 
 class LeafSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +53,7 @@ class PartContents(msgspec.Struct, frozen=True):
         texts: leaves that are no arrays, by path; the same on every host.
     """
 
-    leaves: tuple[LeafInfo, ...] = ()
+    leaves: tuple[LeafSpec, ...] = ()
     slices: tuple[LeafSlice, ...] = ()
     strings: dict[str, str] = {}
 

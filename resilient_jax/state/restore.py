@@ -15,12 +15,15 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.snapshot.manifest import LeafInfo, PartManifest
-from resilient_jax.state.flat_state import FlatLeafType, ShardingRule, match_state
+from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.snapshot.manifest import PartManifest
+from resilient_jax.state.flat_state import ShardingRule
 from resilient_jax.state.gather import BoxGatherer, GatherTarget
 from resilient_jax.state.host_shards import HostShards
 from resilient_jax.state.index_box import IndexBox, whole_box
 from resilient_jax.state.interfaces import FailPointHook, PartReader, ignore_failpoint
+from resilient_jax.state.state_placement import EXPECTED_STATE
+from resilient_jax.state.tree_match import match_tree
 
 Tree = TypeVar("Tree")
 RESTORE_BATCH_BYTES: Final = 256 * 2**20
@@ -57,17 +60,18 @@ def restore_snapshot(
     """
     manifests = reader.read_manifests()
     first = _check_agree(manifests)
-    matched = match_state(
+    for spec in first.contents.leaves:
+        _check_dtype(spec)
+    matched = match_tree(
         abstract,
-        {info.path: _type_of(info) for info in first.contents.leaves},
+        first.contents.leaves,
         first.contents.strings,
         sharding,
+        source="the snapshot",
+        expected=EXPECTED_STATE,
     )
-    numbers = {info.path: number for number, info in enumerate(first.contents.leaves)}
-    wanted = [
-        _Wanted(numbers[path], first.contents.leaves[numbers[path]], target)
-        for path, target in matched.leaves
-    ]
+    numbers = {spec.path: number for number, spec in enumerate(first.contents.leaves)}
+    wanted = [_Wanted(numbers[spec.path], spec, target) for spec, target in matched.leaves]
     gatherer = BoxGatherer(reader, manifests)
     slabs = SlabAllocator()
     arrays: list[jax.Array] = []
@@ -99,21 +103,20 @@ def _check_agree(manifests: Mapping[HostName, PartManifest]) -> PartManifest:
     return first
 
 
-def _type_of(info: LeafInfo) -> FlatLeafType:
+def _check_dtype(spec: LeafSpec) -> None:
     try:
-        dtype = np.dtype(info.dtype)
+        np.dtype(spec.dtype)
     except TypeError as error:
         raise StateError(
-            f"the snapshot's leaf {info.path} is of dtype {info.dtype!r}, which this host's numpy and ml_dtypes do not "
+            f"the snapshot's leaf {spec.path} is of dtype {spec.dtype!r}, which this host's numpy and ml_dtypes do not "
             "know; install the versions that took the snapshot"
         ) from error
-    return FlatLeafType(info.shape, dtype, info.key_impl)
 
 
 class _Wanted:
     """A leaf on its way back."""
 
-    def __init__(self, number: int, info: LeafInfo, sharding: Sharding | None) -> None:
+    def __init__(self, number: int, info: LeafSpec, sharding: Sharding | None) -> None:
         self._number = number
         self._dtype = np.dtype(info.dtype)
         self._share = HostShards(info.shape, sharding or SingleDeviceSharding(jax.local_devices()[0]))

@@ -15,7 +15,8 @@ from jax.sharding import Sharding
 from resilient_jax.errors import StateError
 from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.jaxlib_types import Device
-from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafInfo, LeafSlice
+from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT, LeafSlice
 from resilient_jax.state.flat_state import FlatLeaf
 from resilient_jax.state.index_box import IndexBox, box_from_index, split_box, whole_box
 
@@ -35,7 +36,7 @@ class StatePartition:
         complete_on: hosts that hold every leaf whole.
     """
 
-    leaves: tuple[LeafInfo, ...]
+    leaves: tuple[LeafSpec, ...]
     slices: Mapping[HostName, tuple[LeafSlice, ...]]
     part_bytes: Mapping[HostName, int]
     replicated_on: tuple[HostName, ...]
@@ -71,7 +72,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
                 loads[host] += _aligned(IndexBox(start, stop).size * itemsize)
         complete_on.intersection_update(*map(set, holdings.values()))
     return StatePartition(
-        leaves=tuple(map(_describe, leaves)),
+        leaves=tuple(leaf.spec for leaf in leaves),
         slices={host: tuple(pieces[host]) for host in hosts},
         part_bytes=loads,
         replicated_on=tuple(host for host in hosts if host in complete_on),
@@ -86,14 +87,14 @@ def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) 
     """
     for leaf, expected in itertools.zip_longest(leaves, partition.leaves):
         if leaf is None or expected is None or not _is_like(leaf, expected):
-            found = None if leaf is None else _describe(leaf)
+            found = None if leaf is None else leaf.spec
             raise StateError(
                 f"the state changed its structure between snapshots: found {_say(found)}, expected {_say(expected)}. "
                 "Keep shapes, dtypes and tree the same from step to step; what grows belongs outside of the state"
             )
 
 
-def _is_like(leaf: FlatLeaf, info: LeafInfo) -> bool:
+def _is_like(leaf: FlatLeaf, info: LeafSpec) -> bool:
     """A microsecond; to describe a leaf takes four, and training waits meanwhile."""
     value = leaf.value
     return (leaf.path, value.shape, leaf.key_impl) == (
@@ -134,12 +135,8 @@ def _holdings_of(path: str, value: jax.Array, host_of: HostOf, hosts: Sequence[H
     return {box: tuple(host for host in hosts if host in holders[box]) for box in sorted(holders)}
 
 
-def _describe(leaf: FlatLeaf) -> LeafInfo:
-    return LeafInfo(leaf.path, leaf.value.dtype.name, tuple(leaf.value.shape), leaf.key_impl)
-
-
-def _say(info: LeafInfo | None) -> str:
-    return "no leaf" if info is None else f"{info.path} of {info.dtype}{list(info.shape)}"
+def _say(info: LeafSpec | None) -> str:
+    return "no leaf" if info is None else f"{info.path} of {info}"
 
 
 def _aligned(size: int) -> int:

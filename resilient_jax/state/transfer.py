@@ -1,6 +1,6 @@
-"""The state from a worker that holds it to one that does not: streamed, checked, from any of several.
+"""The committed state on its way from a worker that holds it to one that does not: streamed and verified.
 
-Nothing is unpickled: a manifest names each leaf with shape, dtype and CRC-32, then come the bytes.
+Nothing is unpickled: a manifest has the spec and the CRC-32 of each leaf, then come the bytes.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-import ml_dtypes  # noqa: F401 - teaches numpy bfloat16 and the float8 types by name
+import ml_dtypes  # noqa: F401 - registers bfloat16 and the float8 types with numpy, by name
 import msgspec
 import numpy as np
 
@@ -16,6 +16,7 @@ from resilient_jax.compile import program_exchange
 from resilient_jax.compile.program_exchange import ProgramDirectory
 from resilient_jax.errors import ChecksumMismatch, MessageError, PeerError, PeerUnreachable
 from resilient_jax.ids import GenerationNumber
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.protocol.records import StateSource
 from resilient_jax.state.flat_state import FlatLeaf, FlatState
 from resilient_jax.transport.credentials import Credentials
@@ -24,35 +25,26 @@ from resilient_jax.transport.sync_channel import SyncChannel
 from resilient_jax.transport.sync_server import SyncServer
 
 TRANSFER_CHUNK_BYTES = 2**22
-"""Large enough that the cost of a message vanishes, small enough that four in flight are nothing."""
+"""Large enough to hide the cost of a message; four in flight take 16 MiB."""
 OFFER_TIMEOUT_S = 30.0
 FETCH_TIMEOUT_S = 600.0
 SERVICE = "state"
 NUM_THREADS = 16
-"""Hosts that wait for a program to be compiled have one each, and must not keep the state from others."""
+"""Each host that waits for a program to be compiled takes one; the others must still get the state."""
 
 
 class FetchStateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the state that generation `generation` goes on from."""
+    """Request for the state that generation `generation` continues from."""
 
     generation: GenerationNumber
 
 
-class TransferredLeaf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a leaf's bytes are; they follow in C order."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    crc32: int
-    key_impl: str | None = None
-
-
 class StateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The manifest (first) and what is no array, then bytes of the leaves, in its order."""
+    """The manifest and the strings (first), then the bytes of the leaves: in the manifest's order, each in C order."""
 
     step: int = 0
-    manifest: tuple[TransferredLeaf, ...] | None = None
+    manifest: tuple[LeafSpec, ...] | None = None
+    crc32s: tuple[int, ...] = ()
     strings: dict[str, str] = {}
     data: bytes = b""
 
@@ -61,7 +53,7 @@ FETCH_STATE = Method("fetch", FetchStateRequest, StateChunk, is_streaming=True)
 
 
 class StateServer:
-    """Serves this worker's state to peers while a generation forms, and its compiled programs at any time."""
+    """Serves this worker's state to its peers while a generation forms, and its compiled programs at any time."""
 
     def __init__(
         self, host_address: str, credentials: Credentials, programs: ProgramDirectory | None = None
@@ -78,21 +70,22 @@ class StateServer:
 
     @property
     def endpoint(self) -> str:
+        """The address that peers fetch from."""
         return self._server.address
 
     def offer(self, generation: GenerationNumber, state: FlatState) -> None:
-        """Serves `state` (in host memory) to whoever asks for this generation."""
+        """Serve `state`, which is in host memory, to the hosts of this generation."""
         with self._offered:
             self._offer = (generation, state)
             self._offered.notify_all()
 
     def withdraw(self) -> None:
-        """Everybody has it: lets the copy go."""
+        """Release the copy, which every host has fetched."""
         with self._offered:
             self._offer = None
 
     def close(self) -> None:
-        """Serves nobody any more."""
+        """Stop serving."""
         self._server.stop()
 
     def _fetch(self, request: FetchStateRequest) -> Iterator[StateChunk]:
@@ -102,16 +95,8 @@ class StateServer:
         yield StateChunk(
             step=state.step,
             strings=dict(state.strings),
-            manifest=tuple(
-                TransferredLeaf(
-                    path=leaf.path,
-                    dtype=array.dtype.name,
-                    shape=leaf.value.shape,  # of the leaf: ascontiguousarray gives a scalar one dim
-                    crc32=zlib.crc32(view.data),
-                    key_impl=leaf.key_impl,
-                )
-                for leaf, array, view in zip(state.leaves, arrays, views, strict=True)
-            ),
+            manifest=tuple(leaf.spec for leaf in state.leaves),
+            crc32s=tuple(zlib.crc32(view.data) for view in views),
         )
         for view in views:
             for start in range(0, view.size, TRANSFER_CHUNK_BYTES):
@@ -131,7 +116,7 @@ class StateServer:
 
 
 class CancellableTransfer:
-    """What this process fetches now, so that another thread can end it: a peer that has stopped sends nothing."""
+    """The transfer in flight, which another thread can cancel: a peer that was stopped sends nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +124,7 @@ class CancellableTransfer:
 
     @contextlib.contextmanager
     def use_channel(self, channel: SyncChannel) -> Iterator[SyncChannel]:
-        """While this lasts it is this channel."""
+        """Fetch over this channel in the body of the context manager."""
         with channel:
             self._use(channel)
             try:
@@ -148,7 +133,7 @@ class CancellableTransfer:
                 self._use(None)
 
     def cancel(self) -> None:
-        """Has whoever waits for a peer raise PeerError."""
+        """Make the thread that waits for a peer raise PeerError."""
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
@@ -177,8 +162,8 @@ def fetch_state(
     Raises:
         PeerUnreachable: no source gave it.
     """
-    for turn in range(len(sources)):
-        source = sources[(first_source + turn) % len(sources)]
+    for attempt in range(len(sources)):
+        source = sources[(first_source + attempt) % len(sources)]
         try:
             with transfer.use_channel(SyncChannel(source.endpoint, credentials)) as channel:
                 return _fetch_from(source, channel, generation, check)
@@ -187,7 +172,7 @@ def fetch_state(
             on_source_failed(source, error)
     names = ", ".join(source.host for source in sources)
     raise PeerUnreachable(
-        f"none of the hosts that hold the state of generation {generation} gave it: {names}"
+        f"none of the hosts that hold the state of generation {generation} sent it: {names}"
     )
 
 
@@ -198,26 +183,26 @@ def _fetch_from(
         SERVICE, FETCH_STATE, FetchStateRequest(generation=generation), timeout_s=FETCH_TIMEOUT_S
     )
     head = next(parts, None)
-    if head is None or head.manifest is None:
+    if head is None or head.manifest is None or len(head.manifest) != len(head.crc32s):
         raise MessageError(f"{source.host} began its state without a manifest")
     leaves = []
-    reader = _Bytes(parts, check, source)
-    for header in head.manifest:
-        array = np.empty(header.shape, np.dtype(header.dtype))
+    reader = _ByteReader(parts, check, source)
+    for spec, expected in zip(head.manifest, head.crc32s, strict=True):
+        array = np.empty(spec.shape, np.dtype(spec.dtype))
         view = array.reshape(-1).view(np.uint8)
         reader.read_into(view)
         found = zlib.crc32(view.data)
-        if found != header.crc32:
+        if found != expected:
             raise ChecksumMismatch(
-                f"leaf {header.path} from {source.host} has CRC-32 {found:08x}, expected "
-                f"{header.crc32:08x}; the bytes were changed on the way or in memory"
+                f"leaf {spec.path} from {source.host} has CRC-32 {found:08x}, expected {expected:08x}; the bytes were "
+                "changed on the way or in memory"
             )
-        leaves.append(FlatLeaf(path=header.path, value=array, key_impl=header.key_impl))
+        leaves.append(FlatLeaf(path=spec.path, value=array, key_impl=spec.key_impl))
     return FlatState(step=head.step, leaves=tuple(leaves), strings=head.strings)
 
 
-class _Bytes:
-    """The data of a stream of parts, as one run of bytes."""
+class _ByteReader:
+    """Reads the data of a stream of chunks as one run of bytes."""
 
     def __init__(self, parts: Iterator[StateChunk], check: Callable[[], None], source: StateSource) -> None:
         self._parts = parts

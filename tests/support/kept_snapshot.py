@@ -8,9 +8,9 @@ from resilient_jax.erasure import Buffer, Checksum, ChecksumName, ReedSolomon, c
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.errors import ChecksumMismatch, PeerError
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPlan, SnapshotSource
 from resilient_jax.snapshot.manifest import (
-    LeafInfo,
     LeafSlice,
     PartContents,
     PartManifest,
@@ -199,7 +199,7 @@ def keep(
 def _manifest(
     host: HostName, part: bytes, group: ParityGroup, checksum: Checksum, block_bytes: int
 ) -> PartManifest:
-    leaves = [LeafInfo(f"{m}/{name}", "uint8", (1,)) for m in group.hosts for name in ("first", "second")]
+    leaves = [LeafSpec(f"{m}/{name}", "uint8", (1,)) for m in group.hosts for name in ("first", "second")]
     number = 2 * group.hosts.index(host)
     half = len(part) // 2 // 64 * 64
     return PartManifest(

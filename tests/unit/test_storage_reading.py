@@ -16,8 +16,9 @@ from resilient_jax.checkpoint import orbax_reader, orbax_writer
 from resilient_jax.checkpoint.byte_budget import ByteBudget
 from resilient_jax.checkpoint.orbax_reader import check_readable, inspect_checkpoint, read_boxes
 from resilient_jax.checkpoint.orbax_writer import write_checkpoint
-from resilient_jax.checkpoint.stored_tree import PathKey, StoredBox, align_offset, allocate_memory, view_array
+from resilient_jax.checkpoint.stored_tree import StoredBox, align_offset, allocate_memory, view_box
 from resilient_jax.errors import CheckpointUnreadable
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.state.index_box import IndexBox, whole_box
 
 KIB = 2**10
@@ -55,24 +56,24 @@ def folder(request, tree, tmp_path_factory):
 
 def read_named_boxes(folder, tree, boxes):
     """The numbers of each (name, box)."""
-    pieces, end = [], 0
+    stored, end = [], 0
     for name, box in boxes:
-        path = (PathKey(name, is_index=False),)
-        pieces.append(StoredBox(path=path, dtype=str(tree[name].dtype), box=box, offset=align_offset(end)))
-        end = pieces[-1].offset + pieces[-1].nbytes
+        spec = LeafSpec(name, str(tree[name].dtype), tree[name].shape)
+        stored.append(StoredBox(spec=spec, box=box, offset=align_offset(end)))
+        end = stored[-1].offset + stored[-1].nbytes
     descriptor = allocate_memory(end)
     try:
         memory = mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
-    read_boxes(folder, pieces, memory)
-    return [view_array(piece, memory).copy() for piece in pieces]
+    read_boxes(folder, stored, memory)
+    return [view_box(box, memory).copy() for box in stored]
 
 
 def test_a_checkpoint_is_described_without_its_numbers(folder, tree):
-    leaves, by_digests = inspect_checkpoint(folder)
+    arrays, by_digests = inspect_checkpoint(folder)
     assert by_digests == (folder / "resilient_jax.sha256").exists()
-    found = {leaf.path[0].name: (leaf.shape, leaf.dtype) for leaf in leaves}
+    found = {spec.path: (spec.shape, spec.dtype) for spec in arrays}
     assert found == {name: (value.shape, str(value.dtype)) for name, value in tree.items()}
 
 
@@ -157,8 +158,5 @@ def test_numbers_that_are_missing_are_found_though_no_digest_vouches_for_them(tr
 
 def test_a_tree_with_things_that_are_no_arrays_can_be_described(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "1", {"a": np.ones(3), "name": "run 5", "n": 3, "empty": {}})
-    leaves, _ = inspect_checkpoint(tmp_path / "1")
-    assert {leaf.path[0].name: leaf.dtype for leaf in leaves if not leaf.empty_container} == {
-        "a": "float64",
-        "n": "int64",
-    }
+    arrays, _ = inspect_checkpoint(tmp_path / "1")
+    assert {spec.path: spec.dtype for spec in arrays} == {"a": "float64", "n": "int64"}

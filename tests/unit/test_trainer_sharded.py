@@ -12,7 +12,7 @@ from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole m
 
 import resilient_jax as rj
 from resilient_jax.checkpoint.host_copy import HostCopy
-from resilient_jax.checkpoint.stored_tree import view_array
+from resilient_jax.checkpoint.stored_tree import view_leaf
 from resilient_jax.errors import CallerError
 from resilient_jax.step import reduction
 
@@ -124,5 +124,5 @@ def test_what_is_cut_over_the_devices_of_a_host_is_copied_whole_for_a_checkpoint
     with mmap.mmap(descriptor, 0) as memory:
         for leaf in leaves:
             expected = 7 if leaf.path[0].name == "number" else whole
-            assert np.array_equal(view_array(leaf, memory).copy(), expected), leaf.path
+            assert np.array_equal(view_leaf(leaf, memory).copy(), expected), leaf.path
     copy.free()

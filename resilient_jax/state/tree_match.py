@@ -1,0 +1,122 @@
+"""Whether the arrays at hand are those of the wanted tree: of a committed state, a snapshot, or a checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from resilient_jax.errors import StateError
+from resilient_jax.protocol.leaf_spec import LeafSpec
+from resilient_jax.state.flat_state import ShardingRule, is_random_key
+
+Tree = TypeVar("Tree")
+PathFormat = Callable[[Any], str]
+"""Formats a path of `jax.tree_util` as the paths of the arrays at hand are formatted."""
+MAX_SHOWN: Final = 3
+"""Differences in an error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatchedTree(Generic[Tree]):
+    """The wanted tree, with the type and the sharding of each array that is to come.
+
+    Attributes:
+        leaves: (spec, sharding) of each array, in the tree's order; the sharding of a key's data is the key's own.
+        tree: the wanted tree of abstract arrays, with the strings at hand.
+    """
+
+    leaves: tuple[tuple[LeafSpec, Sharding | None], ...]
+    tree: Tree
+
+    def build(self, arrays: Sequence[jax.Array | np.ndarray]) -> Tree:
+        """Return the tree with these arrays, in the order of `leaves`. The raw data of random keys becomes keys."""
+        values = iter(
+            array
+            if spec.key_impl is None
+            else jax.random.wrap_key_data(jnp.asarray(array), impl=spec.key_impl)
+            for (spec, _), array in zip(self.leaves, arrays, strict=True)
+        )
+        return jax.tree_util.tree_map(lambda leaf: leaf if isinstance(leaf, str) else next(values), self.tree)
+
+
+def make_leaf_spec(path: str, leaf: Any) -> LeafSpec:  # noqa: ANN401 - an array, or an abstract one
+    """Return the spec of a leaf; of a random key that of its raw data."""
+    key_impl = None
+    if is_random_key(leaf):
+        found: list[str] = []
+
+        def unwrap(key: jax.Array) -> jax.Array:
+            found.append(str(jax.random.key_impl(key)))
+            return jax.random.key_data(key)
+
+        leaf = jax.eval_shape(unwrap, leaf)
+        (key_impl,) = found
+    return LeafSpec(path, np.dtype(leaf.dtype).name, tuple(leaf.shape), key_impl)
+
+
+def list_leaf_specs(abstract: Any, format_path: PathFormat = jax.tree_util.keystr) -> list[LeafSpec]:  # noqa: ANN401
+    """Return the specs of a tree's arrays, in the tree's order; strings are left out."""
+    return [
+        make_leaf_spec(format_path(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+        if not isinstance(leaf, str)
+    ]
+
+
+def match_tree(
+    abstract: Tree,
+    found: Sequence[LeafSpec],
+    strings: Mapping[str, str],
+    sharding: ShardingRule | None,
+    *,
+    source: str,
+    expected: str,
+    format_path: PathFormat = jax.tree_util.keystr,
+) -> MatchedTree[Tree]:
+    """Return the wanted tree with the arrays at hand in their places.
+
+    Args:
+        abstract: the wanted tree: abstract arrays, and strings.
+        found: the arrays at hand, in any order.
+        strings: the strings at hand, by path.
+        sharding: of each array, by its path as `jax.tree_util.keystr` writes it and its abstract value.
+        source: for the error: where the arrays are from.
+        expected: for the error: what was wanted of them, and what to do.
+        format_path: how the paths of `found` are formatted.
+
+    Raises:
+        StateError: a path, shape, dtype or kind of key differs; names the first that do.
+    """
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    wanted = list_leaf_specs(abstract, format_path)
+    wanted_strings = {format_path(path) for path, leaf in paths_and_leaves if isinstance(leaf, str)}
+    differences = _find_differences(wanted, found) + _find_other_paths(wanted_strings, strings.keys())
+    if differences:
+        count = f" ({len(differences)} differences)" if len(differences) > MAX_SHOWN else ""
+        raise StateError(f"{source}: found {'; '.join(differences[:MAX_SHOWN])}{count}, expected {expected}")
+    shardings = [
+        sharding(jax.tree_util.keystr(path), leaf) if callable(sharding) else sharding
+        for path, leaf in paths_and_leaves
+        if not isinstance(leaf, str)
+    ]
+    tree = structure.unflatten([strings.get(format_path(path), leaf) for path, leaf in paths_and_leaves])
+    return MatchedTree(tuple(zip(wanted, shardings, strict=True)), tree)
+
+
+def _find_differences(wanted: Sequence[LeafSpec], found: Sequence[LeafSpec]) -> list[str]:
+    wanted_by_path = {spec.path: spec for spec in wanted}
+    found_by_path = {spec.path: spec for spec in found}
+    return _find_other_paths(wanted_by_path.keys(), found_by_path.keys()) + [
+        f"{found_by_path[path]} at {path} instead of {spec}"
+        for path, spec in wanted_by_path.items()
+        if path in found_by_path and found_by_path[path] != spec
+    ]
+
+
+def _find_other_paths(wanted: Any, found: Any) -> list[str]:  # noqa: ANN401 - two sets of paths
+    missing, unknown = sorted(wanted - found), sorted(found - wanted)
+    return [f"no {path}" for path in missing] + [f"{path}, which is not in it" for path in unknown]
