@@ -164,7 +164,7 @@ def _checked(body: memoryview) -> PartManifest:
     expected = count_blocks(manifest.part_bytes, manifest.block_bytes) if manifest.block_bytes > 0 else 0
     if manifest.block_bytes <= 0 or manifest.part_bytes < 0 or len(manifest.block_checksums) != expected:
         raise MessageError(
-            f"manifest of {manifest.host}: found {len(manifest.block_checksums)} block checksums, expected {expected} for "
-            f"{manifest.part_bytes} bytes in blocks of {manifest.block_bytes}"
+            f"manifest of {manifest.host}: found {len(manifest.block_checksums)} block checksums, expected {expected} "
+            f"for {manifest.part_bytes} bytes in blocks of {manifest.block_bytes}"
         )
     return manifest

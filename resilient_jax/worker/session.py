@@ -18,15 +18,10 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.failpoints import ANY_INDEX, FailPoint
 from resilient_jax.protocol.records import StateLoss
 from resilient_jax.protocol.snapshots import SnapshotPlan
-from resilient_jax.state.flat_state import (
-    ShardingRule,
-    flatten_state,
-    make_abstract_state,
-    place_initial_state,
-    restore_state,
-)
+from resilient_jax.state.flat_state import ShardingRule, flatten_state, make_abstract_state
 from resilient_jax.state.restore import restore_snapshot
 from resilient_jax.state.snapshotter import Snapshotter, SnapshotWorld
+from resilient_jax.state.state_placement import place_initial_state, restore_state
 from resilient_jax.step.accumulation_call import AccumulationCall
 from resilient_jax.worker.committed_state import CommittedState
 from resilient_jax.worker.observers import Observer

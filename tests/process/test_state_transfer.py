@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -81,7 +82,7 @@ def test_a_state_arrives_bit_for_bit(server: StateServer) -> None:
 def test_a_state_of_another_generation_is_not_given(server: StateServer) -> None:
     server.offer(GenerationNumber(5), make_state())
     with pytest.raises(
-        PeerUnreachable, match="none of the hosts that hold the state of generation 4 gave it: a"
+        PeerUnreachable, match="none of the hosts that hold the state of generation 4 sent it: a"
     ):
         fetch([source("a", server)])
 
@@ -98,7 +99,7 @@ def test_changed_bytes_are_found_and_the_next_source_is_asked(
             data = bytearray(part.data)
             if data:
                 data[len(data) // 2] ^= 1
-            yield StateChunk(step=part.step, manifest=part.manifest, data=bytes(data))
+            yield msgspec.structs.replace(part, data=bytes(data))
 
     monkeypatch.setattr(StateServer, "_fetch", flip_a_bit)
     bad = StateServer("127.0.0.1", CREDENTIALS)
