@@ -3,7 +3,7 @@
 import importlib.resources
 from pathlib import Path
 
-from resilient_jax.errors import InternalError
+from resilient_jax.errors import CallerError
 
 
 def find_bundled_file(path: str) -> Path:
@@ -13,12 +13,15 @@ def find_bundled_file(path: str) -> Path:
     neighbors, so that paths between them such as `../meshes/local_4x2.toml` hold.
 
     Raises:
-        InternalError: neither place has the file.
+        CallerError: neither place has the file.
     """
     package = Path(str(importlib.resources.files("resilient_jax")))
     for root in (package, package.parent):
         if (root / path).is_file():
             return root / path
-    raise InternalError(
-        f"{path}: found neither in {package} nor beside it, expected it in both wheel and checkout"
+    raise CallerError(
+
+        f"{path}: found no such file in {package} or beside it; expected one of the package's examples, configs or "
+        "meshes. Check the name"
+
     )

@@ -1,6 +1,7 @@
-"""`resilient-jax chaos`: break a job by a plan, and check that it keeps its promise."""
+"""`resilient-jax chaos`: break a job by a plan, and check that its invariants hold."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -11,24 +12,37 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
-
-import typer
 
 from resilient_jax.chaos.campaign import CampaignResult
 from resilient_jax.chaos.delta_debugging import is_same_failure, minimize_manifest
-from resilient_jax.chaos.manifest import MAX_NUMBER, CampaignManifest, ChaosJob, load_manifest
+from resilient_jax.chaos.manifest import CampaignManifest, ChaosJob, load_manifest
 from resilient_jax.chaos.manifest_toml import format_manifest
 from resilient_jax.chaos.random_campaigns import MAX_GAP_STEPS, MIN_GAP_STEPS, RandomCampaign, draw_campaign
 from resilient_jax.chaos.runner import CampaignSetup, run_campaign
-from resilient_jax.cli.checkout import find_in_checkout
+from resilient_jax.cli.bundled_files import find_bundled_file
+from resilient_jax.cli.chaos_options import (
+    CAMPAIGNS,
+    CampaignOption,
+    GapOption,
+    HostsOption,
+    IncidentsOption,
+    JsonOption,
+    ManifestAndScript,
+    MaxHostsLostOption,
+    NetworkOption,
+    RandomOption,
+    RepeatOption,
+    RunFolderOption,
+    SeedOption,
+    ShrinkOption,
+    StepsOption,
+)
 from resilient_jax.cli.options import check_script, print_line
 from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
 
-CAMPAIGNS = "configs/chaos"
 CAMPAIGN_FOLDER = "campaign"
-"""Of the run folder: where the campaign itself goes, beside the undisturbed run and the cache."""
+"""In the run folder: the folder of the campaign itself, beside the reference run and the compilation cache."""
 
 
 class CampaignFailed(ResilientJaxError):
@@ -38,62 +52,22 @@ class CampaignFailed(ResilientJaxError):
 
 
 def chaos(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="The manifest (a .toml file), then the script.", metavar="[MANIFEST] -- SCRIPT [ARGS...]"
-        ),
-    ] = None,
-    campaign: Annotated[
-        str | None, typer.Option(help=f"A manifest of {CAMPAIGNS} by its name, such as process or soak.")
-    ] = None,
-    random: Annotated[
-        bool, typer.Option("--random", help="Draw the incidents from published failure rates.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, help="Of a random campaign.")] = 0,
-    incidents: Annotated[int, typer.Option(min=1, help="Of a random campaign.")] = 20,
-    gap: Annotated[
-        float,
-        typer.Option(
-            min=MIN_GAP_STEPS,
-            max=MAX_GAP_STEPS,
-            help="Mean steps between two incidents anywhere in a random campaign.",
-        ),
-    ] = 12.0,
-    hosts: Annotated[int, typer.Option(min=1, max=64, help="Of a random campaign's job.")] = 4,
-    steps: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=MAX_NUMBER,
-            help="That the script of a random campaign trains. 0: until the tool says so.",
-        ),
-    ] = 0,
-    max_hosts_lost: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Hosts that may be lost at once in a random campaign. Default: all but one."
-        ),
-    ] = None,
-    network: Annotated[
-        bool, typer.Option("--network", help="Random campaign: hosts in network namespaces, links may fail.")
-    ] = False,
-    shrink: Annotated[
-        bool,
-        typer.Option(
-            "--shrink", help="If it fails: find the fewest incidents that still break the same promises."
-        ),
-    ] = False,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Runs of each trial when minimising: some failures are rare.")
-    ] = 1,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="For logs, events, manifest. Default: a new folder in /tmp."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as one JSON object.")] = False,
+    words: ManifestAndScript = None,
+    campaign: CampaignOption = None,
+    random: RandomOption = False,
+    seed: SeedOption = 0,
+    incidents: IncidentsOption = 20,
+    gap: GapOption = 12.0,
+    hosts: HostsOption = 4,
+    steps: StepsOption = 0,
+    max_hosts_lost: MaxHostsLostOption = None,
+    network: NetworkOption = False,
+    shrink: ShrinkOption = False,
+    repeat: RepeatOption = 1,
+    run_dir: RunFolderOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Break a job by a plan: kill, stop, slow down, cut off, damage its parts; check that it keeps its promise.
+    """Break a job by a plan: kill, stop, slow down, cut off, damage its parts; check that its invariants hold.
 
     The job's steps are compared, bit for bit, with those of the same script on this machine alone. A violation prints
     the last events of all hosts and the manifest to replay it, and exits with 89.
@@ -110,100 +84,124 @@ def chaos(
     if random:
         if manifest is not None:
             raise CallerError("--random: found a manifest besides, expected none: leave one of them out")
-        shape = ChaosJob(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
         if math.isnan(gap):  # no bound of a number's range refuses it
             raise CallerError(f"--gap: found {gap}, expected {MIN_GAP_STEPS:g} to {MAX_GAP_STEPS:g} steps")
-        wanted = RandomCampaign(seed=seed, incidents=incidents, gap_steps=gap, max_hosts_lost=max_hosts_lost)
-        manifest = draw_campaign(shape, wanted)
+        job = ChaosJob(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
+        manifest = draw_campaign(
+            job, RandomCampaign(seed=seed, incidents=incidents, gap_steps=gap, max_hosts_lost=max_hosts_lost)
+        )
     if manifest is None:
         raise CallerError("chaos: found no manifest, expected one (a .toml file), or --campaign, or --random")
     command = _find_script(script, manifest)
-    directory = create_run_directory(run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-")))
-    if (directory / CAMPAIGN_FOLDER).exists():
-        raise CallerError(
-            f"--run-dir {directory}: found a campaign there, expected none: its events would be taken for those of "
-            "this one. Name another folder, or remove it"
-        )
-    tell = _Teller(quiet=as_json)
-    tell(f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {directory}")
-    with _unwound_by_signals():
-        findings = _run(manifest, command, directory, directory / CAMPAIGN_FOLDER, tell)
-        _report(findings, directory / CAMPAIGN_FOLDER / "manifest.toml", as_json=as_json)
-        if findings.violations and shrink:
-            smallest = _shrink(manifest, findings, command, directory, repeat, tell)
-            tell(
-                f"the smallest manifest that still fails has {len(smallest.incidents)} incidents: "
-                f"{directory}/minimal.toml"
-            )
-    if findings.violations:
+    runs = _Runs(_create_directory(run_dir), command, _ProgressLog(to_stderr=as_json))
+    runs.log(
+        f"{len(manifest.incidents)} incidents on {manifest.job.hosts} hosts; everything goes to {runs.directory}"
+    )
+    with _ended_by_signals():
+        result = runs.run(manifest, CAMPAIGN_FOLDER)
+        written = runs.directory / CAMPAIGN_FOLDER / "manifest.toml"
+        _print_result(result, written, as_json=as_json)
+        if result.violations and shrink:
+            runs.shrink(manifest, result, repeat)
+    if result.violations:
         raise CampaignFailed(
-            f"{len(findings.violations)} invariants do not hold; replay: resilient-jax chaos "
-            f"{directory / 'campaign' / 'manifest.toml'} -- {' '.join(command)}"
+            f"{len(result.violations)} invariants do not hold; replay: resilient-jax chaos {written} -- "
+            + " ".join(command)
         )
 
 
 def _read_words(words: list[str], campaign: str | None) -> tuple[CampaignManifest | None, list[str]]:
+    """Return the manifest that the command line names, if any, and the script."""
     if campaign is not None:
-        return load_manifest(find_in_checkout(f"{CAMPAIGNS}/{campaign}.toml")), words
+        return load_manifest(find_bundled_file(f"{CAMPAIGNS}/{campaign}.toml")), words
     if words and words[0].endswith(".toml"):
         return load_manifest(Path(words[0])), words[1:]
     return None, words
 
 
 def _find_script(script: list[str], manifest: CampaignManifest) -> tuple[str, ...]:
-    if not (script or manifest.script):
+    if script:
+        return check_script(script)
+    if not manifest.script:
         raise CallerError(
             "chaos: found no script, expected one after `--`, or the key script in the manifest"
         )
-    return check_script(script or [str(find_in_checkout(manifest.script[0])), *manifest.script[1:]])
+    return check_script([str(find_bundled_file(manifest.script[0])), *manifest.script[1:]])
 
 
-def _run(
-    manifest: CampaignManifest, command: tuple[str, ...], top: Path, directory: Path, tell: "_Teller"
-) -> CampaignResult:
-    setting = CampaignSetup(
-        command=command,
-        directory=directory,
-        compile_cache=Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", top / "compile-cache")),
-        reference_directory=top / "reference",
-    )
-    return run_campaign(manifest, setting, tell)
+def _create_directory(run_dir: Path | None) -> Path:
+    directory = create_run_directory(run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-chaos-")))
+    if (directory / CAMPAIGN_FOLDER).exists():
+        raise CallerError(
+            f"--run-dir {directory}: found a campaign there, expected none: its events would be taken for those of "
+            "this one. Name another folder, or remove it"
+        )
+    return directory
 
 
-def _shrink(
-    manifest: CampaignManifest,
-    findings: CampaignResult,
-    command: tuple[str, ...],
-    directory: Path,
-    repeat: int,
-    tell: "_Teller",
-) -> CampaignManifest:
-    tries = 0
+class _ProgressLog:
+    """Prints lines with the seconds since the beginning; to standard error if standard output is for figures."""
 
-    def fails(candidate: CampaignManifest) -> bool:
-        nonlocal tries
-        for _ in range(repeat):
-            tries += 1
-            tell(f"trial {tries}: {len(candidate.incidents)} incidents")
-            trial = _run(candidate, command, directory, directory / f"trial-{tries}", tell)
-            if is_same_failure(trial.violations, findings.violations):
-                return True
-        return False
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._began_s = time.monotonic()
+        self._to_stderr = to_stderr
 
-    smallest = minimize_manifest(manifest, fails)
-    (directory / "minimal.toml").write_text(format_manifest(smallest))
-    return smallest
+    def __call__(self, text: str) -> None:
+        line = f"{time.monotonic() - self._began_s:7.1f} s  {text}"
+        if self._to_stderr:
+            sys.stderr.write(line + "\n")
+        else:
+            print_line(line)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Runs:
+    """The runs of one script below one folder; they share the reference run and the compilation cache."""
+
+    directory: Path
+    command: tuple[str, ...]
+    log: _ProgressLog
+
+    def run(self, manifest: CampaignManifest, folder: str) -> CampaignResult:
+        """Run a campaign in a new folder."""
+        default_cache = self.directory / "compile-cache"
+        setup = CampaignSetup(
+            command=self.command,
+            directory=self.directory / folder,
+            compile_cache=Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", default_cache)),
+            reference_directory=self.directory / "reference",
+        )
+        return run_campaign(manifest, setup, self.log)
+
+    def shrink(self, manifest: CampaignManifest, result: CampaignResult, repeat: int) -> None:
+        """Write the smallest manifest that violates the same invariants in one of `repeat` runs."""
+        trials = 0
+
+        def fails(candidate: CampaignManifest) -> bool:
+            nonlocal trials
+            for _ in range(repeat):
+                trials += 1
+                self.log(f"trial {trials}: {len(candidate.incidents)} incidents")
+                trial = self.run(candidate, f"trial-{trials}")
+                if is_same_failure(trial.violations, result.violations):
+                    return True
+            return False
+
+        smallest = minimize_manifest(manifest, fails)
+        path = self.directory / "minimal.toml"
+        path.write_text(format_manifest(smallest))
+        self.log(f"the smallest manifest that still fails has {len(smallest.incidents)} incidents: {path}")
 
 
 @contextlib.contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does: disks, networks, the clock and processes are taken away.
+def _ended_by_signals() -> Iterator[None]:
+    """End the block at SIGTERM and SIGHUP as at Ctrl-C: disks, networks, the clock and processes are taken away.
 
-    The exit code is 128 and the signal's number. A signal that was ignored before stays so (`nohup`).
+    The exit code is 128 and the signal's number. A signal that was ignored before stays ignored (`nohup`).
     """
 
-    def unwind(number: int, _: FrameType | None) -> None:
-        for other in before:  # a second one must not break off what the first has begun to take away
+    def end(number: int, _: FrameType | None) -> None:
+        for other in before:  # a second signal must not interrupt the cleanup that the first began
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
@@ -211,51 +209,36 @@ def _unwound_by_signals() -> Iterator[None]:
     before = {n: handler for n in ended_by if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
     try:
         for number in before:
-            signal.signal(number, unwind)
+            signal.signal(number, end)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class _Teller:
-    """Progress lines with the seconds since the beginning; to standard error if standard output is for figures."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._began_s = time.monotonic()
-        self._quiet = quiet
-
-    def __call__(self, text: str) -> None:
-        line = f"{time.monotonic() - self._began_s:7.1f} s  {text}"
-        if self._quiet:
-            sys.stderr.write(line + "\n")
-        else:
-            print_line(line)
-
-
-def _report(findings: CampaignResult, manifest: Path, *, as_json: bool) -> None:
-    for line in findings.timeline:
+def _print_result(result: CampaignResult, manifest: Path, *, as_json: bool) -> None:
+    for line in result.timeline:
         sys.stderr.write(line + "\n")
-    for violation in findings.violations:
+    for violation in result.violations:
         sys.stderr.write(f"VIOLATED {violation}\n")
-    growth = findings.growth
+    growth = result.growth
     figures = {
-        "incidents": len(findings.incidents) - len(findings.skipped),
-        "violations": len(findings.violations),
-        "skipped": len(findings.skipped),
+        "incidents": len(result.incidents) - len(result.skipped),
+        "violations": len(result.violations),
+        "skipped": len(result.skipped),
         "rss_growth_mib": round(growth.rss_mib, 2),
-        "rss_growth_of": growth.rss_process,
-        "rss_growth_late_mib": round(growth.late_rss_mib, 2),
-        "fd_growth": growth.descriptors,
-        "fd_growth_of": growth.descriptors_process,
-        "grown_processes": growth.processes,
-        "steps": findings.steps,
-        "seconds": round(findings.duration_s, 1),
+        "rss_growth_process": growth.rss_process,
+        "late_rss_growth_mib": round(growth.late_rss_mib, 2),
+        "descriptor_growth": growth.descriptors,
+        "descriptor_growth_process": growth.descriptors_process,
+        "long_lived_processes": growth.processes,
+        "steps": result.steps,
+        "duration_s": round(result.duration_s, 1),
         "manifest": str(manifest),
     }
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    for item in findings.skipped:
-        print_line(f"skipped {item.describe()}: {item.skip_reason}")
+    for record in result.skipped:
+        print_line(f"skipped {record.describe()}: {record.skip_reason}")
     print_line(", ".join(f"{name} {value}" for name, value in figures.items()))
