@@ -20,8 +20,6 @@ def find_bundled_file(path: str) -> Path:
         if (root / path).is_file():
             return root / path
     raise CallerError(
-
         f"{path}: found no such file in {package} or beside it; expected one of the package's examples, configs or "
         "meshes. Check the name"
-
     )

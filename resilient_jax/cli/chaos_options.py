@@ -12,7 +12,9 @@ CAMPAIGNS = "configs/chaos"
 
 ManifestAndScript = Annotated[
     list[str] | None,
-    typer.Argument(help="The manifest (a .toml file), then the script.", metavar="[MANIFEST] -- SCRIPT [ARGS...]"),
+    typer.Argument(
+        help="The manifest (a .toml file), then the script.", metavar="[MANIFEST] -- SCRIPT [ARGS...]"
+    ),
 ]
 CampaignOption = Annotated[
     str | None, typer.Option(help=f"A manifest of {CAMPAIGNS} by its name, such as process or soak.")

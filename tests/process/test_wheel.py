@@ -31,7 +31,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["build_py", "--build-lib", str(folder / "lib")]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return folder / "lib"
@@ -46,7 +52,10 @@ def list_sources() -> list[str]:
 
 
 def test_the_wheel_contains_all_modules_examples_settings_and_topologies(built: Path) -> None:
-    inside = {path: path if path.startswith("resilient_jax/") else f"resilient_jax/{path}" for path in list_sources()}
+    inside = {
+        path: path if path.startswith("resilient_jax/") else f"resilient_jax/{path}"
+        for path in list_sources()
+    }
     assert [path for path in inside.values() if not (built / path).is_file()] == []
 
 
