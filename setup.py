@@ -1,8 +1,8 @@
-"""Packages of the wheel; all else that setuptools needs is in pyproject.toml.
+"""The packages of the wheel; everything else that setuptools needs is in pyproject.toml.
 
-Commands run example scripts with settings and topologies (`resilient_jax/cli/bundled_files.py`). These folders are at the
-top of the source tree, where readers look for them, and inside the package in a wheel. Only `package_dir` can say so, and
-pyproject.toml cannot combine it with packages that are found.
+Commands run example scripts with settings and topologies (`resilient_jax/cli/bundled_files.py`). Their folders are at
+the top of the source tree, where readers look for them, and inside the package in a wheel. Only `package_dir` can do
+that, and pyproject.toml cannot combine it with packages that are found.
 """
 
 from setuptools import find_namespace_packages, setup
