@@ -1,18 +1,18 @@
-"""Time as an argument: decisions get `now`, shells get a `Clock`, tests turn it by hand."""
+"""Time as an argument: decisions get `now`, shells get a `Clock`, tests set it by hand."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a shell reads the time."""
+    """A source of time for a shell."""
 
     def monotonic_s(self) -> float:
-        """Seconds that only grow; for durations and deadlines. Comparable only on one machine."""
+        """Return seconds that only grow; for durations and deadlines. Comparable only on one machine."""
         ...
 
     def wall_s(self) -> float:
-        """Seconds since the Unix epoch; for people and logs, never for deadlines."""
+        """Return seconds since the Unix epoch; for people and logs, never for deadlines."""
         ...
 
 
@@ -29,7 +29,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that stands still until it is told to move; for tests and simulation."""
+    """A clock that stands still until it is advanced; for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -43,7 +43,7 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Moves the time on by `seconds`, which must not be negative."""
+        """Move the time on by `seconds`, which must not be negative."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back: asked to advance by {seconds} s")
         self._now_s += seconds

@@ -1,19 +1,18 @@
 """Every error that resilient_jax raises on purpose, and the exit codes of its commands.
 
-The four classes below the root say whose move it is: the caller's (their arguments, their
-configuration, their code), the operator's (the machine, the network, the token), a peer's (a
-message or host that is not as agreed) or ours (a bug). A message says what was found, what was
-expected, where, and what to do.
+The four classes below the root say whose move it is: the caller's (their arguments, their configuration, their code),
+the operator's (the machine, the network, the token), a peer's (a message or host that is not as agreed) or ours (a
+bug). A message says what was found, what was expected, where, and what to do.
 """
 
 import enum
 
 
 class ExitCode(enum.IntEnum):
-    """What `resilient-jax agent` and `launch` exit with.
+    """The exit codes of `resilient-jax agent` and `launch`.
 
-    A worker's own positive code is passed through when the job ends with the user's error, so ours
-    start high where scripts rarely go.
+    A worker's own positive code is passed through when the job ends with the user's error, so ours start high where
+    scripts rarely go.
     """
 
     DONE = 0
@@ -22,7 +21,7 @@ class ExitCode(enum.IntEnum):
     OUT_OF_RESOURCES = 75
     """The machine had no descriptor, process or memory left for this agent: start it again (sysexits' EX_TEMPFAIL)."""
     STORE_LOST = 80
-    """The store stayed unreachable until the deadline."""
+    """The store stayed unreachable for `store_timeout_s`."""
     RESTART_BUDGET_EXHAUSTED = 81
     """A worker died more often than its restart budget allows."""
     TOO_FEW_HOSTS = 82
@@ -40,7 +39,7 @@ class ExitCode(enum.IntEnum):
 
 
 class ResilientJaxError(Exception):
-    """Root of all our errors."""
+    """The root of all our errors."""
 
     exit_code: ExitCode = ExitCode.INTERNAL_ERROR
 
@@ -60,11 +59,11 @@ class StateError(CallerError):
 
 
 class DataError(CallerError):
-    """The training data is not as promised; the message names the item, found, expected."""
+    """The training data is not as its source promised; the message names the item, found, expected."""
 
 
 class SnapshotRefused(CallerError):
-    """Snapshots as asked for do not fit this machine or these hosts; the message has the numbers."""
+    """Snapshots as configured do not fit this machine or these hosts; the message has the sizes."""
 
 
 class NonFiniteError(CallerError):
@@ -94,17 +93,17 @@ class OperatorError(ResilientJaxError):
 
 
 class StoreUnreachable(OperatorError):
-    """The store did not answer until the deadline."""
+    """The store did not answer in time."""
 
     exit_code = ExitCode.STORE_LOST
 
 
 class StoreReplaced(StoreUnreachable):
-    """Another store answers at the address: the one we knew is gone, with everything it held."""
+    """Another store answers at the address: the one before is gone, with everything it held."""
 
 
 class AddressInUse(OperatorError):
-    """Another process listens on the address that was asked for."""
+    """Another process listens on the address."""
 
 
 class LogUnwritable(OperatorError):
@@ -142,7 +141,7 @@ class CheckpointUnreadable(OperatorError):
 
 
 class SnapshotDropped(OperatorError):
-    """This snapshot is not taken: the one before it is not yet safe. Training goes on; the next one may be."""
+    """This snapshot is not taken: the one before it is not yet safe. Training goes on; the next one may be taken."""
 
 
 class PeerError(ResilientJaxError):
@@ -150,15 +149,15 @@ class PeerError(ResilientJaxError):
 
 
 class MessageError(PeerError):
-    """A message does not decode; names the method and the field."""
+    """A message does not decode; the error names the method and the field."""
 
 
 class PeerUnreachable(PeerError):
-    """A peer did not answer before the deadline, or refused the connection.
+    """A peer did not answer in time, or refused the connection.
 
     Attributes:
-        refused: the peer's machine answered, and said that nobody listens there. Its process is dead, or
-            not up yet; no need to wait for a timeout.
+        is_refused: the peer's machine answered that no process listens there: the peer is dead, or not up yet; no need
+            to wait for a timeout.
     """
 
     def __init__(self, message: str = "", *, is_refused: bool = False) -> None:
@@ -167,11 +166,11 @@ class PeerUnreachable(PeerError):
 
 
 class ChecksumMismatch(PeerError):
-    """Bytes that arrived are not the bytes that were sent."""
+    """The bytes that arrived are not the bytes that were sent."""
 
 
 class SnapshotMissing(PeerError):
-    """The server does not hold that snapshot, or not yet: ask again, or another."""
+    """The server does not hold that snapshot, or not yet: ask again, or another server."""
 
 
 class StaleGeneration(PeerError):
@@ -183,8 +182,8 @@ class CompactedRevision(PeerError):
 
 
 class LeaseExpired(PeerError):
-    """The lease is gone: the store counts this holder as dead."""
+    """The lease is gone: the store counts its holder as dead."""
 
 
 class InternalError(ResilientJaxError):
-    """Our own bug; please report it."""
+    """A bug of ours; please report it."""

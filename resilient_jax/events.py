@@ -1,6 +1,6 @@
-"""What happened, as values: the typed record that logs, tables and tests read.
+"""Events: the typed record that logs, tables and tests read.
 
-An event is written as one JSON line by the process that saw it. `monotonic_s` orders events of one
+An event is recorded by the process that saw it, and written as one JSON line. `monotonic_s` orders events of one
 machine to the microsecond; across machines only `wall_s` is comparable, as well as the clocks are.
 """
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class EventKind(enum.StrEnum):
-    """Closed set of things that happen."""
+    """The closed set of events."""
 
     # processes
     AGENT_STARTED = "agent.started"
@@ -93,7 +93,7 @@ class EventKind(enum.StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened, on one host."""
+    """One event on one host."""
 
     kind: EventKind
     host: str

@@ -1,4 +1,4 @@
-"""Names for identifiers, so that a lease is never passed where a revision is meant."""
+"""Types of identifiers, so that a lease is never passed where a revision is meant."""
 
 from typing import NewType
 
@@ -6,7 +6,7 @@ JobName = NewType("JobName", str)
 HostName = NewType("HostName", str)
 
 GenerationNumber = NewType("GenerationNumber", int)
-"""The agreed membership's number. Only grows; never given out twice in a job."""
+"""The number of an agreed membership. Only grows; never given out twice in a job."""
 
 WorldId = NewType("WorldId", int)
 """One coordination service's lifetime. A shrink keeps the world, a re-form opens a new one."""

@@ -1,8 +1,8 @@
 """Threads for processes that must go on when memory is short.
 
-CPython's `Thread.start` waits until the new thread says that it runs. One that gets no memory for its first lines ends
-without a word, and whoever started it waits for ever, also when there is memory again (seen with 3.11). Executors start
-their threads in this way, too, when there is first work for them.
+CPython's `Thread.start` waits until the new thread reports that it runs. A thread that gets no memory for its first
+lines ends without a report, and its starter waits for ever, also when there is memory again (seen with 3.11).
+Executors start their threads in this way, too, when there is first work for them.
 """
 
 import concurrent.futures
@@ -10,11 +10,11 @@ import threading
 
 
 def start_thread_pool(num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-    """An executor whose threads all run already: giving it work starts none.
+    """Return an executor whose threads all run already: giving it work starts none.
 
     Args:
-        threads: that it has, from now until it is shut down.
-        name: that theirs begin with.
+        num_threads: of the executor, from now until it is shut down.
+        name: that the threads' names begin with.
     """
     pool = concurrent.futures.ThreadPoolExecutor(num_threads, name)
     all_here = threading.Barrier(num_threads + 1)

@@ -91,8 +91,7 @@ class ChildProcess:
         """Give the process only processor time that no other process wants, until it asks for more itself.
 
         A worker's start-up (imports, compilation) on a machine that trains meanwhile must not slow training down.
-        SCHED_IDLE
-        and not a nice value: any user may leave it again.
+        SCHED_IDLE and not a nice value: any user may leave it again.
         """
         with contextlib.suppress(OSError):  # a sandbox may forbid it; then start-up competes
             os.sched_setscheduler(self.process.pid, os.SCHED_IDLE, os.sched_param(0))

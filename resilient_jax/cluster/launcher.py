@@ -205,7 +205,8 @@ class Launcher:
 
     def _with_agents_code(self, outcome: JobOutcome) -> JobOutcome:
         """Return the outcome with the code of a script that failed after training was done: its agent exited with
-        that code."""
+        that code.
+        """
         if outcome.exit_code != ExitCode.DONE:
             return outcome
         cut_short = [code for code in self._codes.values() if code in LEAVING_EXIT_CODES]

@@ -89,9 +89,7 @@ class MembershipConfig:
     """How long to wait for the other hosts when all come back at once with their state (the store was away)."""
     state_loss_grace_s: float = 0.0
     """How long to wait, if more than `regroup_grace_s`, for missing hosts without which the state is lost: a host that
-    is cut
-    off from the network cannot be told from a dead one.
-    """
+    is cut off from the network cannot be told from a dead one."""
     quiesce_timeout_s: float = 5.0
     compile_timeout_s: float = 600.0
     """A worker that compiles cannot be interrupted; the machine waits this long for it instead."""

@@ -121,7 +121,8 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
 
 def list_services(state: MembershipState, world: WorldId) -> list[CoordinationServiceStatus]:
     """Return the services of a world; a former leader, or an earlier guess of the number of members, may have left
-    its own."""
+    its own.
+    """
     return [s for status in state.hosts.values() for s in status.services if s.world == world]
 
 

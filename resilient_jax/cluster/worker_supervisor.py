@@ -63,7 +63,8 @@ class WorkerSupervisor:
         is_over: Callable[[], bool],
     ) -> None:
         """Call `on_change` after every new status; `is_over` returns whether the job, or this host's part, has
-        ended."""
+        ended.
+        """
         directory = settings.run_directory
         self._settings = settings
         self._log = log
@@ -265,7 +266,8 @@ class WorkerSupervisor:
 
     async def _let_script_end(self, worker: WorkerProcess, exited: "asyncio.Task[int]") -> None:
         """Wait while a script still saves and prints. A worker that was left out of training, or is stopped, is not
-        waited for."""
+        waited for.
+        """
         while not (await asyncio.wait((exited,), timeout=FINISH_REMINDER_INTERVAL_S))[0]:
             if worker.child.is_stopped() or not worker.report.is_done:
                 return

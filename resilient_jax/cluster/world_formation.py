@@ -151,7 +151,8 @@ def _assign_seats(
     generation: Generation, kept: list[HostStatus], joiners: list[HostStatus]
 ) -> tuple[Member, ...]:
     """Return members with dense process indexes; a host keeps its index if it can, because compiled programs know
-    it."""
+    it.
+    """
     count = len(kept) + len(joiners)
     seats: dict[HostName, int] = {}
     for status in kept:

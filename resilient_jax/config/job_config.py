@@ -1,4 +1,4 @@
-"""The knobs of one job: deadlines, budgets, and what to do when the state is gone."""
+"""The settings of one job: timeouts, restart budgets, snapshots, and what to do when the state is lost."""
 
 from typing import Annotated, Literal
 
@@ -14,87 +14,86 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything about a job that is a choice and not an address.
 
-    Every agent of a job must be given the same values. Ranges are checked by `load`, `decode` and
-    `override`; calling the class checks nothing.
+    Every agent of a job must have the same values. Ranges are checked by `load_toml`, `decode_toml` and
+    `override_values`; calling the class checks nothing.
 
     Example:
-        >>> from resilient_jax.config import JobConfig, decode
-        >>> decode("lease_ttl_s = 5", JobConfig, source="job.toml").lease_ttl_s
+        >>> from resilient_jax.config import JobConfig, decode_toml
+        >>> decode_toml("lease_ttl_s = 5", JobConfig, source="job.toml").lease_ttl_s
         5.0
     """
 
     lease_ttl_s: Seconds = 3.0
-    """Seconds without a keep-alive until the store counts a host as dead. A lost host is noticed
-    this late at worst; much shorter, and a busy machine's pause is taken for a death."""
+    """Seconds without a keep-alive until the store counts a host as dead. A lost host is noticed this late at worst;
+    much shorter, and a busy machine's pause is taken for a death."""
 
     forming_timeout_s: Seconds = 60.0
-    """Seconds for all members of a new generation to connect; whoever has not is left out. Covers
-    a slow import and a cold file system, not a compilation."""
+    """Seconds for all members of a new generation to connect; members that have not are left out. Covers a slow import
+    and a cold file system, not a compilation."""
 
     quiesce_timeout_s: Seconds = 5.0
-    """Seconds for a worker to leave its collectives and acknowledge a change; then it is killed.
-    Aborting takes milliseconds, a long local program may have to end first."""
+    """Seconds for a worker to leave its collectives and acknowledge a change; then it is killed. Aborting takes
+    milliseconds, a long local program may have to end first."""
 
     collective_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
-    """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new
-    generation. gloo may lose a message while a peer dies, and would wait for it for half an hour. Must be longer
-    than any host keeps the others waiting: while it compiles, or in a callback that only it makes."""
+    """Seconds that a collective between CPUs waits for a peer; then it fails, and is tried again in a new generation.
+    gloo may lose a message while a peer dies, and would wait for it for half an hour. Must be longer than any host
+    keeps the others waiting: while it compiles, or in a callback that only it makes."""
 
     start_timeout_s: Seconds = 300.0
-    """Seconds from the launch until `min_hosts` have come; then the job ends with an error. Machines
-    of one allocation come up minutes apart."""
+    """Seconds from the launch until `min_hosts` have come; then the job ends with an error. Machines of one allocation
+    come up minutes apart."""
 
     heartbeat_timeout_s: Seconds = 60.0
-    """Seconds without a word of a worker's guard thread until the agent kills the worker. The guard
-    speaks even while XLA compiles, so this catches a stopped or wedged process, not a slow step."""
+    """Seconds without a message of a worker's guard thread until the agent kills the worker. The guard sends heartbeats
+    even while XLA compiles, so this catches a stopped or wedged process, not a slow step."""
 
     store_timeout_s: Seconds = 60.0
-    """Seconds an agent keeps trying to reach the store before it gives up. Outlasts the restart
-    of a store node."""
+    """Seconds an agent keeps trying to reach the store before it gives up. Outlasts the restart of a store node."""
 
     max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
-    """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and leaves,
-    and the others go on without it. Zero: never restart."""
+    """Restarts of one host's worker within `restart_window_s`; after one more the host gives up and leaves, and the
+    others go on without it. Zero: never restart."""
 
     restart_window_s: Seconds = 600.0
-    """Seconds that a restart counts against `max_restarts`. Forgets old failures, so that a month's
-    job is not ended by five crashes spread over it."""
+    """Seconds that a restart counts against `max_restarts`. Forgets old failures, so that a month's job is not ended by
+    five crashes spread over it."""
 
     restart_backoff_s: Annotated[float, Meta(ge=0, le=3_600)] = 1.0
-    """Seconds before a worker's second restart in a window, doubled for each one after. The first
-    restart is immediate: most crashes do not repeat."""
+    """Seconds before a worker's second restart in a window, doubled for each one after. The first restart is immediate:
+    most crashes do not repeat."""
 
     min_hosts: Count = 1
     """Hosts below which the job does not train, but waits for others to come (back)."""
 
     max_collective_retries: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
-    """New generations at one step after failed collectives in which nobody died; then the error is
-    taken for the user's own and ends the job."""
+    """New generations at one step after failed collectives in which no host died; then the error is taken for the
+    user's own and ends the job."""
 
     snapshot_parity: Annotated[int, Meta(ge=0, le=254)] = 1
-    """How many hosts of a group may be lost at once without losing a snapshot in memory. Each costs about
-    1/(group - parity) of a snapshot's memory more."""
+    """How many hosts of a group may be lost at once without losing a snapshot in memory. Each costs about 1/(group -
+    parity) of a snapshot's memory more."""
 
     snapshot_interval_steps: Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["auto"] = 1
     """Steps between two snapshots; `auto`: from what one costs and how often hosts fail (Young and Daly)."""
 
     compile_cache_mib: Annotated[int, Meta(ge=16, le=1_048_576)] = 4096
-    """MiB of compiled programs that a host keeps in its run folder, for workers that come back and for the plans that
-    may be next. What was used longest ago goes first."""
+    """MiB of compiled programs that a host keeps in its run directory, for workers that come back and for the plans
+    that may be next. The least recently used go first."""
 
     snapshot_group_size: Annotated[int, Meta(ge=2, le=255)] = 8
-    """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and
-    lose everything with fewer failures in all."""
+    """Hosts that keep parity for each other, at most. Larger groups take less memory for the same parity, and lose
+    everything with fewer failures in all."""
 
     mean_time_between_failures_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 10_800.0
-    """Seconds between two failures anywhere in the job, as expected; used by `snapshot_interval_steps = "auto"`.
-    Three hours: Llama 3's training on 16,384 GPUs."""
+    """Expected seconds between two failures anywhere in the job; used by `snapshot_interval_steps = "auto"`. Three
+    hours: Llama 3's training on 16,384 GPUs."""
 
     state_loss_grace_s: Seconds = 30.0
-    """Seconds that missing hosts are waited for before the state that they held counts as lost: they may only be cut
-    off by the network. What follows costs more: the job ends, or goes back to a checkpoint."""
+    """Seconds to wait for missing hosts before the state that they held counts as lost: they may only be cut off by the
+    network. What follows costs more: the job ends, or goes back to a checkpoint."""
 
     state_loss_policy: Literal["checkpoint", "stop", "restart"] = "checkpoint"
-    """When every holder of the training state died at once, and no snapshot can be restored: `checkpoint`: go on from
-    the newest checkpoint on storage, and stop with an error if there is none; `stop`: do so although there is one;
-    `restart`: begin with the initial state if there is none. Starting over is never done unasked."""
+    """What to do when every holder of the training state died at once, and no snapshot can be restored. `checkpoint`:
+    go on from the newest checkpoint on storage, and stop with an error if there is none; `stop`: stop although there is
+    one; `restart`: as `checkpoint`, but begin with the initial state if there is none. Only `restart` starts over."""

@@ -1,4 +1,4 @@
-"""What a struct's type says about its values: which keys, which kinds, which ranges."""
+"""What a struct's type demands of its values: keys, types and ranges."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,9 @@ _PATH_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyMismatch:
-    """A key that should not be there (`known` says which may), or should be and is not (`expected`)."""
+    """A key that should not be there (`known_keys` lists the valid ones), or a missing one (`expected` describes
+    it).
+    """
 
     key: str
     known_keys: tuple[str, ...] = ()
@@ -30,9 +32,9 @@ class ConfigValue:
 
 
 def find_key_mismatches(values: object, info: inspect.Type, prefix: str = "") -> Iterator[KeyMismatch]:
-    """Yields each unknown or missing key of `values` and below, unknown ones first.
+    """Yield each unknown or missing key of `values` and below, unknown ones first.
 
-    A misspelt key is both; its unknown half tells the reader more.
+    A misspelled key is both; the unknown one tells the reader more.
     """
     info = _inner_type(info, values)
     if isinstance(info, inspect.StructType) and isinstance(values, dict):
@@ -56,7 +58,7 @@ def find_key_mismatches(values: object, info: inspect.Type, prefix: str = "") ->
 
 
 def find_value(path: str, values: object, info: inspect.Type) -> ConfigValue | None:
-    """Gives the value at a path of a msgspec message, without its `$`; None where the path names no key."""
+    """Return the value at a path of a msgspec message, without its `$`; None where the path names no key."""
     parts = list(_PATH_PART.finditer(path))
     if "".join(part.group() for part in parts) != path:
         return None
@@ -78,7 +80,7 @@ def find_value(path: str, values: object, info: inspect.Type) -> ConfigValue | N
 
 
 def describe_type(info: inspect.Type) -> str | None:
-    """Says in words what a value may be, with its whole range; None where we have no better words."""
+    """Describe what a value may be, with its complete range; None where msgspec's own words are as good."""
     match info:
         case inspect.Metadata():
             return describe_type(info.type)
@@ -114,7 +116,7 @@ def _describe_compound_type(info: inspect.Type) -> str | None:
 
 
 def suggest_key(name: str, known: Sequence[str]) -> str:
-    """Says what to do about an unknown key: the known one it is closest to, or to remove it."""
+    """Suggest the known key that is closest to an unknown one, or to remove it."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean '{close[0]}'?" if close else "Remove it."
 
@@ -126,7 +128,7 @@ def _describe_range(info: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _inner_type(info: inspect.Type, values: object) -> inspect.Type:
-    """The struct, table or array behind metadata and unions; a tagged union is resolved by its tag."""
+    """Return the struct, table or array behind metadata and unions; a tagged union is resolved by its tag."""
     if isinstance(info, inspect.Metadata):
         return _inner_type(info.type, values)
     if not isinstance(info, inspect.UnionType):

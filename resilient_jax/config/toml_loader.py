@@ -17,10 +17,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def load_toml(path: str | Path, type_: type[T]) -> T:
-    """Gives the configuration in a TOML file.
+    """Return the configuration in a TOML file.
 
     Args:
-        path: the file.
+        path: of the file.
         type_: the frozen struct to decode into; its `msgspec.Meta` constraints are checked.
 
     Raises:
@@ -47,12 +47,12 @@ def load_toml(path: str | Path, type_: type[T]) -> T:
 
 
 def decode_toml(text: str, type_: type[T], *, source: str) -> T:
-    """Gives the configuration in a TOML text.
+    """Return the configuration in a TOML text.
 
     Args:
         text: TOML 1.0 (https://toml.io/en/v1.0.0).
         type_: the frozen struct to decode into.
-        source: what messages call the text, usually a file name.
+        source: the name of the text in messages, usually a file name.
 
     Raises:
         ConfigError: the text is not TOML, or does not fit `type_`.
@@ -61,7 +61,7 @@ def decode_toml(text: str, type_: type[T], *, source: str) -> T:
         >>> import msgspec
         >>> class Model(msgspec.Struct, frozen=True, kw_only=True):
         ...     layers: int
-        >>> decode("layers = 4", Model, source="model.toml")
+        >>> decode_toml("layers = 4", Model, source="model.toml")
         Model(layers=4)
     """
     try:
@@ -74,12 +74,12 @@ def decode_toml(text: str, type_: type[T], *, source: str) -> T:
 
 
 def override_values(config: T, changes: Mapping[str, object], *, source: str) -> T:
-    """Gives `config` with some values changed, checked as if they had stood in the file.
+    """Return `config` with some values changed, checked as if they had stood in the file.
 
     Args:
-        config: where the other values come from.
+        config: the source of the other values.
         changes: new values by the name of their top-level key.
-        source: what messages call the changes, such as "command line".
+        source: the name of the changes in messages, such as "command line".
 
     Raises:
         ConfigError: a changed value does not fit.
@@ -96,7 +96,9 @@ def _convert(values: dict[str, object], type_: type[T], source: str) -> T:
 
 
 def _check_keys(values: dict[str, object], type_: type[msgspec.Struct], source: str) -> None:
-    """Refuses unknown and missing keys at any depth, also where a struct does not forbid them itself."""
+    """Raise `ConfigError` for unknown and missing keys at any depth, also where a struct does not forbid them
+    itself.
+    """
     for misfit in find_key_mismatches(values, msgspec.inspect.type_info(type_)):
         if misfit.expected is not None:
             raise ConfigError(
@@ -110,9 +112,9 @@ def _check_keys(values: dict[str, object], type_: type[msgspec.Struct], source: 
 
 
 def _describe_misfit(reason: str, values: object, type_: type[msgspec.Struct], source: str) -> str:
-    """The message for a value of the wrong type or out of range.
+    """Return the message for a value of the wrong type or out of range.
 
-    msgspec names neither the value nor the whole range, so both are looked up by the path in its message.
+    msgspec names neither the value nor the complete range, so both are looked up by the path in its message.
     """
     reason, _, path = reason.partition(" - at `$")
     place = find_value(path.rstrip("`"), values, msgspec.inspect.type_info(type_))

@@ -1,1 +1,1 @@
-"""What processes say to each other, as frozen values: store records and agent-worker messages."""
+"""What processes exchange: records of the store, messages, and the connections of a host that carry messages."""

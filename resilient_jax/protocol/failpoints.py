@@ -1,8 +1,8 @@
-"""Places in a worker where a test, a benchmark, the demo or a chaos campaign can hold or break it at a logical time.
+"""Failpoints: where a test, a benchmark, the demo or a chaos campaign can hold or break a worker at a logical time.
 
-A controller writes orders into a folder that the worker's environment names; a worker that comes to such a
-place says so in the same folder and waits until the order is gone, or fails as the order says. Without the variable
-nothing is read. This is the only place where a fault is made from inside a process.
+A controller writes orders into a directory that the worker's environment names; a worker that hits such a failpoint
+writes so into the same directory and waits until the order is gone, or fails as ordered. Without the variable nothing
+is read. This is the only place where a fault is injected from inside a process.
 """
 
 import contextlib
@@ -20,85 +20,85 @@ HOLD_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.005
 ANY_STEP = -1
 ANY_INDEX = -1
-"""At places that have no microbatch, and in orders for whichever comes first."""
+"""Of failpoints that have no microbatch, and of orders for the first hit."""
 
 
 class FailPoint(enum.StrEnum):
-    """Where a worker can be held."""
+    """A place in the code where a worker can be held or broken."""
 
     BEFORE_MICROBATCH = "before_microbatch"
-    """About to compute one microbatch."""
+    """A microbatch is about to be computed."""
     AFTER_MICROBATCH = "after_microbatch"
-    """Its gradient was handed to the devices."""
+    """The microbatch's gradient was handed to the devices."""
     BEFORE_REDUCE = "before_reduce"
-    """About to enter the reduction: the others wait inside it."""
+    """The reduction is about to begin: the other hosts wait inside it."""
     AFTER_REDUCE = "after_reduce"
-    """The sum is there, the update is not."""
+    """The reduction is done, the update is not."""
     BEFORE_COMMIT = "before_commit"
-    """In the update: it was handed to the devices, and the committed state is the one before it."""
+    """The update was handed to the devices; the committed state is the one before it."""
     AFTER_COMMIT = "after_commit"
     """Between two steps."""
     BEFORE_CONNECT = "before_connect"
-    """Forming a world."""
+    """A world is about to be formed."""
     # Snapshots: training
     BEFORE_COPY = "before_copy"
     """The snapshot server gave memory for this host's part; nothing is in it."""
     DURING_COPY = "during_copy"
     """A piece of the state is in the part."""
     AFTER_COPY = "after_copy"
-    """All of it is, without the mark that makes it complete."""
+    """The part is complete but for its mark."""
     DURING_RESTORE = "during_restore"
     """Some leaves of the state came back from a snapshot."""
     # In the snapshot server; the step is the snapshot's.
     BEFORE_PARITY = "before_parity"
-    """This host's part is there, nothing was exchanged."""
+    """This host's part is complete, nothing was exchanged."""
     DURING_PARITY = "during_parity"
     """A piece of the stripe that this host encodes is where it belongs; the index counts pieces."""
     BEFORE_COMPLETE = "before_complete"
-    """Part and parity are there, the mark does not say so."""
+    """Part and parity are complete but for their mark."""
     BEFORE_COMMITTED = "before_committed"
-    """All hosts are complete: on the root it is not decided yet, on others it is, and the mark does not say so."""
+    """All hosts are complete: on the root before its decision, on others before their mark."""
     BEFORE_SEND = "before_send"
-    """Bytes of a snapshot are about to go to another process; their digest is made. Belongs to no step."""
+    """Bytes of a snapshot are about to be sent; their digest is made. Belongs to no step."""
 
 
 class HoldAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Waits until the order is gone."""
+    """Wait until the order is gone."""
 
 
 class ExitAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Ends the process, as a script or a library does that calls `_exit`."""
+    """End the process, as a script or a library does that calls `_exit`."""
 
     exit_code: int
 
 
 class RaiseAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Raises `InjectedFault`, as an error in the user's code."""
+    """Raise `InjectedFault`, as an error in the user's code."""
 
     message: str
 
 
 class HangAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The thread does nothing more for so long; all other threads of the process go on."""
+    """Block the thread for `duration_s`; all other threads of the process go on."""
 
     duration_s: float
 
 
 class CorruptAction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The numbers that were computed here become NaN; of bytes that are sent one bit is turned over."""
+    """Replace the elements that were computed here by NaN; of bytes that are sent flip one bit."""
 
 
 FailPointAction = HoldAction | ExitAction | RaiseAction | HangAction | CorruptAction
 
 
 class InjectedFault(RuntimeError):
-    """An error in the user's code that a controller asked for."""
+    """An error in the user's code that a controller ordered."""
 
 
 class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What these hosts do when they come to this place of this step.
+    """What these hosts do when they hit this failpoint in this step.
 
-    All but `Hold` is done once by a host.
+    A host carries out every action but `HoldAction` once.
     """
 
     failpoint: FailPoint
@@ -109,7 +109,7 @@ class FailPointOrder(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "hold"
 
     def matches(self, host: str, place: FailPoint, step: int, index: int) -> bool:
-        """Whether it is meant for a host that is there."""
+        """Return whether the order is meant for a host at this failpoint."""
         return (
             self.failpoint is place
             and host in self.hosts
@@ -130,12 +130,15 @@ class FailPoints:
 
     @classmethod
     def from_environment(cls, host: str) -> "FailPoints | None":
-        """None unless a controller asked for it."""
+        """Return the failpoints of this process; None unless a controller named a directory."""
         directory = os.environ.get(FAILPOINTS_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
     def hit(self, failpoint: FailPoint, step: int = ANY_STEP, index: int = ANY_INDEX) -> bool:
-        """Does what an order for this place says; gives whether the numbers that were computed here are to be spoiled.
+        """Carry out the orders for this failpoint.
+
+        Returns:
+            Whether what was computed or is sent here is to be corrupted.
 
         Raises:
             InjectedFault: an order says so.
@@ -147,7 +150,7 @@ class FailPoints:
         return spoils
 
     def _arrive(self, order: FailPointOrder, step: int) -> bool:
-        """Says that the host is here; gives whether the order is still to be obeyed."""
+        """Mark that the host is here; return whether the order is still to be carried out."""
         mark = self._directory / f"at-{order.name}-{self._host}"
         try:
             with mark.open("w" if isinstance(order.action, HoldAction) else "x") as file:
@@ -174,7 +177,7 @@ class FailPoints:
 
 
 class FailPointController:
-    """The controller's side. Orders have names; one with the name of another replaces it."""
+    """The controller's side. Orders have names; an order replaces one of the same name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -184,22 +187,22 @@ class FailPointController:
     def hold(
         self, failpoint: FailPoint, hosts: Iterable[str], step: int = ANY_STEP, index: int = ANY_INDEX
     ) -> None:
-        """From now on these hosts wait at that place."""
+        """Hold these hosts at a failpoint from now on."""
         self.set_order(FailPointOrder(failpoint=failpoint, step=step, hosts=tuple(hosts), index=index))
 
     def set_order(self, order: FailPointOrder) -> None:
-        """From now on that holds, until `release`."""
+        """Set an order until `release`."""
         self._forget(order.name)
         self._orders[order.name] = order
         self._write()
 
     def list_held_hosts(self, name: str = "hold") -> frozenset[str]:
-        """The hosts that have come there."""
+        """Return the hosts that have hit the failpoint of an order."""
         prefix = f"at-{name}-"
         return frozenset(path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*"))
 
     def release(self, name: str = "hold") -> None:
-        """Everybody goes on."""
+        """Let all hosts go on."""
         self._forget(name)
         self._write()
 

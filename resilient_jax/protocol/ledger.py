@@ -1,7 +1,7 @@
-"""What was committed, step by step, as each worker saw it: for whoever checks a job's promise from outside.
+"""The ledger: what was committed, step by step, as each worker saw it, to check a job's guarantees from outside.
 
-A controller names a folder in the environment; each worker then appends to a file of its own there. Without the
-variable nothing is computed or written. Lines are written by `worker.ledger` and read by `chaos`.
+A controller names a directory in the environment; each worker then appends to a file of its own there. Without the
+variable nothing is computed or written. Entries are written by `worker.ledger` and read by `chaos`.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
     """One host has committed a step.
 
     Attributes:
-        process: that did, on its host.
+        pid: of the worker.
         step: the index of the step that is done.
-        hosts: so many commit it in this generation.
-        sha256: of the whole state after the step; empty where the host has only a part of it.
-        sum: of this host's part of the state, in 32 hexadecimal digits: those of all hosts add up, modulo 2^128, to the
-            same number however the state is cut.
-        owners: who computed each microbatch, by the name of the sum.
+        num_hosts: that commit the step in this generation.
+        state_sha256: of the complete state after the step; empty where the host has only a part of it.
+        additive_digest: of this host's part of the state, in 32 hexadecimal digits: those of all hosts add up, modulo
+            2^128, to the same number however the state is sharded.
+        owners: the hosts that computed each microbatch, by the name of the reduction.
     """
 
     host: str
@@ -38,10 +38,10 @@ class StepEntry(msgspec.Struct, frozen=True, tag="committed", kw_only=True):
 
 
 class RestoreEntry(msgspec.Struct, frozen=True, tag="restored", kw_only=True):
-    """One host goes on from a state that it did not compute in this generation; fields as in `Committed`.
+    """One host goes on from a state that it did not compute in this generation; other fields as in `StepEntry`.
 
     Attributes:
-        steps: so many are in the state.
+        num_steps: that are in the state.
     """
 
     host: str
@@ -71,7 +71,9 @@ ENTRY_ENCODER = msgspec.json.Encoder()
 
 
 def read_ledger(paths: Iterable[Path]) -> list[LedgerEntry]:
-    """All whole lines of these files, in the order of each. A torn last line (its writer was killed) is left out."""
+    """Return all complete entries of these files, in the order of each; a torn last line (its writer was killed) is
+    skipped.
+    """
     lines: list[LedgerEntry] = []
     for path in sorted(paths):
         for line in path.read_bytes().split(b"\n")[:-1]:

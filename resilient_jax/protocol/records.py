@@ -1,8 +1,8 @@
-"""Records that live in the store: they are the whole truth about a job.
+"""The records of a job in the store, which hold everything that is true of it.
 
-A host's agent owns its `HostStatus` (bound to its lease: no lease, no status). The leader owns the
-`Generation`. Nothing else is needed to go on, so any agent can take over as leader by reading them.
-Statuses are levels, not messages: each is complete, and a later one replaces an earlier one.
+A host's agent owns its `HostStatus` (bound to its lease: no lease, no status). The leader owns the `Generation`.
+Nothing else is needed to go on, so any agent can take over as leader by reading them. Statuses are levels, not changes:
+each is complete, and a later one replaces an earlier one.
 """
 
 import enum
@@ -14,16 +14,16 @@ from resilient_jax.protocol.snapshots import SnapshotId, SnapshotPlan, SnapshotS
 
 
 class GenerationPhase(enum.StrEnum):
-    """Where a generation stands. Within one number phases only move down this list."""
+    """How far a generation is. Within one number phases only move down this list."""
 
     PAUSE = "pause"
-    """Planned change: members say after which step they can stop (their limit)."""
+    """Planned change: members report after which step they can stop."""
     BOUNDARY = "boundary"
     """Planned change: members run to the agreed step and stop before it."""
     QUIESCE = "quiesce"
     """Unplanned change: collectives are aborted, members unwind and acknowledge."""
     FORM = "form"
-    """Membership is settled: members build the world and fetch state."""
+    """Membership is settled: members build the world and fetch the state."""
     ACTIVE = "active"
     """Members train."""
     FINISHED = "finished"
@@ -31,7 +31,7 @@ class GenerationPhase(enum.StrEnum):
 
 
 class WorldChange(enum.StrEnum):
-    """How a generation is built from the one before."""
+    """How a generation's world is built from the one before."""
 
     SHRINK = "shrink"
     """In place: backend, device arrays and programs stay; the mesh gets smaller or stays."""
@@ -46,13 +46,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     process_index: ProcessIndex
     endpoint: str = ""
-    """Where the worker serves state and programs; empty: it has not said."""
+    """Where the worker serves state and programs; empty: not reported yet."""
 
 
 class DroppedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that was left out, though nobody knows whether it will still enter a world it was sent into.
+    """A worker that was left out, and may yet enter a world that it was sent into.
 
-    It may join again only when it has answered for the generation `answer` or a later one.
+    It may join again only after it has answered `required_generation` or a later one.
     """
 
     host: HostName
@@ -87,13 +87,14 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a job was in no host's memory any more, and where the job goes on nevertheless.
+    """The state of a job was in no host's memory any more; where the job goes on nevertheless.
 
     Attributes:
         step: how many steps were committed.
-        at_least: nobody is left who knows whether there were more.
+        is_lower_bound: no host is left that knows whether there were more.
         reason: what is lost and what survives.
-        checkpoint: newest that a host sees on storage; None: the job begins with its initial state, as it was told to.
+        checkpoint_step: of the newest that a host sees on storage; None: the job begins with its initial state, as its
+            policy says.
     """
 
     step: int
@@ -109,22 +110,21 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         number: grows with every change of membership.
         world: the coordination service that the members share; unchanged by a shrink.
         members: in order of process index.
-        service: address of the world's coordination service; empty until it is known.
-        step: the newest step committed by any member when the generation was formed; the members go on
-            from it.
-        boundary: in a planned change, the first step that is not run before the change.
+        service_address: of the world's coordination service; empty until it is known.
+        step: the newest step committed by any member when the generation was formed; the members go on from it.
+        boundary_step: in a planned change, the first step that is not run before the change.
         sources: members that hold the state of `step`.
-        behind: members that must fetch that state from a source first.
-        snapshot: where the state of `step` is instead, if no member holds it whole; then there are no sources. None
-            again once all members have gone on from it.
-        lost: why the members begin with a checkpoint, or anew; None again once all members have gone on.
-        unreadable: snapshots that turned out to be damaged beyond their parity.
-        dropped: workers that were left out before they had answered.
-        progress: the newest committed step the leader ever saw, from when a whole state was known to be somewhere;
+        receivers: members that must fetch that state from a source first.
+        snapshot: that holds the state of `step`, if no member holds all of it; then there are no sources. None again
+            once all members have gone on from it.
+        state_loss: why the members begin with a checkpoint, or anew; None again once all members have gone on.
+        unreadable_snapshots: that turned out to be damaged beyond their parity.
+        dropped_workers: that were left out before they had answered.
+        progress: the newest committed step the leader ever saw, from when a complete state was known to be somewhere;
             some seconds old while all goes well.
-        began: in which generation the job began with its initial state; snapshots of earlier ones are void.
+        initial_generation: in which the job began with its initial state; snapshots of earlier ones are void.
         attempts: how many times in a row a world was built at this step without finishing it.
-        failed_host, failure: what the last failed attempt reported, for the user if it never works.
+        failed_host, failure_text: what the last failed attempt reported, for the user if no attempt succeeds.
     """
 
     number: GenerationNumber
@@ -150,7 +150,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     outcome: JobOutcome | None = None
 
     def find_member(self, host: HostName) -> Member | None:
-        """This host's seat, or None."""
+        """Return this host's seat, or None."""
         return next((m for m in self.members if m.host == host), None)
 
 
@@ -170,7 +170,7 @@ class WorkerFailureKind(enum.StrEnum):
     """What a worker's error means."""
 
     COLLECTIVE = "collective"
-    """A collective or the forming of a world failed: somebody else's death, or the network."""
+    """A collective or the forming of a world failed: another host's death, or the network."""
     SNAPSHOT = "snapshot"
     """The snapshot that the generation goes on from is damaged beyond its parity."""
     USER = "user"
@@ -185,22 +185,23 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself; complete, sent whenever it changes.
+    """A worker's complete report of itself, sent whenever it changes.
 
     Attributes:
         generation: the newest generation number that the worker has answered.
         world: the world it is connected to; None if none. A shrink needs it.
         step: steps committed, so also the index of the next step to run.
-        holds_state: whether it holds the whole state of `step` (on devices or in host memory).
+        holds_state: whether it holds the complete state of `step` (on devices or in host memory).
         snapshot: while idle after a planned change: the snapshot of `step`, which is committed on all hosts.
-        checkpoint: the newest on storage that was finished, as this worker saw it when it last was idle: where its
-            training would go on if no state were left in memory. None: there is none, or its training has none.
-        is_polling_checkpoints: `checkpoint` is of earlier: it has not looked since it became idle.
-        limit: answer to a pause: it can stop before this step.
-        formed: the world of `generation` is built and the state is there.
-        steady: a step has been finished in `generation`, so all its cliques exist.
-        done: the train function has returned.
-        busy: it cannot unwind just now because it compiles.
+        checkpoint_step: of the newest finished checkpoint on storage when the worker last looked for one while idle:
+            where its training would go on if no state were left in memory. None: there is none, or its training has
+            none.
+        is_polling_checkpoints: `checkpoint_step` is outdated: the worker has not looked since it became idle.
+        earliest_stop_step: answer to a pause: the worker can stop before this step.
+        has_formed: the world of `generation` is built and the state is there.
+        has_finished_step: a step has been finished in `generation`, so all its cliques exist.
+        is_done: the train function has returned.
+        is_compiling: the worker cannot unwind now.
         endpoint: where it serves its state.
     """
 
@@ -225,8 +226,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as its agent sees it.
 
     Attributes:
-        stopped: the process is stopped (SIGSTOP), or its guard thread has been silent for too long.
-        dying: its threads have ended; the exit code follows when the kernel is done with its memory.
+        is_unresponsive: the process is stopped (SIGSTOP), or its guard thread has sent nothing for too long.
+        is_dying: its threads have ended; the exit code follows when the kernel has freed its memory.
         exit_code: as Python's subprocess gives it: negative for a signal. None while it runs.
         error: the end of what it wrote to standard error, when it exited by itself.
     """
@@ -241,7 +242,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take part: running, and neither stopped nor silent."""
+        """Whether the worker can take part: it runs, and is responsive."""
         return self.exit_code is None and not self.is_unresponsive and not self.is_dying
 
 
@@ -262,7 +263,7 @@ class SnapshotServerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal on all hosts of a job. Python, because its own libraries may be what a script reads."""
+    """What must be equal on all hosts of a job. Python, because a script may be read by its libraries."""
 
     python: str
     resilient_jax: str
@@ -283,21 +284,21 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[CoordinationServiceStatus, ...] = ()
     snapshot_server: SnapshotServerStatus | None = None
     snapshots: tuple[SnapshotStatus, ...] = ()
-    """Those that are complete on this host."""
+    """The snapshots that are complete on this host."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     step: int = 0
-    """The step it last reported, refreshed a few times a second; for progress lines, not for decisions."""
+    """The step that the worker last reported, refreshed a few times a second; for progress lines, not for decisions."""
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who leads. The key is bound to the leader's lease; its create revision is the fencing token."""
+    """The leading agent. The key is bound to the leader's lease; its create revision is the fencing token."""
 
     host: HostName
     agent_id: str
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Written by the first host; every other host must fit it."""
+    """What the first host wrote of the job; every other host must have the same versions."""
 
     versions: Versions
     first_host: HostName

@@ -1,10 +1,10 @@
-"""What is said of snapshots: between a worker and its host's snapshot server, between servers, and in the store.
+"""Snapshots as workers, snapshot servers and the store's records name them.
 
 A *snapshot* is the state after `step` steps, cut into *parts*, one for each host of the generation that took it. The
 hosts are in *groups*; in a group of n with m parity every part is cut into k = n - m equal *chunks*, and each *stripe*
 is k chunks of different hosts with m parity chunks on the others. Member i of a group has its chunk j in stripe
 (i - m - j) mod n, as that stripe's j-th data shard, and for each row p < m the parity chunk p of stripe (i - p) mod n.
-A chunk is the longest part's k-th, rounded up to whole blocks; what a shorter part lacks counts as zeros.
+A chunk is the longest part's k-th, rounded up to complete blocks; what a shorter part lacks counts as zeros.
 """
 
 import enum
@@ -15,11 +15,11 @@ from resilient_jax.ids import GenerationNumber, HostName
 
 
 class SnapshotId(msgspec.Struct, frozen=True, order=True):
-    """Which snapshot. The newer is the greater one; a step that is taken again has a greater generation.
+    """The identity of a snapshot. The newer is the greater one; a step that is taken again has a greater generation.
 
     Attributes:
-        step: how many steps are in it.
-        generation: that took it.
+        step: how many steps are in the state.
+        generation: that took the snapshot.
     """
 
     step: int
@@ -31,7 +31,7 @@ class ParityGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hosts: in order; a host's place here says which chunks and parity it has.
-        parity: m: so many of them may be lost. 0: none may.
+        parity: m, the number of hosts that may be lost. 0: none may.
     """
 
     hosts: tuple[HostName, ...]
@@ -39,14 +39,14 @@ class ParityGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How the snapshots of a generation lie on its hosts. Every worker computes the same.
+    """Where the parts and parity of a generation's snapshots are. Every worker computes the same.
 
     Attributes:
-        generation: that they belong to.
+        generation: that takes the snapshots.
         groups: every host is in one.
         part_bytes: of each host's part.
-        servers: where each host's snapshot server listens.
-        root: the host whose server counts who is complete.
+        server_endpoints: where each host's snapshot server listens.
+        root: the host whose server counts the complete hosts.
     """
 
     generation: GenerationNumber
@@ -56,7 +56,7 @@ class SnapshotLayout(msgspec.Struct, frozen=True, kw_only=True):
     root: HostName
 
     def find_group(self, host: HostName) -> ParityGroup:
-        """The group that a host is in."""
+        """Return the group that a host is in."""
         return next(group for group in self.groups if host in group.hosts)
 
 
@@ -66,15 +66,15 @@ class SnapshotPhase(enum.StrEnum):
     COMPLETE = "complete"
     """This host has its part, and all the parity that it keeps for others."""
     COMMITTED = "committed"
-    """Every host said that it is complete."""
+    """Every host reported that it is complete."""
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot as one host's server reports it.
 
     Attributes:
-        id: which.
-        phase: how far it is here.
+        id: of the snapshot.
+        phase: how far it is on this host.
         groups: as in its layout.
         nbytes: in this host's memory, with parity.
         wall_s: when it became complete here.
@@ -98,7 +98,7 @@ class SnapshotPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The snapshot that a generation goes on from.
 
     Attributes:
-        id: which.
+        id: of the snapshot.
         groups: as in its layout.
         sources: hosts that have it complete; enough of every group.
     """

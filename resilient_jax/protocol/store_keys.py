@@ -1,28 +1,28 @@
-"""Where a job's records lie in the store."""
+"""The store's keys of a job's records."""
 
 from resilient_jax.ids import HostName, JobName
 
 
 def make_job_key(job: JobName) -> str:
-    """The `JobRecord`."""
+    """Return the key of the `JobRecord`."""
     return f"/{job}/job"
 
 
 def make_leader_key(job: JobName) -> str:
-    """The `LeaderRecord`."""
+    """Return the key of the `LeaderRecord`."""
     return f"/{job}/leader"
 
 
 def make_generation_key(job: JobName) -> str:
-    """The `Generation`."""
+    """Return the key of the `Generation`."""
     return f"/{job}/generation"
 
 
 def make_hosts_prefix(job: JobName) -> str:
-    """All `HostStatus` records."""
+    """Return the prefix of all `HostStatus` keys."""
     return f"/{job}/hosts/"
 
 
 def make_host_key(job: JobName, host: HostName) -> str:
-    """One host's `HostStatus`."""
+    """Return the key of one host's `HostStatus`."""
     return f"{make_hosts_prefix(job)}{host}"

@@ -1,7 +1,7 @@
-"""What an agent and its worker say over their socket pair: tagged msgpack, one frame a message.
+"""The messages between an agent and its worker (see `connection`).
 
-Orders are levels, too: a later order replaces an earlier one, and an order of an older generation
-than the newest seen is refused by the worker.
+Orders are levels, too: a later order replaces an earlier one, and the worker refuses an order of an older generation
+than the newest that it knows.
 """
 
 from typing import Literal
@@ -14,29 +14,30 @@ from resilient_jax.protocol.records import Generation, WorkerReport
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Abort collectives, unwind, report idle for this generation."""
+    """Order: abort collectives, unwind, report idle for this generation."""
 
     generation: GenerationNumber
     reason: str = ""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Say before which step you can stop, and do not start that step until told."""
+    """Order: report before which step you can stop, and do not start that step until the next order."""
 
     generation: GenerationNumber
 
 
 class RunToBoundary(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Run up to this step, do not start it, unwind, report idle."""
+    """Order: run up to this step, do not start it, unwind, report idle."""
 
     generation: GenerationNumber
     boundary_step: int
 
 
 class FormWorld(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Build this generation's world and train in it.
+    """Order: build this generation's world and train in it.
 
-    `relay` is where the worker reaches the coordination service of the world.
+    Attributes:
+        relay_address: where the worker reaches the coordination service of the world.
     """
 
     generation: Generation
@@ -45,11 +46,12 @@ class FormWorld(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class HoldTraining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The store is lost: stop training, keep the state, wait."""
+    """Order: the store is lost; stop training, keep the state, wait."""
 
 
 class LeaseRenewed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Until this monotonic time of this machine the host may train. After it, without a newer word, hold.
+    """The host may train until this monotonic time of this machine; after it, without a newer message, the worker
+    holds.
 
     So an agent that is stopped or starved cannot let its worker train on beside the majority.
     """
@@ -64,7 +66,7 @@ class SnapshotServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StopWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The job is over for this worker: return from `rj.run`."""
+    """Order: the job is over for this worker; return from `rj.run`."""
 
     reason: str = ""
 
@@ -76,7 +78,7 @@ class WorkerReported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StepCommitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A step was committed. Also a sign of life."""
+    """The worker committed a step."""
 
     step: int
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
@@ -87,7 +89,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SnapshotServerRequested(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Have a snapshot server run on this host. Answered by `SnapshotServerReady`, each time."""
+    """Request for a snapshot server on this host; each is answered by `SnapshotServerReady`."""
 
 
 class EventOccurred(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -112,23 +114,23 @@ WORKER_ORDER_DECODER: msgspec.msgpack.Decoder[WorkerOrder] = msgspec.msgpack.Dec
 WORKER_MESSAGE_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 JOB_OVER_EXIT_CODE = 74
-"""Of a worker that was not there at the end of its job, which failed or was done without it: the agent looks at the
-job's outcome instead."""
+"""Exit code of a worker that was not there at the end of its job, which failed or was done without it: the agent looks
+at the job's outcome instead."""
 RESTART_EXIT_CODE = 75
-"""A worker that exits with this asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
+"""Exit code with which a worker asks to be started again (sysexits' EX_TEMPFAIL); not a user's error."""
 
 AGENT_CONNECTION_VARIABLE = "RESILIENT_JAX_LINK"
-"""Environment variable with the worker's end of the socket pair, as a file descriptor."""
+"""Environment variable with the worker's end of the connection to its agent, as a file descriptor."""
 DEATH_PIPE_VARIABLE = "RESILIENT_JAX_TRIPWIRE"
 """Environment variable with the write end of a pipe whose closing means that the worker dies."""
 SNAPSHOT_CONNECTION_VARIABLE = "RESILIENT_JAX_SNAPSHOT_LINK"
-"""Environment variable with the worker's end of its socket pair with the snapshot server, as a file descriptor."""
+"""Environment variable with the worker's end of the connection to the snapshot server, as a file descriptor."""
 WORKER_SETTINGS_VARIABLE = "RESILIENT_JAX_SETTINGS"
 """Environment variable with `WorkerSettings` as JSON."""
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job takes snapshots; see the keys of the same names in `config.JobConfig`."""
+    """How a job takes snapshots; see the keys of similar names in `config.JobConfig`."""
 
     num_parity: int = 1
     interval_steps: int | Literal["auto"] = 1
@@ -137,7 +139,7 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent tells its worker once, at start.
+    """The settings that an agent gives its worker once, at start.
 
     Attributes:
         tls: paths of certificate, key and authority for the traffic between workers; None for plain TCP.

@@ -1,1 +1,1 @@
-"""Events on disk: the log of a host, and stalls read from it."""
+"""Events on disk: the log of a host, and stalls computed from it."""

@@ -1,4 +1,4 @@
-"""The record of a host: one JSON line an event, written by the host's agent alone."""
+"""The event log of a host: one JSON line for each event, written by the host's agent alone."""
 
 import collections
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ _DECODER = msgspec.json.Decoder(Event)
 class EventLog:
     """Appends events to a file, and keeps the newest in memory for tables.
 
-    A line is one `write` of whole bytes, so a killed writer leaves at most one torn last line, which
-    `read_events` leaves out. What a full disk does not take is written when there is space again; of more than `KEPT`
-    events only the number of the oldest, as an event.
+    A line is one `write`, so a killed writer leaves at most one torn last line, which `read_events` skips. What a full
+    disk does not take is written when there is space again; of more than `MAX_KEPT` events the number of the oldest, as
+    an event.
     """
 
     MAX_KEPT = 1000
 
     def __init__(self, path: Path | None, host: str, clock: Clock | None = None) -> None:
-        """Writes to `path`; None keeps events in memory only."""
+        """Write to `path`; None keeps events in memory only."""
         self.host = host
         self.recent: collections.deque[Event] = collections.deque(maxlen=self.MAX_KEPT)
         self._clock = clock or SystemClock()
@@ -42,7 +42,7 @@ class EventLog:
         step: int | None = None,
         **detail: str | float | bool,
     ) -> None:
-        """Writes that `kind` happened now on this host."""
+        """Record that `kind` happened now on this host."""
         self.record_detail(kind, detail, generation=generation, step=step)
 
     def record_detail(
@@ -53,7 +53,7 @@ class EventLog:
         generation: int | None = None,
         step: int | None = None,
     ) -> None:
-        """As `record`, for details that come as a mapping."""
+        """Record an event whose details are a mapping; else as `record`."""
         self.append(self._make(kind, detail, generation, step))
 
     def _make(
@@ -77,7 +77,7 @@ class EventLog:
         return _ENCODER.encode(self._make(EventKind.LOG_UNWRITABLE, {"lost": lost}))
 
     def append(self, event: Event) -> None:
-        """Writes an event that another process of this host saw."""
+        """Write an event that another process of this host recorded."""
         self.recent.append(event)
         if self._file is not None:
             self._file.write(_ENCODER.encode(event))
@@ -89,7 +89,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a log, oldest first. A torn last line (its writer was killed) is left out.
+    """Return the events of a log, oldest first. A torn last line (its writer was killed) is skipped.
 
     Raises:
         MessageError: another line is not an event of ours; names file, line and field.

@@ -1,4 +1,4 @@
-"""A log file that may never take the training down with it: a full disk is said once, then retried."""
+"""A log file that never stops training: a full disk is reported once, then retried."""
 
 import collections
 import contextlib
@@ -25,8 +25,8 @@ def _count(lost: int) -> bytes:
 class LogFile:
     """Appends lines, one unbuffered write each. Never raises after it was opened.
 
-    Of lines that could not be written the newest `kept` are written when the file takes lines again; the others are
-    counted, and a line says how many. A line is written whole or not at all.
+    Of lines that could not be written the newest `max_kept` are written when the file takes lines again; the others are
+    counted, and a line gives their number. A line is written completely or not at all.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LogFile:
         max_kept: int = 0,
         format_lost: Callable[[int], bytes] = _count,
     ) -> None:
-        """`format_lost` makes the line that says how many were lost."""
+        """Open the file; `format_lost` makes the line with the number of lost lines."""
         self.path = path
         self._say = print_line
         self._kept = max_kept
@@ -49,7 +49,7 @@ class LogFile:
         self._open()
 
     def write(self, line: bytes) -> None:
-        """Appends `line` and a newline."""
+        """Append `line` and a newline."""
         self._waiting.append(line)
         if self._descriptor is None and time.monotonic() >= self._retry_at_s:
             self._open()
@@ -97,10 +97,10 @@ class LogFile:
 
 
 def _append(descriptor: int, line: bytes) -> None:
-    """Writes a line.
+    """Write a line completely.
 
     Raises:
-        OSError: it did not fit; nothing of it is there.
+        OSError: the line did not fit; nothing of it is there.
     """
     whole = line + b"\n"
     written = os.write(descriptor, whole)

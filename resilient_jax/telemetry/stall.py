@@ -1,8 +1,8 @@
-"""A stall as a bar of phases, read from events. Pure.
+"""A stall as a bar of phases, computed from events. Pure.
 
-The clock of a stall starts at the fault and ends when every member of the new generation has finished its
-first step. Phases, each ending where the next begins:
-- *notice*: until the first event that tells of the fault;
+A stall begins at the fault and ends when every member of the new generation has finished its first step. Phases, each
+ending where the next begins:
+- *detection*: until the first event that reports the fault;
 - *quiesce*: until the leader knows that all survivors are idle, and from which step they go on;
 - *rebuild*: until every member has its world and its state;
 - *step*: until every member has finished a step in it.
@@ -31,11 +31,11 @@ class Stall:
     """One fault's cost, in seconds.
 
     Attributes:
-        detected_by: the first event that told of it.
+        detected_by: the first event that reported the fault.
         change: how training went on, "shrink" or "reform".
         generation: the number that trained on.
-        hosts: its members.
-        step: where it went on from.
+        num_hosts: of that generation.
+        step: where training went on from.
     """
 
     detected_by: EventKind
@@ -50,12 +50,12 @@ class Stall:
 
     @property
     def total_s(self) -> float:
-        """From the fault to the end of the next step."""
+        """The time from the fault to the end of the next step."""
         return self.detection_s + self.quiesce_s + self.rebuild_s + self.step_s
 
 
 def measure_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
-    """The stall after a fault at the monotonic time `fault_s`; None while it lasts.
+    """Return the stall after a fault at the monotonic time `fault_s`; None while it lasts.
 
     Args:
         events: of all hosts, in order of time.
