@@ -50,7 +50,7 @@ NO_FIXED_AXES: Mapping[Axis, int] = {}
 NO_CONSTRAINTS = PlanConstraints(NO_FIXED_AXES)
 
 
-def find_useful_levels(pricing: CostModel, stages: int) -> tuple[int, ...]:
+def find_useful_levels(cost_model: CostModel, stages: int) -> tuple[int, ...]:
     """Gives the levels in one domain of which it is worth to place a replica of so many stages; the last has all hosts.
 
     Left out is only what never changes the best step, so that a link that becomes as fast as another takes no plan
@@ -59,23 +59,23 @@ def find_useful_levels(pricing: CostModel, stages: int) -> tuple[int, ...]:
     are not alike make other pipelines in smaller domains; and what lies inside the last level is in no block, so more
     messages may follow one another there.
     """
-    last = len(pricing.links) - 1
-    kinds = pricing.request.pool.kinds
+    last = len(cost_model.links) - 1
+    kinds = cost_model.request.pool.kinds
     is_alike = len({kind.accelerator for kind in kinds} if stages == 1 else kinds) == 1
     return tuple(
         level
         for level in range(min(1, last), last + 1)
-        if level >= last - 1 or not is_alike or pricing.links[level] != pricing.links[level + 1]
+        if level >= last - 1 or not is_alike or cost_model.links[level] != cost_model.links[level + 1]
     )
 
 
-def enumerate_axes(pricing: CostModel, fixed: PlanConstraints) -> Iterator[ReplicaAxes]:
+def enumerate_axes(cost_model: CostModel, constraints: PlanConstraints) -> Iterator[ReplicaAxes]:
     """Yields the sizes of the axes that cut a layer and of the pipeline, FSDP left at 1."""
-    profile, devices = pricing.request.program_cost, pricing.devices
+    program_cost, devices = cost_model.request.program_cost, cost_model.devices
 
     def sizes(axis: Axis) -> tuple[int, ...]:
-        allowed = find_axis_sizes(profile, axis, devices)
-        return tuple(size for size in allowed if size == fixed.axes.get(axis, size))
+        allowed = find_axis_sizes(program_cost, axis, devices)
+        return tuple(size for size in allowed if size == constraints.axes.get(axis, size))
 
     stages = sizes(Axis.PIPELINE)
     for tensor, sequence, expert in itertools.product(
@@ -88,8 +88,8 @@ def enumerate_axes(pricing: CostModel, fixed: PlanConstraints) -> Iterator[Repli
 
 
 def visit_candidates(
-    pricing: CostModel,
-    fixed: PlanConstraints,
+    cost_model: CostModel,
+    constraints: PlanConstraints,
     limit_s: Callable[[ReplicaAxes], float],
     keep: Callable[[PlanCandidate], None],
 ) -> None:
@@ -101,7 +101,7 @@ def visit_candidates(
         limit_s: for a group of axes the step time from which on it is of no use; may only fall.
         keep: takes the candidate.
     """
-    _Visit(pricing, fixed, limit_s, keep).run()
+    _Visit(cost_model, constraints, limit_s, keep).run()
 
 
 class _Known(enum.IntEnum):
@@ -121,10 +121,10 @@ class _Known(enum.IntEnum):
 
 class _Node(NamedTuple):
     least_s: float
-    group: ReplicaAxes
+    axes: ReplicaAxes
     known: _Known
     replicas: int = 0
-    batch: MicrobatchConfig | None = None
+    microbatch: MicrobatchConfig | None = None
 
 
 NO_GROUP = ReplicaAxes(0, 0, 0, 0, 0)
@@ -136,146 +136,150 @@ class _Visit:
 
     def __init__(
         self,
-        pricing: CostModel,
-        fixed: PlanConstraints,
+        cost_model: CostModel,
+        constraints: PlanConstraints,
         limit_s: Callable[[ReplicaAxes], float],
         keep: Callable[[PlanCandidate], None],
     ) -> None:
-        self._pricing = pricing
-        self._fixed = fixed
+        self._cost_model = cost_model
+        self._constraints = constraints
         self._limit_s = limit_s
         self._keep = keep
-        self._levels = tuple(find_useful_levels(pricing, stages) for stages in (1, 2))
-        self._bounds = LowerBounds(pricing, self._levels[0])
-        wanted = fixed.axes.get(Axis.FSDP)
-        parts = find_divisors(pricing.request.global_batch)
+        self._levels = tuple(find_useful_levels(cost_model, stages) for stages in (1, 2))
+        self._bounds = LowerBounds(cost_model, self._levels[0])
+        wanted = constraints.axes.get(Axis.FSDP)
+        parts = find_divisors(cost_model.request.global_batch)
         self._fsdps = [size for size in parts if wanted in (None, size)]
         self._layouts: dict[ReplicaAxes, tuple[tuple[DeviceLayout, int], ...]] = {}
 
     def run(self) -> None:
         """Until nothing is left that could be of use."""
-        groups = enumerate_axes(self._pricing, self._fixed)
-        queue = [_Node(self._bounds.bound_step_compute_s(group), group, _Known.BARE) for group in groups]
+        all_axes = enumerate_axes(self._cost_model, self._constraints)
+        queue = [_Node(self._bounds.bound_step_compute_s(axes), axes, _Known.BARE) for axes in all_axes]
         heapq.heapify(queue)
         while queue:
             node = heapq.heappop(queue)
             if node.least_s >= self._limit_s(NO_GROUP):
                 return
             for child in self._expand(node):
-                if child.least_s < self._limit_s(child.group):
+                if child.least_s < self._limit_s(child.axes):
                     heapq.heappush(queue, child)
 
     def _expand(self, node: _Node) -> Iterator[_Node]:
         match node.known:
             case _Known.BARE:
-                yield _Node(self._bounds.bound_step_s(node.group), node.group, _Known.NARROW)
+                yield _Node(self._bounds.bound_step_s(node.axes), node.axes, _Known.NARROW)
             case _Known.NARROW:
-                yield from self._with_fsdp(node.group)
+                yield from self._with_fsdp(node.axes)
             case _Known.FSDP:
-                sharp = self._bounds.bound_feasible_step_s(node.group, node.replicas)
+                sharp = self._bounds.bound_feasible_step_s(node.axes, node.replicas)
                 yield node._replace(least_s=sharp, known=_Known.SHARP)
             case _Known.SHARP:
                 yield from self._with_batch(node)
             case _Known.BATCH:
-                assert node.batch is not None
-                self._visit_batch(node.group, node.batch)
+                assert node.microbatch is not None
+                self._visit_batch(node.axes, node.microbatch)
             case _:
                 assert_never(node.known)
 
     def _with_fsdp(self, narrow: ReplicaAxes) -> Iterator[_Node]:
         tensor, sequence, expert, _, stages = narrow
-        each, devices = narrow.devices, self._pricing.devices
-        most = self._fixed.axes.get(Axis.REPLICA, devices)
-        least = self._fixed.min_replicas
+        each, devices = narrow.devices, self._cost_model.devices
+        most = self._constraints.axes.get(Axis.REPLICA, devices)
+        least = self._constraints.min_replicas
         for fsdp in self._fsdps:
             replicas = min(devices // (each * fsdp), most)
             if replicas < least:
                 return
-            group = ReplicaAxes(tensor, sequence, expert, fsdp, stages)
-            yield _Node(self._bounds.bound_fsdp_step_s(group, replicas), group, _Known.FSDP, replicas)
+            axes = ReplicaAxes(tensor, sequence, expert, fsdp, stages)
+            yield _Node(self._bounds.bound_fsdp_step_s(axes, replicas), axes, _Known.FSDP, replicas)
 
     def _with_batch(self, node: _Node) -> Iterator[_Node]:
-        question, group = self._pricing.request, node.group
-        share = question.global_batch // group.fsdp
-        for again in (False, True) if question.program_cost.can_remat else (False,):
+        request, axes = self._cost_model.request, node.axes
+        share = request.global_batch // axes.fsdp
+        for again in (False, True) if request.program_cost.can_remat else (False,):
             for size in find_divisors(share):
-                batch = MicrobatchConfig(size, again)
-                if share // size < self._fixed.min_replicas or not self._bounds.fitting.may_fit(group, batch):
+                microbatch = MicrobatchConfig(size, again)
+                if share // size < self._constraints.min_replicas or not self._bounds.fitting.may_fit(
+                    axes, microbatch
+                ):
                     break  # a larger microbatch needs more still, and there are fewer of them
-                if self._fixed.microbatch in (None, batch):
-                    bound = self._bounds.bound_microbatch_step_s(group, batch, node.replicas)
-                    yield _Node(bound, group, _Known.BATCH, node.replicas, batch)
+                if self._constraints.microbatch in (None, microbatch):
+                    bound = self._bounds.bound_microbatch_step_s(axes, microbatch, node.replicas)
+                    yield _Node(bound, axes, _Known.BATCH, node.replicas, microbatch)
 
-    def _layouts_of(self, group: ReplicaAxes) -> tuple[tuple[DeviceLayout, int], ...]:
+    def _layouts_of(self, axes: ReplicaAxes) -> tuple[tuple[DeviceLayout, int], ...]:
         """With how many replicas the hosts can make of each."""
-        if group not in self._layouts:
+        if axes not in self._layouts:
             layouts = enumerate_layouts(
-                group,
-                self._pricing.request.pool.devices_per_host,
-                self._levels[group.pipeline > 1],
+                axes,
+                self._cost_model.request.pool.devices_per_host,
+                self._levels[axes.pipeline > 1],
             )
-            self._layouts[group] = tuple((one, self._pricing.count_replicas(one)) for one in layouts)
-        return self._layouts[group]
+            self._layouts[axes] = tuple((one, self._cost_model.count_replicas(one)) for one in layouts)
+        return self._layouts[axes]
 
-    def _visit_batch(self, group: ReplicaAxes, batch: MicrobatchConfig) -> None:
-        for layout, replicas in self._layouts_of(group):
-            if self._bounds.bound_microbatch_step_s(group, batch, replicas) < self._limit_s(group):
-                self._visit_layout(layout, batch)
+    def _visit_batch(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> None:
+        for layout, replicas in self._layouts_of(axes):
+            if self._bounds.bound_microbatch_step_s(axes, microbatch, replicas) < self._limit_s(axes):
+                self._visit_layout(layout, microbatch)
 
-    def _visit_layout(self, layout: DeviceLayout, batch: MicrobatchConfig) -> None:
+    def _visit_layout(self, layout: DeviceLayout, microbatch: MicrobatchConfig) -> None:
         """Replicas one by one, then in blocks, which shorten nothing but the sum over replicas."""
-        pricing = self._pricing
-        teams = pricing.find_block_classes(layout, batch, self._limit_s(layout.axes))
-        if not teams:
+        cost_model = self._cost_model
+        classes = cost_model.find_block_classes(layout, microbatch, self._limit_s(layout.axes))
+        if not classes:
             return
-        self._keep_all(layout, batch, teams)
+        self._keep_all(layout, microbatch, classes)
         if layout.level == layout.outermost_level:
             return
         most = min(
-            sum(team.blocks for team in teams),
-            pricing.count_microbatches(layout.axes, batch) // layout.replicas_per_slot,
+            sum(team.blocks for team in classes),
+            cost_model.memory.count_microbatches(layout.axes, microbatch) // layout.replicas_per_slot,
         )
         if most < 2:
             return
-        done_s = pricing.assign_microbatches(layout, batch, teams, most).makespan_s
-        done_s += pricing.request.calibration.step_overhead_s
+        done_s = cost_model.assign_microbatches(layout, microbatch, classes, most).makespan_s
+        done_s += cost_model.request.calibration.step_overhead_s
         for block in BLOCK_SIZES[1:]:
             if block > most or done_s >= self._limit_s(layout.axes):
                 return
             blocked = layout._replace(block_size=block)
-            self._keep_all(blocked, batch, pricing.find_block_classes(blocked, batch))
+            self._keep_all(blocked, microbatch, cost_model.find_block_classes(blocked, microbatch))
 
-    def _keep_all(self, layout: DeviceLayout, batch: MicrobatchConfig, teams: tuple[BlockClass, ...]) -> None:
+    def _keep_all(
+        self, layout: DeviceLayout, microbatch: MicrobatchConfig, classes: tuple[BlockClass, ...]
+    ) -> None:
         """Layers split for the fastest microbatch; then, while that may be of use, with less on the fullest stage."""
-        pricing, group = self._pricing, layout.axes
-        waiting, seen = [(layout, teams)], {layout}
+        cost_model, axes = self._cost_model, layout.axes
+        waiting, seen = [(layout, classes)], {layout}
         while waiting:
-            layout, teams = waiting.pop()
-            evened = relax_layer_limits(pricing, layout, batch, teams)
+            layout, classes = waiting.pop()
+            evened = relax_layer_limits(cost_model, layout, microbatch, classes)
             least_s = math.inf
             for blocks, price in enumerate_block_counts(
-                pricing, self._fixed, layout, batch, teams, self._limit_s(group)
+                cost_model, self._constraints, layout, microbatch, classes, self._limit_s(axes)
             ):
-                self._keep(PlanCandidate(price.step_s, layout, batch, blocks))
+                self._keep(PlanCandidate(price.step_s, layout, microbatch, blocks))
                 least_s = min(
                     least_s,
                     price.assignment.makespan_s
-                    + sum(pricing.estimate_reduction_and_update_s(layout, evened, blocks)),
+                    + sum(cost_model.estimate_reduction_and_update_s(layout, evened, blocks)),
                 )
-            if group.pipeline == 1 or least_s >= self._limit_s(group):
+            if axes.pipeline == 1 or least_s >= self._limit_s(axes):
                 continue
-            for other in tighten_layer_limits(pricing, layout, teams):
+            for other in tighten_layer_limits(cost_model, layout, classes):
                 if other not in seen:
                     seen.add(other)
-                    waiting.append((other, pricing.find_block_classes(other, batch)))
+                    waiting.append((other, cost_model.find_block_classes(other, microbatch)))
 
 
 def enumerate_block_counts(
-    pricing: CostModel,
-    fixed: PlanConstraints,
+    cost_model: CostModel,
+    constraints: PlanConstraints,
     layout: DeviceLayout,
-    batch: MicrobatchConfig,
-    teams: tuple[BlockClass, ...],
+    microbatch: MicrobatchConfig,
+    classes: tuple[BlockClass, ...],
     limit_s: float,
 ) -> Iterator[tuple[int, PlanCost]]:
     """Yields the numbers of blocks that may be best, the largest first.
@@ -284,24 +288,27 @@ def enumerate_block_counts(
     quicker. Fewer are done later, so it ends where that alone is as late as the limit.
     """
     each = layout.replicas_per_block
-    fewest = -(-fixed.min_replicas // each)
-    most = min(sum(team.blocks for team in teams), pricing.count_microbatches(layout.axes, batch) // each)
-    if (wanted := fixed.axes.get(Axis.REPLICA)) is not None:
+    fewest = -(-constraints.min_replicas // each)
+    most = min(
+        sum(team.blocks for team in classes),
+        cost_model.memory.count_microbatches(layout.axes, microbatch) // each,
+    )
+    if (wanted := constraints.axes.get(Axis.REPLICA)) is not None:
         if wanted % each == 0 and fewest <= wanted // each <= most:
-            yield wanted // each, pricing.estimate_plan(layout, batch, teams, wanted // each)
+            yield wanted // each, cost_model.estimate_plan(layout, microbatch, classes, wanted // each)
         return
     while most >= fewest:
-        finish = pricing.assign_microbatches(layout, batch, teams, most).makespan_s
+        finish = cost_model.assign_microbatches(layout, microbatch, classes, most).makespan_s
         if finish >= limit_s:
             return
         low, high = fewest, most
         while low < high:
             middle = (low + high) // 2
-            if pricing.assign_microbatches(layout, batch, teams, middle).makespan_s <= finish:
+            if cost_model.assign_microbatches(layout, microbatch, classes, middle).makespan_s <= finish:
                 high = middle
             else:
                 low = middle + 1
-        price = pricing.estimate_plan(layout, batch, teams, low)
+        price = cost_model.estimate_plan(layout, microbatch, classes, low)
         limit_s = min(limit_s, price.step_s)
         yield low, price
         most = low - 1

@@ -51,10 +51,10 @@ class CalibrationFit:
 
 def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
     """Gives the step time of a plan with other constants."""
-    pricing = CostModel(dataclasses.replace(plan.request, calibration=calibration))
-    teams = {team.composition: team for team in pricing.find_block_classes(plan.layout, plan.microbatch)}
-    ordered = [teams[composition] for composition in plan.compositions]
-    return pricing.estimate_plan(plan.layout, plan.microbatch, ordered, plan.blocks).step_s
+    cost_model = CostModel(dataclasses.replace(plan.request, calibration=calibration))
+    classes = {team.composition: team for team in cost_model.find_block_classes(plan.layout, plan.microbatch)}
+    ordered = [classes[composition] for composition in plan.compositions]
+    return cost_model.estimate_plan(plan.layout, plan.microbatch, ordered, plan.blocks).step_s
 
 
 def fit_calibration(

@@ -33,42 +33,47 @@ class DeviceWork(NamedTuple):
     passes: int
 
 
-def compute_device_share(profile: ProgramCost, amounts: AmountByAxis, group: ReplicaAxes) -> float:
+def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes: ReplicaAxes) -> float:
     """Gives a device's share of an amount: what cuts each kind is said at `Amounts`."""
-    vocabulary = group.tensor if is_partitioned(profile, Axis.TENSOR, "vocab", group.tensor) else 1
+    vocabulary = axes.tensor if is_partitioned(program_cost, Axis.TENSOR, "vocab", axes.tensor) else 1
     return (
         amounts.replicated
-        + (amounts.tensor + amounts.attention) / group.tensor
+        + (amounts.tensor + amounts.attention) / axes.tensor
         + amounts.vocabulary / vocabulary
-        + amounts.expert / (group.expert * group.tensor)
-    ) / group.sequence
+        + amounts.expert / (axes.expert * axes.tensor)
+    ) / axes.sequence
 
 
-def is_partitioned(profile: ProgramCost, axis: Axis, name: str, size: int) -> bool:
+def is_partitioned(program_cost: ProgramCost, axis: Axis, name: str, size: int) -> bool:
     """Whether an axis of this size cuts the dims of a name; a program that does not list it has it cut."""
     return all(
-        is_divisible(divisor, size) for divisor in profile.divisibility_rules_by_dim.get((axis, name), ())
+        is_divisible(divisor, size)
+        for divisor in program_cost.divisibility_rules_by_dim.get((axis, name), ())
     )
 
 
 def count_device_work(
-    profile: ProgramCost, work: PartCost, state: PartBytes, group: ReplicaAxes, batch: MicrobatchConfig
+    program_cost: ProgramCost,
+    work: PartCost,
+    state: PartBytes,
+    axes: ReplicaAxes,
+    microbatch: MicrobatchConfig,
 ) -> DeviceWork:
     """Gives what a device does in one copy of a part.
 
     Formula: each amount's share, times the sequences. Parameters are read in each pass, and a gradient is added to its
     sum (read and written).
     """
-    again = batch.remat and work.part is ModelPart.LAYER
-    flops = compute_device_share(profile, work.step_flops, group)
-    moved = compute_device_share(profile, work.step_bytes, group)
+    again = microbatch.remat and work.part is ModelPart.LAYER
+    flops = compute_device_share(program_cost, work.step_flops, axes)
+    moved = compute_device_share(program_cost, work.step_bytes, axes)
     if again:
-        flops += compute_device_share(profile, work.remat_flops, group)
-        moved += compute_device_share(profile, work.forward_bytes, group)
+        flops += compute_device_share(program_cost, work.remat_flops, axes)
+        moved += compute_device_share(program_cost, work.forward_bytes, axes)
     passes = 3 if again else 2
     return DeviceWork(
-        flops=flops * batch.sequences,
-        moved_bytes=moved * batch.sequences + passes * state.gathered + 2 * state.gradients,
+        flops=flops * microbatch.sequences,
+        moved_bytes=moved * microbatch.sequences + passes * state.gathered + 2 * state.gradients,
         passes=passes,
     )
 
@@ -89,11 +94,11 @@ def estimate_compute_s(
 
 
 def estimate_exposed_collectives(
-    profile: ProgramCost,
+    program_cost: ProgramCost,
     work: PartCost,
     state: PartBytes,
-    group: ReplicaAxes,
-    batch: MicrobatchConfig,
+    axes: ReplicaAxes,
+    microbatch: MicrobatchConfig,
     spreads: Mapping[Axis, LevelFactors],
     links: Sequence[DeviceLink],
 ) -> dict[Axis, float]:
@@ -103,37 +108,39 @@ def estimate_exposed_collectives(
     gradients.
     """
     found: dict[Axis, float] = {Axis.TENSOR: 0.0, Axis.SEQUENCE: 0.0, Axis.EXPERT: 0.0, Axis.FSDP: 0.0}
-    again = batch.remat and work.part is ModelPart.LAYER
+    again = microbatch.remat and work.part is ModelPart.LAYER
     for exchange in work.collectives:
         axis = exchange.axis
-        if not is_collective_needed(profile, exchange, group):
+        if not is_collective_needed(program_cost, exchange, axes):
             continue
-        message = exchange.message_bytes * batch.sequences
+        message = exchange.message_bytes * microbatch.sequences
         if axis is not Axis.SEQUENCE:
-            message /= group.sequence
-        elif is_partitioned(profile, Axis.TENSOR, "kv_heads", group.tensor):
-            message /= group.tensor
+            message /= axes.sequence
+        elif is_partitioned(program_cost, Axis.TENSOR, "kv_heads", axes.tensor):
+            message /= axes.tensor
         times = exchange.forward_count * (2 if again else 1) + exchange.backward_count
         if times:
             found[axis] += times * estimate_collective_s(exchange.kind, message, spreads[axis], links)
-    if group.sequence > 1 and state.gradients:
+    if axes.sequence > 1 and state.gradients:
         reduced = estimate_collective_s(
             CollectiveKind.ALL_REDUCE, state.gradients, spreads[Axis.SEQUENCE], links
         )
         found[Axis.SEQUENCE] += reduced
-    if group.fsdp > 1 and state.gathered:
+    if axes.fsdp > 1 and state.gathered:
         found[Axis.FSDP] += sum(
             estimate_collective_s(message.kind, message.bytes, spreads[Axis.FSDP], links, message.pieces)
-            for message in list_fsdp_collectives(profile, work.part, state)
+            for message in list_fsdp_collectives(program_cost, work.part, state)
         )
     return found
 
 
-def is_collective_needed(profile: ProgramCost, exchange: ActivationCollective, group: ReplicaAxes) -> bool:
+def is_collective_needed(
+    program_cost: ProgramCost, exchange: ActivationCollective, axes: ReplicaAxes
+) -> bool:
     """Whether these axes ask for it."""
-    size = getattr(group, exchange.axis)
+    size = getattr(axes, exchange.axis)
     return size > 1 and (
-        not exchange.logical_name or is_partitioned(profile, exchange.axis, exchange.logical_name, size)
+        not exchange.logical_name or is_partitioned(program_cost, exchange.axis, exchange.logical_name, size)
     )
 
 
@@ -146,12 +153,12 @@ class FsdpCollective(NamedTuple):
 
 
 def list_fsdp_collectives(
-    profile: ProgramCost, part: ModelPart, state: PartBytes
+    program_cost: ProgramCost, part: ModelPart, state: PartBytes
 ) -> tuple[FsdpCollective, ...]:
     """Gives what FSDP sends for a microbatch: the part's parameters as often as they are gathered, and its gradients.
 
     Where gradients are summed before they are cut (see `memory.Need`), that was measured to be as fast as a scatter.
     """
-    passes, pieces = profile.fsdp_gathers[part]
+    passes, pieces = program_cost.fsdp_gathers[part]
     gathered = FsdpCollective(CollectiveKind.ALL_GATHER, state.gathered, pieces)
     return (*[gathered] * passes, FsdpCollective(CollectiveKind.REDUCE_SCATTER, state.gathered_gradients, 1))

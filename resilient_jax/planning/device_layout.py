@@ -139,7 +139,7 @@ def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
     return inside, room
 
 
-def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost: int) -> DeviceLayout:
+def make_layout(axes: ReplicaAxes, room: int, level: int, block: int, outermost: int) -> DeviceLayout:
     """Gives the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
 
     >>> make_layout(ReplicaAxes(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).host_slots
@@ -147,12 +147,12 @@ def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost
     >>> make_layout(ReplicaAxes(tensor=2), room=8, level=1, block=1, outermost=1).replicas_per_slot
     4
     """
-    inside, left = fill_host(group, room)
+    inside, left = fill_host(axes, room)
     filled = ReplicaAxes(*inside)
     return DeviceLayout(
-        axes=group,
+        axes=axes,
         axes_in_host=filled,
-        replicas_per_slot=left if filled == group else 1,
+        replicas_per_slot=left if filled == axes else 1,
         level=level,
         block_size=block,
         outermost_level=outermost,
@@ -160,7 +160,7 @@ def make_layout(group: ReplicaAxes, room: int, level: int, block: int, outermost
 
 
 def enumerate_layouts(
-    group: ReplicaAxes, devices_per_host: int, levels: tuple[int, ...]
+    axes: ReplicaAxes, devices_per_host: int, levels: tuple[int, ...]
 ) -> tuple[DeviceLayout, ...]:
     """Gives every layout of a replica's axes with blocks of one, those that fill hosts first.
 
@@ -171,5 +171,5 @@ def enumerate_layouts(
     """
     outermost = levels[-1]
     rooms = range(devices_per_host, 0, -1)
-    found = dict.fromkeys(make_layout(group, room, outermost, 1, outermost) for room in rooms)
+    found = dict.fromkeys(make_layout(axes, room, outermost, 1, outermost) for room in rooms)
     return tuple(layout._replace(level=level) for layout in found for level in levels)

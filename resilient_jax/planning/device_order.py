@@ -18,10 +18,10 @@ def find_device_order(plan: Plan) -> list[int]:
     Devices are numbered as the topology lists its hosts, each with all of its devices. Spares are left out. So the
     devices of replica r are those from `r n` to `(r + 1) n`, if a replica has n.
     """
-    question, layout = plan.request, plan.layout
-    hosts = question.topology.hosts
+    request, layout = plan.request, plan.layout
+    hosts = request.topology.hosts
     free = list(itertools.accumulate((host.devices for host in hosts), initial=0))[:-1]
-    placed = place_replicas(question.topology, question.pool, layout, plan.compositions, plan.blocks)
+    placed = place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks)
     order: list[int] = []
     for cells in placed:
         starts = []
@@ -38,11 +38,11 @@ def _order_replicas(layout: DeviceLayout, cells: PlacedReplicas, starts: Sequenc
         assert len(cells) == 1, "replicas that share a host have one cell"
         yield from range(starts[0], starts[0] + layout.devices_per_slot)
         return
-    group, inside = layout.axes, layout.axes_in_host
+    axes, inside = layout.axes, layout.axes_in_host
     # Both number their places with tensor changing fastest; the mesh has pipeline outermost in a replica, as `Group`.
-    for coordinates in itertools.product(*(range(size) for size in reversed(group))):
+    for coordinates in itertools.product(*(range(size) for size in reversed(axes))):
         cell = slot = 0
-        for coordinate, part, size in zip(coordinates, reversed(inside), reversed(group), strict=True):
+        for coordinate, part, size in zip(coordinates, reversed(inside), reversed(axes), strict=True):
             outer, inner = divmod(coordinate, part)
             cell = cell * (size // part) + outer
             slot = slot * part + inner

@@ -18,7 +18,7 @@ MAX_PLANS_PER_SEARCH = 16
 
 
 def search_host_local_plan(
-    profile: ProgramCost,
+    program_cost: ProgramCost,
     topology: Topology,
     *,
     microbatch_size: int,
@@ -53,7 +53,7 @@ def search_host_local_plan(
     for given in _choices(topology, min(devices), microbatch_size, parse_axis_sizes(axes)):
         try:
             found += search_plans(
-                profile,
+                program_cost,
                 topology,
                 global_batch=global_batch,
                 calibration=calibration,
@@ -73,7 +73,7 @@ def search_host_local_plan(
     if nothing_fits:
         raise nothing_fits[0]
     raise PlanError(
-        f"{profile.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices with "
+        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices with "
         f"microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of {min(devices)} "
         f"examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
     )

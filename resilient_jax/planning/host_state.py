@@ -31,12 +31,12 @@ def intersect_regions(one: StateRegion, other: StateRegion) -> StateRegion | Non
     return StateRegion(*found) if all(low < high for low, high in found) else None  # type: ignore[arg-type]
 
 
-def count_layer_bytes(profile: ProgramCost) -> tuple[float, ...]:
+def count_layer_bytes(program_cost: ProgramCost) -> tuple[float, ...]:
     """Gives the bytes of parameters and optimizer of the embedding, each layer, and the head; tied ones count at the
     first."""
-    layers = profile.layers
+    layers = program_cost.layers
     weights = [0.0] * (layers + 2)
-    for tensor in profile.tensors:
+    for tensor in program_cost.tensors:
         if tensor.parts == (ModelPart.LAYER,):
             for layer in range(1, layers + 1):
                 weights[layer] += tensor.bytes / layers
@@ -55,23 +55,23 @@ def count_region_bytes(box: StateRegion, weights: tuple[float, ...]) -> float:
 
 def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[StateRegion, ...]:
     """Gives the box of each cell of a replica, in the order of cells."""
-    group, inside = layout.axes, layout.axes_in_host
+    axes, inside = layout.axes, layout.axes_in_host
     ends = [0, *(1 + sum(split[: stage + 1]) for stage in range(len(split)))]
     ends[-1] += 1
     boxes = []
     for cell in range(layout.host_slots):
         places = []
         left = cell
-        for size, part in zip(group, inside, strict=True):
+        for size, part in zip(axes, inside, strict=True):
             left, place = divmod(left, size // part)
             places.append((place * part, (place + 1) * part))
         tensor, _, expert, fsdp, stages = places
         boxes.append(
             StateRegion(
                 layers=(ends[stages[0]], ends[stages[1]]),
-                tensor=(tensor[0] / group.tensor, tensor[1] / group.tensor),
-                expert=(expert[0] / group.expert, expert[1] / group.expert),
-                fsdp=(fsdp[0] / group.fsdp, fsdp[1] / group.fsdp),
+                tensor=(tensor[0] / axes.tensor, tensor[1] / axes.tensor),
+                expert=(expert[0] / axes.expert, expert[1] / axes.expert),
+                fsdp=(fsdp[0] / axes.fsdp, fsdp[1] / axes.fsdp),
             )
         )
     return tuple(boxes)
@@ -82,8 +82,8 @@ HostState = frozenset[StateRegion]
 
 def find_host_states(plan: Plan) -> dict[HostName, HostState]:
     """Gives what each host holds; hosts that are not used are missing."""
-    question, layout = plan.request, plan.layout
-    placed = place_replicas(question.topology, question.pool, layout, plan.compositions, plan.blocks)
+    request, layout = plan.request, plan.layout
+    placed = place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks)
     per_cell = layout.replicas_per_slot
     boxes = [
         boxes
@@ -91,7 +91,7 @@ def find_host_states(plan: Plan) -> dict[HostName, HostState]:
         for boxes in [find_replica_regions(layout, team.layers)]
         for _ in range(team.replicas // per_cell)
     ]
-    hosts = question.topology.hosts
+    hosts = request.topology.hosts
     found: dict[HostName, set[StateRegion]] = {}
     for cells, held in zip(placed, boxes, strict=True):
         for place, box in zip(cells, held, strict=True):

@@ -25,12 +25,12 @@ class _Found(Exception):
     """One plan is enough."""
 
 
-def explain_infeasibility(pricing: CostModel, fixed: PlanConstraints) -> NoFeasiblePlan:
+def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -> NoFeasiblePlan:
     """Gives the error that says what would do."""
-    question = pricing.request
-    memory = find_min_memory_bytes(pricing, fixed)
-    devices = find_min_devices(pricing, fixed)
-    replicas = find_max_replicas(pricing, fixed)
+    request = cost_model.request
+    memory = find_min_memory_bytes(cost_model, constraints)
+    devices = find_min_devices(cost_model, constraints)
+    replicas = find_max_replicas(cost_model, constraints)
     ways = []
     if replicas is not None:
         ways.append(f"asking for {replicas} replica{'s'[: replicas != 1]} or fewer")
@@ -39,10 +39,10 @@ def explain_infeasibility(pricing: CostModel, fixed: PlanConstraints) -> NoFeasi
     if devices is not None:
         ways.append(f"{devices} devices such as its fastest")
     return NoFeasiblePlan(
-        f"{question.program_cost.name}: found no plan for the {question.topology.device_count} devices of topology "
-        f"{question.topology.name!r} ({_bytes(question.pool.memory_bytes)} each, "
-        f"of which {question.calibration.usable_memory:.0%} can be used) and a global batch of {question.global_batch}"
-        + (f" with {', '.join(named)}" if (named := _named(fixed)) else "")
+        f"{request.program_cost.name}: found no plan for the {request.topology.device_count} devices of topology "
+        f"{request.topology.name!r} ({_bytes(request.pool.memory_bytes)} each, "
+        f"of which {request.calibration.usable_memory:.0%} can be used) and a global batch of {request.global_batch}"
+        + (f" with {', '.join(named)}" if (named := _named(constraints)) else "")
         + f". What would do: {' or '.join(ways) if ways else 'nothing that was tried'}",
         min_memory_bytes=memory,
         min_devices=devices,
@@ -55,80 +55,83 @@ def _bytes(number: int) -> str:
     return f"{-(-number // 10**8) / 10} GB" if number >= 10**9 else f"{-(-number // 10**5) / 10} MB"
 
 
-def _named(fixed: PlanConstraints) -> list[str]:
-    named = [f"{axis} {size}" for axis, size in fixed.axes.items()]
-    return [*named, f"at least {fixed.min_replicas} replicas"] if fixed.min_replicas > 1 else named
+def _named(constraints: PlanConstraints) -> list[str]:
+    named = [f"{axis} {size}" for axis, size in constraints.axes.items()]
+    return (
+        [*named, f"at least {constraints.min_replicas} replicas"] if constraints.min_replicas > 1 else named
+    )
 
 
-def find_min_memory_bytes(pricing: CostModel, fixed: PlanConstraints) -> int | None:
+def find_min_memory_bytes(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
     """Gives the least memory of a device with which these devices have a plan; None: no axes can be placed."""
-    question = pricing.request
-    batch = fixed.microbatch or MicrobatchConfig(1, question.program_cost.can_remat)
-    replicas = _least_replicas(fixed)
+    request = cost_model.request
+    microbatch = constraints.microbatch or MicrobatchConfig(1, request.program_cost.can_remat)
+    replicas = _least_replicas(constraints)
     needs = [
-        pricing.find_min_memory(group, batch)
-        for group in _all_groups(pricing, fixed)
-        if pricing.count_microbatches(group, batch) >= replicas and _count_most(pricing, group) >= replicas
+        cost_model.memory.find_min_memory(axes, microbatch)
+        for axes in _all_groups(cost_model, constraints)
+        if cost_model.memory.count_microbatches(axes, microbatch) >= replicas
+        and _count_most(cost_model, axes) >= replicas
     ]
     if not needs:
         return None
-    return int(min(needs) / question.calibration.usable_memory) + 1
+    return int(min(needs) / request.calibration.usable_memory) + 1
 
 
-def _least_replicas(fixed: PlanConstraints) -> int:
-    return max(fixed.axes.get(Axis.REPLICA, 1), fixed.min_replicas)
+def _least_replicas(constraints: PlanConstraints) -> int:
+    return max(constraints.axes.get(Axis.REPLICA, 1), constraints.min_replicas)
 
 
-def _count_most(pricing: CostModel, group: ReplicaAxes) -> int:
+def _count_most(cost_model: CostModel, axes: ReplicaAxes) -> int:
     """How many replicas of these axes the hosts can make."""
-    pool, levels = pricing.request.pool, find_useful_levels(pricing, group.pipeline)
-    return max(map(pricing.count_replicas, enumerate_layouts(group, pool.devices_per_host, levels[-1:])))
+    pool, levels = cost_model.request.pool, find_useful_levels(cost_model, axes.pipeline)
+    return max(map(cost_model.count_replicas, enumerate_layouts(axes, pool.devices_per_host, levels[-1:])))
 
 
-def _all_groups(pricing: CostModel, fixed: PlanConstraints) -> list[ReplicaAxes]:
-    parts = find_divisors(pricing.request.global_batch)
-    devices = pricing.devices
+def _all_groups(cost_model: CostModel, constraints: PlanConstraints) -> list[ReplicaAxes]:
+    parts = find_divisors(cost_model.request.global_batch)
+    devices = cost_model.devices
     return [
         narrow._replace(fsdp=fsdp)
-        for narrow in enumerate_axes(pricing, fixed)
+        for narrow in enumerate_axes(cost_model, constraints)
         for fsdp in parts
-        if fsdp == fixed.axes.get(Axis.FSDP, fsdp)
-        and narrow.devices * fsdp * _least_replicas(fixed) <= devices
+        if fsdp == constraints.axes.get(Axis.FSDP, fsdp)
+        and narrow.devices * fsdp * _least_replicas(constraints) <= devices
     ]
 
 
-def find_max_replicas(pricing: CostModel, fixed: PlanConstraints) -> int | None:
+def find_max_replicas(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
     """Gives how many replicas could be asked for; None: it is not their number that is too large."""
-    low, high = 0, fixed.min_replicas
+    low, high = 0, constraints.min_replicas
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _has_plan(pricing, fixed._replace(min_replicas=middle))
+        fits = _has_plan(cost_model, constraints._replace(min_replicas=middle))
         low, high = (middle, high) if fits else (low, middle)
     return low or None
 
 
-def _has_plan(pricing: CostModel, fixed: PlanConstraints) -> bool:
+def _has_plan(cost_model: CostModel, constraints: PlanConstraints) -> bool:
     try:
-        visit_candidates(pricing, fixed, lambda _: math.inf, _stop)
+        visit_candidates(cost_model, constraints, lambda _: math.inf, _stop)
     except _Found:
         return True
     return False
 
 
-def find_min_devices(pricing: CostModel, fixed: PlanConstraints) -> int | None:
+def find_min_devices(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
     """Gives the least number of devices that have a plan, on hosts such as the fastest; None: no number that was
     tried."""
-    each = pricing.request.pool.kinds[0].devices
+    each = cost_model.request.pool.kinds[0].devices
 
     def fits(hosts: int) -> bool:
-        question = pricing.request
-        alone = dataclasses.replace(question.pool.kinds[0])
+        request = cost_model.request
+        alone = dataclasses.replace(request.pool.kinds[0])
         pool = HostPool(
             kinds=(alone,),
-            domains=tuple(((((0, hosts),), 1),) for _ in question.pool.domains),
+            domains=tuple(((((0, hosts),), 1),) for _ in request.pool.domains),
             memory_bytes=alone.accelerator.memory_bytes,
         )
-        return _has_plan(CostModel(dataclasses.replace(question, pool=pool)), fixed)
+        return _has_plan(CostModel(dataclasses.replace(request, pool=pool)), constraints)
 
     high = 1
     while not fits(high):

@@ -70,103 +70,107 @@ class MicrobatchBound(NamedTuple):
 class LowerBounds:
     """Lower bounds for one question; remembers what it computed."""
 
-    def __init__(self, pricing: CostModel, levels: tuple[int, ...]) -> None:
-        self.fitting = MemoryFilter(pricing)
-        self._pricing = pricing
+    def __init__(self, cost_model: CostModel, levels: tuple[int, ...]) -> None:
+        self.fitting = MemoryFilter(cost_model)
+        self._cost_model = cost_model
         self._levels = levels
-        question = pricing.request
-        kinds, constants = question.pool.kinds, question.calibration
+        request = cost_model.request
+        kinds, constants = request.pool.kinds, request.calibration
         self._flops_per_s = constants.matrix_efficiency * max(
-            kind.accelerator.peak_flops_per_s(question.number_format) * kind.speed for kind in kinds
+            kind.accelerator.peak_flops_per_s(request.number_format) * kind.speed for kind in kinds
         )
         self._bytes_per_s = constants.memory_efficiency * max(
             kind.accelerator.memory_bandwidth_bytes_per_s * kind.speed for kind in kinds
         )
         self._overhead_s = constants.layer_overhead_s / max(kind.speed for kind in kinds)
-        self._free = tuple(DeviceLink(bytes_per_s=link.bytes_per_s, latency_s=0.0) for link in pricing.links)
-        self._layers = question.program_cost.layers
-        self._batch, self._rounds = question.global_batch, question.pipeline_repeats
+        self._free = tuple(
+            DeviceLink(bytes_per_s=link.bytes_per_s, latency_s=0.0) for link in cost_model.links
+        )
+        self._layers = request.program_cost.layers
+        self._batch, self._repeats = request.global_batch, request.pipeline_repeats
         self._overlap = constants.fsdp_overlap
-        self._again = (False, True) if question.program_cost.can_remat else (False,)
+        self._again = (False, True) if request.program_cost.can_remat else (False,)
         self._loads: dict[tuple[int, int, int, bool], SequenceBound] = {}
         self._bare_loads: dict[tuple[int, int, int, bool], SequenceBound] = {}
         self._times: dict[tuple[object, ...], float] = {}
         self._lefts: dict[tuple[int, ...], frozenset[int]] = {}
         self._slots: dict[tuple[int, int, int, int, bool], tuple[MicrobatchBound, ...]] = {}
 
-    def bound_sequence(self, group: ReplicaAxes, again: bool) -> SequenceBound:
+    def bound_sequence(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
         """Of these axes, with or without rematerialisation."""
-        key = (group.tensor, group.sequence, group.expert, again)
+        key = (axes.tensor, axes.sequence, axes.expert, again)
         if key not in self._loads:
-            bare = self.bound_sequence_compute(group, again)
+            bare = self.bound_sequence_compute(axes, again)
             exchanged = sum(
-                self._exchange_s(work, group, again)
-                for work in self._pricing.request.program_cost.parts
+                self._exchange_s(work, axes, again)
+                for work in self._cost_model.request.program_cost.parts
                 if work.part is ModelPart.LAYER
             )
             self._loads[key] = bare._replace(layer_exchange_s=exchanged)
         return self._loads[key]
 
-    def bound_sequence_compute(self, group: ReplicaAxes, again: bool) -> SequenceBound:
+    def bound_sequence_compute(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
         """The same without what is exchanged, which takes longer to find."""
-        key = (group.tensor, group.sequence, group.expert, again)
+        key = (axes.tensor, axes.sequence, axes.expert, again)
         if key not in self._bare_loads:
-            self._bare_loads[key] = self._bare_load(group, again)
+            self._bare_loads[key] = self._bare_load(axes, again)
         return self._bare_loads[key]
 
-    def _bare_load(self, group: ReplicaAxes, again: bool) -> SequenceBound:
-        profile = self._pricing.request.program_cost
+    def _bare_load(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
+        program_cost = self._cost_model.request.program_cost
         layer = ends = 0.0
-        for work in profile.parts:
+        for work in program_cost.parts:
             flops, moved = work.step_flops, work.step_bytes
             if again and work.part is ModelPart.LAYER:
                 flops, moved = flops + work.remat_flops, moved + work.forward_bytes
-            computing = compute_device_share(profile, flops, group) / self._flops_per_s
-            computing += compute_device_share(profile, moved, group) / self._bytes_per_s
+            computing = compute_device_share(program_cost, flops, axes) / self._flops_per_s
+            computing += compute_device_share(program_cost, moved, axes) / self._bytes_per_s
             if work.part is ModelPart.LAYER:
                 layer = computing
             else:
                 ends += computing
         return SequenceBound(layer, 0.0, ends)
 
-    def _exchange_s(self, work: PartCost, group: ReplicaAxes, again: bool) -> float:
+    def _exchange_s(self, work: PartCost, axes: ReplicaAxes, again: bool) -> float:
         """The least of all layouts."""
-        narrow = group._replace(fsdp=1, pipeline=1)
-        profile, batch = self._pricing.request.program_cost, MicrobatchConfig(1, again)
+        narrow = axes._replace(fsdp=1, pipeline=1)
+        program_cost, microbatch = self._cost_model.request.program_cost, MicrobatchConfig(1, again)
         ways = {tuple(map(layout.axis_level_factors, _EXCHANGING)) for layout in self._layouts(narrow)}
         times = []
         for way in ways:
             spreads = dict(zip(_EXCHANGING, way, strict=True))
-            found = estimate_exposed_collectives(profile, work, NO_STATE, narrow, batch, spreads, self._free)
+            found = estimate_exposed_collectives(
+                program_cost, work, NO_STATE, narrow, microbatch, spreads, self._free
+            )
             times.append(sum(found.values()))
-        return min(times) * (1 - self._pricing.request.calibration.activation_overlap)
+        return min(times) * (1 - self._cost_model.request.calibration.activation_overlap)
 
-    def _layouts(self, group: ReplicaAxes) -> tuple[DeviceLayout, ...]:
-        return enumerate_layouts(group, self._pricing.request.pool.devices_per_host, self._levels)
+    def _layouts(self, axes: ReplicaAxes) -> tuple[DeviceLayout, ...]:
+        return enumerate_layouts(axes, self._cost_model.request.pool.devices_per_host, self._levels)
 
-    def _weights(self, group: ReplicaAxes) -> ParameterBound:
+    def _weights(self, axes: ReplicaAxes) -> ParameterBound:
         """Of a layer under these axes."""
-        layer = self._pricing.count_state(group).layer
-        shown = 1 - self._pricing.request.calibration.activation_overlap
+        layer = self._cost_model.memory.count_state(axes).layer
+        shown = 1 - self._cost_model.request.calibration.activation_overlap
         return ParameterBound(
             pass_s=layer.gathered / self._bytes_per_s,
             gradient_s=2 * layer.gradients / self._bytes_per_s,
             summed_s=shown
             * self._least_s(
-                group, Axis.SEQUENCE, (FsdpCollective(CollectiveKind.ALL_REDUCE, layer.gradients, 1),)
+                axes, Axis.SEQUENCE, (FsdpCollective(CollectiveKind.ALL_REDUCE, layer.gradients, 1),)
             ),
             fsdp_s=self._least_s(
-                group,
+                axes,
                 Axis.FSDP,
-                list_fsdp_collectives(self._pricing.request.program_cost, ModelPart.LAYER, layer),
+                list_fsdp_collectives(self._cost_model.request.program_cost, ModelPart.LAYER, layer),
             ),
         )
 
-    def _least_s(self, group: ReplicaAxes, axis: Axis, messages: tuple[FsdpCollective, ...]) -> float:
+    def _least_s(self, axes: ReplicaAxes, axis: Axis, messages: tuple[FsdpCollective, ...]) -> float:
         """Of these collectives along an axis, wherever it is fastest; the same for many groups."""
-        if (size := getattr(group, axis)) == 1:
+        if (size := getattr(axes, axis)) == 1:
             return 0.0
-        inside = frozenset(math.gcd(size, left) for left in self._left_by(group[: group._fields.index(axis)]))
+        inside = frozenset(math.gcd(size, left) for left in self._left_by(axes[: axes._fields.index(axis)]))
         if (key := (size, inside, messages)) not in self._times:
             outermost = self._levels[-1]
             ways = {
@@ -174,7 +178,7 @@ class LowerBounds:
             }
             self._times[key] = min(
                 sum(
-                    estimate_collective_s(kind, size, way, self._pricing.links, pieces)
+                    estimate_collective_s(kind, size, way, self._cost_model.links, pieces)
                     for kind, size, pieces in messages
                 )
                 for way in ways
@@ -184,21 +188,21 @@ class LowerBounds:
     def _left_by(self, inner: tuple[int, ...]) -> frozenset[int]:
         """How many devices of a host are left for the next axis."""
         if inner not in self._lefts:
-            rooms = range(self._pricing.request.pool.devices_per_host, 0, -1)
+            rooms = range(self._cost_model.request.pool.devices_per_host, 0, -1)
             self._lefts[inner] = frozenset(fill_host(inner, room)[1] for room in rooms)
         return self._lefts[inner]
 
-    def bound_microbatches(self, group: ReplicaAxes) -> tuple[MicrobatchBound, ...]:
+    def bound_microbatches(self, axes: ReplicaAxes) -> tuple[MicrobatchBound, ...]:
         """Of these axes: without rematerialisation, and with it where the program can."""
-        tensor, sequence, expert, fsdp, stages = group
+        tensor, sequence, expert, fsdp, stages = axes
         key = (tensor, sequence, expert, fsdp, stages > 1)
         if key not in self._slots:
-            weights = self._weights(group)
-            self._slots[key] = tuple(self._slot(group, weights, again) for again in self._again)
+            weights = self._weights(axes)
+            self._slots[key] = tuple(self._slot(axes, weights, again) for again in self._again)
         return self._slots[key]
 
-    def _slot(self, group: ReplicaAxes, weights: ParameterBound, again: bool) -> MicrobatchBound:
-        load = self.bound_sequence(group, again)
+    def _slot(self, axes: ReplicaAxes, weights: ParameterBound, again: bool) -> MicrobatchBound:
+        load = self.bound_sequence(axes, again)
         return MicrobatchBound(
             fixed_s=(3 if again else 2) * (self._overhead_s + weights.pass_s) + weights.gradient_s,
             each_s=load.layer_compute_s,
@@ -206,20 +210,20 @@ class LowerBounds:
             exchange_each_s=load.layer_exchange_s,
             fsdp_s=weights.fsdp_s,
             ends_s=load.ends_s,
-            room=self.fitting.summarize_headroom(group, again),
+            room=self.fitting.summarize_headroom(axes, again),
         )
 
     def _slot_s(self, slot: MicrobatchBound, stages: int, size: float, longest: int) -> float:
         """Of a microbatch on the slowest stage: the average of the stages, or that with most layers."""
-        fixed, each, exchange_fixed, exchange_each, fsdp, ends, _ = slot
-        computing = fixed + size * each
-        layer = computing + exchange_fixed + size * exchange_each
+        constraints, each, exchange_constraints, exchange_each, fsdp, ends, _ = slot
+        computing = constraints + size * each
+        layer = computing + exchange_constraints + size * exchange_each
         if fsdp > self._overlap * computing:
             layer += fsdp - self._overlap * computing
         layers = self._layers
         return max(longest * layer, (layers * layer + size * ends) / stages)
 
-    def bound_step_s(self, group: ReplicaAxes) -> float:
+    def bound_step_s(self, axes: ReplicaAxes) -> float:
         """A time that no plan of these axes can beat, whatever its FSDP, replicas and microbatches.
 
         N devices, groups of m p devices, a batch of B: all stages together take T for a sequence, so a slot of a
@@ -227,28 +231,28 @@ class LowerBounds:
         microbatches of all replicas make B, so one replica has at least `B m p / (N b)` of them, and the pipeline is
         filled once: `b = 1` is least.
         """
-        return self._fill_s(group, self.bound_sequence(group, False))
+        return self._fill_s(axes, self.bound_sequence(axes, False))
 
-    def bound_step_compute_s(self, group: ReplicaAxes) -> float:
+    def bound_step_compute_s(self, axes: ReplicaAxes) -> float:
         """The same without what is exchanged."""
-        return self._fill_s(group, self.bound_sequence_compute(group, False))
+        return self._fill_s(axes, self.bound_sequence_compute(axes, False))
 
-    def _fill_s(self, group: ReplicaAxes, load: SequenceBound) -> float:
-        layers, stages = self._layers, group.pipeline
+    def _fill_s(self, axes: ReplicaAxes, load: SequenceBound) -> float:
+        layers, stages = self._layers, axes.pipeline
         layer = load.layer_compute_s + load.layer_exchange_s
         slot = max((layers * layer + load.ends_s) / stages, -(-layers // stages) * layer)
-        return slot * (self._batch * group.devices / self._pricing.devices + (stages - 1) / self._rounds)
+        return slot * (self._batch * axes.devices / self._cost_model.devices + (stages - 1) / self._repeats)
 
-    def bound_fsdp_step_s(self, group: ReplicaAxes, replicas: int) -> float:
+    def bound_fsdp_step_s(self, axes: ReplicaAxes, replicas: int) -> float:
         """A time that no plan of these axes on at most so many replicas can beat; infinite if none has the memory.
 
         A slot of b sequences takes `f + v b`, so less for each the larger b is, and b is at most what the memory has
         room for: `B / (F R) slot(b_max) / b_max`, and the pipeline is filled at least by slots of one.
         """
-        stages, share = group.pipeline, self._batch // group.fsdp
+        stages, share = axes.pipeline, self._batch // axes.fsdp
         longest = -(-self._layers // stages)
         least = math.inf
-        for slot in self.bound_microbatches(group):
+        for slot in self.bound_microbatches(axes):
             most = slot.room.count_max_sequences(longest)
             if most >= 1:
                 least = min(least, self._least_with(slot, stages, share, replicas, min(most, share)))
@@ -256,15 +260,15 @@ class LowerBounds:
                 break  # to compute again would only take longer
         return least
 
-    def bound_feasible_step_s(self, group: ReplicaAxes, replicas: int) -> float:
+    def bound_feasible_step_s(self, axes: ReplicaAxes, replicas: int) -> float:
         """The same with the largest microbatch that may fit."""
-        share = self._batch // group.fsdp
+        share = self._batch // axes.fsdp
         sizes = find_divisors(share)
         least = math.inf
-        for again, slot in zip(self._again, self.bound_microbatches(group), strict=True):
-            if fitting := self.fitting.count_sizes(group, again, sizes):
+        for again, slot in zip(self._again, self.bound_microbatches(axes), strict=True):
+            if fitting := self.fitting.count_sizes(axes, again, sizes):
                 most = sizes[fitting - 1]
-                least = min(least, self._least_with(slot, group.pipeline, share, replicas, most))
+                least = min(least, self._least_with(slot, axes.pipeline, share, replicas, most))
         return least
 
     def _least_with(
@@ -274,18 +278,20 @@ class LowerBounds:
         longest = -(-self._layers // stages)
         step = share / replicas * self._slot_s(slot, stages, most, longest) / most
         if stages > 1:
-            step += (stages - 1) / self._rounds * self._slot_s(slot, stages, 1, longest)
+            step += (stages - 1) / self._repeats * self._slot_s(slot, stages, 1, longest)
         return step
 
-    def bound_microbatch_step_s(self, group: ReplicaAxes, batch: MicrobatchConfig, replicas: int) -> float:
+    def bound_microbatch_step_s(
+        self, axes: ReplicaAxes, microbatch: MicrobatchConfig, replicas: int
+    ) -> float:
         """A time that no plan of these axes and this microbatch on at most so many replicas can beat."""
         if not replicas:
             return math.inf
-        quota = -(-(self._batch // (group.fsdp * batch.sequences)) // replicas)
-        fill = (group.pipeline - 1) / self._rounds
-        slot = self.bound_microbatches(group)[batch.remat]
-        longest = self._pricing.find_longest_stage(group, batch)
-        return (quota + fill) * self._slot_s(slot, group.pipeline, batch.sequences, longest)
+        quota = -(-(self._batch // (axes.fsdp * microbatch.sequences)) // replicas)
+        fill = (axes.pipeline - 1) / self._repeats
+        slot = self.bound_microbatches(axes)[microbatch.remat]
+        longest = self._cost_model.memory.find_longest_stage(axes, microbatch)
+        return (quota + fill) * self._slot_s(slot, axes.pipeline, microbatch.sequences, longest)
 
 
 @functools.lru_cache(maxsize=4096)

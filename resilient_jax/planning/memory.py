@@ -1,6 +1,17 @@
-"""What a plan needs of the memory of one device, by term."""
+"""What a plan needs of the memory of one device, by term.
+
+Stage i of P with L layers keeps F_i microbatches of activations under the 1F1B schedule (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 2.2; Chameleon, arXiv 2508.21613, with its terms taken apart):
+
+    parameters  = L p                    p, g, o: bytes of a layer's parameters, gradients and optimizer state
+    gradients   = L g                        on this device; the ends add those of the embedding and the head
+    optimizer   = L o
+    activations = F_i (L a + ends) + x   a: residuals of a layer, x: the most that one part's backward adds
+    F_i         = min(P - i, N)          N: microbatches of a replica in a step
+"""
 
 import dataclasses
+from typing import NamedTuple
 
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.device_cost import compute_device_share, is_collective_needed
@@ -11,16 +22,16 @@ from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes on one device, the fullest.
+    """Bytes on the fullest device.
 
     Attributes:
         parameters, gradients, optimizer: the device's part of them. Gradients are the sum over microbatches; 0 where a
-            profile was measured and no replica has more than one: nothing is added up then.
-        activations: kept from forward to backward, of all microbatches in flight, and what one layer needs beside.
-        working: what a program needs beside, if its profile was measured: with `activations` it is
-            `max(copies of gradients, fixed + activations)`, since gradients are written where activations were.
+            program was measured and no replica has more than one microbatch: nothing is accumulated then.
+        activations: residuals from forward to backward, of all microbatches in flight, and what one layer needs beside.
+        working: what a measured program needs beside: together with `activations` it is
+            `max(copies of gradients, fixed + activations)`, since gradients reuse the memory of activations.
         gathers: parameters that FSDP has gathered, of a layer in use and the next, and a layer's gradients before they
-            are scattered; without FSDP a layer's parameters in the type of matrix products, unless that was measured.
+            are scattered; without FSDP a layer's parameters in the dtype of matrix products, unless that was measured.
         staging: buffers for the copy of a snapshot to the host.
     """
 
@@ -34,24 +45,25 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
-        """All terms."""
+        """The sum of all terms."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def with_one_microbatch(self) -> "DeviceMemory":
-        """Of a measured program that adds nothing up: its one gradient is in `working`."""
+        """Return the memory of a measured program that accumulates nothing: its one gradient is in `working`."""
         return dataclasses.replace(self, gradients=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What a compiler was seen to need.
+    """What a compiler was measured to need.
 
     Attributes:
-        fixed_share: beside activations, whatever the batch, for each byte of parameters.
-        waits: for a collective when it is called. So FSDP gathers a layer when it is its turn, and gradients are summed
-            before they are cut: those of all layers at the end, or of each turn of a loop after it.
-        has_scanned_layers: the layers are turns of a loop.
-        gradient_copies: of what is summed at once: 2 where it is written anew.
+        fixed_share: bytes beside activations, whatever the batch, for each byte of parameters.
+        has_blocking_collectives: whether a collective is done when it is called. If so, FSDP gathers a layer only
+            when the layer runs, and gradients are summed before they are scattered: those of all layers at the end, or
+            those of each iteration of a loop after it.
+        has_scanned_layers: the layers are iterations of a loop.
+        gradient_copies: copies of what is summed at once: 2 where the sum is written to a new buffer.
     """
 
     fixed_share: float
@@ -60,15 +72,15 @@ class MeasuredMemory:
     gradient_copies: int
 
 
-def read_measured_memory(profile: ProgramCost) -> MeasuredMemory | None:
-    """Gives what was measured with a profile; None: it is a closed form."""
-    if profile.backend is None:
+def read_measured_memory(program_cost: ProgramCost) -> MeasuredMemory | None:
+    """Return what was measured with a program; None for a closed form."""
+    if program_cost.backend is None:
         return None
     return MeasuredMemory(
-        fixed_share=profile.fixed_bytes / max(profile.parameter_bytes, 1),
-        has_blocking_collectives=profile.has_blocking_collectives,
-        has_scanned_layers=profile.has_scanned_layers,
-        gradient_copies=2 if profile.has_blocking_collectives else 1,
+        fixed_share=program_cost.fixed_bytes / max(program_cost.parameter_bytes, 1),
+        has_blocking_collectives=program_cost.has_blocking_collectives,
+        has_scanned_layers=program_cost.has_scanned_layers,
+        gradient_copies=2 if program_cost.has_blocking_collectives else 1,
     )
 
 
@@ -77,8 +89,8 @@ class ActivationBytes:
     """Bytes of one microbatch on one device.
 
     Attributes:
-        embedding, layer, head: kept by one such part.
-        extra: beside what is kept, while one part's backward runs: the most of any.
+        embedding, layer, head: residuals of one such part.
+        extra: bytes beside the residuals while one part's backward runs: the most of any part.
     """
 
     embedding: float
@@ -87,27 +99,29 @@ class ActivationBytes:
     extra: float
 
 
-def count_activations(profile: ProgramCost, group: ReplicaAxes, batch: MicrobatchConfig) -> ActivationBytes:
-    """Gives what the parts keep of a microbatch.
+def count_activations(
+    program_cost: ProgramCost, axes: ReplicaAxes, microbatch: MicrobatchConfig
+) -> ActivationBytes:
+    """Return the residuals that the parts keep of a microbatch.
 
-    With rematerialisation a layer keeps its input, and one layer at a time has all that it needs as well.
-    A sum over devices lies in memory where a compiler waits for it, and is kept; in a loop only what JAX says is.
+    With remat a layer keeps its input, and one layer at a time has all its residuals as well. The result of an
+    all-reduce is kept where the collectives of the backend block; in a loop JAX's own list of residuals has it.
     """
-    keeps_sums = profile.has_blocking_collectives and not profile.has_scanned_layers
+    keeps_sums = program_cost.has_blocking_collectives and not program_cost.has_scanned_layers
     kept = dict.fromkeys(ModelPart, 0.0)
     extra = 0.0
-    for work in profile.parts:
-        again = batch.remat and work.part is ModelPart.LAYER
-        amounts = work.remat_residual_bytes if again else work.residual_bytes
-        kept[work.part] = compute_device_share(profile, amounts, group) * batch.sequences
-        if keeps_sums and not again:
-            kept[work.part] += _count_sums(profile, work, group) * batch.sequences
-        more = work.working_bytes
-        if again:
+    for cost in program_cost.parts:
+        is_remat = microbatch.remat and cost.part is ModelPart.LAYER
+        amounts = cost.remat_residual_bytes if is_remat else cost.residual_bytes
+        kept[cost.part] = compute_device_share(program_cost, amounts, axes) * microbatch.sequences
+        if keeps_sums and not is_remat:
+            kept[cost.part] += _count_reduced(program_cost, cost, axes) * microbatch.sequences
+        more = cost.working_bytes
+        if is_remat:
             more = (
-                more + work.residual_bytes if work.remat_working_bytes is None else work.remat_working_bytes
+                more + cost.residual_bytes if cost.remat_working_bytes is None else cost.remat_working_bytes
             )
-        extra = max(extra, compute_device_share(profile, more, group) * batch.sequences)
+        extra = max(extra, compute_device_share(program_cost, more, axes) * microbatch.sequences)
     return ActivationBytes(
         embedding=kept[ModelPart.EMBEDDING],
         layer=kept[ModelPart.LAYER],
@@ -116,90 +130,112 @@ def count_activations(profile: ProgramCost, group: ReplicaAxes, batch: Microbatc
     )
 
 
-def _count_sums(profile: ProgramCost, work: PartCost, group: ReplicaAxes) -> float:
-    """Bytes that come out of a part's forward all-reduces, of one sequence on one device."""
+def _count_reduced(program_cost: ProgramCost, cost: PartCost, axes: ReplicaAxes) -> float:
+    """Return the bytes that a part's forward all-reduces give, of one sequence on one device."""
     return sum(
-        exchange.forward_count * exchange.message_bytes / group.sequence
-        for exchange in work.collectives
-        if exchange.kind is CollectiveKind.ALL_REDUCE and is_collective_needed(profile, exchange, group)
+        collective.forward_count * collective.message_bytes / axes.sequence
+        for collective in cost.collectives
+        if collective.kind is CollectiveKind.ALL_REDUCE
+        and is_collective_needed(program_cost, collective, axes)
     )
 
 
-def count_in_flight(stage: int, stages: int, microbatches: int, rounds: int = 1) -> float:
-    """Gives how many microbatches a stage keeps activations of under 1F1B: `min(P - i, N)`, i from 0.
+def count_in_flight(stage: int, stages: int, microbatches: int, repeats: int = 1) -> float:
+    """Return how many microbatches a stage keeps activations of under 1F1B: `min(P - i, N)`, i from 0.
 
-    With several rounds each chunk has its own: `(1 + (P - 1) / (P rounds))` times as many as there would be at most.
+    With r repeats each chunk has its own: `(1 + (P - 1) / (P r))` times as many as without, at most.
     """
     depth = stages - stage
-    if rounds > 1:
-        return min(depth + (stages - 1) / rounds, microbatches)
+    if repeats > 1:
+        return min(depth + (stages - 1) / repeats, microbatches)
     return min(depth, microbatches)
+
+
+class StagePosition(NamedTuple):
+    """A pipeline stage: how many layers it has, its index from 0, and the number of stages."""
+
+    layers: int
+    stage: int
+    stages: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the head."""
+        return self.stage == self.stages - 1
 
 
 def estimate_stage_memory(
     state: StateBytes,
     activations: ActivationBytes,
     constants: Calibration,
+    position: StagePosition,
     *,
-    layers: int,
-    stage: int,
-    stages: int,
-    microbatches: float,
-    is_gathered: bool,
+    in_flight: float,
+    has_gathers: bool,
     measured: MeasuredMemory | None = None,
 ) -> DeviceMemory:
-    """Gives the memory of a device of one stage.
-
-    Formula (Chameleon, arXiv 2508.21613, with the terms apart): `L (2 m_p + m_o) + in_flight L m_a`, and the ends.
+    """Return the memory of a device of one stage; the module has the formula.
 
     Args:
         state: what a device holds of each part.
-        activations: of one microbatch.
-        constants: of the snapshot's buffers.
-        layers: L, of this stage.
-        stage: from 0.
-        stages: P.
-        microbatches: in flight on this stage.
-        is_gathered: FSDP gathers the parameters.
-        need: what was measured; None: nothing.
+        activations: bytes of one microbatch.
+        constants: for the snapshot's buffers.
+        position: the stage and its layers.
+        in_flight: microbatches in flight on this stage.
+        has_gathers: whether FSDP gathers the parameters.
+        measured: what a compiler was measured to need; None for a closed form.
     """
-    is_first, is_last = stage == 0, stage == stages - 1
-    held = state.count_stage(layers, is_first=is_first, is_last=is_last)
-    kept = layers * activations.layer
+    is_first, is_last = position.is_first, position.is_last
+    held = state.count_stage(position.layers, is_first=is_first, is_last=is_last)
+    kept = position.layers * activations.layer
     kept += activations.embedding * is_first + activations.head * is_last
-    shown = microbatches * kept + activations.extra
-    gathers = _gathers(state, is_first or is_last, is_gathered, measured)
-    working = 0.0 if measured is None else _working(state, held, measured, shown, gathers)
+    active = in_flight * kept + activations.extra
+    gathers = _count_gathers(state, is_first or is_last, has_gathers, measured)
     return DeviceMemory(
         parameters=held.parameters,
         gradients=held.gradients,
         optimizer=held.optimizer,
-        activations=shown,
-        working=working,
+        activations=active,
+        working=0.0 if measured is None else _count_working(state, held, measured, active, gathers),
         gathers=gathers,
         staging=constants.staging_bytes,
     )
 
 
-def _gathers(state: StateBytes, has_end: bool, is_gathered: bool, need: MeasuredMemory | None) -> float:
+def _count_gathers(
+    state: StateBytes, has_end: bool, has_gathers: bool, measured: MeasuredMemory | None
+) -> float:
+    # Asynchronous FSDP has the layer in use and the next one gathered, and one layer's gradients before the scatter.
+    # Blocking collectives gather a layer when it runs, and what their gradients need is in `_count_working`.
     parts: list[PartBytes] = [state.layer]
     if has_end:
         parts += [state.embedding.plus(state.tied), state.head.plus(state.tied)]
     used = max(part.gathered for part in parts)
-    if not is_gathered:
-        return used if need is None else 0.0
-    if need is not None and need.has_blocking_collectives:
+    if not has_gathers:
+        return used if measured is None else 0.0
+    if measured is not None and measured.has_blocking_collectives:
         return used
     return used + state.layer.gathered + max(part.gathered_gradients for part in parts)
 
 
-def _working(state: StateBytes, held: PartBytes, need: MeasuredMemory, shown: float, gathers: float) -> float:
-    """Beside the activations and gathers that are shown."""
-    copies = need.gradient_copies
-    if not need.has_blocking_collectives:
-        return max(need.fixed_share * held.parameters, copies * held.gradients - shown)
-    if not need.has_scanned_layers:
-        return max(need.fixed_share * held.parameters, copies * held.gathered_gradients - shown - gathers)
-    turn = max(part.gathered_gradients for part in state)
-    summed = max(copies * turn, copies * held.gradients - shown)
-    return max(need.fixed_share * held.parameters, summed - gathers)
+def _count_working(
+    state: StateBytes, held: PartBytes, measured: MeasuredMemory, active: float, gathers: float
+) -> float:
+    """Return what a measured program needs beyond its activations and gathers."""
+    # peak = parameters + max(copies of gradients, fixed + activations): what XLA's buffer assignment was seen to do,
+    # since activations are free by the time that the last gradients are written. Without blocking collectives the
+    # gradients are scattered one by one. With them, all are summed at the end; in a loop, those of one iteration.
+    copies = measured.gradient_copies
+    fixed = measured.fixed_share * held.parameters
+    if not measured.has_blocking_collectives:
+        return max(fixed, copies * held.gradients - active)
+    if not measured.has_scanned_layers:
+        return max(fixed, copies * held.gathered_gradients - active - gathers)
+    iteration = max(part.gathered_gradients for part in state)
+    summed = max(copies * iteration, copies * held.gradients - active)
+    return max(fixed, summed - gathers)

@@ -4,9 +4,10 @@ import bisect
 import math
 from typing import NamedTuple
 
-from resilient_jax.planning.cost_model import ROUNDING_SLACK, CostModel, count_fitting_layers
+from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.memory import count_in_flight
+from resilient_jax.planning.stage_memory import ROUNDING_SLACK, count_fitting_layers
 
 
 class HeadroomSummary(NamedTuple):
@@ -33,37 +34,43 @@ class HeadroomSummary(NamedTuple):
 class MemoryFilter:
     """Answers for one question, and remembers what it needs for them."""
 
-    def __init__(self, pricing: CostModel) -> None:
-        self._pricing = pricing
+    def __init__(self, cost_model: CostModel) -> None:
+        self._cost_model = cost_model
 
-    def summarize_headroom(self, group: ReplicaAxes, again: bool) -> HeadroomSummary:
+    def summarize_headroom(self, axes: ReplicaAxes, again: bool) -> HeadroomSummary:
         """Under these axes, for any number of stages that is not 1, or for 1."""
-        room = self._pricing.find_headroom(group)
-        one = self._pricing.count_activations(group, MicrobatchConfig(1, again))
+        room = self._cost_model.memory.find_headroom(axes)
+        one = self._cost_model.memory.count_activations(axes, MicrobatchConfig(1, again))
         return HeadroomSummary(max(room[:3]) * ROUNDING_SLACK, room.layer, one.layer, one.extra)
 
-    def count_sizes(self, group: ReplicaAxes, again: bool, sizes: tuple[int, ...]) -> int:
+    def count_sizes(self, axes: ReplicaAxes, again: bool, sizes: tuple[int, ...]) -> int:
         """How many of these sizes of a microbatch, in order, may fit."""
         return bisect.bisect_left(
-            sizes, True, key=lambda size: not self.may_fit(group, MicrobatchConfig(size, again))
+            sizes, True, key=lambda size: not self.may_fit(axes, MicrobatchConfig(size, again))
         )
 
-    def may_fit(self, group: ReplicaAxes, batch: MicrobatchConfig) -> bool:
+    def may_fit(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> bool:
         """Whether the memory might do: False only if it is sure that it does not.
 
         Each stage has room for so many whole layers, fewer the more microbatches it keeps; each must have one, and
         together all.
         """
-        pricing, stages = self._pricing, group.pipeline
-        room, layers = pricing.find_headroom(group), pricing.layers
-        size, one = batch.sequences, pricing.count_activations(group, MicrobatchConfig(1, batch.remat))
-        microbatches, rounds = pricing.count_microbatches(group, batch), pricing.request.pipeline_repeats
+        cost_model, stages = self._cost_model, axes.pipeline
+        room, layers = cost_model.memory.find_headroom(axes), cost_model.layers
+        size, one = (
+            microbatch.sequences,
+            cost_model.memory.count_activations(axes, MicrobatchConfig(1, microbatch.remat)),
+        )
+        microbatches, repeats = (
+            cost_model.memory.count_microbatches(axes, microbatch),
+            cost_model.request.pipeline_repeats,
+        )
         extra, layer = size * one.extra, size * one.layer
-        deepest = count_in_flight(0, stages, microbatches, rounds)
+        deepest = count_in_flight(0, stages, microbatches, repeats)
         if stages == 1:
             kept = deepest * (layers * layer + size * (one.embedding + one.head))
             return extra + layers * room.layer + kept <= room.first * ROUNDING_SLACK
-        flattest = count_in_flight(stages - 1, stages, microbatches, rounds)
+        flattest = count_in_flight(stages - 1, stages, microbatches, repeats)
         first = count_fitting_layers(
             room.first - extra - deepest * size * one.embedding, room.layer + deepest * layer
         )
@@ -76,8 +83,11 @@ class MemoryFilter:
         if stages == 2:
             return missing <= 0
         between = room.middle - extra
-        deep, flat = (count_in_flight(stage, stages, microbatches, rounds) for stage in (1, stages - 2))
+        deep, flat = (count_in_flight(stage, stages, microbatches, repeats) for stage in (1, stages - 2))
         least = count_fitting_layers(between, room.layer + deep * layer)
         if least < 1 or missing > (stages - 2) * count_fitting_layers(between, room.layer + flat * layer):
             return False
-        return missing <= (stages - 2) * least or sum(pricing.count_layers_per_stage(group, batch)) >= layers
+        return (
+            missing <= (stages - 2) * least
+            or sum(cost_model.memory.count_max_layers(axes, microbatch)) >= layers
+        )

@@ -3,11 +3,11 @@
 import dataclasses
 
 from resilient_jax.planning.axes import Axis
-from resilient_jax.planning.cost_model import PlanRequest
 from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig
 from resilient_jax.planning.host_pool import Composition
 from resilient_jax.planning.memory import DeviceMemory
 from resilient_jax.planning.placement import HostRange
+from resilient_jax.planning.plan_request import PlanRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +139,8 @@ class Plan:
     @property
     def axis_sizes(self) -> dict[Axis, int]:
         """Of each axis, innermost first: the order of devices."""
-        group = self.layout.axes
-        return {axis: getattr(group, axis) for axis in _IN_GROUP} | {Axis.REPLICA: self.replicas}
+        axes = self.layout.axes
+        return {axis: getattr(axes, axis) for axis in _IN_GROUP} | {Axis.REPLICA: self.replicas}
 
     @property
     def devices_used(self) -> int:

@@ -8,53 +8,53 @@ from resilient_jax.planning.placement import find_host_ranges, place_replicas
 from resilient_jax.planning.plan import Plan, ReplicaClass, StepTime
 
 
-def build_plan(pricing: CostModel, candidate: PlanCandidate) -> Plan:
+def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
     """Gives the plan of a candidate, with every term of its estimate."""
-    question, layout = pricing.request, candidate.layout
-    teams = pricing.find_block_classes(layout, candidate.microbatch)
-    price = pricing.estimate_plan(layout, candidate.microbatch, teams, candidate.blocks)
-    used = _used_teams(teams, candidate.blocks)
-    step = _explain(pricing, candidate, used, price)
+    request, layout = cost_model.request, candidate.layout
+    classes = cost_model.find_block_classes(layout, candidate.microbatch)
+    price = cost_model.estimate_plan(layout, candidate.microbatch, classes, candidate.blocks)
+    used = _used_teams(classes, candidate.blocks)
+    step = _explain(cost_model, candidate, used, price)
     memory = max((team.time.memory for team in used), key=lambda memory: memory.total)
     most = max(number for shares in price.assignment.task_counts for _, number in shares)
-    if most == 1 and question.program_cost.backend is not None:
+    if most == 1 and request.program_cost.backend is not None:
         memory = memory.with_one_microbatch()
     placed = place_replicas(
-        question.topology, question.pool, layout, [team.composition for team in teams], candidate.blocks
+        request.topology, request.pool, layout, [team.composition for team in classes], candidate.blocks
     )
-    hosts = question.topology.hosts
+    hosts = request.topology.hosts
     devices = [0] * len(hosts)
     for replica in placed:
         for place in replica:
             devices[place] += layout.devices_per_slot
-    tokens = question.program_cost.sequence_tokens
+    tokens = request.program_cost.sequence_tokens
     return Plan(
-        request=question,
-        compositions=tuple(team.composition for team in teams),
-        model_name=question.program_cost.name,
-        topology_name=question.topology.name,
-        device_count=question.topology.device_count,
-        global_batch=question.global_batch,
+        request=request,
+        compositions=tuple(team.composition for team in classes),
+        model_name=request.program_cost.name,
+        topology_name=request.topology.name,
+        device_count=request.topology.device_count,
+        global_batch=request.global_batch,
         layout=layout,
         microbatch=candidate.microbatch,
         blocks=candidate.blocks,
-        pipeline_repeats=question.pipeline_repeats,
-        replica_classes=_describe_teams(pricing, candidate, used, price),
+        pipeline_repeats=request.pipeline_repeats,
+        replica_classes=_describe_teams(cost_model, candidate, used, price),
         hosts=find_host_ranges(hosts, devices),
         spares=find_host_ranges(
             hosts, [host.devices - used for host, used in zip(hosts, devices, strict=True)]
         ),
         step_breakdown=step,
         memory=memory,
-        usable_bytes=pricing.usable_bytes,
-        tokens_per_s=tokens * question.global_batch / step.total_s if tokens else None,
-        model_flops_utilization=_utilization(pricing, step.total_s),
+        usable_bytes=cost_model.memory.usable_bytes,
+        tokens_per_s=tokens * request.global_batch / step.total_s if tokens else None,
+        model_flops_utilization=_utilization(cost_model, step.total_s),
     )
 
 
-def _used_teams(teams: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
+def _used_teams(classes: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
     used = []
-    for team in teams:
+    for team in classes:
         if blocks > 0:
             used.append(team)
         blocks -= team.blocks
@@ -62,16 +62,16 @@ def _used_teams(teams: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
 
 
 def _explain(
-    pricing: CostModel, candidate: PlanCandidate, teams: Sequence[BlockClass], price: PlanCost
+    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], price: PlanCost
 ) -> StepTime:
     """The terms of the replica that is done last."""
-    fill = (candidate.layout.axes.pipeline - 1) / pricing.request.pipeline_repeats
+    fill = (candidate.layout.axes.pipeline - 1) / cost_model.request.pipeline_repeats
     counts = [shares[0][1] for shares in price.assignment.task_counts]
     last = max(
         range(len(counts)),
-        key=lambda i: (counts[i] + fill) * teams[i].time.microbatch_s if counts[i] else 0.0,
+        key=lambda i: (counts[i] + fill) * classes[i].time.microbatch_s if counts[i] else 0.0,
     )
-    stage, number = teams[last].time.slowest_stage, counts[last]
+    stage, number = classes[last].time.slowest_stage, counts[last]
     return StepTime(
         compute_s=number * stage.compute_s,
         tensor_s=number * stage.tensor_s,
@@ -86,10 +86,10 @@ def _explain(
 
 
 def _describe_teams(
-    pricing: CostModel, candidate: PlanCandidate, teams: Sequence[BlockClass], price: PlanCost
+    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], price: PlanCost
 ) -> tuple[ReplicaClass, ...]:
-    kinds = pricing.request.pool.kinds
-    takers = pricing.list_machines(candidate.layout, teams, candidate.blocks)
+    kinds = cost_model.request.pool.kinds
+    takers = cost_model.list_machines(candidate.layout, classes, candidate.blocks)
     return tuple(
         ReplicaClass(
             replicas=taken.count,
@@ -98,17 +98,17 @@ def _describe_teams(
             quotas=shares,
             microbatch_s=team.time.microbatch_s,
         )
-        for team, taken, shares in zip(teams, takers, price.assignment.task_counts, strict=True)
+        for team, taken, shares in zip(classes, takers, price.assignment.task_counts, strict=True)
     )
 
 
-def _utilization(pricing: CostModel, step_s: float) -> float:
-    question = pricing.request
+def _utilization(cost_model: CostModel, step_s: float) -> float:
+    request = cost_model.request
     flops = (
-        question.program_cost.forward_flops + question.program_cost.backward_flops
-    ).total * question.global_batch
+        request.program_cost.forward_flops + request.program_cost.backward_flops
+    ).total * request.global_batch
     peak = sum(
-        kind.device_count * kind.accelerator.peak_flops_per_s(question.number_format)
-        for kind in question.topology.classes
+        kind.device_count * kind.accelerator.peak_flops_per_s(request.number_format)
+        for kind in request.topology.classes
     )
     return flops / (step_s * peak)

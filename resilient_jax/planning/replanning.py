@@ -197,15 +197,15 @@ def replan(
 
 
 def _search(plan: Plan, topology: Topology, fixed: PlanConstraints) -> Plan:
-    question = plan.request
+    request = plan.request
     return search_plans(
-        question.program_cost,
+        request.program_cost,
         topology,
-        global_batch=question.global_batch,
-        calibration=question.calibration,
+        global_batch=request.global_batch,
+        calibration=request.calibration,
         constraints=fixed,
-        number_format=question.number_format,
-        pipeline_repeats=question.pipeline_repeats,
+        number_format=request.number_format,
+        pipeline_repeats=request.pipeline_repeats,
     )[0]
 
 
@@ -229,11 +229,11 @@ def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
 
 def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
     moves = plan_migration(before, plan)
-    question = plan.request
-    pricing = CostModel(question)
-    bandwidth = pricing.links[-1].bytes_per_s * question.pool.devices_per_host
+    request = plan.request
+    cost_model = CostModel(request)
+    bandwidth = cost_model.links[-1].bytes_per_s * request.pool.devices_per_host
     move_s = moves.count_max_host_bytes() / bandwidth + (
-        pricing.links[-1].latency_s if moves.transfers else 0.0
+        cost_model.links[-1].latency_s if moves.transfers else 0.0
     )
     return ReplanOption(
         action=ReplanAction.KEEP if _same(before, plan) else ReplanAction.NEW,
@@ -307,10 +307,10 @@ def _but_for_speeds(topology: Topology) -> tuple[object, ...]:
 
 def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
     """For each stage the replicas in which it lost a host."""
-    question, layout = plan.request, plan.layout
-    hosts = question.topology.hosts
+    request, layout = plan.request, plan.layout
+    hosts = request.topology.hosts
     failed = [0] * layout.axes.pipeline
-    for cells in place_replicas(question.topology, question.pool, layout, plan.compositions, plan.blocks):
+    for cells in place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks):
         each = len(cells) * layout.stages_per_host // layout.axes.pipeline
         for stage in range(layout.axes.pipeline):
             start = stage // layout.stages_per_host * each

@@ -11,7 +11,7 @@ from resilient_jax.planning.branch_and_bound import (
     visit_candidates,
 )
 from resilient_jax.planning.calibration import Calibration
-from resilient_jax.planning.cost_model import CostModel, PlanRequest
+from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import ReplicaAxes
 from resilient_jax.planning.errors import PlanError
 from resilient_jax.planning.host_pool import build_host_pool
@@ -20,6 +20,7 @@ from resilient_jax.planning.lower_bounds import find_divisors
 from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.plan_builder import build_plan
 from resilient_jax.planning.plan_explanation import explain_choice
+from resilient_jax.planning.plan_request import PlanRequest
 from resilient_jax.planning.program_cost import ProgramCost
 from resilient_jax.planning.tensor_partition import find_violated_rules, require_partitionable
 from resilient_jax.topology import NumberFormat, Topology
@@ -29,7 +30,7 @@ BFLOAT16_BYTES = 2
 
 
 def search_plan(
-    profile: ProgramCost,
+    program_cost: ProgramCost,
     topology: Topology,
     *,
     global_batch: int,
@@ -71,7 +72,7 @@ def search_plan(
         17.6
     """
     return search_plans(
-        profile,
+        program_cost,
         topology,
         global_batch=global_batch,
         calibration=calibration,
@@ -82,7 +83,7 @@ def search_plan(
 
 
 def search_plans(
-    profile: ProgramCost,
+    program_cost: ProgramCost,
     topology: Topology,
     *,
     global_batch: int,
@@ -101,15 +102,15 @@ def search_plans(
     Raises:
         PlanError: as of `search`.
     """
-    validate_request(profile, topology, global_batch, constraints, pipeline_repeats, top)
+    validate_request(program_cost, topology, global_batch, constraints, pipeline_repeats, top)
     wanted = number_format or (
-        NumberFormat.BF16 if profile.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
+        NumberFormat.BF16 if program_cost.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
     )
     best = _Best(max(top, 2))
     pricings: list[CostModel] = []
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
-        question = PlanRequest(
-            program_cost=profile,
+        request = PlanRequest(
+            program_cost=program_cost,
             topology=topology,
             pool=build_host_pool(topology, wanted, memory),
             global_batch=global_batch,
@@ -117,13 +118,13 @@ def search_plans(
             number_format=wanted,
             pipeline_repeats=pipeline_repeats,
         )
-        pricings.append(CostModel(question))
+        pricings.append(CostModel(request))
         best.pricing = pricings[-1]
         visit_candidates(pricings[-1], constraints, best.limit_s, best.keep)
     ranked = best.ranked()
     if not ranked:
         raise explain_infeasibility(pricings[0], constraints)
-    plans = [build_plan(pricing, candidate) for candidate, pricing in ranked]
+    plans = [build_plan(cost_model, candidate) for candidate, cost_model in ranked]
     return explain_choice(plans, constraints.min_replicas)[:top]
 
 
@@ -136,18 +137,18 @@ class _Best:
         self._limit_s = math.inf
         self._found: dict[ReplicaAxes, tuple[PlanCandidate, CostModel]] = {}
 
-    def limit_s(self, group: ReplicaAxes) -> float:
+    def limit_s(self, axes: ReplicaAxes) -> float:
         """From which step time on a candidate of this group is of no use."""
-        found = self._found.get(group)
+        found = self._found.get(axes)
         return self._limit_s if found is None else min(self._limit_s, found[0].step_s)
 
     def keep(self, candidate: PlanCandidate) -> None:
         """Takes it, if it is of use."""
-        group = candidate.layout.axes
-        if candidate.step_s >= self.limit_s(group):
+        axes = candidate.layout.axes
+        if candidate.step_s >= self.limit_s(axes):
             return
         assert self.pricing is not None
-        self._found[group] = (candidate, self.pricing)
+        self._found[axes] = (candidate, self.pricing)
         if len(self._found) > self._number:
             worst = max(self._found, key=lambda other: self._found[other][0].step_s)
             del self._found[worst]
@@ -160,7 +161,12 @@ class _Best:
 
 
 def validate_request(
-    profile: ProgramCost, topology: Topology, global_batch: int, fixed: PlanConstraints, rounds: int, top: int
+    program_cost: ProgramCost,
+    topology: Topology,
+    global_batch: int,
+    constraints: PlanConstraints,
+    pipeline_repeats: int,
+    top: int,
 ) -> None:
     """Refuses what no plan can be.
 
@@ -170,30 +176,30 @@ def validate_request(
     """
     numbers = {
         "global_batch": global_batch,
-        "rounds": rounds,
+        "pipeline_repeats": pipeline_repeats,
         "top": top,
-        "min_replicas": fixed.min_replicas,
+        "min_replicas": constraints.min_replicas,
     }
     for name, number in numbers.items():
         if number < 1:
             raise PlanError(f"{name}: found {number}, expected 1 or more")
     if topology.device_count > 1:
-        require_partitionable(profile, topology.device_count)
-    for axis, size in fixed.axes.items():
+        require_partitionable(program_cost, topology.device_count)
+    for axis, size in constraints.axes.items():
         if size < 1:
             raise PlanError(f"axis {axis}: found {size}, expected 1 or more")
-        if misfits := find_violated_rules(profile, axis, size):
+        if misfits := find_violated_rules(program_cost, axis, size):
             named = ", ".join(f"{divisor.logical_name} = {divisor.dim_size}" for divisor in misfits)
             raise PlanError(
-                f"axis {axis}: found {size}, expected a size that {profile.name} allows; it has {named}. "
+                f"axis {axis}: found {size}, expected a size that {program_cost.name} allows; it has {named}. "
                 "Choose another size"
             )
-    _check_sizes(topology, global_batch, fixed)
+    _check_sizes(topology, global_batch, constraints)
 
 
-def _check_sizes(topology: Topology, global_batch: int, fixed: PlanConstraints) -> None:
+def _check_sizes(topology: Topology, global_batch: int, constraints: PlanConstraints) -> None:
     """Refuses axes that together need more sequences or devices than there are."""
-    fsdp, replicas = fixed.axes.get(Axis.FSDP, 1), fixed.axes.get(Axis.REPLICA, 1)
+    fsdp, replicas = constraints.axes.get(Axis.FSDP, 1), constraints.axes.get(Axis.REPLICA, 1)
     if fsdp not in find_divisors(global_batch):
         raise PlanError(
             f"axis fsdp: found {fsdp}, expected a divisor of the global batch of {global_batch}: every device computes "
@@ -204,21 +210,21 @@ def _check_sizes(topology: Topology, global_batch: int, fixed: PlanConstraints) 
             f"global_batch: found {global_batch}, expected at least {replicas * fsdp}: a sequence for each of replica "
             "x fsdp devices. Raise it or use fewer"
         )
-    asked = math.prod(fixed.axes.values())
+    asked = math.prod(constraints.axes.values())
     if asked > topology.device_count:
         raise PlanError(
             f"axes: found sizes that take {asked} devices, expected at most the {topology.device_count} of topology "
             f"{topology.name!r}. Make them smaller"
         )
-    if Axis.REPLICA in fixed.axes and replicas < fixed.min_replicas:
+    if Axis.REPLICA in constraints.axes and replicas < constraints.min_replicas:
         raise PlanError(
-            f"min_replicas: found {fixed.min_replicas}, expected at most the {replicas} of the given axis replica. "
+            f"min_replicas: found {constraints.min_replicas}, expected at most the {replicas} of the given axis replica. "
             "Change one of them"
         )
     most = min(global_batch // fsdp, topology.device_count * replicas // asked)
-    if fixed.min_replicas > most:
+    if constraints.min_replicas > most:
         raise PlanError(
-            f"min_replicas: found {fixed.min_replicas}, expected at most {most}: each takes {asked // replicas} or "
+            f"min_replicas: found {constraints.min_replicas}, expected at most {most}: each takes {asked // replicas} or "
             f"more of the {topology.device_count} devices and {fsdp} or more of a step's {global_batch} sequences. "
             "Ask for fewer"
         )

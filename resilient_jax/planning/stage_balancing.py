@@ -22,20 +22,25 @@ _GRADIENTS, _UPDATED = attrgetter("gradients"), attrgetter("updated")
 
 
 def relax_layer_limits(
-    pricing: CostModel, layout: DeviceLayout, batch: MicrobatchConfig, teams: Sequence[BlockClass]
+    cost_model: CostModel, layout: DeviceLayout, microbatch: MicrobatchConfig, classes: Sequence[BlockClass]
 ) -> list[BlockClass]:
     """Gives the same teams with no more on the fullest stage than any split has: no split that is slower is done
     sooner than they would be."""
     if layout.axes.pipeline == 1:
-        return list(teams)
-    state, longest = pricing.count_state(layout.axes), pricing.find_longest_stage(layout.axes, batch)
+        return list(classes)
+    state, longest = (
+        cost_model.memory.count_state(layout.axes),
+        cost_model.memory.find_longest_stage(layout.axes, microbatch),
+    )
     kept = [state.count_stage(longest, is_first=False, is_last=False), *_ends(state, 1)]
     least = {"synced_bytes": max(map(_GRADIENTS, kept)), "updated_bytes": max(map(_UPDATED, kept))}
-    return [msgspec.structs.replace(team, time=msgspec.structs.replace(team.time, **least)) for team in teams]
+    return [
+        msgspec.structs.replace(team, time=msgspec.structs.replace(team.time, **least)) for team in classes
+    ]
 
 
 def tighten_layer_limits(
-    pricing: CostModel, layout: DeviceLayout, teams: Sequence[BlockClass]
+    cost_model: CostModel, layout: DeviceLayout, classes: Sequence[BlockClass]
 ) -> list[DeviceLayout]:
     """Gives the layout with fewer layers where most are summed up, and with fewer where most are updated.
 
@@ -47,9 +52,9 @@ def tighten_layer_limits(
         layout: of a pipeline.
         teams: all that the layout has, one at least.
     """
-    state, found = pricing.count_state(layout.axes), []
+    state, found = cost_model.memory.count_state(layout.axes), []
     first, last = _ends(state, 0)
-    times = [team.time for team in teams]
+    times = [team.time for team in classes]
     for measure, limit in (
         (_GRADIENTS, max(time.synced_bytes for time in times)),
         (_UPDATED, max(time.updated_bytes for time in times)),
@@ -57,7 +62,7 @@ def tighten_layer_limits(
         below = (_count_below(limit, measure(end), measure(state.layer)) for end in (first, NOTHING, last))
         most = StageLayerLimits(*map(min, layout.layer_limits, below))
         held = most.per_stage(layout.axes.pipeline)
-        if min(held) >= 1 and sum(held) >= pricing.layers:
+        if min(held) >= 1 and sum(held) >= cost_model.layers:
             found.append(layout._replace(layer_limits=most))
     return found
 

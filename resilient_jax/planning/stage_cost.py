@@ -79,25 +79,25 @@ class MicrobatchLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_microbatch_load(
-    profile: ProgramCost,
+    program_cost: ProgramCost,
     state: StateBytes,
     layout: DeviceLayout,
-    batch: MicrobatchConfig,
+    microbatch: MicrobatchConfig,
     links: tuple[DeviceLink, ...],
 ) -> MicrobatchLoad:
     """Gives what one microbatch asks of each device, and what its exchanges take; the same for any two or more
     stages."""
-    group = layout.axes
+    axes = layout.axes
     spreads = {axis: layout.axis_level_factors(axis) for axis in _AXES}
     found = {part: PartLoad(DeviceWork(0.0, 0.0, 0), {}) for part in ModelPart}
     own = {ModelPart.EMBEDDING: state.embedding, ModelPart.LAYER: state.layer, ModelPart.HEAD: state.head}
     if state.tied.parameters:
-        own = {**own, **_with_tied(own, state, group)}
-    for work in profile.parts:
+        own = {**own, **_with_tied(own, state, axes)}
+    for work in program_cost.parts:
         held = own[work.part]
         found[work.part] = PartLoad(
-            count_device_work(profile, work, held, group, batch),
-            estimate_exposed_collectives(profile, work, held, group, batch, spreads, links),
+            count_device_work(program_cost, work, held, axes, microbatch),
+            estimate_exposed_collectives(program_cost, work, held, axes, microbatch, spreads, links),
         )
     return MicrobatchLoad(
         embedding=found[ModelPart.EMBEDDING], layer=found[ModelPart.LAYER], head=found[ModelPart.HEAD]
@@ -105,26 +105,29 @@ def count_microbatch_load(
 
 
 def estimate_transfer_s(
-    profile: ProgramCost, layout: DeviceLayout, batch: MicrobatchConfig, links: tuple[DeviceLink, ...]
+    program_cost: ProgramCost,
+    layout: DeviceLayout,
+    microbatch: MicrobatchConfig,
+    links: tuple[DeviceLink, ...],
 ) -> float:
     """Gives what a stage takes to send to one neighbour and to receive from it, a microbatch forward and backward."""
     if layout.axes.pipeline == 1:
         return 0.0
-    sent = sum(work.input_bytes for work in profile.parts if work.part is ModelPart.LAYER)
+    sent = sum(work.input_bytes for work in program_cost.parts if work.part is ModelPart.LAYER)
     return estimate_send_s(
-        sent * batch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links
+        sent * microbatch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links
     )
 
 
 def _with_tied(
-    own: dict[ModelPart, PartBytes], state: StateBytes, group: ReplicaAxes
+    own: dict[ModelPart, PartBytes], state: StateBytes, axes: ReplicaAxes
 ) -> dict[ModelPart, PartBytes]:
     """What both ends use: gathered at each, but on one stage it has one gradient."""
     ends = {
         ModelPart.EMBEDDING: own[ModelPart.EMBEDDING].plus(state.tied),
         ModelPart.HEAD: own[ModelPart.HEAD].plus(state.tied),
     }
-    if group.pipeline == 1:
+    if axes.pipeline == 1:
         once = state.tied._replace(gradients=0.0, gathered_gradients=0.0)
         ends[ModelPart.EMBEDDING] = own[ModelPart.EMBEDDING].plus(once)
     return ends

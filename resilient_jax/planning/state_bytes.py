@@ -59,9 +59,9 @@ class StateBytes(NamedTuple):
         return held.plus(self.tied) if is_first or is_last else held
 
 
-def count_state_bytes(profile: ProgramCost, group: ReplicaAxes) -> StateBytes:
+def count_state_bytes(program_cost: ProgramCost, axes: ReplicaAxes) -> StateBytes:
     """Gives what a device holds of each part under these axes; replicas, sequence and pipeline cut no tensor."""
-    return StateCounter(profile).count(group)
+    return StateCounter(program_cost).count(axes)
 
 
 class _Row(NamedTuple):
@@ -78,17 +78,19 @@ class _Row(NamedTuple):
 class StateCounter:
     """`count_state` of one program, for whoever asks for many axes."""
 
-    def __init__(self, profile: ProgramCost) -> None:
-        self._profile = profile
+    def __init__(self, program_cost: ProgramCost) -> None:
+        self._program_cost = program_cost
         self._kinds: list[StateTensor] = []
         self._rows: list[_Row] = []
         known: dict[tuple[object, ...], int] = {}
-        for tensor in profile.tensors:
+        for tensor in program_cost.tensors:
             key = (tensor.shape, tensor.axes, tensor.units)
             if key not in known:
                 known[key] = len(self._kinds)
                 self._kinds.append(tensor)
-            copies = tensor.copies / (max(profile.layers, 1) if tensor.parts == (ModelPart.LAYER,) else 1)
+            copies = tensor.copies / (
+                max(program_cost.layers, 1) if tensor.parts == (ModelPart.LAYER,) else 1
+            )
             self._rows.append(
                 _Row(
                     place="tied" if len(tensor.parts) > 1 else next(iter(tensor.parts)).value,
@@ -99,9 +101,9 @@ class StateCounter:
                 )
             )
 
-    def count(self, group: ReplicaAxes) -> StateBytes:
+    def count(self, axes: ReplicaAxes) -> StateBytes:
         """What a device holds of each part under these axes."""
-        profile, sizes = self._profile, group.state_axis_sizes
+        program_cost, sizes = self._program_cost, axes.state_axis_sizes
         gathered_sizes = {**sizes, Axis.FSDP: 1}
         parts = [(count_shards(one, sizes), count_shards(one, gathered_sizes)) for one in self._kinds]
         totals = {place: [0.0] * len(PartBytes._fields) for place in StateBytes._fields}
@@ -110,9 +112,9 @@ class StateCounter:
             total = totals[place]
             if is_parameter:
                 total[0] += size / own
-                total[1] += numbers * profile.gradient_bytes / own
-                total[3] += numbers * profile.compute_bytes / whole
-                total[4] += numbers * profile.gradient_bytes / whole
+                total[1] += numbers * program_cost.gradient_bytes / own
+                total[3] += numbers * program_cost.compute_bytes / whole
+                total[4] += numbers * program_cost.gradient_bytes / whole
             else:
                 total[2] += size / own
         return StateBytes(**{place: PartBytes(*total) for place, total in totals.items()})

@@ -114,14 +114,14 @@ def _assign(
     weights: tuple[float, ...],
 ) -> tuple[dict[HostName, HostState], bool]:
     """The planned holdings, hosts that are alike having changed places."""
-    groups: dict[tuple[object, ...], list[Host]] = {}
+    all_axes: dict[tuple[object, ...], list[Host]] = {}
     for host in after.request.topology.hosts:
         level = after.layout.level
         domain = "" if level in (0, after.layout.outermost_level) else host.domains[level - 1]
-        groups.setdefault((domain, host.accelerator.name, host.devices, host.speed), []).append(host)
+        all_axes.setdefault((domain, host.accelerator.name, host.devices, host.speed), []).append(host)
     assigned: dict[HostName, HostState] = {}
     is_exact = True
-    for hosts in groups.values():
+    for hosts in all_axes.values():
         names = [host.name for host in hosts]
         mine = [held.get(name, NOTHING) for name in names]
         slots = [planned.get(name, NOTHING) for name in names]

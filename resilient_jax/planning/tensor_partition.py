@@ -65,7 +65,7 @@ def is_divisible(divisor: DivisibilityRule, size: int) -> bool:
     return size <= divisor.dim_size if divisor.axis is Axis.PIPELINE else divisor.dim_size % size == 0
 
 
-def find_violated_rules(profile: ProgramCost, axis: Axis, size: int) -> tuple[DivisibilityRule, ...]:
+def find_violated_rules(program_cost: ProgramCost, axis: Axis, size: int) -> tuple[DivisibilityRule, ...]:
     """Gives what forbids an axis of this size: required dims that it does not divide, or all, if it divides none.
 
     A program that has no dim for the axis forbids every size but 1, with the number 1. `REPLICA` and `FSDP` are never
@@ -73,7 +73,7 @@ def find_violated_rules(profile: ProgramCost, axis: Axis, size: int) -> tuple[Di
     """
     if size == 1 or axis in (Axis.REPLICA, Axis.FSDP):
         return ()
-    mine = [divisor for divisor in profile.divisibility_rules if divisor.axis is axis]
+    mine = [divisor for divisor in program_cost.divisibility_rules if divisor.axis is axis]
     if not mine:
         return (DivisibilityRule(axis=axis, logical_name=_MISSING[axis], dim_size=1, is_required=True),)
     wrong = [divisor for divisor in mine if not is_divisible(divisor, size)]
@@ -89,15 +89,15 @@ _MISSING: dict[Axis, str] = {
 }
 
 
-def find_axis_sizes(profile: ProgramCost, axis: Axis, at_most: int) -> tuple[int, ...]:
+def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tuple[int, ...]:
     """Gives the sizes of an axis that the program allows, in order, 1 among them."""
     if axis in (Axis.REPLICA, Axis.FSDP):
         return tuple(range(1, at_most + 1))
-    numbers = [divisor.dim_size for divisor in profile.divisibility_rules if divisor.axis is axis]
+    numbers = [divisor.dim_size for divisor in program_cost.divisibility_rules if divisor.axis is axis]
     if axis is Axis.PIPELINE:
         return tuple(range(1, min(at_most, max(numbers, default=1)) + 1))
     candidates = {1}.union(*(_divisors_of(number, at_most) for number in numbers))
-    return tuple(sorted(size for size in candidates if not find_violated_rules(profile, axis, size)))
+    return tuple(sorted(size for size in candidates if not find_violated_rules(program_cost, axis, size)))
 
 
 def _divisors_of(number: int, at_most: int) -> set[int]:
@@ -105,7 +105,7 @@ def _divisors_of(number: int, at_most: int) -> set[int]:
     return {size for low in small for size in (low, number // low) if size <= at_most}
 
 
-def require_partitionable(profile: ProgramCost, at_most: int) -> None:
+def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
     """Refuses a program of which no axis can cut anything, for who needs it smaller than one device.
 
     Args:
@@ -115,17 +115,17 @@ def require_partitionable(profile: ProgramCost, at_most: int) -> None:
     Raises:
         CallerError: its dims divide by nothing; the message has all of them.
     """
-    if any(len(find_axis_sizes(profile, axis, at_most)) > 1 for axis in _MISSING):
+    if any(len(find_axis_sizes(program_cost, axis, at_most)) > 1 for axis in _MISSING):
         return
-    dims = {size for tensor in profile.tensors for size in tensor.shape}
+    dims = {size for tensor in program_cost.tensors for size in tensor.shape}
     if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
         return  # FSDP cuts these
     named = (
-        ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in profile.divisibility_rules}))
+        ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in program_cost.divisibility_rules}))
         or "no named dim"
     )
     raise CallerError(
-        f"{profile.name}: found dims that divide by nothing from 2 to {at_most} ({named}; sizes of parameters: "
+        f"{program_cost.name}: found dims that divide by nothing from 2 to {at_most} ({named}; sizes of parameters: "
         f"{', '.join(map(str, sorted(dims)))}), expected at least one that an axis can cut. Change the model's sizes "
         "to multiples of small numbers"
     )

@@ -1,4 +1,4 @@
-"""Every plan, one by one, without bounds, classes or memory of what was computed: what `search` must be equal to."""
+"""The oracle of `search_plan`: every plan, one by one, without bounds, host classes or memoization."""
 
 import heapq
 import itertools
@@ -9,76 +9,81 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.branch_and_bound import BLOCK_SIZES
 from resilient_jax.planning.calibration import Calibration
 from resilient_jax.planning.collectives import estimate_collective_s
-from resilient_jax.planning.cost_model import CostModel, PlanRequest
+from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, make_layout
 from resilient_jax.planning.host_pool import build_host_pool
-from resilient_jax.planning.memory import count_activations, estimate_stage_memory
+from resilient_jax.planning.memory import StagePosition, count_activations, estimate_stage_memory
+from resilient_jax.planning.plan_request import PlanRequest
 from resilient_jax.planning.program_cost import CollectiveKind
 from resilient_jax.planning.stage_cost import count_microbatch_load, estimate_part_times, estimate_transfer_s
 from resilient_jax.planning.state_bytes import count_state_bytes
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 
 
-def find_least_step_s(profile, topology, global_batch, number_format="bf16", min_replicas=1, axes=None):
-    """The least step time of all plans with so many replicas or more, and with these sizes of axes; infinite if none
-    fits."""
-    fixed = dict(axes or {})
-    replicas = fixed.pop(Axis.REPLICA, None)
+def find_least_step_s(program_cost, topology, global_batch, number_format="bf16", min_replicas=1, axes=None):
+    """Return the least step time of all plans with at least `min_replicas` and these axis sizes; inf if none fits."""
+    given = dict(axes or {})
+    replicas = given.pop(Axis.REPLICA, None)
     best = math.inf
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
         pool = build_host_pool(topology, number_format, memory)
-        question = PlanRequest(
-            program_cost=profile,
+        request = PlanRequest(
+            program_cost=program_cost,
             topology=topology,
             pool=pool,
             global_batch=global_batch,
             calibration=Calibration(),
             number_format=number_format,
         )
-        pricing = CostModel(question)
-        for layout, batch in _choices(pricing):
-            if all(getattr(layout.axes, axis) == size for axis, size in fixed.items()):
-                best = min(best, _least_of(pricing, layout, batch, min_replicas, replicas))
+        cost_model = CostModel(request)
+        for layout, microbatch in _enumerate(cost_model):
+            if all(getattr(layout.axes, axis) == size for axis, size in given.items()):
+                best = min(best, _find_least(cost_model, layout, microbatch, min_replicas, replicas))
     return best
 
 
-def _choices(pricing):
-    question = pricing.question
-    devices = question.topology.device_count
-    outermost = len(question.topology.levels) - 1
+def _enumerate(cost_model):
+    request = cost_model.request
+    devices = request.topology.device_count
+    outermost = len(request.topology.levels) - 1
     levels = range(1, outermost + 1) if outermost else [0]
-    axes = [find_axis_sizes(question.profile, a, devices) for a in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)]
+    axes = [
+        find_axis_sizes(request.program_cost, a, devices) for a in (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)
+    ]
     fsdps = range(1, devices + 1)
     for tensor, sequence, expert, fsdp, pipeline in itertools.product(
-        *axes, fsdps, find_axis_sizes(question.profile, Axis.PIPELINE, devices)
+        *axes, fsdps, find_axis_sizes(request.program_cost, Axis.PIPELINE, devices)
     ):
-        group = ReplicaAxes(tensor, sequence, expert, fsdp, pipeline)
-        if group.devices > devices or question.global_batch % fsdp:
+        replica_axes = ReplicaAxes(tensor, sequence, expert, fsdp, pipeline)
+        if replica_axes.devices > devices or request.global_batch % fsdp:
             continue
-        rooms = range(1, question.pool.devices_per_host + 1)
+        rooms = range(1, request.pool.devices_per_host + 1)
         layouts = {
-            make_layout(group, room, level, block, outermost)
+            make_layout(replica_axes, room, level, block, outermost)
             for room in rooms
             for level in levels
             for block in (BLOCK_SIZES if level < outermost else [1])
             if block <= devices
         }
-        for layout, size, again in itertools.product(
-            sorted(layouts), range(1, question.global_batch // fsdp + 1), [False, True]
+        for layout, size, remat in itertools.product(
+            sorted(layouts), range(1, request.global_batch // fsdp + 1), [False, True]
         ):
-            if question.global_batch % (fsdp * size) == 0:
-                yield layout, MicrobatchConfig(size, again)
+            if request.global_batch % (fsdp * size) == 0:
+                yield layout, MicrobatchConfig(size, remat)
 
 
-def _least_of(pricing, layout, batch, min_replicas, replicas):
-    """Of every limit on what the fullest stage sums up and updates: of each block then the fastest split."""
-    blocks = _blocks_that_fit(pricing, layout, batch)
+def _find_least(cost_model, layout, microbatch, min_replicas, replicas):
+    """Return the least step time, over all limits on the bytes that the fullest stage reduces and updates.
+
+    Under a limit each block takes its fastest split.
+    """
+    blocks = _blocks_that_fit(cost_model, layout, microbatch)
     splits = [split for block in blocks for split in block]
     synced = {split.synced for split in splits}
     updated = {split.updated for split in splits}
     return min(
         (
-            _least_within(pricing, layout, batch, min_replicas, replicas, _within(blocks, *most))
+            _least_within(cost_model, layout, microbatch, min_replicas, replicas, _within(blocks, *most))
             for most in itertools.product(synced, updated)
         ),
         default=math.inf,
@@ -90,9 +95,9 @@ def _within(blocks, synced, updated):
     return sorted(min(block) for block in allowed if block)
 
 
-def _least_within(pricing, layout, batch, min_replicas, wanted, blocks):
-    question = pricing.question
-    microbatches = question.global_batch // (layout.group.fsdp * batch.sequences)
+def _least_within(cost_model, layout, microbatch, min_replicas, wanted, blocks):
+    request = cost_model.request
+    microbatches = request.global_batch // (layout.axes.fsdp * microbatch.sequences)
     best = math.inf
     for count in range(1, len(blocks) + 1):
         replicas = count * layout.replicas_per_block
@@ -101,24 +106,26 @@ def _least_within(pricing, layout, batch, min_replicas, wanted, blocks):
         if replicas < min_replicas or wanted not in (None, replicas):
             continue
         used = blocks[:count]
-        finish = _deal(
-            microbatches, [block.slot_s for block in used for _ in range(layout.replicas_per_block)], layout
+        finish = _assign(
+            microbatches,
+            [block.microbatch_s for block in used for _ in range(layout.replicas_per_block)],
+            layout,
         )
         synced = estimate_collective_s(
             CollectiveKind.ALL_REDUCE,
             max(block.synced for block in used),
-            layout.replica_spread(count),
-            pricing.links,
+            layout.replica_level_factors(count),
+            cost_model.links,
         )
-        update = max(block.updated * block.update_s for block in used) + question.calibration.step_overhead_s
+        update = max(block.updated * block.update_s for block in used) + request.calibration.step_overhead_s
         best = min(best, finish + synced + update)
     return best
 
 
-def _deal(microbatches, slots, layout):
-    """Each microbatch to whoever has it done first."""
-    fill = layout.group.pipeline - 1
-    queue = [((fill + 1) * slot, slot) for slot in slots]
+def _assign(microbatches, times_s, layout):
+    """Return the makespan when each microbatch goes to the replica that would finish it first."""
+    fill = layout.axes.pipeline - 1
+    queue = [((fill + 1) * slot, slot) for slot in times_s]
     heapq.heapify(queue)
     done = 0.0
     for _ in range(microbatches):
@@ -127,72 +134,72 @@ def _deal(microbatches, slots, layout):
     return done
 
 
-def _blocks_that_fit(pricing, layout, batch):
-    """The splits of each block: those of its slowest replica."""
-    pool = pricing.question.pool
+def _blocks_that_fit(cost_model, layout, microbatch):
+    """Return the splits of each block that fit: those of its slowest replica."""
+    pool = cost_model.request.pool
     domains = {}
-    for host in pricing.question.topology.hosts:
+    for host in cost_model.request.topology.hosts:
         if host.accelerator.memory_bytes >= pool.memory_bytes:
-            inside = layout.level not in (0, layout.outermost)
+            inside = layout.level not in (0, layout.outermost_level)
             domains.setdefault(host.domains[layout.level - 1] if inside else "", []).append(host)
     found = []
     for hosts in domains.values():
         hosts.sort(key=lambda host: -host.speed * host.accelerator.peak_flops_per_s("bf16"))
-        cells = [host for host in hosts for _ in range(host.devices // layout.cell_devices)]
-        size = layout.cells * layout.block
-        for start in range(0, len(cells) - size + 1, size):
-            slowest = cells[start + size - layout.cells : start + size]
-            priced = _price_replica(pricing, layout, batch, slowest)
-            if priced:
-                found.append(priced)
+        slots = [host for host in hosts for _ in range(host.devices // layout.devices_per_slot)]
+        size = layout.host_slots * layout.block_size
+        for start in range(0, len(slots) - size + 1, size):
+            slowest = slots[start + size - layout.host_slots : start + size]
+            splits = _find_splits(cost_model, layout, microbatch, slowest)
+            if splits:
+                found.append(splits)
     return found
 
 
-def _price_replica(pricing, layout, batch, hosts):
-    question, stages = pricing.question, layout.group.pipeline
-    state = count_state_bytes(question.profile, layout.group)
-    asked = count_microbatch_load(question.profile, state, layout, batch, pricing.links)
-    sending = estimate_transfer_s(question.profile, layout, batch, pricing.links)
-    groups = stages // layout.stages_inside
-    per_group = len(hosts) // groups
-    slowest = [max(hosts[i * per_group : (i + 1) * per_group], key=lambda h: -h.speed) for i in range(groups)]
-    of_stage = [host for host in slowest for _ in range(layout.stages_inside)]
+def _find_splits(cost_model, layout, microbatch, hosts):
+    request, stages = cost_model.request, layout.axes.pipeline
+    state = count_state_bytes(request.program_cost, layout.axes)
+    load = count_microbatch_load(request.program_cost, state, layout, microbatch, cost_model.links)
+    sending = estimate_transfer_s(request.program_cost, layout, microbatch, cost_model.links)
+    hosts_in_line = stages // layout.stages_per_host
+    per_host = len(hosts) // hosts_in_line
+    slowest = [
+        max(hosts[i * per_host : (i + 1) * per_host], key=lambda h: -h.speed) for i in range(hosts_in_line)
+    ]
+    of_stage = [host for host in slowest for _ in range(layout.stages_per_host)]
     parts = [
         estimate_part_times(
-            asked, sending, host, host.accelerator.peak_flops_per_s("bf16"), question.calibration
+            load, sending, host, host.accelerator.peak_flops_per_s("bf16"), request.calibration
         )
         for host in of_stage
     ]
-    activations = count_activations(question.profile, layout.group, batch)
-    microbatches = question.global_batch // (layout.group.fsdp * batch.sequences)
+    activations = count_activations(request.program_cost, layout.axes, microbatch)
+    microbatches = request.global_batch // (layout.axes.fsdp * microbatch.sequences)
 
     def fits(layers):
         return all(
             estimate_stage_memory(
                 state,
                 activations,
-                question.calibration,
-                layers=number,
-                stage=i,
-                stages=stages,
-                microbatches=min(stages - i, microbatches),
-                is_gathered=layout.group.fsdp > 1,
+                request.calibration,
+                StagePosition(number, i, stages),
+                in_flight=min(stages - i, microbatches),
+                has_gathers=layout.axes.fsdp > 1,
             ).total
-            <= pricing.usable_bytes
+            <= cost_model.memory.usable_bytes
             for i, number in enumerate(layers)
         )
 
     worst = min(hosts, key=lambda host: host.speed)
-    bandwidth = worst.accelerator.memory_bandwidth_bytes_per_s * question.calibration.memory_efficiency
+    bandwidth = worst.accelerator.memory_bandwidth_bytes_per_s * request.calibration.memory_efficiency
     found = []
-    for slot_s, layers in _splits(question.profile.layers, parts):
+    for microbatch_s, layers in _splits(request.program_cost.layers, parts):
         if fits(layers):
             held = [
                 state.count_stage(n, is_first=i == 0, is_last=i == stages - 1) for i, n in enumerate(layers)
             ]
             found.append(
                 _Split(
-                    slot_s=slot_s,
+                    microbatch_s=microbatch_s,
                     synced=max(part.gradients for part in held),
                     updated=max(2 * part.parameters + part.gradients + 2 * part.optimizer for part in held),
                     update_s=1 / (bandwidth * worst.speed),
@@ -202,18 +209,18 @@ def _price_replica(pricing, layout, batch, hosts):
 
 
 class _Split(NamedTuple):
-    """Of layers to stages: a microbatch on the slowest, bytes to sum up and to update, seconds a byte of the update."""
+    """A split of layers over stages: time on the slowest, bytes to reduce and to update, seconds per updated byte."""
 
-    slot_s: float
+    microbatch_s: float
     synced: float
     updated: float
     update_s: float
 
 
 def _splits(layers, parts):
-    """Every way to give each stage a layer or more, with the time of its slowest stage."""
+    """Yield every split with a layer or more for each stage, with the time of its slowest stage."""
     stages = len(parts)
     for cuts in itertools.combinations(range(1, layers), stages - 1):
         ends = [0, *cuts, layers]
         split = tuple(ends[i + 1] - ends[i] for i in range(stages))
-        yield max(part.stage(split[i], i, stages).total_s for i, part in enumerate(parts)), split
+        yield max(part.estimate_stage(split[i], i, stages).total_s for i, part in enumerate(parts)), split

@@ -17,7 +17,7 @@ from resilient_jax.planning.collectives import (
 )
 from resilient_jax.planning.device_cost import count_device_work, estimate_compute_s, list_fsdp_collectives
 from resilient_jax.planning.device_layout import MicrobatchConfig, ReplicaAxes, make_layout
-from resilient_jax.planning.memory import count_activations, estimate_stage_memory
+from resilient_jax.planning.memory import StagePosition, count_activations, estimate_stage_memory
 from resilient_jax.planning.program_cost import CollectiveKind, ModelPart, TensorRole
 from resilient_jax.planning.state_bytes import count_state_bytes
 
@@ -151,7 +151,7 @@ def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
     group, batch, constants = ReplicaAxes(pipeline=3), MicrobatchConfig(1, False), Calibration()
     state, kept = count_state_bytes(PROFILE, group), count_activations(PROFILE, group, batch)
     memory = estimate_stage_memory(
-        state, kept, constants, layers=2, stage=1, stages=4, microbatches=3, is_gathered=False
+        state, kept, constants, StagePosition(2, 1, 4), in_flight=3, has_gathers=False
     )
     layer = state.layer
     assert memory.parameters + memory.gradients + memory.optimizer == 2 * (

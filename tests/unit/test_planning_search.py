@@ -373,7 +373,7 @@ def test_fewer_replicas_are_named_where_as_many_as_asked_for_do_not_fit():
         ({"min_replicas": 4, "axes": {Axis.FSDP: 4}}, "min_replicas: found 4, expected at most 2"),
         ({"min_replicas": 3, "axes": {Axis.REPLICA: 2}}, "min_replicas: found 3, expected at most the 2 of"),
         ({"global_batch": 0}, "global_batch: found 0, expected 1 or more"),
-        ({"rounds": 0}, "rounds: found 0"),
+        ({"pipeline_repeats": 0}, "pipeline_repeats: found 0"),
         (
             {"axes": {Axis.TENSOR: 3}},
             "axis tensor: found 3, expected a size that small allows; it has heads = 4",

@@ -1,0 +1,71 @@
+"""Equal tasks on unequal machines: the makespan against a greedy oracle and published vectors."""
+
+import heapq
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_jax.planning.makespan import MachineClass, assign_tasks
+
+times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
+classes = st.lists(
+    st.builds(
+        MachineClass, count=st.integers(1, 4), start_s=st.sampled_from([0.0, 1.0, 2.5, 9.0]), task_s=times
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(st.integers(0, 60), classes, st.data())
+def test_a_machine_class_limits_its_tasks_and_no_other_assignment_has_a_smaller_makespan(
+    tasks, machines, data
+):
+    machines = [msgspec.structs.replace(kind, max_tasks=data.draw(st.integers(0, 6))) for kind in machines]
+    tasks = min(tasks, sum(kind.count * kind.max_tasks for kind in machines))
+    done = sorted(
+        kind.start_s + number * kind.task_s
+        for kind in machines
+        for _ in range(kind.count)
+        for number in range(1, kind.max_tasks + 1)
+    )
+    found = assign_tasks(tasks, machines)
+    assert found.makespan_s == pytest.approx(done[tasks - 1] if tasks else 0.0)
+    assert sum(count * number for shares in found.task_counts for count, number in shares) == tasks
+    assert [sum(count for count, _ in shares) for shares in found.task_counts] == [
+        kind.count for kind in machines
+    ]
+    for kind, shares in zip(machines, found.task_counts, strict=True):
+        assert max(number for _, number in shares) <= kind.max_tasks
+
+
+@given(st.integers(0, 60), classes)
+def test_no_other_division_is_done_sooner_and_every_piece_is_found(tasks, machines):
+    queue = [(kind.start_s + kind.task_s, i) for i, kind in enumerate(machines) for _ in range(kind.count)]
+    heapq.heapify(queue)
+    finish = 0.0
+    for _ in range(tasks):
+        finish, i = queue[0]
+        heapq.heapreplace(queue, (finish + machines[i].task_s, i))
+    found = assign_tasks(tasks, machines)
+    assert found.makespan_s == pytest.approx(finish)
+    assert sum(count * number for shares in found.task_counts for count, number in shares) == tasks
+    assert [sum(count for count, _ in shares) for shares in found.task_counts] == [
+        kind.count for kind in machines
+    ]
+
+
+def test_microbatches_of_recover_31_survivors_of_32():
+    """ReCoVer, arXiv 2605.11215: B = 256; eight replicas with 9, 23 with 8, the form without lock step."""
+    assert assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)]).task_counts == (
+        ((8, 9), (23, 8)),
+    )
+
+
+def test_a_hundred_thousand_equal_machines_cost_as_much_as_one():
+    found = assign_tasks(
+        10**9, [MachineClass(count=10**5, start_s=0, task_s=1), MachineClass(count=1, start_s=0, task_s=2)]
+    )
+    assert found.makespan_s == 10_000
