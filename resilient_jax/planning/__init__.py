@@ -1,4 +1,4 @@
-"""Which sharding plan is best for the devices at hand: what a program needs, what a plan costs, which one to take.
+"""The planner: what a program costs under a sharding plan, which plan is fastest on given devices, and replanning.
 
-See README.md in this folder. Loads neither jax nor numpy.
+Imports neither jax nor numpy. The README in this folder has the data flow.
 """

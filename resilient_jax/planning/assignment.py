@@ -1,14 +1,14 @@
-"""Who takes which place so that the sum of costs is least."""
+"""The assignment problem: a permutation with the least sum of costs."""
 
 import math
 from collections.abc import Sequence
 
 
 def solve_assignment(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Gives for each row its column; every column once, and the sum of costs is least.
+    """Return the column of each row; each column is used once, and the sum of costs is least.
 
     The Hungarian method with potentials (Kuhn 1955, https://doi.org/10.1002/nav.3800020109): rows are added one by one,
-    each by a shortest augmenting path in costs reduced by potentials. Time in proportion to the cube of the rows.
+    each by a shortest augmenting path over reduced costs `c_ij - u_i - v_j >= 0`. Takes time O(n^3) for n rows.
 
     Args:
         costs: a square matrix.
@@ -34,7 +34,9 @@ def solve_assignment(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
 def _find_path(
     costs: Sequence[Sequence[float]], of_row: list[float], of_column: list[float], row_at: list[int]
 ) -> tuple[list[int], int]:
-    """The shortest way from the new row to a free column: the column before each, and the free one."""
+    """Return the shortest augmenting path from the new row: the column before each, and the free column at its end."""
+    # Dijkstra over columns: `least` holds distances in reduced costs. Raising u of reached rows and lowering v of
+    # reached columns by each step keeps all reduced costs >= 0 and those on the path at 0 (complementary slackness).
     size = len(costs)
     least, way, seen = [math.inf] * size, [size] * size, [False] * (size + 1)
     column = size

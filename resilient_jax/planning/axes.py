@@ -1,6 +1,6 @@
-"""The axes that a plan may have, and which of them cuts a dim of which logical name.
+"""The axes that a plan may have, and which of them shards a dim of which logical name.
 
-The names are those that Flax users give (https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html).
+The logical names are those of Flax's guide (https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html).
 """
 
 import enum
@@ -12,31 +12,31 @@ from resilient_jax.planning.errors import PlanError
 
 
 class Axis(enum.StrEnum):
-    """One axis of a plan's mesh. Cut means: each device along it has an equal part and not the whole."""
+    """One axis of a plan's mesh; a sharded array has an equal part on each device along the axis."""
 
     REPLICA = "replica"
-    """Complete copies of the model; cuts the batch and no tensor."""
+    """Replicas of the model; shards the batch and no tensor."""
     FSDP = "fsdp"
-    """Cuts the batch, and every parameter with its gradient and optimizer state; gathered before use."""
+    """Shards the batch, and each parameter with its gradient and optimizer state; gathered before use."""
     TENSOR = "tensor"
-    """Cuts heads, feed-forward and vocabulary."""
+    """Shards heads, feed-forward and vocabulary."""
     SEQUENCE = "sequence"
-    """Cuts the tokens of a sequence."""
+    """Shards the tokens of a sequence."""
     EXPERT = "expert"
-    """Cuts the experts; each token goes to where its experts are."""
+    """Shards the experts; tokens are sent to the devices of their experts."""
     PIPELINE = "pipeline"
-    """Cuts the stack of layers into stages."""
+    """Splits the stack of layers into stages."""
 
 
 AxisSizes = Mapping[Axis, int] | Mapping[str, int]
-"""Of axes, by what they are or by their names."""
+"""Sizes by axis or by the axis's name."""
 
 
 def parse_axis_sizes(given: AxisSizes) -> dict[Axis, int]:
-    """Gives the sizes by axis.
+    """Return the sizes by axis.
 
     Raises:
-        PlanError: there is no axis of such a name.
+        PlanError: no axis has such a name.
 
     >>> parse_axis_sizes({"tensor": 2})
     {<Axis.TENSOR: 'tensor'>: 2}
@@ -48,7 +48,7 @@ def parse_axis_sizes(given: AxisSizes) -> dict[Axis, int]:
 
 
 LAYERS: Final = "layers"
-"""The dim over which the parameters of equal layers are stacked; it is none of a tensor's own dims."""
+"""Logical name of the dim over which the parameters of equal layers are stacked; no single layer's dim has it."""
 
 AXIS_BY_LOGICAL_NAME: Final[Mapping[str, Axis | None]] = MappingProxyType(
     {
@@ -63,4 +63,4 @@ AXIS_BY_LOGICAL_NAME: Final[Mapping[str, Axis | None]] = MappingProxyType(
         "router": None,
     }
 )
-"""Which axis cuts a dim of a logical name; None: none but FSDP, where it finds no better dim."""
+"""The axis that shards a dim of a logical name; None: FSDP alone, and only where it finds no better dim."""

@@ -1,9 +1,9 @@
-"""Every plan that a search looks at, in the order of what it could be at best; those that cannot win are left out.
+"""Branch and bound over all plans, in the order of their lower bounds.
 
 Exact over its space: sizes of tensor, sequence, expert that the program allows; any number of stages up to the layers,
 and any split of them; any FSDP and any microbatch that divide the batch; any number of replicas; layouts as
-`enumerate_layouts` gives them. A group of axes is skipped when its lower bound is not below the best found, or the least
-memory of it does not fit.
+`enumerate_layouts` returns them. A branch is pruned when its lower bound is not below the best plan found, or when its
+least memory does not fit (Land and Doig 1960, https://doi.org/10.2307/1910129).
 """
 
 import enum
@@ -22,15 +22,15 @@ from resilient_jax.planning.device_layout import (
     enumerate_layouts,
 )
 from resilient_jax.planning.lower_bounds import LowerBounds, find_divisors
-from resilient_jax.planning.stage_balancing import relax_layer_limits, tighten_layer_limits
+from resilient_jax.planning.stage_balancing import bound_block_classes, tighten_layer_limits
 from resilient_jax.planning.tensor_partition import find_axis_sizes
 
 BLOCK_SIZES = tuple(sorted({factor << power for power in range(16) for factor in (1, 3)}))
-"""Sizes of blocks of replicas: fixed, so that more hosts never take a choice away."""
+"""Sizes of blocks of replicas: a fixed set, so that more hosts never remove a choice."""
 
 
 class PlanCandidate(NamedTuple):
-    """A plan in few words, with its price."""
+    """A plan in short, with its step time."""
 
     step_s: float
     layout: DeviceLayout
@@ -39,7 +39,7 @@ class PlanCandidate(NamedTuple):
 
 
 class PlanConstraints(NamedTuple):
-    """What is not searched for. Axes by name; a microbatch, or None; and how many replicas there are at least."""
+    """What is given and not searched for: sizes of axes, a microbatch or None, and the least number of replicas."""
 
     axes: Mapping[Axis, int]
     microbatch: MicrobatchConfig | None = None
@@ -51,13 +51,13 @@ NO_CONSTRAINTS = PlanConstraints(NO_FIXED_AXES)
 
 
 def find_useful_levels(cost_model: CostModel, stages: int) -> tuple[int, ...]:
-    """Gives the levels in one domain of which it is worth to place a replica of so many stages; the last has all hosts.
+    """Return the levels whose domains are worth placing a replica in; the last level connects all hosts.
 
-    Left out is only what never changes the best step, so that a link that becomes as fast as another takes no plan
-    away: a level with the same links as the next one outward, if that is not the last, where hosts are alike. Then
-    nothing depends on which of the two a replica is inside, and the larger domains have no fewer replicas. Hosts that
-    are not alike make other pipelines in smaller domains; and what lies inside the last level is in no block, so more
-    messages may follow one another there.
+    Only levels that never change the best step are left out, so that a link that becomes as fast as another removes no
+    plan: a level with the same links as the next one outward, if that is not the last, where hosts are equal. Then
+    nothing depends on which of the two contains a replica, and the larger domains have no fewer replicas. Unequal hosts
+    form other pipelines in smaller domains; and a replica of the last level is in no block, so more messages may follow
+    one another there.
     """
     last = len(cost_model.links) - 1
     kinds = cost_model.request.pool.kinds
@@ -70,7 +70,7 @@ def find_useful_levels(cost_model: CostModel, stages: int) -> tuple[int, ...]:
 
 
 def enumerate_axes(cost_model: CostModel, constraints: PlanConstraints) -> Iterator[ReplicaAxes]:
-    """Yields the sizes of the axes that cut a layer and of the pipeline, FSDP left at 1."""
+    """Yield the sizes of the axes that shard a layer and of the pipeline, with FSDP left at 1."""
     program_cost, devices = cost_model.request.program_cost, cost_model.devices
 
     def sizes(axis: Axis) -> tuple[int, ...]:
@@ -93,30 +93,30 @@ def visit_candidates(
     limit_s: Callable[[ReplicaAxes], float],
     keep: Callable[[PlanCandidate], None],
 ) -> None:
-    """Gives `keep` every candidate that could be below its limit.
+    """Call `keep` with every candidate whose step time could be below its limit.
 
     Args:
-        pricing: of the question.
-        fixed: what is given.
-        limit_s: for a group of axes the step time from which on it is of no use; may only fall.
-        keep: takes the candidate.
+        cost_model: of the request.
+        constraints: what is given.
+        limit_s: the step time from which on a replica's axes are of no use; may only fall between calls.
+        keep: called with each candidate.
     """
     _Visit(cost_model, constraints, limit_s, keep).run()
 
 
 class _Known(enum.IntEnum):
-    """What a node of the tree has: each step of the way its bound is no less, and takes longer to find."""
+    """How far a node of the tree is refined: each refinement takes longer, and its bound is larger or equal."""
 
     BARE = 0
-    """Axes that cut a layer, and the stages; the bound leaves out what is exchanged."""
+    """Axes that shard a layer, and the stages; the bound omits collectives."""
     NARROW = 1
-    """The same axes with what is exchanged. Most nodes never get here, so it is found only when they are next."""
+    """The same axes with collectives. Most nodes never get here, so this bound is computed only for the next node."""
     FSDP = 2
-    """FSDP too, by its quick bound."""
+    """With FSDP, by a quick bound."""
     SHARP = 3
-    """The same axes by their sharp bound."""
+    """The same axes by a sharp bound."""
     BATCH = 4
-    """The microbatch too."""
+    """With the microbatch."""
 
 
 class _Node(NamedTuple):
@@ -127,8 +127,8 @@ class _Node(NamedTuple):
     microbatch: MicrobatchConfig | None = None
 
 
-NO_GROUP = ReplicaAxes(0, 0, 0, 0, 0)
-"""Its limit is that of any that was not found yet."""
+ANY_AXES = ReplicaAxes(0, 0, 0, 0, 0)
+"""Its limit is the limit of any axes without a candidate so far."""
 
 
 class _Visit:
@@ -153,13 +153,13 @@ class _Visit:
         self._layouts: dict[ReplicaAxes, tuple[tuple[DeviceLayout, int], ...]] = {}
 
     def run(self) -> None:
-        """Until nothing is left that could be of use."""
+        """Expand nodes until none can be below its limit."""
         all_axes = enumerate_axes(self._cost_model, self._constraints)
         queue = [_Node(self._bounds.bound_step_compute_s(axes), axes, _Known.BARE) for axes in all_axes]
         heapq.heapify(queue)
         while queue:
             node = heapq.heappop(queue)
-            if node.least_s >= self._limit_s(NO_GROUP):
+            if node.least_s >= self._limit_s(ANY_AXES):
                 return
             for child in self._expand(node):
                 if child.least_s < self._limit_s(child.axes):
@@ -185,10 +185,10 @@ class _Visit:
     def _with_fsdp(self, narrow: ReplicaAxes) -> Iterator[_Node]:
         tensor, sequence, expert, _, stages = narrow
         each, devices = narrow.devices, self._cost_model.devices
-        most = self._constraints.axes.get(Axis.REPLICA, devices)
+        most_blocks = self._constraints.axes.get(Axis.REPLICA, devices)
         least = self._constraints.min_replicas
         for fsdp in self._fsdps:
-            replicas = min(devices // (each * fsdp), most)
+            replicas = min(devices // (each * fsdp), most_blocks)
             if replicas < least:
                 return
             axes = ReplicaAxes(tensor, sequence, expert, fsdp, stages)
@@ -197,9 +197,9 @@ class _Visit:
     def _with_batch(self, node: _Node) -> Iterator[_Node]:
         request, axes = self._cost_model.request, node.axes
         share = request.global_batch // axes.fsdp
-        for again in (False, True) if request.program_cost.can_remat else (False,):
+        for is_remat in (False, True) if request.program_cost.can_remat else (False,):
             for size in find_divisors(share):
-                microbatch = MicrobatchConfig(size, again)
+                microbatch = MicrobatchConfig(size, is_remat)
                 if share // size < self._constraints.min_replicas or not self._bounds.fitting.may_fit(
                     axes, microbatch
                 ):
@@ -209,7 +209,7 @@ class _Visit:
                     yield _Node(bound, axes, _Known.BATCH, node.replicas, microbatch)
 
     def _layouts_of(self, axes: ReplicaAxes) -> tuple[tuple[DeviceLayout, int], ...]:
-        """With how many replicas the hosts can make of each."""
+        """Return the layouts of these axes, each with the number of replicas that the hosts can form."""
         if axes not in self._layouts:
             layouts = enumerate_layouts(
                 axes,
@@ -225,7 +225,7 @@ class _Visit:
                 self._visit_layout(layout, microbatch)
 
     def _visit_layout(self, layout: DeviceLayout, microbatch: MicrobatchConfig) -> None:
-        """Replicas one by one, then in blocks, which shorten nothing but the sum over replicas."""
+        """Visit replicas one by one, then in blocks, which shorten only the all-reduce over replicas."""
         cost_model = self._cost_model
         classes = cost_model.find_block_classes(layout, microbatch, self._limit_s(layout.axes))
         if not classes:
@@ -233,16 +233,16 @@ class _Visit:
         self._keep_all(layout, microbatch, classes)
         if layout.level == layout.outermost_level:
             return
-        most = min(
-            sum(team.blocks for team in classes),
+        most_blocks = min(
+            sum(block_class.blocks for block_class in classes),
             cost_model.memory.count_microbatches(layout.axes, microbatch) // layout.replicas_per_slot,
         )
-        if most < 2:
+        if most_blocks < 2:
             return
-        done_s = cost_model.assign_microbatches(layout, microbatch, classes, most).makespan_s
+        done_s = cost_model.assign_microbatches(layout, microbatch, classes, most_blocks).makespan_s
         done_s += cost_model.request.calibration.step_overhead_s
         for block in BLOCK_SIZES[1:]:
-            if block > most or done_s >= self._limit_s(layout.axes):
+            if block > most_blocks or done_s >= self._limit_s(layout.axes):
                 return
             blocked = layout._replace(block_size=block)
             self._keep_all(blocked, microbatch, cost_model.find_block_classes(blocked, microbatch))
@@ -250,28 +250,28 @@ class _Visit:
     def _keep_all(
         self, layout: DeviceLayout, microbatch: MicrobatchConfig, classes: tuple[BlockClass, ...]
     ) -> None:
-        """Layers split for the fastest microbatch; then, while that may be of use, with less on the fullest stage."""
+        """Visit the fastest split of the layers, then, while of possible use, splits with less on the fullest stage."""
         cost_model, axes = self._cost_model, layout.axes
-        waiting, seen = [(layout, classes)], {layout}
-        while waiting:
-            layout, classes = waiting.pop()
-            evened = relax_layer_limits(cost_model, layout, microbatch, classes)
+        open_layouts, seen = [(layout, classes)], {layout}
+        while open_layouts:
+            layout, classes = open_layouts.pop()
+            relaxed = bound_block_classes(cost_model, layout, microbatch, classes)
             least_s = math.inf
-            for blocks, price in enumerate_block_counts(
+            for blocks, cost in enumerate_block_counts(
                 cost_model, self._constraints, layout, microbatch, classes, self._limit_s(axes)
             ):
-                self._keep(PlanCandidate(price.step_s, layout, microbatch, blocks))
+                self._keep(PlanCandidate(cost.step_s, layout, microbatch, blocks))
                 least_s = min(
                     least_s,
-                    price.assignment.makespan_s
-                    + sum(cost_model.estimate_reduction_and_update_s(layout, evened, blocks)),
+                    cost.assignment.makespan_s
+                    + sum(cost_model.estimate_reduction_and_update_s(layout, relaxed, blocks)),
                 )
             if axes.pipeline == 1 or least_s >= self._limit_s(axes):
                 continue
             for other in tighten_layer_limits(cost_model, layout, classes):
                 if other not in seen:
                     seen.add(other)
-                    waiting.append((other, cost_model.find_block_classes(other, microbatch)))
+                    open_layouts.append((other, cost_model.find_block_classes(other, microbatch)))
 
 
 def enumerate_block_counts(
@@ -282,33 +282,33 @@ def enumerate_block_counts(
     classes: tuple[BlockClass, ...],
     limit_s: float,
 ) -> Iterator[tuple[int, PlanCost]]:
-    """Yields the numbers of blocks that may be best, the largest first.
+    """Yield the numbers of blocks that may be best, the largest first, each with its plan cost.
 
-    Of all numbers for which the last replica is done at the same time the fewest are best: the sum over them is
-    quicker. Fewer are done later, so it ends where that alone is as late as the limit.
+    Of all numbers with the same makespan the smallest is best: its all-reduce over replicas is faster. Smaller numbers
+    have a larger makespan, so the search ends when the makespan alone reaches the limit.
     """
     each = layout.replicas_per_block
     fewest = -(-constraints.min_replicas // each)
-    most = min(
-        sum(team.blocks for team in classes),
+    most_blocks = min(
+        sum(block_class.blocks for block_class in classes),
         cost_model.memory.count_microbatches(layout.axes, microbatch) // each,
     )
     if (wanted := constraints.axes.get(Axis.REPLICA)) is not None:
-        if wanted % each == 0 and fewest <= wanted // each <= most:
+        if wanted % each == 0 and fewest <= wanted // each <= most_blocks:
             yield wanted // each, cost_model.estimate_plan(layout, microbatch, classes, wanted // each)
         return
-    while most >= fewest:
-        finish = cost_model.assign_microbatches(layout, microbatch, classes, most).makespan_s
-        if finish >= limit_s:
+    while most_blocks >= fewest:
+        makespan_s = cost_model.assign_microbatches(layout, microbatch, classes, most_blocks).makespan_s
+        if makespan_s >= limit_s:
             return
-        low, high = fewest, most
+        low, high = fewest, most_blocks
         while low < high:
             middle = (low + high) // 2
-            if cost_model.assign_microbatches(layout, microbatch, classes, middle).makespan_s <= finish:
+            if cost_model.assign_microbatches(layout, microbatch, classes, middle).makespan_s <= makespan_s:
                 high = middle
             else:
                 low = middle + 1
-        price = cost_model.estimate_plan(layout, microbatch, classes, low)
-        limit_s = min(limit_s, price.step_s)
-        yield low, price
-        most = low - 1
+        cost = cost_model.estimate_plan(layout, microbatch, classes, low)
+        limit_s = min(limit_s, cost.step_s)
+        yield low, cost
+        most_blocks = low - 1

@@ -1,4 +1,4 @@
-"""The constants of the cost model: what hardware reaches of its data sheet. Kept in a file beside the topology."""
+"""The constants of the cost model: the part of its data sheet that hardware reaches; in a file beside the topology."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What to reckon with beside a topology's data-sheet figures.
+    """Constants of the cost model beside a topology's data-sheet figures.
 
-    The defaults are assumptions for large accelerators, each with its reason; `calibrate` replaces those that a
-    measurement can tell apart.
+    The defaults are assumptions for large accelerators, each with its reason; `fit_calibration` replaces those that
+    measurements can tell apart.
 
     Attributes:
         matrix_efficiency: part of the peak that large matrix products reach. 0.75: bf16 products of 8192 x 8192 are
@@ -24,19 +24,20 @@ class Calibration:
             reach 0.8 to 0.9, and not everything is fused.
         link_efficiency: part of a link's bandwidth that a large collective reaches. 0.8: bus bandwidth in published
             runs of nccl-tests is 0.75 to 0.9 of the line rate.
-        latency_factor: of a link's latency, what a message of a collective has. 1: data sheets and nccl-tests say what
-            NCCL's have. A machine whose devices share a few cores waits until each had its turn.
-        layer_overhead_s: of each pass through a layer (forward, backward, again): launches and the ends of kernels.
-            Makes efficiency a curve over the work w of a pass: `matrix_efficiency w / (w + w_half)`. 20 us: assumed.
-        step_overhead_s: of each step: dispatch of the update, input. 1 ms: assumed.
-        fsdp_overlap: part of the computing time under which gathers and scatters of FSDP can hide. 0.9: the first
-            and the last layer of a pass have nothing to hide under.
-        activation_overlap: part of the exchanges of activations that hides under computing. 0: their result is needed
+        latency_factor: latency of a message in a collective, as a multiple of the link's. 1: data sheets and nccl-tests
+            state what NCCL has. On a machine whose devices share a few cores each message waits for its turn.
+        layer_overhead_s: time of each pass through a layer (forward, backward, recompute) for launches and the ends of
+            kernels. Efficiency becomes a curve over the work w of a pass: `matrix_efficiency w / (w + w_half)`. 20 us:
+            assumed.
+        step_overhead_s: time of each step for dispatch of the update and input. 1 ms: assumed.
+        fsdp_overlap: part of the computing time under which FSDP's gathers and scatters can hide. 0.9: the first and
+            the last layer of a pass have nothing to hide under.
+        activation_overlap: part of the collectives of activations that hides under computing. 0: their result is needed
             at once.
         usable_memory: part of a device's memory that a program can have. 0.92: the runtime, NCCL and fragmentation
             take the rest; XLA's own default on GPU is 0.75, jobs raise it.
-        staging_bytes: on a device, for the copy of a snapshot to the host: it copies from the state itself and needs
-            only buffers. 64 MiB: two chunks of 32.
+        staging_bytes: device memory for the copy of a snapshot to the host, which copies from the state itself and
+            needs only buffers. 64 MiB: two chunks of 32.
     """
 
     matrix_efficiency: float = 0.75
@@ -66,7 +67,7 @@ _PARTS = _POSITIVE | {"fsdp_overlap", "activation_overlap"}
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Writes the constants as TOML, each with its key; beside `h100.toml` call it `h100.calibration.toml`."""
+    """Write the constants as TOML, one key each; beside `h100.toml` call the file `h100.calibration.toml`."""
     lines = [
         f"{field.name} = {getattr(calibration, field.name)!r}" for field in dataclasses.fields(calibration)
     ]
@@ -74,7 +75,7 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Gives the constants in a file that `save_calibration` wrote, or a person; a missing key has its default.
+    """Return the constants in a TOML file; a missing key has its default.
 
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or a value out of range; names file and key.

@@ -1,4 +1,9 @@
-"""Constants of the cost model fitted to measured steps."""
+"""Fit of the cost model's constants to measured step times.
+
+With estimates e_i(c) of measured times t_i, the constants c minimize `sqrt(mean_i ln(e_i(c) / t_i)^2)`: a short step
+counts as much as a long one. The minimum is found by a pattern search over factors of each constant, which needs no
+derivatives of maxima and integers (Hooke and Jeeves 1961, https://doi.org/10.1145/321062.321069).
+"""
 
 import dataclasses
 import math
@@ -17,18 +22,18 @@ FITTED_CONSTANTS = (
     "layer_overhead_s",
     "step_overhead_s",
 )
-"""In the order in which they are tried. The overlaps and memory are not: step times hardly tell them apart."""
+"""Fitted in this order. The overlaps and memory are left out: step times hardly tell them apart."""
 _PARTS = frozenset(FITTED_CONSTANTS[:3])
 FIRST_FACTOR, LAST_FACTOR = 2.0, 1.002
 WORTHWHILE = 0.99
-"""An error that falls by less is not followed with steps as long as this one."""
+"""If the error falls by less than this ratio, the factor is reduced."""
 LEAST = 1e-9
-"""Of what has no upper limit, so that a factor can change it."""
+"""Lower bound of constants that are not fractions, so that a factor can change them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasurement:
-    """A plan, and how long its step took, in seconds: a median of many."""
+    """A plan and its measured step time in seconds, the median of many steps."""
 
     plan: Plan
     step_s: float
@@ -36,12 +41,12 @@ class StepMeasurement:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFit:
-    """The constants that fit best.
+    """Result of a fit.
 
     Attributes:
-        calibration: the constants.
+        calibration: the fitted constants.
         error: root mean square of ln(estimated / measured) with them: 0.1 is about 10 %.
-        error_before: with the constants that the fit began with.
+        error_before: the same with the constants that the fit began with.
     """
 
     calibration: Calibration
@@ -50,7 +55,7 @@ class CalibrationFit:
 
 
 def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
-    """Gives the step time of a plan with other constants."""
+    """Return the step time of a plan under other constants."""
     cost_model = CostModel(dataclasses.replace(plan.request, calibration=calibration))
     classes = {team.composition: team for team in cost_model.find_block_classes(plan.layout, plan.microbatch)}
     ordered = [classes[composition] for composition in plan.compositions]
@@ -60,19 +65,15 @@ def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
 def fit_calibration(
     measurements: Sequence[StepMeasurement], start: Calibration | None = None
 ) -> CalibrationFit:
-    """Gives the constants with which the estimates are nearest to measured steps.
-
-    Least squares of ln(estimated / measured), so that a short step counts as much as a long one; by a pattern search
-    over factors of each constant, which needs no derivatives of maxima and integers (Hooke and Jeeves 1961,
-    https://doi.org/10.1145/321062.321069). What no measurement depends on stays as it was.
+    """Return the constants whose estimates are nearest to measured steps.
 
     Args:
-        measurements: of several plans, best of several models; two constants that are never seen apart are fitted
-            together.
-        start: to begin with; None: the constants of the first plan.
+        measurements: steps of several plans, best of several models; two constants that are never seen apart are fitted
+            together, and constants without influence stay as they were.
+        start: initial constants; None: those of the first plan.
 
     Raises:
-        PlanError: there is none, or a time is not positive.
+        PlanError: there is no measurement, or a time is not positive.
     """
     if not measurements or any(not (m.step_s > 0 and math.isfinite(m.step_s)) for m in measurements):
         raise PlanError(
@@ -85,9 +86,7 @@ def fit_calibration(
         best, error = _explore(measurements, base, base_error, factor)
         if error >= base_error * WORTHWHILE:
             factor = math.sqrt(factor)
-        while (
-            error < base_error
-        ):  # the same way once more, and on from there, as long as it is the better way
+        while error < base_error:  # the pattern move: repeat the last improvement while it improves
             ahead = _beyond(base, best)
             base, base_error = best, error
             best, error = _explore(measurements, ahead, _error(measurements, ahead), factor)
@@ -97,7 +96,7 @@ def fit_calibration(
 def _explore(
     measurements: Sequence[StepMeasurement], calibration: Calibration, error: float, factor: float
 ) -> tuple[Calibration, float]:
-    """Gives the best that is found when each constant is changed by a factor, one after the other."""
+    """Return the best calibration found by changing each constant by a factor, one after the other, and its error."""
     for name in FITTED_CONSTANTS:
         for times in (factor, 1 / factor):
             other = _with(calibration, {name: getattr(calibration, name) * times})
@@ -108,13 +107,13 @@ def _explore(
 
 
 def _beyond(start: Calibration, end: Calibration) -> Calibration:
-    """As far behind `end` as that is from `start`."""
+    """Return the calibration as far beyond `end` as `end` is from `start`, in factors."""
     ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED_CONSTANTS}
     return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
 
 
 def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
-    """The calibration with these constants, as near to them as may be."""
+    """Return the calibration with these constants, clipped to their ranges."""
     allowed = {
         name: min(value, 1.0) if name in _PARTS else max(value, LEAST) for name, value in values.items()
     }
@@ -122,5 +121,6 @@ def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
 
 
 def _error(measurements: Sequence[StepMeasurement], calibration: Calibration) -> float:
+    """Return the root mean square of ln(estimated / measured)."""
     squares = [math.log(estimate_step_s(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
     return math.sqrt(sum(squares) / len(squares))

@@ -1,4 +1,9 @@
-"""What one microbatch costs one device in one part of the program: computing, and each kind of exchange."""
+"""The cost of one microbatch on one device in one part of the model: computing, and each collective.
+
+Roofline without overlap: a device with peak F FLOP/s and memory bandwidth B computes f FLOPs of matrix products and
+moves b bytes in `f / (F e_matrix) + b / (B e_memory) + passes overhead`. Every amount of the program is divided by
+the axes that shard it; collectives follow `collectives`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,12 +25,12 @@ from resilient_jax.planning.tensor_partition import is_divisible
 
 
 class DeviceWork(NamedTuple):
-    """What a device does in one part for one microbatch, forward and backward.
+    """What a device computes and moves in one part for one microbatch, forward and backward.
 
     Attributes:
-        flops: of matrix products.
-        moved_bytes: to and from its memory: activations, gathered parameters, gradients.
-        passes: through the part: forward, backward, and forward again.
+        flops: FLOPs of matrix products.
+        moved_bytes: bytes to and from its memory: activations, gathered parameters, gradients.
+        passes: passes through the part: forward, backward, and recompute.
     """
 
     flops: float
@@ -34,7 +39,7 @@ class DeviceWork(NamedTuple):
 
 
 def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes: ReplicaAxes) -> float:
-    """Gives a device's share of an amount: what cuts each kind is said at `Amounts`."""
+    """Return a device's share of an amount; `AmountByAxis` defines which axes divide each kind."""
     vocabulary = axes.tensor if is_partitioned(program_cost, Axis.TENSOR, "vocab", axes.tensor) else 1
     return (
         amounts.replicated
@@ -45,7 +50,7 @@ def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes:
 
 
 def is_partitioned(program_cost: ProgramCost, axis: Axis, name: str, size: int) -> bool:
-    """Whether an axis of this size cuts the dims of a name; a program that does not list it has it cut."""
+    """Return whether an axis of this size shards the dims of a logical name; True for a name without rules."""
     return all(
         is_divisible(divisor, size)
         for divisor in program_cost.divisibility_rules_by_dim.get((axis, name), ())
@@ -54,23 +59,23 @@ def is_partitioned(program_cost: ProgramCost, axis: Axis, name: str, size: int) 
 
 def count_device_work(
     program_cost: ProgramCost,
-    work: PartCost,
+    cost: PartCost,
     state: PartBytes,
     axes: ReplicaAxes,
     microbatch: MicrobatchConfig,
 ) -> DeviceWork:
-    """Gives what a device does in one copy of a part.
+    """Return what a device does in one copy of a part.
 
-    Formula: each amount's share, times the sequences. Parameters are read in each pass, and a gradient is added to its
+    Formula: each amount's share times the sequences. Parameters are read in each pass, and a gradient is added to its
     sum (read and written).
     """
-    again = microbatch.remat and work.part is ModelPart.LAYER
-    flops = compute_device_share(program_cost, work.step_flops, axes)
-    moved = compute_device_share(program_cost, work.step_bytes, axes)
-    if again:
-        flops += compute_device_share(program_cost, work.remat_flops, axes)
-        moved += compute_device_share(program_cost, work.forward_bytes, axes)
-    passes = 3 if again else 2
+    is_remat = microbatch.remat and cost.part is ModelPart.LAYER
+    flops = compute_device_share(program_cost, cost.step_flops, axes)
+    moved = compute_device_share(program_cost, cost.step_bytes, axes)
+    if is_remat:
+        flops += compute_device_share(program_cost, cost.remat_flops, axes)
+        moved += compute_device_share(program_cost, cost.forward_bytes, axes)
+    passes = 3 if is_remat else 2
     return DeviceWork(
         flops=flops * microbatch.sequences,
         moved_bytes=moved * microbatch.sequences + passes * state.gathered + 2 * state.gradients,
@@ -79,73 +84,76 @@ def count_device_work(
 
 
 def estimate_compute_s(
-    work: DeviceWork, peak_flops_per_s: float, memory_bytes_per_s: float, constants: Calibration
+    cost: DeviceWork, peak_flops_per_s: float, memory_bytes_per_s: float, constants: Calibration
 ) -> float:
-    """Gives the seconds that a healthy device computes.
+    """Return the seconds that a device at its healthy speed computes.
 
     Formula: `flops / (peak matrix_efficiency) + moved / (bandwidth memory_efficiency) + passes layer_overhead_s`.
-    Matrix products and element-wise kernels follow one another, so the terms add up.
+    Matrix products and element-wise kernels run one after another, so the terms add up.
     """
     return (
-        work.flops / (peak_flops_per_s * constants.matrix_efficiency)
-        + work.moved_bytes / (memory_bytes_per_s * constants.memory_efficiency)
-        + work.passes * constants.layer_overhead_s
+        cost.flops / (peak_flops_per_s * constants.matrix_efficiency)
+        + cost.moved_bytes / (memory_bytes_per_s * constants.memory_efficiency)
+        + cost.passes * constants.layer_overhead_s
     )
 
 
-def estimate_exposed_collectives(
+def estimate_collectives(
     program_cost: ProgramCost,
-    work: PartCost,
+    cost: PartCost,
     state: PartBytes,
     axes: ReplicaAxes,
     microbatch: MicrobatchConfig,
-    spreads: Mapping[Axis, LevelFactors],
+    factors: Mapping[Axis, LevelFactors],
     links: Sequence[DeviceLink],
 ) -> dict[Axis, float]:
-    """Gives the seconds of one copy's exchanges along each axis, before anything hides them.
+    """Return the seconds of one copy's collectives along each axis, before overlap.
 
-    Activations as the profile lists them. Devices along `SEQUENCE` have the same parameters, so they add up their
-    gradients.
+    Activations follow the program cost's list. Devices along `SEQUENCE` have the same parameters, so their gradients
+    are all-reduced; FSDP gathers parameters and scatters gradients.
     """
-    found: dict[Axis, float] = {Axis.TENSOR: 0.0, Axis.SEQUENCE: 0.0, Axis.EXPERT: 0.0, Axis.FSDP: 0.0}
-    again = microbatch.remat and work.part is ModelPart.LAYER
-    for exchange in work.collectives:
-        axis = exchange.axis
-        if not is_collective_needed(program_cost, exchange, axes):
+    # An array of activations is M b / (product of the axes that shard it besides the collective's own), b sequences:
+    # all but sequence collectives see a sequence's share, and keys and values are sharded by tensor, too.
+    totals: dict[Axis, float] = {Axis.TENSOR: 0.0, Axis.SEQUENCE: 0.0, Axis.EXPERT: 0.0, Axis.FSDP: 0.0}
+    is_remat = microbatch.remat and cost.part is ModelPart.LAYER
+    for collective in cost.collectives:
+        axis = collective.axis
+        if not is_collective_needed(program_cost, collective, axes):
             continue
-        message = exchange.message_bytes * microbatch.sequences
+        message = collective.message_bytes * microbatch.sequences
         if axis is not Axis.SEQUENCE:
             message /= axes.sequence
         elif is_partitioned(program_cost, Axis.TENSOR, "kv_heads", axes.tensor):
             message /= axes.tensor
-        times = exchange.forward_count * (2 if again else 1) + exchange.backward_count
+        times = collective.forward_count * (2 if is_remat else 1) + collective.backward_count
         if times:
-            found[axis] += times * estimate_collective_s(exchange.kind, message, spreads[axis], links)
+            totals[axis] += times * estimate_collective_s(collective.kind, message, factors[axis], links)
     if axes.sequence > 1 and state.gradients:
         reduced = estimate_collective_s(
-            CollectiveKind.ALL_REDUCE, state.gradients, spreads[Axis.SEQUENCE], links
+            CollectiveKind.ALL_REDUCE, state.gradients, factors[Axis.SEQUENCE], links
         )
-        found[Axis.SEQUENCE] += reduced
+        totals[Axis.SEQUENCE] += reduced
     if axes.fsdp > 1 and state.gathered:
-        found[Axis.FSDP] += sum(
-            estimate_collective_s(message.kind, message.bytes, spreads[Axis.FSDP], links, message.pieces)
-            for message in list_fsdp_collectives(program_cost, work.part, state)
+        totals[Axis.FSDP] += sum(
+            estimate_collective_s(message.kind, message.bytes, factors[Axis.FSDP], links, message.pieces)
+            for message in list_fsdp_collectives(program_cost, cost.part, state)
         )
-    return found
+    return totals
 
 
 def is_collective_needed(
-    program_cost: ProgramCost, exchange: ActivationCollective, axes: ReplicaAxes
+    program_cost: ProgramCost, collective: ActivationCollective, axes: ReplicaAxes
 ) -> bool:
-    """Whether these axes ask for it."""
-    size = getattr(axes, exchange.axis)
+    """Return whether a plan with these axes runs the collective."""
+    size = getattr(axes, collective.axis)
     return size > 1 and (
-        not exchange.logical_name or is_partitioned(program_cost, exchange.axis, exchange.logical_name, size)
+        not collective.logical_name
+        or is_partitioned(program_cost, collective.axis, collective.logical_name, size)
     )
 
 
 class FsdpCollective(NamedTuple):
-    """An array that devices exchange, in so many collectives."""
+    """An array that FSDP sends, divided over `pieces` collectives."""
 
     kind: CollectiveKind
     bytes: float
@@ -155,9 +163,10 @@ class FsdpCollective(NamedTuple):
 def list_fsdp_collectives(
     program_cost: ProgramCost, part: ModelPart, state: PartBytes
 ) -> tuple[FsdpCollective, ...]:
-    """Gives what FSDP sends for a microbatch: the part's parameters as often as they are gathered, and its gradients.
+    """Return what FSDP sends for a microbatch: a part's parameters as often as they are gathered, and its gradients.
 
-    Where gradients are summed before they are cut (see `memory.Need`), that was measured to be as fast as a scatter.
+    Where gradients are summed before they are scattered (see `memory.MeasuredMemory`), that was measured to be as
+    fast as a reduce-scatter.
     """
     passes, pieces = program_cost.fsdp_gathers[part]
     gathered = FsdpCollective(CollectiveKind.ALL_GATHER, state.gathered, pieces)

@@ -1,4 +1,4 @@
-"""What a plan decides for one replica, and where its devices stand on the links."""
+"""The axes of one replica, its microbatch, and how its devices are laid out on the links."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from resilient_jax.planning.makespan import UNLIMITED
 
 
 class ReplicaAxes(NamedTuple):
-    """The axes of one replica: what each device holds follows from them."""
+    """Sizes of the axes of one replica; what each device holds follows from them."""
 
     tensor: int = 1
     sequence: int = 1
@@ -20,19 +20,20 @@ class ReplicaAxes(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return self.tensor * self.sequence * self.expert * self.fsdp * self.pipeline
 
     @property
     def state_axis_sizes(self) -> dict[Axis, int]:
-        """The axes that cut tensors of the state, for `cut`."""
+        """Sizes of the axes that shard the training state, for `partition_tensor`."""
         return {Axis.TENSOR: self.tensor, Axis.EXPERT: self.expert, Axis.FSDP: self.fsdp}
 
 
 class MicrobatchConfig(NamedTuple):
     """What a replica computes at a time.
 
-    `sequences` are those of one device, so `fsdp` times as many are in the microbatch of a replica.
+    `sequences` are those of one device, so a replica's microbatch has `fsdp` times as many. With `remat`, layers are
+    recomputed in the backward pass.
     """
 
     sequences: int = 1
@@ -40,14 +41,14 @@ class MicrobatchConfig(NamedTuple):
 
 
 class StageLayerLimits(NamedTuple):
-    """How many layers a stage may have, by where it is in its pipeline; of one stage all hold."""
+    """The most layers that a stage may have, by its position in the pipeline; the least of them for a single stage."""
 
     first: int = UNLIMITED
     middle: int = UNLIMITED
     last: int = UNLIMITED
 
     def per_stage(self, stages: int) -> tuple[int, ...]:
-        """Stage by stage."""
+        """Return the limit of each stage."""
         if stages == 1:
             return (min(self),)
         return (self.first, *[self.middle] * (stages - 2), self.last)
@@ -57,21 +58,21 @@ NO_LAYER_LIMITS = StageLayerLimits()
 
 
 class DeviceLayout(NamedTuple):
-    """How a plan's devices stand on the topology.
+    """How a plan's devices are laid out on the topology.
 
-    Innermost to outermost: tensor, sequence, expert, fsdp, pipeline, replica. Of each axis as much as fits lies
-    inside a host, the rest inside one domain of a level. So collectives of the inner axes have the fast links.
-    Replicas may stand in blocks of `block`, each inside one domain: less crosses the links between domains then.
+    Innermost to outermost: tensor, sequence, expert, fsdp, pipeline, replica. Of each axis as much as fits is inside a
+    host, the rest inside one domain of a level, so that collectives of the inner axes have the fast links. Replicas may
+    be placed in blocks of `block_size`, each inside one domain: then less crosses the links between domains.
 
     Attributes:
-        group: axes of a replica.
-        inside: of each axis of `group`, in that order, the part that lies inside a host.
-        replicas_per_slot: replicas inside a host; 1 where a replica is more than that.
-        level: index of the topology's level in one domain of which a replica lies.
-        block: such hosts of replicas that lie in one domain together.
-        outermost: index of the level that has all hosts.
-        most: layers of a stage. Fewer than the fastest microbatch wants leave less to sum up and to update on the
-            stage that has most.
+        axes: sizes of a replica's axes.
+        axes_in_host: of each axis, the part inside a host.
+        replicas_per_slot: replicas that share a slot of a host; 1 where a replica has more than one slot.
+        level: index of the topology's level whose domains contain a replica each.
+        block_size: slots of replicas that are in one domain together.
+        outermost_level: index of the level that connects all hosts.
+        layer_limits: layers of a stage. Limits below the fastest split leave the fullest stage less to all-reduce and
+            to update.
     """
 
     axes: ReplicaAxes
@@ -84,12 +85,12 @@ class DeviceLayout(NamedTuple):
 
     @property
     def devices_per_slot(self) -> int:
-        """Devices of a host that are used together: of one replica, or of several whole ones."""
+        """Devices of a host that are used together: part of one replica, or several complete replicas."""
         return self.axes_in_host.devices * self.replicas_per_slot
 
     @property
     def host_slots(self) -> int:
-        """Of one replica, or of as many as share a host: how many hosts it has a part of."""
+        """Slots of one replica, or 1 if several replicas share a slot: the number of hosts that a replica spans."""
         return self.axes.devices // self.axes_in_host.devices
 
     @property
@@ -99,16 +100,16 @@ class DeviceLayout(NamedTuple):
 
     @property
     def stages_per_host(self) -> int:
-        """Stages of a pipeline in one host."""
+        """Pipeline stages in one host."""
         return self.axes_in_host.pipeline
 
     def axis_level_factors(self, axis: Axis) -> LevelFactors:
-        """How an axis of a replica crosses the levels."""
+        """Return the factors of an axis of a replica over the levels."""
         size, inside = getattr(self.axes, axis), getattr(self.axes_in_host, axis)
         return compute_level_factors(size, inside, self.level, self.outermost_level)
 
     def replica_level_factors(self, blocks: int) -> LevelFactors:
-        """How the replica axis crosses the levels, if there are so many blocks."""
+        """Return the factors of the replica axis over the levels, for this number of blocks."""
         parts = [1] * (self.outermost_level + 1)
         parts[0] = self.replicas_per_slot
         parts[self.level] *= self.block_size
@@ -117,7 +118,7 @@ class DeviceLayout(NamedTuple):
 
 
 def compute_level_factors(size: int, inside: int, level: int, outermost: int) -> LevelFactors:
-    """Gives how an axis crosses the levels if so many of its devices are inside each host and the rest at one level."""
+    """Return the factors of an axis with `inside` of its devices in each host and the rest at one level."""
     parts = [1] * (outermost + 1)
     parts[0] = inside
     parts[level] *= size // inside
@@ -125,8 +126,9 @@ def compute_level_factors(size: int, inside: int, level: int, outermost: int) ->
 
 
 def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
-    """Gives what of each axis lies inside a host of so many devices, filled from the innermost axis outward, and how
-    many devices are left.
+    """Return the part of each axis inside a host of `room` devices, and how many devices are left.
+
+    Axes are filled from the innermost outward.
 
     >>> fill_host((2, 3), 8)
     ([2, 1], 4)
@@ -140,7 +142,7 @@ def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
 
 
 def make_layout(axes: ReplicaAxes, room: int, level: int, block: int, outermost: int) -> DeviceLayout:
-    """Gives the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
+    """Return the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
 
     >>> make_layout(ReplicaAxes(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).host_slots
     4
@@ -162,12 +164,12 @@ def make_layout(axes: ReplicaAxes, room: int, level: int, block: int, outermost:
 def enumerate_layouts(
     axes: ReplicaAxes, devices_per_host: int, levels: tuple[int, ...]
 ) -> tuple[DeviceLayout, ...]:
-    """Gives every layout of a replica's axes with blocks of one, those that fill hosts first.
+    """Return every layout of a replica's axes with blocks of one replica, those that fill hosts first.
 
     Args:
-        group: the axes.
-        devices_per_host: the most that a host has.
-        levels: indexes of levels that are worth staying inside, and last the one that has all hosts.
+        axes: sizes of a replica's axes.
+        devices_per_host: the most devices of a host.
+        levels: indexes of the levels to consider, last the one that connects all hosts.
     """
     outermost = levels[-1]
     rooms = range(devices_per_host, 0, -1)

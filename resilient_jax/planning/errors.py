@@ -1,19 +1,20 @@
-"""What can be wrong with a wish for a plan; always the caller's move."""
+"""Errors of plan requests; the caller can correct them."""
 
 from resilient_jax.errors import CallerError
 
 
 class PlanError(CallerError):
-    """No plan can be as asked for: a number out of range, an axis that the program does not allow."""
+    """A plan request is invalid: a number out of range, or an axis size that the program does not allow."""
 
 
 class NoFeasiblePlan(PlanError):
-    """No plan has the memory, or as many replicas as were asked for.
+    """No plan fits in memory with as many replicas as requested.
 
     Attributes:
-        min_memory_bytes: of a device, with which these devices would do; None: with none.
-        min_devices: so many of these devices would do; None: not found.
-        max_replicas: that could be asked for; None: asking for fewer would not do, or nothing was asked.
+        min_memory_bytes: memory per device with which these devices have a plan; None if no amount suffices.
+        min_devices: number of these devices that have a plan; None if none was found.
+        max_replicas: the largest feasible `min_replicas`; None if fewer replicas would not help, or none were
+            requested.
     """
 
     def __init__(

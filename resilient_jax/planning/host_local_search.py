@@ -1,4 +1,4 @@
-"""The best plan among those in which every host has whole replicas, for programs that compute one microbatch each."""
+"""The best plan whose replicas are each inside one host, for programs that compute one microbatch per call."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +14,7 @@ from resilient_jax.planning.search import DEFAULT_CALIBRATION, NO_FIXED_AXES, se
 from resilient_jax.topology import Topology
 
 MAX_PLANS_PER_SEARCH = 16
-"""Groups of axes that are looked at for each number of replicas and size of FSDP: more than there are on a host."""
+"""Replica axes considered for each number of replicas and size of FSDP: more than exist on a host."""
 
 
 def search_host_local_plan(
@@ -26,21 +26,21 @@ def search_host_local_plan(
     calibration: Calibration = DEFAULT_CALIBRATION,
     axes: AxisSizes = NO_FIXED_AXES,
 ) -> Plan:
-    """Gives the fastest plan of which a host has one replica or several, and each computes such microbatches.
+    """Return the fastest plan in which a host has one replica or several, each with microbatches of `microbatch_size`.
 
-    Losing a host then leaves all other replicas whole.
+    Losing a host then leaves all other replicas complete.
 
     Args:
-        profile: of the program, for one example.
-        topology: of the hosts at hand.
-        microbatch_size: examples that a replica computes at a time, whichever the plan.
+        program_cost: cost of the program, for one example.
+        topology: the hosts at hand.
+        microbatch_size: examples that a replica computes at a time, under every plan.
         global_batch: examples in a step.
         calibration: constants of the cost model.
         axes: sizes that are given; pipelines are not considered.
 
     Raises:
-        NoFeasiblePlan: no such plan has the memory.
-        PlanError: hosts have different numbers of devices, or no plan is as asked for.
+        NoFeasiblePlan: no such plan fits in memory.
+        PlanError: hosts have different numbers of devices, or no plan satisfies the request.
     """
     devices = {host.devices for host in topology.hosts}
     if len(devices) != 1:
@@ -73,16 +73,16 @@ def search_host_local_plan(
     if nothing_fits:
         raise nothing_fits[0]
     raise PlanError(
-        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices with "
-        f"microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of {min(devices)} "
-        f"examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
+        f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices "
+        f"with microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of "
+        f"{min(devices)} examples, at least as many of them as hosts, or other given axes ({dict(axes) or 'none'})"
     )
 
 
 def _choices(
     topology: Topology, devices: int, microbatch_size: int, axes: Mapping[Axis, int]
 ) -> Iterator[dict[Axis, int]]:
-    """Yields numbers of replicas with which all devices are used, and sizes of FSDP that divide both."""
+    """Yield numbers of replicas that use all devices, with sizes of FSDP that divide replica and microbatch."""
     for width in range(1, devices + 1):
         replicas, rest = divmod(len(topology.hosts) * devices, width)
         for fsdp in range(1, width + 1):

@@ -1,9 +1,10 @@
-"""Which replicas the hosts at hand can make: hosts by the class, never one by one.
+"""The replicas that the hosts at hand can form: hosts by class, never one by one.
 
-Hosts of a domain are sorted by speed and cut in consecutive replicas, so that slow ones are together: of all ways to
-group them this gives, for each speed, the most replicas that are as fast (a group is as fast as its slowest; j groups
-of n that reach a speed have j n hosts that do, and the sorted order makes that many groups of these). A domain's hosts
-that are left over make none. So one host more never makes fewer replicas of any speed.
+The hosts of a domain are sorted by speed and divided into consecutive replicas, so that slow ones are together. For
+each
+speed this forms the most replicas of at least that speed: a group is as fast as its slowest host; j groups of n that
+reach a speed have j n hosts that do, and the sorted order forms that many groups of these. A domain's remaining hosts
+form no replica. So one more host never lowers the number of replicas of any speed.
 """
 
 import bisect
@@ -19,15 +20,15 @@ from resilient_jax.topology import Accelerator, Host, Topology
 T = TypeVar("T")
 
 Composition = tuple[tuple[int, int], ...]
-"""What a replica stands on: index of the class and how many cells of it, fastest first."""
+"""The hosts of a replica: index of the host kind and number of slots, fastest first."""
 
 Domain = tuple[tuple[int, int], ...]
-"""Hosts in a domain: index of the class and how many, fastest first."""
+"""The hosts of a domain: index of the host kind and number of hosts, fastest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostKind:
-    """Hosts that are alike to a plan."""
+    """Hosts that a plan need not tell apart."""
 
     accelerator: Accelerator
     devices: int
@@ -39,10 +40,10 @@ class HostPool:
     """The hosts that a plan may use.
 
     Attributes:
-        kinds: fastest first.
-        domains: for each level from 1 outward, how many domains have the same hosts. Level 0 is as level 1: a
-            topology of one level has one host.
-        memory_bytes: the least of a device.
+        kinds: host kinds, fastest first.
+        domains: for each level from 1 outward, the domains with the number of equal ones. Level 0 is treated as level
+            1: a topology of one level has one host.
+        memory_bytes: the least memory of a device.
     """
 
     kinds: tuple[HostKind, ...]
@@ -51,7 +52,7 @@ class HostPool:
 
     @property
     def device_count(self) -> int:
-        """Of all hosts in the pool."""
+        """Devices of all hosts in the pool."""
         hosts: Counter[int] = Counter()
         for domain, count in self.domains[-1]:
             for kind, number in domain:
@@ -60,11 +61,11 @@ class HostPool:
 
     @property
     def devices_per_host(self) -> int:
-        """The most of a host."""
+        """The most devices of any host."""
         return max(kind.devices for kind in self.kinds)
 
     def count_blocks(self, layout: DeviceLayout) -> tuple[tuple[Composition, int], ...]:
-        """What the blocks of replicas stand on, and how many there are of each; a block is as its slowest replica."""
+        """Return the compositions of the blocks of replicas, with counts; a block counts as its slowest replica."""
         found: Counter[Composition] = Counter()
         for domain, count in self.domains[max(layout.level - 1, 0)]:
             cells = [
@@ -77,14 +78,14 @@ class HostPool:
 
 
 def group_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tuple[T, int], ...], int]]:
-    """Cuts a row of things in consecutive groups; what is left at the end is in none.
+    """Divide a run-length-encoded row into consecutive groups; the remainder at the end is in none.
 
     Args:
-        runs: the row: what, and how many in a row.
-        size: of a group.
+        runs: the row: item, and how many in sequence.
+        size: size of a group.
 
     Returns:
-        Each group as runs, and how many such follow.
+        Each group as runs, with the number of equal groups that follow one another.
 
     >>> group_runs([("fast", 5), ("slow", 2)], 2)
     [((('fast', 2),), 2), ((('fast', 1), ('slow', 1)), 1)]
@@ -110,7 +111,7 @@ def group_runs(runs: Sequence[tuple[T, int]], size: int) -> list[tuple[tuple[tup
 
 
 def sort_host_kinds(hosts: Sequence[Host], number_format: str) -> tuple[HostKind, ...]:
-    """Gives the kinds of hosts, fastest first; of equal speed those with more devices.
+    """Return the kinds of hosts, fastest first; of equal speed those with more devices first.
 
     Raises:
         TopologyError: an accelerator has no peak in this format.
@@ -132,12 +133,12 @@ def sort_host_kinds(hosts: Sequence[Host], number_format: str) -> tuple[HostKind
 
 
 def build_host_pool(topology: Topology, number_format: str, memory_bytes: int = 0) -> HostPool:
-    """Gives the hosts of a topology whose devices have at least so much memory; one visit to each.
+    """Return the hosts of a topology whose devices have at least so much memory; visits each host once.
 
     Args:
         topology: the hosts.
         number_format: of matrix products; hosts are sorted by their speed in it.
-        memory_bytes: of a device, the least; there must be one.
+        memory_bytes: least memory of a device; at least one host must have it.
     """
     hosts = [host for host in topology.hosts if host.accelerator.memory_bytes >= memory_bytes]
     kinds = sort_host_kinds(hosts, number_format)
@@ -160,7 +161,10 @@ def build_host_pool(topology: Topology, number_format: str, memory_bytes: int = 
 
 
 def index_host_kinds(hosts: Sequence[Host], kinds: Sequence[HostKind]) -> list[int]:
-    """Gives the kind of each host, by identity first: an accelerator's own hash visits all its peaks."""
+    """Return the index of each host's kind.
+
+    Hosts are compared by identity of their accelerator first: its own hash visits all its peaks.
+    """
     known: dict[tuple[int, int, float], int] = {}
     found = []
     for host in hosts:
@@ -174,7 +178,7 @@ def index_host_kinds(hosts: Sequence[Host], kinds: Sequence[HostKind]) -> list[i
 
 
 def find_stage_kinds(composition: Composition, layout: DeviceLayout) -> tuple[tuple[int, int], ...]:
-    """Gives the kinds of hosts that the stages of a replica wait for, each its slowest, as (kind, stages in a row)."""
+    """Return the slowest host kind of each stage of a replica, as (kind, consecutive stages)."""
     stages = layout.axes.pipeline
     if len(composition) == 1:
         return ((composition[0][0], stages),)

@@ -1,7 +1,7 @@
-"""Which part of the training state each host of a plan holds.
+"""The part of the training state that each host of a plan holds.
 
-A part is a box: some of the layers, and a fraction of each tensor along tensor, expert and FSDP. That is what the
-axes cut; a tensor that an axis does not divide is counted as if it were cut. Replicas hold the same boxes.
+A part is a region: a range of layers, and a fraction of each tensor along tensor, expert and FSDP. A tensor whose
+size an axis does not divide is counted as if it were sharded. Replicas hold equal regions.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,10 @@ Interval = tuple[float, float]
 
 
 class StateRegion(NamedTuple):
-    """A part of the state. `layers` counts the embedding as 0, layers from 1, and the head as the last; the rest are
-    in [0, 1]."""
+    """A part of the state.
+
+    `layers` counts the embedding as 0, layers from 1, and the head as the last; the other ranges are in [0, 1].
+    """
 
     layers: tuple[int, int]
     tensor: Interval
@@ -26,14 +28,16 @@ class StateRegion(NamedTuple):
 
 
 def intersect_regions(one: StateRegion, other: StateRegion) -> StateRegion | None:
-    """Gives what both have."""
+    """Return the intersection of two regions, or None if it is empty."""
     found = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True)]
     return StateRegion(*found) if all(low < high for low, high in found) else None  # type: ignore[arg-type]
 
 
 def count_layer_bytes(program_cost: ProgramCost) -> tuple[float, ...]:
-    """Gives the bytes of parameters and optimizer of the embedding, each layer, and the head; tied ones count at the
-    first."""
+    """Return the bytes of parameters and optimizer of the embedding, each layer, and the head.
+
+    Tied parameters count for the embedding.
+    """
     layers = program_cost.layers
     weights = [0.0] * (layers + 2)
     for tensor in program_cost.tensors:
@@ -45,20 +49,20 @@ def count_layer_bytes(program_cost: ProgramCost) -> tuple[float, ...]:
     return tuple(weights)
 
 
-def count_region_bytes(box: StateRegion, weights: tuple[float, ...]) -> float:
-    """Gives its bytes."""
-    size = sum(weights[box.layers[0] : box.layers[1]])
-    for low, high in box[1:]:
+def count_region_bytes(region: StateRegion, weights: tuple[float, ...]) -> float:
+    """Return the bytes of a region."""
+    size = sum(weights[region.layers[0] : region.layers[1]])
+    for low, high in region[1:]:
         size *= high - low
     return size
 
 
 def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[StateRegion, ...]:
-    """Gives the box of each cell of a replica, in the order of cells."""
+    """Return the region of each host slot of a replica, in the order of slots."""
     axes, inside = layout.axes, layout.axes_in_host
     ends = [0, *(1 + sum(split[: stage + 1]) for stage in range(len(split)))]
     ends[-1] += 1
-    boxes = []
+    regions = []
     for cell in range(layout.host_slots):
         places = []
         left = cell
@@ -66,7 +70,7 @@ def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[
             left, place = divmod(left, size // part)
             places.append((place * part, (place + 1) * part))
         tensor, _, expert, fsdp, stages = places
-        boxes.append(
+        regions.append(
             StateRegion(
                 layers=(ends[stages[0]], ends[stages[1]]),
                 tensor=(tensor[0] / axes.tensor, tensor[1] / axes.tensor),
@@ -74,26 +78,26 @@ def find_replica_regions(layout: DeviceLayout, split: tuple[int, ...]) -> tuple[
                 fsdp=(fsdp[0] / axes.fsdp, fsdp[1] / axes.fsdp),
             )
         )
-    return tuple(boxes)
+    return tuple(regions)
 
 
 HostState = frozenset[StateRegion]
 
 
 def find_host_states(plan: Plan) -> dict[HostName, HostState]:
-    """Gives what each host holds; hosts that are not used are missing."""
+    """Return the regions that each host holds; unused hosts are missing."""
     request, layout = plan.request, plan.layout
     placed = place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks)
     per_cell = layout.replicas_per_slot
-    boxes = [
-        boxes
+    regions = [
+        regions
         for team in plan.replica_classes
-        for boxes in [find_replica_regions(layout, team.layers)]
+        for regions in [find_replica_regions(layout, team.layers)]
         for _ in range(team.replicas // per_cell)
     ]
     hosts = request.topology.hosts
     found: dict[HostName, set[StateRegion]] = {}
-    for cells, held in zip(placed, boxes, strict=True):
-        for place, box in zip(cells, held, strict=True):
-            found.setdefault(hosts[place].name, set()).add(box)
+    for cells, held in zip(placed, regions, strict=True):
+        for place, region in zip(cells, held, strict=True):
+            found.setdefault(hosts[place].name, set()).add(region)
     return {name: frozenset(held) for name, held in found.items()}

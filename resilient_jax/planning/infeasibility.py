@@ -1,4 +1,4 @@
-"""When no plan fits: how much memory, or how many devices, would do."""
+"""Why no plan is feasible, and how much memory or how many devices would suffice."""
 
 import dataclasses
 import math
@@ -18,15 +18,15 @@ from resilient_jax.planning.host_pool import HostPool
 from resilient_jax.planning.lower_bounds import find_divisors
 
 MAX_HOSTS_TRIED = 1 << 14
-"""More are not tried: whoever asks has the wrong model or the wrong cluster."""
+"""No more hosts are tried: a request that needs more has the wrong model or the wrong cluster."""
 
 
 class _Found(Exception):
-    """One plan is enough."""
+    """Ends the search at the first plan."""
 
 
 def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -> NoFeasiblePlan:
-    """Gives the error that says what would do."""
+    """Return the error that says what would suffice."""
     request = cost_model.request
     memory = find_min_memory_bytes(cost_model, constraints)
     devices = find_min_devices(cost_model, constraints)
@@ -51,7 +51,7 @@ def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -
 
 
 def _bytes(number: int) -> str:
-    """Rounded up: what is said to do must do."""
+    """Return the size in words, rounded up: what the message says to suffice must suffice."""
     return f"{-(-number // 10**8) / 10} GB" if number >= 10**9 else f"{-(-number // 10**5) / 10} MB"
 
 
@@ -63,7 +63,7 @@ def _named(constraints: PlanConstraints) -> list[str]:
 
 
 def find_min_memory_bytes(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
-    """Gives the least memory of a device with which these devices have a plan; None: no axes can be placed."""
+    """Return the least memory per device with which these devices have a plan; None if no axes can be placed."""
     request = cost_model.request
     microbatch = constraints.microbatch or MicrobatchConfig(1, request.program_cost.can_remat)
     replicas = _least_replicas(constraints)
@@ -83,7 +83,7 @@ def _least_replicas(constraints: PlanConstraints) -> int:
 
 
 def _count_most(cost_model: CostModel, axes: ReplicaAxes) -> int:
-    """How many replicas of these axes the hosts can make."""
+    """Return how many replicas of these axes the hosts can form."""
     pool, levels = cost_model.request.pool, find_useful_levels(cost_model, axes.pipeline)
     return max(map(cost_model.count_replicas, enumerate_layouts(axes, pool.devices_per_host, levels[-1:])))
 
@@ -101,7 +101,7 @@ def _all_groups(cost_model: CostModel, constraints: PlanConstraints) -> list[Rep
 
 
 def find_max_replicas(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
-    """Gives how many replicas could be asked for; None: it is not their number that is too large."""
+    """Return the largest feasible number of replicas; None if their number is not what is infeasible."""
     low, high = 0, constraints.min_replicas
     while high - low > 1:
         middle = (low + high) // 2
@@ -119,8 +119,7 @@ def _has_plan(cost_model: CostModel, constraints: PlanConstraints) -> bool:
 
 
 def find_min_devices(cost_model: CostModel, constraints: PlanConstraints) -> int | None:
-    """Gives the least number of devices that have a plan, on hosts such as the fastest; None: no number that was
-    tried."""
+    """Return the least number of devices with a plan, on hosts like the fastest; None if none tried has one."""
     each = cost_model.request.pool.kinds[0].devices
 
     def fits(hosts: int) -> bool:

@@ -1,7 +1,7 @@
-"""Layers to the stages of a pipeline, and which devices of a tensor group to keep, when some are slow (ResiHP).
+"""Layers over pipeline stages, and the members of a tensor group to keep, when some are slow.
 
-ResiHP (arXiv 2605.06374): fewer layers on the slow stage; of a tensor group keep the power of two of devices that is
-fastest together. With v_s the speed of stage s, layers are split so that max L_s / v_s is least.
+The rules of ResiHP (arXiv 2605.06374). A slow stage gets fewer layers: with v_s the speed of stage s, the split
+minimizes `max_s L_s / v_s`. Of a tensor group with slow members the power of two is kept that is fastest together.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from resilient_jax.planning.makespan import UNLIMITED, MachineClass, assign_task
 
 
 def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float] = ()) -> tuple[int, ...]:
-    """Gives the layers of each stage, at least one, of which the slowest stage is fastest.
+    """Return the layers of each stage, at least one, that minimize the time of the slowest stage.
 
-    Formula: least `max_s (extra_s + L_s layer_s)`; with `layer_s = 1 / v_s` and no extras the least max L_s / v_s.
+    Formula: minimize `max_s (extra_s + L_s layer_s)`; with `layer_s = 1 / v_s` and no extras `max_s L_s / v_s`.
 
     Args:
-        layers: in all.
-        layer_s: what one layer takes on each stage, in any unit.
-        extra_s: what else a stage has to do: the embedding, the head.
+        layers: layers in all.
+        layer_s: time of one layer on each stage, in any unit.
+        extra_s: time of what else a stage does: the embedding, the head.
 
     Raises:
-        CallerError: fewer layers than stages.
+        CallerError: there are fewer layers than stages.
 
     >>> split_layers(12, [1, 1 / 0.4, 1])
     (5, 2, 5)
@@ -44,7 +44,7 @@ def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float]
 
 
 class StageRun(NamedTuple):
-    """Stages in a row that are alike: how many, what a layer takes on each, and how many layers one has room for."""
+    """Consecutive equal stages: how many, the time of a layer on each, and the most layers of each."""
 
     stages: int
     layer_s: float
@@ -54,17 +54,17 @@ class StageRun(NamedTuple):
 def split_layers_by_run(
     layers: int, runs: Sequence[StageRun], first_s: float, last_s: float
 ) -> tuple[tuple[int, int, int], ...]:
-    """Gives the same split for stages of which many in a row are alike, each with no more layers than it has room for.
+    """Return the split of `split_layers` for runs of equal stages, under a limit for the layers of each stage.
 
     Args:
-        layers: in all, at least one for each stage and no more than all have room for.
-        runs: of stages, two or more in all.
-        first_s: what the first stage has to do beside layers.
-        last_s: the same of the last.
+        layers: layers in all, at least one per stage and no more than the limits allow.
+        runs: runs of stages, two or more stages in all.
+        first_s: time of what the first stage does beside layers.
+        last_s: the same of the last stage.
 
     Returns:
-        (index of the run, stages in a row, layers of each), of a run those with fewer layers first: they come earlier,
-        where more microbatches are in flight.
+        (index of the run, consecutive stages, layers of each), of a run those with fewer layers first: they come
+        earlier, where more microbatches are in flight.
     """
     counts = [run.stages for run in runs]
     counts[0] -= 1
@@ -89,16 +89,16 @@ def split_layers_by_run(
 
 
 def select_tensor_group(speeds: Sequence[float], at_least: int = 1) -> tuple[int, ...]:
-    """Gives the places of the members of a tensor group to keep; the others stand by.
+    """Return the indexes of the members of a tensor group to keep; the others become spares.
 
     Formula (ResiHP): the fastest k, `argmax_{k = 2^q >= k_min} k min_{i in top-k} p_i`; of equal products the larger k.
 
     Args:
-        speeds: of each member; 0 if it is dead.
-        at_least: k_min, fewer would not have the memory.
+        speeds: speed of each member; 0 if it is dead.
+        at_least: k_min; fewer members would not have the memory.
 
     Raises:
-        CallerError: no power of two from `at_least` to the living members.
+        CallerError: there is no power of two from `at_least` to the number of live members.
 
     >>> select_tensor_group([1, 1, 1, 0.4])
     (0, 1)

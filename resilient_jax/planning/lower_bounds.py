@@ -1,4 +1,10 @@
-"""What no plan of a group can beat: lower bounds of its step, quick ones and sharp ones."""
+"""Lower bounds of the step time of all plans with given axes.
+
+With T the least time of a sequence on all stages of a pipeline of p, m devices per stage, N devices and a batch of B:
+a microbatch of b sequences takes `t(b) >= b T / p` on the slowest stage, and b times a layer's time times the layers of
+the longest stage. The microbatches of all replicas sum to B, so one replica has at least `B m p / (N b)` of them, and
+fills the pipeline once: `step >= t(b) (B m p / (N b) + (p - 1) / r)`. Each bound below refines T and t(b).
+"""
 
 import functools
 import math
@@ -10,7 +16,7 @@ from resilient_jax.planning.cost_model import CostModel
 from resilient_jax.planning.device_cost import (
     FsdpCollective,
     compute_device_share,
-    estimate_exposed_collectives,
+    estimate_collectives,
     list_fsdp_collectives,
 )
 from resilient_jax.planning.device_layout import (
@@ -31,10 +37,10 @@ _EXCHANGING: tuple[Axis, ...] = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT)
 
 
 class SequenceBound(NamedTuple):
-    """What one sequence takes at least on a device of a stage, by part: computing, and exchanges.
+    """Least time of one sequence on a device of a stage, by part: computing, and collectives.
 
-    Computing on the fastest kind of host, without overheads; exchanges without latency, wherever they are fastest.
-    Both grow in proportion to the sequences of a microbatch.
+    Computing on the fastest host kind, without overheads; collectives without latency, on their fastest placement. Both
+    grow in proportion to the sequences of a microbatch.
     """
 
     layer_compute_s: float
@@ -43,20 +49,20 @@ class SequenceBound(NamedTuple):
 
 
 class ParameterBound(NamedTuple):
-    """What the parameters of a layer take at least for each microbatch, whatever its size."""
+    """Least time that the parameters of a layer add to each microbatch, whatever its size."""
 
     pass_s: float
-    """Read once."""
+    """Parameters read once."""
     gradient_s: float
-    """Added to the sum."""
+    """Gradients added to the sum."""
     summed_s: float
-    """Its gradients over the devices of a sequence."""
+    """Gradients all-reduced over the devices of a sequence."""
     fsdp_s: float
-    """Gathered and scattered."""
+    """Parameters gathered and gradients scattered."""
 
 
 class MicrobatchBound(NamedTuple):
-    """What a microbatch takes and needs at least: of b sequences a layer computes `fixed + b each`, and so on."""
+    """Least time and memory of a microbatch: for b sequences a layer computes `fixed_s + b each_s`, and so on."""
 
     fixed_s: float
     each_s: float
@@ -68,7 +74,7 @@ class MicrobatchBound(NamedTuple):
 
 
 class LowerBounds:
-    """Lower bounds for one question; remembers what it computed."""
+    """Memoized lower bounds for one request."""
 
     def __init__(self, cost_model: CostModel, levels: tuple[int, ...]) -> None:
         self.fitting = MemoryFilter(cost_model)
@@ -97,7 +103,7 @@ class LowerBounds:
         self._slots: dict[tuple[int, int, int, int, bool], tuple[MicrobatchBound, ...]] = {}
 
     def bound_sequence(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
-        """Of these axes, with or without rematerialisation."""
+        """Return the least time of a sequence under these axes, with or without remat."""
         key = (axes.tensor, axes.sequence, axes.expert, again)
         if key not in self._loads:
             bare = self.bound_sequence_compute(axes, again)
@@ -110,7 +116,7 @@ class LowerBounds:
         return self._loads[key]
 
     def bound_sequence_compute(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
-        """The same without what is exchanged, which takes longer to find."""
+        """Return the same without collectives, which take longer to bound."""
         key = (axes.tensor, axes.sequence, axes.expert, again)
         if key not in self._bare_loads:
             self._bare_loads[key] = self._bare_load(axes, again)
@@ -132,14 +138,14 @@ class LowerBounds:
         return SequenceBound(layer, 0.0, ends)
 
     def _exchange_s(self, work: PartCost, axes: ReplicaAxes, again: bool) -> float:
-        """The least of all layouts."""
+        """Return the least time of a part's collectives over all layouts."""
         narrow = axes._replace(fsdp=1, pipeline=1)
         program_cost, microbatch = self._cost_model.request.program_cost, MicrobatchConfig(1, again)
         ways = {tuple(map(layout.axis_level_factors, _EXCHANGING)) for layout in self._layouts(narrow)}
         times = []
         for way in ways:
             spreads = dict(zip(_EXCHANGING, way, strict=True))
-            found = estimate_exposed_collectives(
+            found = estimate_collectives(
                 program_cost, work, NO_STATE, narrow, microbatch, spreads, self._free
             )
             times.append(sum(found.values()))
@@ -149,7 +155,7 @@ class LowerBounds:
         return enumerate_layouts(axes, self._cost_model.request.pool.devices_per_host, self._levels)
 
     def _weights(self, axes: ReplicaAxes) -> ParameterBound:
-        """Of a layer under these axes."""
+        """Return the least time of a layer's parameters under these axes."""
         layer = self._cost_model.memory.count_state(axes).layer
         shown = 1 - self._cost_model.request.calibration.activation_overlap
         return ParameterBound(
@@ -167,7 +173,7 @@ class LowerBounds:
         )
 
     def _least_s(self, axes: ReplicaAxes, axis: Axis, messages: tuple[FsdpCollective, ...]) -> float:
-        """Of these collectives along an axis, wherever it is fastest; the same for many groups."""
+        """Return the least time of these collectives along an axis over all placements; equal for many axes."""
         if (size := getattr(axes, axis)) == 1:
             return 0.0
         inside = frozenset(math.gcd(size, left) for left in self._left_by(axes[: axes._fields.index(axis)]))
@@ -186,14 +192,14 @@ class LowerBounds:
         return self._times[key]
 
     def _left_by(self, inner: tuple[int, ...]) -> frozenset[int]:
-        """How many devices of a host are left for the next axis."""
+        """Return how many devices of a host may be left for the next axis."""
         if inner not in self._lefts:
             rooms = range(self._cost_model.request.pool.devices_per_host, 0, -1)
             self._lefts[inner] = frozenset(fill_host(inner, room)[1] for room in rooms)
         return self._lefts[inner]
 
     def bound_microbatches(self, axes: ReplicaAxes) -> tuple[MicrobatchBound, ...]:
-        """Of these axes: without rematerialisation, and with it where the program can."""
+        """Return the bounds of a microbatch under these axes: without remat, and with it where the program can."""
         tensor, sequence, expert, fsdp, stages = axes
         key = (tensor, sequence, expert, fsdp, stages > 1)
         if key not in self._slots:
@@ -214,7 +220,7 @@ class LowerBounds:
         )
 
     def _slot_s(self, slot: MicrobatchBound, stages: int, size: float, longest: int) -> float:
-        """Of a microbatch on the slowest stage: the average of the stages, or that with most layers."""
+        """Return the least time of a microbatch on the slowest stage: the stages' average, or the longest stage."""
         constraints, each, exchange_constraints, exchange_each, fsdp, ends, _ = slot
         computing = constraints + size * each
         layer = computing + exchange_constraints + size * exchange_each
@@ -224,17 +230,11 @@ class LowerBounds:
         return max(longest * layer, (layers * layer + size * ends) / stages)
 
     def bound_step_s(self, axes: ReplicaAxes) -> float:
-        """A time that no plan of these axes can beat, whatever its FSDP, replicas and microbatches.
-
-        N devices, groups of m p devices, a batch of B: all stages together take T for a sequence, so a slot of a
-        microbatch of b is at least `b T / p`, and at least b times a layer times the layers of the longest stage;
-        microbatches of all replicas make B, so one replica has at least `B m p / (N b)` of them, and the pipeline is
-        filled once: `b = 1` is least.
-        """
+        """Return a bound of the step for any FSDP, replicas and microbatches: the module's formula with b = 1."""
         return self._fill_s(axes, self.bound_sequence(axes, False))
 
     def bound_step_compute_s(self, axes: ReplicaAxes) -> float:
-        """The same without what is exchanged."""
+        """Return the same bound without collectives."""
         return self._fill_s(axes, self.bound_sequence_compute(axes, False))
 
     def _fill_s(self, axes: ReplicaAxes, load: SequenceBound) -> float:
@@ -244,10 +244,10 @@ class LowerBounds:
         return slot * (self._batch * axes.devices / self._cost_model.devices + (stages - 1) / self._repeats)
 
     def bound_fsdp_step_s(self, axes: ReplicaAxes, replicas: int) -> float:
-        """A time that no plan of these axes on at most so many replicas can beat; infinite if none has the memory.
+        """Return a bound for these axes on at most so many replicas; infinite if none fits in memory.
 
-        A slot of b sequences takes `f + v b`, so less for each the larger b is, and b is at most what the memory has
-        room for: `B / (F R) slot(b_max) / b_max`, and the pipeline is filled at least by slots of one.
+        A microbatch of b sequences takes `f + v b`, so less per sequence the larger b is, and b is at most what fits in
+        memory: `B / (F R) t(b_max) / b_max`, and the pipeline is filled at least by microbatches of one.
         """
         stages, share = axes.pipeline, self._batch // axes.fsdp
         longest = -(-self._layers // stages)
@@ -257,11 +257,11 @@ class LowerBounds:
             if most >= 1:
                 least = min(least, self._least_with(slot, stages, share, replicas, min(most, share)))
             if most >= share:
-                break  # to compute again would only take longer
+                break  # remat would only take longer
         return least
 
     def bound_feasible_step_s(self, axes: ReplicaAxes, replicas: int) -> float:
-        """The same with the largest microbatch that may fit."""
+        """Return the same bound with the largest microbatch that may fit."""
         share = self._batch // axes.fsdp
         sizes = find_divisors(share)
         least = math.inf
@@ -274,7 +274,7 @@ class LowerBounds:
     def _least_with(
         self, slot: MicrobatchBound, stages: int, share: int, replicas: int, most: float
     ) -> float:
-        """With microbatches of at most so many sequences."""
+        """Return the bound for microbatches of at most so many sequences."""
         longest = -(-self._layers // stages)
         step = share / replicas * self._slot_s(slot, stages, most, longest) / most
         if stages > 1:
@@ -284,7 +284,7 @@ class LowerBounds:
     def bound_microbatch_step_s(
         self, axes: ReplicaAxes, microbatch: MicrobatchConfig, replicas: int
     ) -> float:
-        """A time that no plan of these axes and this microbatch on at most so many replicas can beat."""
+        """Return a bound for these axes and this microbatch on at most so many replicas."""
         if not replicas:
             return math.inf
         quota = -(-(self._batch // (axes.fsdp * microbatch.sequences)) // replicas)
@@ -296,6 +296,6 @@ class LowerBounds:
 
 @functools.lru_cache(maxsize=4096)
 def find_divisors(global_batch: int) -> tuple[int, ...]:
-    """Gives the divisors of the batch, in order: as many parts as it can be cut in."""
+    """Return the divisors of the batch, in order."""
     small = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     return tuple(sorted({size for low in small for size in (low, global_batch // low)}))

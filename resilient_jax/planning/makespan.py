@@ -1,7 +1,10 @@
-"""Equal pieces dealt to unequal takers so that the last is done soonest: microbatches to replicas, layers to stages.
+"""Equal tasks on unequal machines with the least makespan: microbatches over replicas, layers over stages.
 
-The same arithmetic as of a step's units (`step.quotas`), for takers by the class: a hundred thousand alike
-cost as much as one.
+`step.quotas` assigns a step's units by the same rule; here machines come by class, so that a hundred thousand equal
+machines cost as much as one. With release times s_i, task times p_i and n_i tasks on machine i the makespan is
+`max_i (s_i + n_i p_i)`. The greedy list schedule, each task to the machine that would finish it first, minimizes it for
+equal tasks (Graham 1969, https://doi.org/10.1137/0117039, covers unequal ones). Most tasks are assigned at once: by the
+fluid time t with `sum_i max(0, t - s_i) / p_i = tasks` no schedule has finished more.
 """
 
 import heapq
@@ -11,16 +14,17 @@ from collections.abc import Sequence
 import msgspec
 
 UNLIMITED = 1 << 62
+"""More tasks than any request has."""
 
 
 class MachineClass(msgspec.Struct, frozen=True, kw_only=True):
-    """Takers that are alike.
+    """Equal machines.
 
     Attributes:
-        count: how many.
-        start_s: when one begins its first piece.
-        piece_s: what a piece takes one.
-        most: pieces that one has room for.
+        count: number of machines.
+        start_s: time when a machine begins its first task.
+        task_s: time of a task.
+        max_tasks: the most tasks of a machine.
     """
 
     count: int
@@ -30,11 +34,11 @@ class MachineClass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Who takes how many.
+    """How many tasks each machine gets.
 
     Attributes:
-        makespan_s: when the last of those that took any is done; of no pieces 0.
-        shares: for each class (takers, pieces of each), those with more first; together all takers.
+        makespan_s: when the last machine that got a task is done; 0 without tasks.
+        task_counts: for each class (machines, tasks of each), those with more first; together all machines.
     """
 
     makespan_s: float
@@ -42,14 +46,11 @@ class TaskAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
-    """Gives the division of which the last taker is done soonest.
-
-    Exact: pieces go, one after another, to whoever has room and would have it done first, which is optimal for equal
-    pieces. Most are dealt at once: all that would be done before a time that is surely too early.
+    """Return the assignment with the least makespan.
 
     Args:
-        pieces: in all; there must be room for them.
-        takers: by the class.
+        tasks: number of tasks; the machines' limits must allow them.
+        machines: the classes of machines.
 
     >>> assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)])
     TaskAssignment(makespan_s=9, task_counts=(((8, 9), (23, 8)),))
@@ -85,7 +86,7 @@ def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
 
 
 def _find_early(pieces: int, takers: Sequence[MachineClass]) -> float:
-    """A time by which no more than all pieces can be done: when fluid would be, for those that it reaches."""
+    """Return the fluid time: no assignment has finished more than all tasks by then."""
     ordered = sorted(takers, key=lambda kind: kind.start_s)
     rate = offset = 0.0
     time = math.inf

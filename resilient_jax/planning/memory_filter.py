@@ -1,4 +1,9 @@
-"""Which microbatches may have the memory: where the answer is no, none does, however the layers are split."""
+"""Which microbatches may fit in memory; a microbatch that is excluded fits under no split of the layers.
+
+Stage i of P has room for `floor((C_i - x b) / (S + F_i a b))` layers of a microbatch of b sequences, with the symbols
+of `stage_memory`, a and x per sequence. F_i falls with i, so between the ends the second stage holds the fewest
+layers and the last but one the most; that gives a quick answer for all but a few microbatches.
+"""
 
 import bisect
 import math
@@ -11,8 +16,11 @@ from resilient_jax.planning.stage_memory import ROUNDING_SLACK, count_fitting_la
 
 
 class HeadroomSummary(NamedTuple):
-    """A `Room` in short: the most bytes that any device has, what the state of a layer takes of it, what a sequence
-    keeps in a layer, and what it needs beside."""
+    """A `MemoryHeadroom` in short.
+
+    The most bytes of any stage, and the bytes of a layer's state, of a sequence's residuals in a layer, and of what a
+    sequence needs beside.
+    """
 
     most: float
     state: float
@@ -20,10 +28,10 @@ class HeadroomSummary(NamedTuple):
     extra: float
 
     def count_max_sequences(self, layers: int) -> float:
-        """More than this have no room in a microbatch; not a whole number, and less sharp than `may_fit`.
+        """Return an upper bound of the sequences of a microbatch; not an integer, and less sharp than `may_fit`.
 
         Args:
-            layers: of the stage that has most: the average or more; it keeps one microbatch or more.
+            layers: of the longest stage: the average or more; it keeps one microbatch or more.
         """
         left, needed = self.most - layers * self.state, layers * self.kept + self.extra
         if needed > 0:
@@ -32,28 +40,28 @@ class HeadroomSummary(NamedTuple):
 
 
 class MemoryFilter:
-    """Answers for one question, and remembers what it needs for them."""
+    """The filter of one request; memoizes what it needs."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model
 
     def summarize_headroom(self, axes: ReplicaAxes, again: bool) -> HeadroomSummary:
-        """Under these axes, for any number of stages that is not 1, or for 1."""
+        """Return the headroom under these axes: the same for all pipelines of two or more stages."""
         room = self._cost_model.memory.find_headroom(axes)
         one = self._cost_model.memory.count_activations(axes, MicrobatchConfig(1, again))
         return HeadroomSummary(max(room[:3]) * ROUNDING_SLACK, room.layer, one.layer, one.extra)
 
     def count_sizes(self, axes: ReplicaAxes, again: bool, sizes: tuple[int, ...]) -> int:
-        """How many of these sizes of a microbatch, in order, may fit."""
+        """Return how many of these sizes of a microbatch, in order, may fit."""
         return bisect.bisect_left(
             sizes, True, key=lambda size: not self.may_fit(axes, MicrobatchConfig(size, again))
         )
 
     def may_fit(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> bool:
-        """Whether the memory might do: False only if it is sure that it does not.
+        """Return whether a microbatch may fit in memory; False only if it fits under no split of the layers.
 
-        Each stage has room for so many whole layers, fewer the more microbatches it keeps; each must have one, and
-        together all.
+        Each stage has room for a number of layers, fewer the more microbatches it keeps; each must have one, and all
+        stages together all layers.
         """
         cost_model, stages = self._cost_model, axes.pipeline
         room, layers = cost_model.memory.find_headroom(axes), cost_model.layers

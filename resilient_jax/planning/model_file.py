@@ -1,4 +1,4 @@
-"""The shape of a model in a TOML file; `configs/` has those of published ones."""
+"""Model files: the sizes of a model in TOML; `configs/` has those of published models."""
 
 import tomllib
 from pathlib import Path
@@ -13,14 +13,14 @@ from resilient_jax.planning.transformer import TransformerShape, count_parameter
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model file: what the model is called, where its sizes are from, and the sizes."""
+    """A model file: the model's name, the source of its sizes, and the sizes."""
 
     name: Annotated[str, Meta(min_length=1)]
     source: Annotated[str, Meta(min_length=1)]
-    """Where the sizes were published."""
+    """Publication of the sizes."""
     transformer: TransformerShape
     parameters: Annotated[int, Meta(ge=1)] | None = None
-    """The published number; sizes that give another are refused."""
+    """The published number of parameters; sizes that give another number are refused."""
 
     def __post_init__(self) -> None:
         if self.parameters is not None and (counted := count_parameters(self.transformer)) != self.parameters:
@@ -30,13 +30,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def load_model_shape(path: str | Path) -> ModelShape:
-    """Gives the shape of a model from a TOML file, such as `configs/llama3_70b.toml`.
+    """Return the sizes of a model from a TOML file, such as `configs/llama3_70b.toml`.
 
     Args:
         path: the file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a model's; the message names file and key.
+        ConfigError: the file cannot be read, or describes no model; the message names file and key.
     """
     try:
         return load_toml(path, ModelShape)
@@ -50,7 +50,7 @@ def load_model_shape(path: str | Path) -> ModelShape:
 
 
 def _find_foreign_keys(path: str | Path) -> list[str]:
-    """Keys of a TOML file that says nothing of a transformer; none if it does, or is no TOML at all."""
+    """Return the keys of a TOML file that has no table [transformer]; none if it has one, or is no TOML."""
     try:
         values = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,10 @@
-"""How long a pipeline takes: by formula, by longest path, and with failed stages whose work peers take over
-(Chameleon).
+"""The time of a pipeline: by formula, by longest path, and with failed stages whose work their peers take over.
 
-P stages, N microbatches, t = forward + backward of one microbatch on one stage (arXiv 2508.21613).
+P stages, N microbatches, t = forward + backward of one microbatch on one stage, r repeats (chunks of layers per stage):
+
+    1F1B          (N + P - 1) t                          Chameleon, arXiv 2508.21613
+    interleaved   (N + (P - 1) / r) t                    Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, 2.2
+    rerouted      (P + N - 1 + sum_i N F_i / (D - F_i)) t    Chameleon; F_i of D peers of stage i have failed
 """
 
 import math
@@ -11,15 +14,13 @@ from resilient_jax.errors import CallerError
 
 
 def estimate_pipeline_s(stages: int, microbatches: int, stage_s: float, pipeline_repeats: int = 1) -> float:
-    """Gives `(N + (P - 1) / rounds) t`: all microbatches through the slowest stage, and the pipeline filled and
-    drained.
+    """Return `(N + (P - 1) / r) t`: all microbatches through the slowest stage, and filling and draining the pipeline.
 
     Args:
         stages: P.
         microbatches: N, of one pipeline in one step.
         stage_s: t, of the slowest stage.
-        rounds: chunks of layers on each stage, one after another (interleaved schedule, Narayanan et al. 2021,
-            https://arxiv.org/abs/2104.04473, section 2.2): each fills the pipeline in a part of the time.
+        pipeline_repeats: r: each chunk of layers fills the pipeline in a part of the time.
 
     >>> estimate_pipeline_s(4, 8, 1.0)
     11.0
@@ -28,12 +29,10 @@ def estimate_pipeline_s(stages: int, microbatches: int, stage_s: float, pipeline
 
 
 def simulate_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
-    """Gives the longest path through the graph of a 1F1B schedule, stage by stage in each one's own order.
+    """Return the longest path through the graph of a 1F1B schedule, each stage in its own order.
 
-    Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. Equal to `estimate_pipeline_s` where
-    all stages are alike; the formula is never less.
-
-    Time and memory in proportion to P N.
+    Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. The result equals
+    `estimate_pipeline_s` where all stages are equal; the formula is never less. Takes time and memory O(P N).
     """
     stages = len(forward_s)
     orders = [_order_of(stage, stages, microbatches) for stage in range(stages)]
@@ -70,7 +69,7 @@ def _order_of(stage: int, stages: int, microbatches: int) -> list[tuple[bool, in
 def _ready_s(
     ends: dict[tuple[int, bool, int], float], stage: int, stages: int, is_forward: bool, microbatch: int
 ) -> float | None:
-    """When what a task needs is there; None: not known yet."""
+    """Return when the input of a task is ready; None if that is not known yet."""
     if is_forward:
         return 0.0 if stage == 0 else ends.get((stage - 1, True, microbatch))
     if stage == stages - 1:
@@ -81,14 +80,12 @@ def _ready_s(
 def estimate_rerouted_s(
     stages: int, microbatches: int, pipelines: int, failed: Sequence[int], stage_s: float
 ) -> float | None:
-    """Gives the step's time when the peers of a stage take over the microbatches of its failed ones.
-
-    Formula: `(P + N - 1 + sum_i N F_i / (N_dp - F_i)) t`.
+    """Return the step time when the peers of a stage take over the microbatches of its failed replicas.
 
     Args:
         stages: P.
         microbatches: N, of one pipeline.
-        pipelines: N_dp, before the failure.
+        pipelines: D, before the failure.
         failed: F_i, failed peers of stage i.
         stage_s: t.
 
@@ -96,7 +93,7 @@ def estimate_rerouted_s(
         Seconds; None if all peers of a stage failed.
 
     Raises:
-        CallerError: not one number for each stage.
+        CallerError: `failed` has not one number for each stage.
 
     >>> round(estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0), 3)
     13.667

@@ -1,4 +1,4 @@
-"""Which hosts a plan's replicas stand on, by the same order as `host_pool` counts them in."""
+"""The hosts of a plan's replicas, in the order in which `host_pool` counts them."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ from resilient_jax.topology import Host, Topology
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostRange:
-    """Hosts that stand one after another in the topology's order.
+    """Consecutive hosts in the topology's order.
 
     Attributes:
         first, last: their names.
-        hosts: how many.
-        devices: of each.
+        hosts: number of hosts.
+        devices: used devices of each.
     """
 
     first: HostName
@@ -31,23 +31,23 @@ class HostRange:
 
 
 HostSlot = int
-"""A host's place in its topology; once for each group of its devices that is used together."""
+"""Index of a host in its topology, once for each group of its devices that is used together."""
 
 PlacedReplicas = tuple[HostSlot, ...]
-"""The cells of a replica, or the one cell of several replicas, stage by stage."""
+"""The slots of a replica, or the one slot of several replicas, stage by stage."""
 
 
 def place_replicas(
     topology: Topology, pool: HostPool, layout: DeviceLayout, order: Sequence[Composition], blocks: int
 ) -> tuple[PlacedReplicas, ...]:
-    """Gives the cells of each replica, or of those that share a host, fastest first.
+    """Return the slots of each replica, or of those that share a slot, fastest first.
 
     Args:
-        topology: of the hosts.
-        pool: those of them that may be used.
-        layout: of the plan.
-        order: compositions of teams, fastest first.
-        blocks: how many are used.
+        topology: the hosts.
+        pool: the usable hosts.
+        layout: the plan's layout.
+        order: compositions of the block classes, fastest first.
+        blocks: number of blocks that are used.
     """
     placed: dict[Composition, list[PlacedReplicas]] = {composition: [] for composition in order}
     for members in _domains(topology, pool, layout):
@@ -74,7 +74,7 @@ def _compose(kinds: Iterable[int]) -> Composition:
 
 
 def _domains(topology: Topology, pool: HostPool, layout: DeviceLayout) -> Iterable[list[tuple[int, int]]]:
-    """The usable hosts of each domain as (kind, place), fastest first, then in the topology's order."""
+    """Yield the usable hosts of each domain as (kind, index), fastest first, then in the topology's order."""
     usable = [
         (place, host)
         for place, host in enumerate(topology.hosts)
@@ -89,7 +89,7 @@ def _domains(topology: Topology, pool: HostPool, layout: DeviceLayout) -> Iterab
 
 
 def find_host_ranges(hosts: Sequence[Host], devices: Sequence[int]) -> tuple[HostRange, ...]:
-    """Gives consecutive hosts of which as many devices are meant; hosts with none are left out."""
+    """Return ranges of consecutive hosts with equal numbers of used devices; hosts without any are left out."""
     ranges: list[HostRange] = []
     for count, group in groupby(zip(hosts, devices, strict=True), key=lambda pair: pair[1]):
         if count:

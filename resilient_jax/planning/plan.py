@@ -1,4 +1,7 @@
-"""A plan as a value: what runs where, what it is estimated to take, and why it was chosen."""
+"""A plan as a value: what runs where, its estimated step time and memory, and why it was chosen.
+
+`sharding.planned_program` turns a plan into a mesh, shardings and a compiled program.
+"""
 
 import dataclasses
 
@@ -12,14 +15,14 @@ from resilient_jax.planning.plan_request import PlanRequest
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on its slowest replica, by term; of exchanges what does not hide under computing.
+    """Seconds of a step on its slowest replica, by term; of collectives the part that computing does not hide.
 
     Attributes:
-        compute_s: of the slowest stage, all its microbatches.
-        tensor_s, sequence_s, expert_s, fsdp_s: its exchanges along these axes.
-        transfer_s: between stages.
-        bubble_s: the pipeline filled and drained: `(P - 1) / rounds` microbatches.
-        replica_s: sum of the gradients over replicas.
+        compute_s: computing of the slowest stage, all its microbatches.
+        tensor_s, sequence_s, expert_s, fsdp_s: its collectives along these axes.
+        transfer_s: transfers between stages.
+        bubble_s: filling and draining the pipeline: `(P - 1) / repeats` microbatches.
+        replica_s: all-reduce of the gradients over replicas.
         optimizer_s: the update, and the overhead of a step.
     """
 
@@ -35,11 +38,11 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """All terms: the step."""
+        """The step: the sum of all terms."""
         return sum(self.by_term().values())
 
     def by_term(self) -> dict[str, float]:
-        """Each term by its name without the unit, in order."""
+        """Return each term by its name without the unit, in order."""
         return {
             field.name.removesuffix("_s"): getattr(self, field.name) for field in dataclasses.fields(self)
         }
@@ -47,14 +50,14 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaClass:
-    """Replicas that stand on the same kinds of hosts.
+    """Replicas on the same kinds of hosts.
 
     Attributes:
-        replicas: how many.
-        speeds: (part of the healthy speed, hosts or parts of hosts) of one replica, fastest first.
-        layers: of each stage.
+        replicas: number of replicas.
+        speeds: (part of the healthy speed, host slots) of one replica, fastest first.
+        layers: layers of each stage.
         quotas: (replicas, microbatches of each), those with more first.
-        microbatch_s: of its slowest stage.
+        microbatch_s: time of a microbatch on the slowest stage.
     """
 
     replicas: int
@@ -66,38 +69,37 @@ class ReplicaClass:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train on the devices at hand. Made by `search`; a value, and small whatever the number of devices.
+    """How to train on the devices at hand; small for any number of devices. Made by `search_plan`.
 
     Attributes:
-        model: name of the profile.
-        topology: name of the topology.
-        devices: of the topology, used or not.
+        model_name: name of the program.
+        topology_name: name of the topology.
+        device_count: devices of the topology, used or not.
         global_batch: sequences in a step.
-        layout: axes of a replica, and how they stand on the links.
-        batch: sequences of a microbatch on each device, and whether layers are rematerialised.
-        blocks: of replicas, see `Layout`.
-        rounds: chunks of layers on each stage.
-        teams: replicas with their quotas, fastest first.
-        hosts: that are used, in the topology's order, which is the order of their devices.
+        layout: axes of a replica, and how they are laid out on the links.
+        microbatch: sequences of a microbatch on each device, and whether layers are recomputed (remat).
+        blocks: blocks of replicas, see `DeviceLayout`.
+        pipeline_repeats: chunks of layers on each stage.
+        replica_classes: replicas with their quotas, fastest first.
+        hosts: used hosts in the topology's order, which is the order of their devices.
         spares: devices that are left out.
-        step: its estimate by term.
-        memory: of the fullest device by term.
-        usable_bytes: what a program can have of a device.
-        tokens_per_s: of all; None if the program's examples are no sequences.
-        model_flops_utilization: FLOPs of the program without those done again, of the peak of all devices of the
-        topology,
-            spares too.
-        reasons: why this one, what limits it, what is next best.
-        order: what teams stand on, fastest first: where replicas are placed follows from it.
-        question: what it is the answer to: program, topology, batch, constants.
+        step_breakdown: estimated step time by term.
+        memory: memory of the fullest device by term.
+        usable_bytes: bytes of a device that a program can have.
+        tokens_per_s: of all devices; None if the program's examples are no sequences.
+        model_flops_utilization: FLOPs of the program without recomputation, over the peak of all devices of the
+            topology including spares.
+        reasons: why this plan, what limits it, what is next best.
+        compositions: hosts of the replica classes, fastest first: the placement of replicas follows from them.
+        request: what the plan was searched for: program, topology, batch, constants.
 
     Example:
         >>> import resilient_jax as rj
         >>> from resilient_jax.planning.model_file import load_model_shape
         >>> from resilient_jax.planning.transformer_cost import analyze_transformer
         >>> topology = rj.load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> profile = analyze_transformer(load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
-        >>> rj.search(profile, topology, global_batch=1024).sizes[Axis.REPLICA]  # doctest: +SKIP
+        >>> cost = analyze_transformer(load_model_shape("configs/llama3_8b.toml").transformer)  # doctest: +SKIP
+        >>> rj.search_plan(cost, topology, global_batch=1024).axis_sizes[Axis.REPLICA]  # doctest: +SKIP
         32
     """
 
@@ -123,43 +125,43 @@ class Plan:
 
     @property
     def step_time_s(self) -> float:
-        """Of one step, estimated."""
+        """The estimated time of one step."""
         return self.step_breakdown.total_s
 
     @property
     def reason(self) -> str:
-        """Why this plan, in sentences."""
+        """Why this plan was chosen, in sentences."""
         return " ".join(self.reasons)
 
     @property
     def replicas(self) -> int:
-        """Complete copies of the model."""
+        """Number of replicas of the model."""
         return self.blocks * self.layout.replicas_per_block
 
     @property
     def axis_sizes(self) -> dict[Axis, int]:
-        """Of each axis, innermost first: the order of devices."""
+        """Size of each axis, innermost first: the order of devices."""
         axes = self.layout.axes
         return {axis: getattr(axes, axis) for axis in _IN_GROUP} | {Axis.REPLICA: self.replicas}
 
     @property
     def devices_used(self) -> int:
-        """By all replicas."""
+        """Devices of all replicas."""
         return self.replicas * self.layout.axes.devices
 
     @property
     def devices_spare(self) -> int:
-        """Left out."""
+        """Devices that are left out."""
         return self.device_count - self.devices_used
 
     @property
     def microbatch_sequences(self) -> int:
-        """In one microbatch of a replica."""
+        """Sequences in one microbatch of a replica."""
         return self.microbatch.sequences * self.layout.axes.fsdp
 
     @property
     def microbatches(self) -> int:
-        """In a step, of all replicas together."""
+        """Microbatches in a step, of all replicas together."""
         return self.global_batch // self.microbatch_sequences
 
     @property
@@ -171,7 +173,7 @@ class Plan:
 
     @property
     def shape(self) -> str:
-        """Its axes in words, those of size 1 left out, such as "replica 4 x fsdp 8 x tensor 8"."""
+        """The axes larger than 1 in words, such as "replica 4 x fsdp 8 x tensor 8"."""
         named = [f"{axis} {size}" for axis, size in reversed(self.axis_sizes.items()) if size > 1]
         return " x ".join(named) or "one device"
 

@@ -1,4 +1,4 @@
-"""A candidate of the search made a plan: terms, hosts, quotas."""
+"""From a candidate of the search to a plan: terms, hosts, quotas."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,22 @@ from resilient_jax.planning.plan import Plan, ReplicaClass, StepTime
 
 
 def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
-    """Gives the plan of a candidate, with every term of its estimate."""
+    """Return the plan of a candidate, with every term of its estimate."""
     request, layout = cost_model.request, candidate.layout
     classes = cost_model.find_block_classes(layout, candidate.microbatch)
-    price = cost_model.estimate_plan(layout, candidate.microbatch, classes, candidate.blocks)
-    used = _used_teams(classes, candidate.blocks)
-    step = _explain(cost_model, candidate, used, price)
-    memory = max((team.time.memory for team in used), key=lambda memory: memory.total)
-    most = max(number for shares in price.assignment.task_counts for _, number in shares)
-    if most == 1 and request.program_cost.backend is not None:
+    cost = cost_model.estimate_plan(layout, candidate.microbatch, classes, candidate.blocks)
+    used = _select_used(classes, candidate.blocks)
+    step = _find_terms(cost_model, candidate, used, cost)
+    memory = max((block_class.time.memory for block_class in used), key=lambda memory: memory.total)
+    most_microbatches = max(number for shares in cost.assignment.task_counts for _, number in shares)
+    if most_microbatches == 1 and request.program_cost.backend is not None:
         memory = memory.with_one_microbatch()
     placed = place_replicas(
-        request.topology, request.pool, layout, [team.composition for team in classes], candidate.blocks
+        request.topology,
+        request.pool,
+        layout,
+        [block_class.composition for block_class in classes],
+        candidate.blocks,
     )
     hosts = request.topology.hosts
     devices = [0] * len(hosts)
@@ -30,7 +34,7 @@ def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
     tokens = request.program_cost.sequence_tokens
     return Plan(
         request=request,
-        compositions=tuple(team.composition for team in classes),
+        compositions=tuple(block_class.composition for block_class in classes),
         model_name=request.program_cost.name,
         topology_name=request.topology.name,
         device_count=request.topology.device_count,
@@ -39,7 +43,7 @@ def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
         microbatch=candidate.microbatch,
         blocks=candidate.blocks,
         pipeline_repeats=request.pipeline_repeats,
-        replica_classes=_describe_teams(cost_model, candidate, used, price),
+        replica_classes=_describe_classes(cost_model, candidate, used, cost),
         hosts=find_host_ranges(hosts, devices),
         spares=find_host_ranges(
             hosts, [host.devices - used for host, used in zip(hosts, devices, strict=True)]
@@ -48,25 +52,25 @@ def build_plan(cost_model: CostModel, candidate: PlanCandidate) -> Plan:
         memory=memory,
         usable_bytes=cost_model.memory.usable_bytes,
         tokens_per_s=tokens * request.global_batch / step.total_s if tokens else None,
-        model_flops_utilization=_utilization(cost_model, step.total_s),
+        model_flops_utilization=_estimate_mfu(cost_model, step.total_s),
     )
 
 
-def _used_teams(classes: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
+def _select_used(classes: Sequence[BlockClass], blocks: int) -> list[BlockClass]:
     used = []
-    for team in classes:
+    for block_class in classes:
         if blocks > 0:
-            used.append(team)
-        blocks -= team.blocks
+            used.append(block_class)
+        blocks -= block_class.blocks
     return used
 
 
-def _explain(
-    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], price: PlanCost
+def _find_terms(
+    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], cost: PlanCost
 ) -> StepTime:
-    """The terms of the replica that is done last."""
+    """Return the terms of the replica that is done last."""
     fill = (candidate.layout.axes.pipeline - 1) / cost_model.request.pipeline_repeats
-    counts = [shares[0][1] for shares in price.assignment.task_counts]
+    counts = [shares[0][1] for shares in cost.assignment.task_counts]
     last = max(
         range(len(counts)),
         key=lambda i: (counts[i] + fill) * classes[i].time.microbatch_s if counts[i] else 0.0,
@@ -80,29 +84,30 @@ def _explain(
         fsdp_s=number * stage.fsdp_s,
         transfer_s=number * stage.transfer_s,
         bubble_s=fill * stage.total_s,
-        replica_s=price.replica_s,
-        optimizer_s=price.optimizer_s,
+        replica_s=cost.replica_s,
+        optimizer_s=cost.optimizer_s,
     )
 
 
-def _describe_teams(
-    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], price: PlanCost
+def _describe_classes(
+    cost_model: CostModel, candidate: PlanCandidate, classes: Sequence[BlockClass], cost: PlanCost
 ) -> tuple[ReplicaClass, ...]:
     kinds = cost_model.request.pool.kinds
     takers = cost_model.list_machines(candidate.layout, classes, candidate.blocks)
     return tuple(
         ReplicaClass(
             replicas=taken.count,
-            speeds=tuple((kinds[kind].speed, number) for kind, number in team.composition),
-            layers=tuple(layers for stages, layers in team.time.layer_split for _ in range(stages)),
+            speeds=tuple((kinds[kind].speed, number) for kind, number in block_class.composition),
+            layers=tuple(layers for stages, layers in block_class.time.layer_split for _ in range(stages)),
             quotas=shares,
-            microbatch_s=team.time.microbatch_s,
+            microbatch_s=block_class.time.microbatch_s,
         )
-        for team, taken, shares in zip(classes, takers, price.assignment.task_counts, strict=True)
+        for block_class, taken, shares in zip(classes, takers, cost.assignment.task_counts, strict=True)
     )
 
 
-def _utilization(cost_model: CostModel, step_s: float) -> float:
+def _estimate_mfu(cost_model: CostModel, step_s: float) -> float:
+    """Return the model FLOPs utilization of all devices of the topology."""
     request = cost_model.request
     flops = (
         request.program_cost.forward_flops + request.program_cost.backward_flops

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from resilient_jax.planning.plan import Plan
 
 _SHOWN = 0.005
-"""Part of a step that is worth a word."""
+"""Terms with a smaller part of the step are omitted."""
 
 
 def explain_choice(plans: Sequence[Plan], min_replicas: int = 1) -> tuple[Plan, ...]:
-    """Gives the plans with their reasons: how each compares with the others, what limits it, what it leaves out.
+    """Return the plans with their reasons: comparison with the others, what limits the step, what is left out.
 
     Args:
         plans: the fastest first.
-        min_replicas: that each has, because it was asked for.
+        min_replicas: the requested least number of replicas.
     """
     explained = []
     for place, plan in enumerate(plans):
@@ -67,6 +67,6 @@ def _speeds(plan: Plan) -> str:
 
 
 def explain_change(plan: Plan, before: Plan) -> str:
-    """Gives a sentence on a plan and the one before it."""
+    """Return a sentence that compares a plan with the one before it."""
     change = plan.step_time_s / before.step_time_s - 1
     return f"Before: {before.shape} on {before.device_count} devices; the step takes {change:+.1%} now."

@@ -1,7 +1,7 @@
-"""What the searcher must know of a program: its tensors, what one sequence costs, and what can be cut.
+"""What the planner must know of a program: its tensors, the cost of one sequence, and what can be sharded.
 
 Everything is for one example of a batch, here always called a sequence, and for a program on one device: a plan divides
-it. Nothing in it depends on devices or on how many examples are in a microbatch.
+it. Nothing in it depends on devices or on the number of examples in a microbatch.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from resilient_jax.planning.axes import Axis
 
 
 class ModelPart(enum.StrEnum):
-    """Where in a program something belongs. A pipeline cuts between layers only."""
+    """A part of a model. A pipeline is divided between layers only."""
 
     EMBEDDING = "embedding"
     """Before the layers: on the first stage."""
@@ -25,14 +25,14 @@ class ModelPart(enum.StrEnum):
 
 
 class TensorRole(enum.StrEnum):
-    """What a tensor of the training state is for."""
+    """The role of a tensor in the training state."""
 
     PARAMETER = "parameter"
     """Has a gradient of the same shape."""
     OPTIMIZER = "optimizer"
-    """Changed with the parameters, once in a step."""
+    """Updated with the parameters, once in a step."""
     OTHER = "other"
-    """Statistics and constants: no gradient."""
+    """Batch statistics and constants, without a gradient."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class StateTensor:
     """A tensor of the training state.
 
     Attributes:
-        path: in the state's tree, by `/`; `*` stands for the number of the layer.
-        role: what it is for.
-        parts: where it is used; a tied embedding is in two.
-        shape: of one copy.
-        names: logical name of each dim; None: it has none.
-        axes: which axis may cut each dim; `FSDP`: it would rather cut this dim than another.
-        units: of each dim, how many pieces it may be cut into at most: heads and not numbers, where a dim holds the
-            numbers of several heads. Divides the dim.
-        dtype_bytes: of one number.
-        copies: how many equal ones: one in each layer.
-        stacked: the dim of the state's array over which the copies are stacked, which `shape` has not; None: each copy
-            is an array of its own.
+        path: path in the state's tree, separated by `/`; `*` stands for the index of the layer.
+        role: what the tensor is for.
+        parts: parts that use it; a tied embedding is in two.
+        shape: shape of one copy.
+        logical_names: logical name of each dim, or None.
+        axes: the axis that may shard each dim; `FSDP`: FSDP prefers this dim to another.
+        units: the most pieces that each dim may be divided into; divides the dim. Where a dim holds several heads these
+            are the heads, not the elements.
+        dtype_bytes: bytes of one element.
+        copies: number of equal tensors: one in each layer.
+        stacked_dim: the dim of the state's array over which the copies are stacked, which `shape` lacks; None: each
+            copy is an array of its own.
     """
 
     path: str
@@ -67,7 +67,7 @@ class StateTensor:
 
     @property
     def size(self) -> int:
-        """Numbers in all copies."""
+        """Elements of all copies."""
         return math.prod(self.shape) * self.copies
 
     @property
@@ -78,14 +78,16 @@ class StateTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AmountByAxis:
-    """An amount of one sequence, by what cuts it. Axes that cut the batch, and `SEQUENCE`, cut all of it.
+    """An amount of one sequence, by the axes that divide it.
+
+    Axes that shard the batch, and `SEQUENCE`, divide all of it.
 
     Attributes:
-        whole: by nothing more.
-        tensor: by `TENSOR` (heads, feed-forward).
-        attention: by `TENSOR`; what belongs to pairs of tokens, and grows with the square of the sequence.
-        vocabulary: by `TENSOR`, where it divides the vocabulary.
-        expert: by `EXPERT`, and by `TENSOR`.
+        replicated: divided by no further axis.
+        tensor: divided by `TENSOR` (heads, feed-forward).
+        attention: divided by `TENSOR`; belongs to pairs of tokens, and grows with the square of the sequence.
+        vocabulary: divided by `TENSOR`, where that divides the vocabulary.
+        expert: divided by `EXPERT` and by `TENSOR`.
     """
 
     replicated: float = 0.0
@@ -96,7 +98,7 @@ class AmountByAxis:
 
     @property
     def total(self) -> float:
-        """On one device."""
+        """The undivided amount, on one device."""
         return self.replicated + self.tensor + self.attention + self.vocabulary + self.expert
 
     def __add__(self, other: Self) -> Self:
@@ -109,7 +111,7 @@ class AmountByAxis:
         )
 
     def scaled(self, factor: float) -> Self:
-        """Times a factor."""
+        """Return the amount times a factor."""
         return type(self)(
             replicated=self.replicated * factor,
             tensor=self.tensor * factor,
@@ -130,17 +132,17 @@ class CollectiveKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCollective:
-    """Activations of one sequence that devices along an axis must exchange, if the plan has that axis.
+    """A collective over activations of one sequence that a plan needs if it has the axis.
 
-    Exchanges of parameters and gradients (`REPLICA`, `FSDP`) follow from the tensors and are not listed.
+    Collectives over parameters and gradients (`REPLICA`, `FSDP`) follow from the tensors and are not listed.
 
     Attributes:
-        axis: whose devices.
+        axis: axis of the devices that take part.
         kind: the operation.
-        message_bytes: the complete array's, before anything cuts it.
-        forward: how many of them forward; once more in all, where the part is computed again.
-        backward: how many backward.
-        dim: needed only if the axis cuts dims of this name; None: always.
+        message_bytes: bytes of the complete array, before any axis shards it.
+        forward_count: collectives in the forward pass; they repeat where the part is recomputed.
+        backward_count: collectives in the backward pass.
+        logical_name: needed only if the axis shards dims of this name; None: always needed.
     """
 
     axis: Axis
@@ -153,26 +155,26 @@ class ActivationCollective:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """What one part does for one sequence, in one of its copies.
+    """The cost of one copy of a part for one sequence.
 
-    FLOPs are a multiplication and an addition for each pair, so 2 n m k for a product of (n, k) and (k, m).
+    A multiplication and an addition are two FLOPs, so a product of (n, k) and (k, m) has 2 n m k.
 
     Attributes:
-        part: which.
-        copies: how many of it, one after another: the layers.
-        forward_flops, backward_flops: of matrix products; without what is computed again.
-        recomputed_flops: more of them, where the part is rematerialised.
-        forward_other_flops, backward_other_flops: of everything else, one for each number of a result; an accelerator
-            does them elsewhere than matrix products, and waits for memory.
+        part: the part.
+        copies: number of copies, one after another: the layers.
+        forward_flops, backward_flops: FLOPs of matrix products, without recomputation.
+        remat_flops: further FLOPs where the part is recomputed.
+        forward_other_flops, backward_other_flops: operations of everything else, one per element of a result; an
+            accelerator does them on other units than matrix products, and they wait for memory.
         forward_bytes, backward_bytes: activations read and written. Parameters come on top: read once forward and once
             backward, and their gradients written.
-        input_bytes: what goes into the part, and so between stages.
-        kept_bytes: what is kept from forward to backward.
-        rematerialised_bytes: what is kept instead, if the part is computed again: as a rule its input. Then one copy at
-            a time needs `kept_bytes` as well.
+        input_bytes: bytes of the part's input, which stages of a pipeline transfer.
+        residual_bytes: what is kept from forward to backward.
+        remat_residual_bytes: what is kept instead if the part is recomputed: as a rule its input. Then one copy at a
+            time needs `residual_bytes` as well.
         working_bytes: what the part's backward needs for a time, beyond what is kept.
-        remat_working_bytes: the same where it is computed again; None: `working_bytes` and `kept_bytes`.
-        exchanges: between devices.
+        remat_working_bytes: the same where the part is recomputed; None: `working_bytes` and `residual_bytes`.
+        collectives: collectives between devices.
         step_flops, step_bytes: forward and backward together.
     """
 
@@ -201,13 +203,13 @@ class PartCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DivisibilityRule:
-    """A number that an axis has to divide.
+    """A size that an axis has to divide.
 
     Attributes:
-        axis: which.
-        name: the dim's logical name.
-        number: of what is not cut any further.
-        required: True: an axis that does not divide it cannot be used. False: the dim stays whole then.
+        axis: the axis.
+        logical_name: logical name of the dim.
+        dim_size: the number of units that are not divided any further.
+        is_required: True: an axis that does not divide it cannot be used. False: the dim is replicated then.
     """
 
     axis: Axis
@@ -220,7 +222,7 @@ class FsdpGathers(NamedTuple):
     """How FSDP gathers the parameters of a part.
 
     Attributes:
-        passes: in which they are: 2: forward and backward; 1: once, and kept.
+        passes: passes that gather: 2: forward and backward; 1: once, and kept.
         pieces: collectives of a pass.
     """
 
@@ -229,31 +231,31 @@ class FsdpGathers(NamedTuple):
 
 
 BLOCKING_BACKENDS = frozenset({"cpu"})
-"""Whose collectives are done when they are called. What XLA makes of FSDP there: seen in what jax 0.10.2 compiles."""
+"""Backends whose collectives are done when they are called. What XLA makes of FSDP there was seen with jax 0.10.2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCost:
-    """All that a plan is judged by; the same whether it was computed from sizes or taken from a program.
+    """All that plans of a program are compared by; the same whether computed from sizes or measured from a program.
 
     Attributes:
-        name: of the model.
-        source: where the figures come from, in words.
-        sequence_tokens: in a sequence; None: the program's examples are no sequences.
-        compute_bytes: of one number in matrix products; parameters are gathered in this type.
-        gradient_bytes: of one number in a gradient.
+        name: name of the model.
+        source: source of the figures, in words.
+        sequence_tokens: tokens in a sequence; None: the program's examples are no sequences.
+        compute_bytes: bytes of an element in matrix products; parameters are gathered in this dtype.
+        gradient_bytes: bytes of an element of a gradient.
         tensors: the training state.
-        work: in the order of the forward pass; at most one of each part.
-        divisors: what axes have to divide. `FSDP` and `REPLICA` divide the microbatch, which is a plan's own choice.
+        parts: costs in the order of the forward pass; at most one for each part.
+        divisibility_rules: sizes that axes have to divide. `FSDP` and `REPLICA` divide the microbatch, which a plan
+            chooses.
         fixed_bytes: memory that the gradient's program needs beside parameters and activations, whatever the batch:
-            gradients made before activations are freed, parameters in another type. Cut as parameters are. Its peak is
-            parameters + max(gradients, fixed_bytes + activations); if it adds to a sum of gradients, that comes on top.
-        backend: of JAX, on which memory and bytes moved were measured; None: closed form, and `fixed_bytes` is 0.
-        can_rematerialise: whether the program can compute layers again instead of keeping their activations.
-        divisibility_rules_by_dim: those of an axis and a name, for whoever asks often.
-        fsdp_gathers: how FSDP gathers each part, for whoever asks often. A compiler whose collectives wait gathers each
-            array by itself, and twice only if forward and backward are loops of their own; others gather all of a
-            layer at once.
+            gradients made before activations are freed, parameters in another dtype. Sharded as parameters are. Its
+            peak is parameters + max(gradients, fixed_bytes + activations); a sum of gradients comes on top.
+        backend: JAX backend on which memory and bytes moved were measured; None: closed form, and `fixed_bytes` is 0.
+        can_remat: whether the program can recompute layers instead of keeping their activations.
+        divisibility_rules_by_dim: the rules of an axis and a logical name.
+        fsdp_gathers: how FSDP gathers each part. A compiler with blocking collectives gathers each array by itself, and
+            twice only if forward and backward are loops of their own; others gather all of a layer at once.
     """
 
     name: str
@@ -282,12 +284,12 @@ class ProgramCost:
 
     @property
     def layers(self) -> int:
-        """Equal layers: as many stages as a pipeline can have; their number per stage may differ."""
+        """Number of equal layers: the most stages of a pipeline; layers per stage may differ."""
         return max((work.copies for work in self.parts if work.part is ModelPart.LAYER), default=0)
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all parameters."""
+        """Elements of all parameters."""
         return sum(tensor.size for tensor in self._of(TensorRole.PARAMETER))
 
     @property
@@ -297,34 +299,34 @@ class ProgramCost:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
+        """Bytes of the optimizer state."""
         return sum(tensor.bytes for tensor in self._of(TensorRole.OPTIMIZER))
 
     @property
     def forward_flops(self) -> AmountByAxis:
-        """Of matrix products, one sequence, all parts."""
+        """FLOPs of matrix products forward, one sequence, all parts."""
         return sum_amounts(work.forward_flops.scaled(work.copies) for work in self.parts)
 
     @property
     def backward_flops(self) -> AmountByAxis:
-        """Of matrix products, one sequence, all parts."""
+        """FLOPs of matrix products backward, one sequence, all parts."""
         return sum_amounts(work.backward_flops.scaled(work.copies) for work in self.parts)
 
     @property
     def other_flops(self) -> float:
-        """Of everything but matrix products, forward and backward, one sequence."""
+        """Operations other than matrix products, forward and backward, one sequence."""
         return sum(
             (work.forward_other_flops + work.backward_other_flops) * work.copies for work in self.parts
         )
 
     @property
     def has_blocking_collectives(self) -> bool:
-        """The compiler that was measured waits for a collective when it is called."""
+        """Whether a collective of the measured backend is done when it is called."""
         return self.backend in BLOCKING_BACKENDS
 
     @property
     def has_scanned_layers(self) -> bool:
-        """The layers are turns of a loop."""
+        """Whether the layers are iterations of a loop."""
         return any(tensor.stacked_dim is not None for tensor in self.tensors)
 
     def _find_gathers(self, part: ModelPart) -> FsdpGathers:
@@ -340,5 +342,5 @@ class ProgramCost:
 
 
 def sum_amounts(amounts: Iterable[AmountByAxis]) -> AmountByAxis:
-    """Their sum, each kind by itself."""
+    """Return the sum, each kind by itself."""
     return sum(amounts, start=AmountByAxis())

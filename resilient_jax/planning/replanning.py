@@ -1,5 +1,9 @@
-"""After a failure: a new plan, the old one on fewer replicas, or the old one with the work of the lost done by
-peers."""
+"""Replanning after a failure: a new plan, the old plan on fewer replicas, or rerouting the work of lost hosts to peers.
+
+Options are compared by Chameleon's score (arXiv 2508.21613), the samples per second until the next failure. With batch
+B, step time t, transition time T and time D to the next failure, `score = (B / t) (D - T) / D`; a new plan with step
+time t_dyn beats rerouting with t_rr from `D = T / (1 - t_dyn / t_rr)` on.
+"""
 
 import dataclasses
 import enum
@@ -20,34 +24,33 @@ from resilient_jax.topology import Topology
 DEVICE_HOURS_PER_FAILURE = 50_700.0
 """Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 DEFAULT_COMPILE_S = 60.0
-"""Of a program that no cache has: assumed, large programs take from half a minute to some minutes."""
+"""Compile time of a program that no cache has: assumed; large programs take from half a minute to some minutes."""
 HOUR_S = 3600.0
 
 
 class ReplanAction(enum.StrEnum):
-    """What to do."""
+    """What to do after a failure."""
 
     NEW = "new"
-    """Another plan: other axes, or another microbatch."""
+    """Take another plan: other axes, or another microbatch."""
     KEEP = "keep"
-    """The same program on the replicas that are left, or on as many as there can be now."""
+    """Keep the program, on the replicas that are left, or on as many as are possible now."""
     REROUTE = "reroute"
-    """Nothing moves: the peers of a lost stage compute its microbatches."""
+    """Move no state: the peers of a lost stage compute its microbatches."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanOption:
-    """One thing to do, with what it costs.
+    """One action with its costs.
 
     Attributes:
-        choice: which.
-        plan: that runs then; of `REROUTE` the plan before.
-        step_time_s: of each step from then on.
-        search_s, compile_s, move_s: before the first: the search where it was not done ahead, the program where no
-        cache
-            has it, the state.
-        moves: of the state.
-        score: samples per second over the time to the next failure; 0: it would not be done by then.
+        action: the action.
+        plan: the plan that runs then; for `REROUTE` the plan before.
+        step_time_s: time of each step from then on.
+        search_s, compile_s, move_s: times before the first step: the search where it was not done ahead, the program
+            where no cache has it, the state.
+        migration: what moves of the state.
+        score: samples per second over the time to the next failure; 0 if the transition takes longer.
     """
 
     action: ReplanAction
@@ -61,7 +64,7 @@ class ReplanOption:
 
     @property
     def transition_s(self) -> float:
-        """Before the first step."""
+        """Time before the first step."""
         return self.search_s + self.compile_s + self.move_s
 
 
@@ -73,8 +76,8 @@ class ReplanDecision:
         before: the plan that ran.
         chosen: the option with the best score.
         others: all others, the best first.
-        next_failure_s: expected.
-        reason: in sentences.
+        next_failure_s: expected time to the next failure.
+        reason: why, in sentences.
     """
 
     before: Plan
@@ -85,34 +88,32 @@ class ReplanDecision:
 
     @property
     def plan(self) -> Plan:
-        """That runs from now on."""
+        """The plan that runs from now on."""
         return self.chosen.plan
 
     @property
     def step_time_s(self) -> float:
-        """Of each step from now on, estimated."""
+        """Estimated time of each step from now on."""
         return self.chosen.step_time_s
 
     @property
     def bytes_moved(self) -> float:
-        """Of the state, over the network."""
+        """Bytes of the state that move over the network."""
         return self.chosen.migration.bytes_moved
 
     @property
     def transfers(self) -> tuple[HostTransfer, ...]:
-        """Which bytes, from which host to which."""
+        """Bytes from host to host."""
         return self.chosen.migration.transfers
 
     @property
     def transition_s(self) -> float:
-        """Before the first step."""
+        """Time before the first step."""
         return self.chosen.transition_s
 
 
 def compute_score(samples: float, step_s: float, transition_s: float, next_failure_s: float) -> float:
-    """Gives the samples per second until the next failure: `(B / t_step) (D - t_trans) / D`; 0 if `D <= t_trans`.
-
-    Chameleon, arXiv 2508.21613.
+    """Return the samples per second until the next failure: `(B / t) (D - T) / D`; 0 if `D <= T`.
 
     >>> compute_score(10, 2, 0, 20) == compute_score(10, 1, 10, 20)
     True
@@ -123,7 +124,7 @@ def compute_score(samples: float, step_s: float, transition_s: float, next_failu
 
 
 def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s: float) -> float:
-    """Gives the time to the next failure from which on a new plan pays: `D* = t_trans / (1 - t_dyn / t_rr)`.
+    """Return the time to the next failure from which on a new plan pays: `T / (1 - t_dyn / t_rr)`.
 
     >>> compute_break_even_s(2, 1, 10)
     20.0
@@ -132,7 +133,7 @@ def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s
 
 
 def estimate_next_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:
-    """Gives the mean time to the next failure of any of the devices."""
+    """Return the mean time to the next failure of any of the devices."""
     return device_hours / topology.device_count * HOUR_S
 
 
@@ -150,21 +151,21 @@ def replan(
     is_compiled: Callable[[Plan], bool] = _is_never_compiled,
     min_replicas: int = 1,
 ) -> ReplanDecision:
-    """Gives what to do now that the topology is another: a new plan, or keep the old one as far as it goes.
+    """Return what to do now that the topology has changed: take a new plan, or keep the old one as far as possible.
 
-    Each option is judged by the samples that it computes until the next failure is to be expected.
+    Each option is judged by the samples that it computes until the next expected failure.
 
     Args:
-        plan: that ran.
-        topology: of the hosts at hand now, as `without`, `slowed` and `with_hosts` give it.
+        plan: the plan that ran.
+        topology: the hosts at hand now, as `without`, `slowed` and `with_hosts` return it.
         next_failure_s: expected time to the next failure; None: as `estimate_next_failure_s`.
-        search_s: of the search that training has to wait for; 0 where it was done ahead.
-        compile_s: of a program that is not compiled yet.
-        is_compiled: whether a cache has the program of a plan; that of the plan before always is.
-        min_replicas: complete copies of the state, at least, whatever is done; as in `search`.
+        search_s: time of a search that training has to wait for; 0 where the search was done ahead.
+        compile_s: time of compiling a program that no cache has.
+        is_compiled: whether a cache has the program of a plan; the program of the plan before is always cached.
+        min_replicas: least number of replicas of the state under every option; as in `search_plan`.
 
     Raises:
-        NoFeasiblePlan: no plan has the memory any more, or as many replicas; the message says what would do.
+        NoFeasiblePlan: no plan fits in memory with as many replicas; the message says what would suffice.
 
     Example:
         >>> after = replan(plan, topology.without("host-07").slowed("host-11", 0.6))  # doctest: +SKIP
@@ -178,10 +179,16 @@ def replan(
         )
     new = _search(plan, topology, PlanConstraints(NO_FIXED_AXES, min_replicas=min_replicas))
     options = [
-        _price(plan, new, horizon, search_s, 0.0 if _same(plan, new) or is_compiled(new) else compile_s)
+        _make_option(
+            plan,
+            new,
+            horizon,
+            search_s,
+            0.0 if _is_same_program(plan, new) or is_compiled(new) else compile_s,
+        )
     ]
-    if not _same(plan, new) and (kept := _try_keep(plan, topology, min_replicas)) is not None:
-        options.append(_price(plan, kept, horizon, 0.0, 0.0))
+    if not _is_same_program(plan, new) and (kept := _try_keep(plan, topology, min_replicas)) is not None:
+        options.append(_make_option(plan, kept, horizon, 0.0, 0.0))
     if (stayed := _try_stay(plan, topology, horizon, min_replicas)) is not None:
         options.append(stayed)
     if (rerouted := _try_reroute(plan, topology, horizon, min_replicas)) is not None:
@@ -196,21 +203,21 @@ def replan(
     )
 
 
-def _search(plan: Plan, topology: Topology, fixed: PlanConstraints) -> Plan:
+def _search(plan: Plan, topology: Topology, constraints: PlanConstraints) -> Plan:
     request = plan.request
     return search_plans(
         request.program_cost,
         topology,
         global_batch=request.global_batch,
         calibration=request.calibration,
-        constraints=fixed,
+        constraints=constraints,
         number_format=request.number_format,
         pipeline_repeats=request.pipeline_repeats,
     )[0]
 
 
-def _same(plan: Plan, other: Plan) -> bool:
-    """Whether both run the same program on each replica: its axes, its microbatch, its layers."""
+def _is_same_program(plan: Plan, other: Plan) -> bool:
+    """Return whether both plans run the same program on each replica: its axes, its microbatch, its layers."""
     splits = {team.layers for team in plan.replica_classes}
     return (plan.layout.axes, plan.microbatch) == (other.layout.axes, other.microbatch) and all(
         team.layers in splits for team in other.replica_classes
@@ -224,10 +231,10 @@ def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
         kept = _search(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
     except (NoFeasiblePlan, PlanError):
         return None
-    return kept if _same(plan, kept) else None
+    return kept if _is_same_program(plan, kept) else None
 
 
-def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
+def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
     moves = plan_migration(before, plan)
     request = plan.request
     cost_model = CostModel(request)
@@ -236,7 +243,7 @@ def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s:
         cost_model.links[-1].latency_s if moves.transfers else 0.0
     )
     return ReplanOption(
-        action=ReplanAction.KEEP if _same(before, plan) else ReplanAction.NEW,
+        action=ReplanAction.KEEP if _is_same_program(before, plan) else ReplanAction.NEW,
         plan=plan,
         step_time_s=plan.step_time_s,
         search_s=search_s,
@@ -248,9 +255,9 @@ def _price(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s:
 
 
 def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
-    """Only of a pipeline, if hosts were lost and nothing else changed: peers of the lost stages do their work.
+    """Return the option of rerouting; only for a pipeline that lost hosts and is otherwise unchanged.
 
-    There are then as many copies of the state as of the stage that lost most.
+    Peers of the lost stages do their work. The state then has as many copies as the stage that lost most.
     """
     if plan.layout.axes.pipeline == 1 or plan.replicas == 1:
         return None
@@ -269,13 +276,15 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
     if time is None:
         return None
     step = plan.step_time_s + time - estimate_pipeline_s(plan.layout.axes.pipeline, quota, slot)
-    return _at_once(ReplanAction.REROUTE, plan, step, horizon)
+    return _make_immediate_option(ReplanAction.REROUTE, plan, step, horizon)
 
 
-def _at_once(choice: ReplanAction, plan: Plan, step_time_s: float, horizon: float) -> ReplanOption:
-    """The plan before, for which nothing is searched, compiled or moved."""
+def _make_immediate_option(
+    action: ReplanAction, plan: Plan, step_time_s: float, horizon: float
+) -> ReplanOption:
+    """Return an option that keeps the plan before: nothing is searched, compiled or moved."""
     return ReplanOption(
-        action=choice,
+        action=action,
         plan=plan,
         step_time_s=step_time_s,
         search_s=0.0,
@@ -287,26 +296,28 @@ def _at_once(choice: ReplanAction, plan: Plan, step_time_s: float, horizon: floa
 
 
 def _try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int) -> ReplanOption | None:
-    """Everybody keeps what they have and do, if all hosts are there and some are slower now.
+    """Return the option of changing nothing, if all hosts are there and some are slower now.
 
-    All wait for the slowest, at most: what its steps take besides computing does not become slower.
+    All hosts wait for the slowest, at most: what a step takes besides computing does not become slower.
     """
     was = plan.request.topology
-    if plan.replicas < min_replicas or _but_for_speeds(was) != _but_for_speeds(topology):
+    if plan.replicas < min_replicas or _list_hosts_without_speeds(was) != _list_hosts_without_speeds(
+        topology
+    ):
         return None
     slowest = min(host.speed / old.speed for host, old in zip(topology.hosts, was.hosts, strict=True))
     if slowest >= 1:
-        return None  # nobody is slower: the same plan is found again, or a better one
-    return _at_once(ReplanAction.KEEP, plan, plan.step_time_s / slowest, horizon)
+        return None  # no host is slower: the search finds the same plan again, or a better one
+    return _make_immediate_option(ReplanAction.KEEP, plan, plan.step_time_s / slowest, horizon)
 
 
-def _but_for_speeds(topology: Topology) -> tuple[object, ...]:
+def _list_hosts_without_speeds(topology: Topology) -> tuple[object, ...]:
     hosts = tuple((host.name, host.accelerator, host.devices, host.domains) for host in topology.hosts)
     return topology.levels, hosts
 
 
 def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
-    """For each stage the replicas in which it lost a host."""
+    """Return for each stage the number of replicas in which it lost a host."""
     request, layout = plan.request, plan.layout
     hosts = request.topology.hosts
     failed = [0] * layout.axes.pipeline
@@ -319,7 +330,7 @@ def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
     return failed
 
 
-def _loss(option: ReplanOption, best: ReplanOption) -> float:
+def _compute_loss(option: ReplanOption, best: ReplanOption) -> float:
     return 1 - option.score / best.score if best.score else 0.0
 
 
@@ -328,15 +339,16 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
     stays = best.plan is before
     said = {
         ReplanAction.NEW: f"A new plan, {best.plan.shape}",
-        ReplanAction.KEEP: f"The plan before, {best.plan.shape}{', as it is; all wait for the slowest' if stays else ' now'}",
-        ReplanAction.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost would have",
+        ReplanAction.KEEP: f"The plan before, {best.plan.shape}"
+        + (", unchanged; all wait for the slowest" if stays else " now"),
+        ReplanAction.REROUTE: f"The plan before, {best.plan.shape}; peers compute what the lost hosts would have",
     }[best.action]
     sentences = [
         f"{said}: {best.step_time_s:.3g} s a step after {best.transition_s:.3g} s (search {best.search_s:.3g} s, "
         f"compile {best.compile_s:.3g} s, move {best.migration.bytes_moved / 1e9:.3g} GB in {best.move_s:.3g} s).",
         *(
             f"Not {option.action} ({option.plan.shape}): {option.step_time_s:.3g} s a step after "
-            f"{option.transition_s:.3g} s, {_loss(option, best):.1%} fewer samples in the "
+            f"{option.transition_s:.3g} s, {_compute_loss(option, best):.1%} fewer samples in the "
             f"{horizon / HOUR_S:.3g} h to the next failure."
             for option in options[1:]
         ),
@@ -344,7 +356,7 @@ def _explain(before: Plan, options: list[ReplanOption], horizon: float) -> str:
         if any(option.action is ReplanAction.KEEP for option in options)
         else f"{before.shape} cannot go on with the hosts that are left.",
         "" if stays else explain_change(best.plan, before),
-        f"{best.migration.bytes_lost / 1e9:.3g} GB are held by no host that is left: they come from parity or a checkpoint."
+        f"{best.migration.bytes_lost / 1e9:.3g} GB are on no host that is left: they come from parity or a checkpoint."
         if best.migration.bytes_lost
         else "",
         ""

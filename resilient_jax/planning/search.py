@@ -1,4 +1,4 @@
-"""The best plan for the devices at hand."""
+"""The search for the fastest plan on the devices at hand."""
 
 import math
 
@@ -40,35 +40,35 @@ def search_plan(
     pipeline_repeats: int = 1,
     min_replicas: int = 1,
 ) -> Plan:
-    """Gives the plan with the least estimated step time.
+    """Return the plan with the least estimated step time.
 
-    Exact: no plan of the space described in `candidates` is estimated to be faster. A faster link, more memory on every
-    device or one more host of the same kind never gives a slower plan.
+    Exact: no plan of the space described in `branch_and_bound` is estimated to be faster. A faster link, more memory on
+    every device or one more host of the same kind never results in a slower plan.
 
     Args:
-        profile: of the program, as `analyze_transformer` or `program_cost.profile_of` gives it.
-        topology: of the hosts at hand; `without` and `slowed` give what is left.
-        global_batch: sequences in a step, whoever lives.
+        program_cost: cost of the program, from `analyze_transformer` or `program_cost.analyze_program`.
+        topology: the hosts at hand; `without` and `slowed` return what is left.
+        global_batch: sequences in a step, whichever hosts are left.
         calibration: constants of the cost model.
         axes: sizes that are given, such as {"tensor": 2}; all others are searched for.
         number_format: of matrix products; None: bf16 for a program that computes in two bytes, else fp32.
-        rounds: chunks of layers on each stage of a pipeline (interleaved schedule).
-        min_replicas: complete copies of the state, at least. With two or more, a job goes on in place when one is lost;
+        pipeline_repeats: chunks of layers on each stage of a pipeline (interleaved schedule).
+        min_replicas: least number of replicas of the state. With two or more, a job goes on in place when one is lost;
             replicas that share a host are lost together.
 
     Raises:
-        PlanError: a number is out of range, or the program does not allow a given axis.
-        NoFeasiblePlan: no plan has the memory, or as many replicas; the message says what would do.
+        PlanError: a number is out of range, or the program does not allow a given axis size.
+        NoFeasiblePlan: no plan fits in memory with as many replicas; the message says what would suffice.
         TopologyError: an accelerator has no peak for the number format.
-        CallerError: the program's dims divide by nothing.
+        CallerError: no axis can shard the program.
 
     Example:
         >>> from resilient_jax.planning.model_file import load_model_shape
         >>> from resilient_jax.planning.transformer_cost import analyze_transformer
         >>> from resilient_jax.topology import load_topology
         >>> topology = load_topology("meshes/h100_32x8.toml")  # doctest: +SKIP
-        >>> profile = analyze_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
-        >>> search(profile, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
+        >>> cost = analyze_transformer(load_model_shape("configs/llama3_70b.toml").transformer)  # doctest: +SKIP
+        >>> search_plan(cost, topology.without("host-07"), global_batch=1024).step_time_s  # doctest: +SKIP
         17.6
     """
     return search_plans(
@@ -93,14 +93,14 @@ def search_plans(
     pipeline_repeats: int = 1,
     top: int = 1,
 ) -> tuple[Plan, ...]:
-    """Gives the best plans, no two with the same axes of a replica, the fastest first; the arguments are `search`'s.
+    """Return the best plans, no two with the same replica axes, the fastest first; most arguments are `search_plan`'s.
 
     Args:
-        fixed: what is given: axes, a microbatch, the least number of replicas.
-        top: how many plans.
+        constraints: what is given: axes, a microbatch, the least number of replicas.
+        top: number of plans.
 
     Raises:
-        PlanError: as of `search`.
+        PlanError: as of `search_plan`.
     """
     validate_request(program_cost, topology, global_batch, constraints, pipeline_repeats, top)
     wanted = number_format or (
@@ -129,7 +129,7 @@ def search_plans(
 
 
 class _Best:
-    """The best candidates so far, one for each group of axes."""
+    """The best candidates so far, one for each choice of replica axes."""
 
     def __init__(self, number: int) -> None:
         self.pricing: CostModel | None = None
@@ -138,12 +138,12 @@ class _Best:
         self._found: dict[ReplicaAxes, tuple[PlanCandidate, CostModel]] = {}
 
     def limit_s(self, axes: ReplicaAxes) -> float:
-        """From which step time on a candidate of this group is of no use."""
+        """Return the step time from which on a candidate with these axes is of no use."""
         found = self._found.get(axes)
         return self._limit_s if found is None else min(self._limit_s, found[0].step_s)
 
     def keep(self, candidate: PlanCandidate) -> None:
-        """Takes it, if it is of use."""
+        """Keep the candidate if it is among the best."""
         axes = candidate.layout.axes
         if candidate.step_s >= self.limit_s(axes):
             return
@@ -156,7 +156,7 @@ class _Best:
             self._limit_s = max(candidate.step_s for candidate, _ in self._found.values())
 
     def ranked(self) -> list[tuple[PlanCandidate, CostModel]]:
-        """The fastest first."""
+        """Return the candidates with their cost models, the fastest first."""
         return sorted(self._found.values(), key=lambda pair: pair[0])
 
 
@@ -168,11 +168,11 @@ def validate_request(
     pipeline_repeats: int,
     top: int,
 ) -> None:
-    """Refuses what no plan can be.
+    """Raise an error for a request that no plan can satisfy.
 
     Raises:
-        PlanError: it says which number, what was expected and what to do.
-        CallerError: the program's dims divide by nothing.
+        PlanError: a number is out of range; the message says which, what was expected and what to do.
+        CallerError: no axis can shard the program.
     """
     numbers = {
         "global_batch": global_batch,
@@ -198,7 +198,7 @@ def validate_request(
 
 
 def _check_sizes(topology: Topology, global_batch: int, constraints: PlanConstraints) -> None:
-    """Refuses axes that together need more sequences or devices than there are."""
+    """Raise an error for axes that together need more sequences or devices than there are."""
     fsdp, replicas = constraints.axes.get(Axis.FSDP, 1), constraints.axes.get(Axis.REPLICA, 1)
     if fsdp not in find_divisors(global_batch):
         raise PlanError(
@@ -218,13 +218,13 @@ def _check_sizes(topology: Topology, global_batch: int, constraints: PlanConstra
         )
     if Axis.REPLICA in constraints.axes and replicas < constraints.min_replicas:
         raise PlanError(
-            f"min_replicas: found {constraints.min_replicas}, expected at most the {replicas} of the given axis replica. "
-            "Change one of them"
+            f"min_replicas: found {constraints.min_replicas}, expected at most the {replicas} of the given axis "
+            "replica. Change one of them"
         )
     most = min(global_batch // fsdp, topology.device_count * replicas // asked)
     if constraints.min_replicas > most:
         raise PlanError(
-            f"min_replicas: found {constraints.min_replicas}, expected at most {most}: each takes {asked // replicas} or "
-            f"more of the {topology.device_count} devices and {fsdp} or more of a step's {global_batch} sequences. "
-            "Ask for fewer"
+            f"min_replicas: found {constraints.min_replicas}, expected at most {most}: each takes {asked // replicas} "
+            f"or more of the {topology.device_count} devices and {fsdp} or more of a step's {global_batch} sequences. "
+            "Request fewer"
         )

@@ -1,7 +1,7 @@
-"""Splits of a pipeline's layers with less on the fullest stage than the split of the fastest microbatch.
+"""Splits of a pipeline's layers with less on the fullest stage than the fastest split has.
 
-What follows the last microbatch, the sum over replicas and the update, waits for the stage that has most. A slower
-microbatch and less of that is the better plan where the links are slow or the microbatches few.
+What follows the last microbatch, the all-reduce over replicas and the update, waits for the stage that has most. Where
+links are slow or microbatches few, a slower microbatch with less on that stage is the better plan.
 """
 
 import math
@@ -16,16 +16,18 @@ from resilient_jax.planning.makespan import UNLIMITED
 from resilient_jax.planning.state_bytes import PartBytes, StateBytes
 
 ROUNDED = 1e-9
-"""Part of a layer that is none."""
+"""Fraction of a layer that counts as none."""
 NOTHING = PartBytes()
 _GRADIENTS, _UPDATED = attrgetter("gradients"), attrgetter("updated")
 
 
-def relax_layer_limits(
+def bound_block_classes(
     cost_model: CostModel, layout: DeviceLayout, microbatch: MicrobatchConfig, classes: Sequence[BlockClass]
 ) -> list[BlockClass]:
-    """Gives the same teams with no more on the fullest stage than any split has: no split that is slower is done
-    sooner than they would be."""
+    """Return the classes with the least bytes on the fullest stage that any split has.
+
+    A split that is slower than theirs cannot end a step sooner than these classes would.
+    """
     if layout.axes.pipeline == 1:
         return list(classes)
     state, longest = (
@@ -35,40 +37,41 @@ def relax_layer_limits(
     kept = [state.count_stage(longest, is_first=False, is_last=False), *_ends(state, 1)]
     least = {"synced_bytes": max(map(_GRADIENTS, kept)), "updated_bytes": max(map(_UPDATED, kept))}
     return [
-        msgspec.structs.replace(team, time=msgspec.structs.replace(team.time, **least)) for team in classes
+        msgspec.structs.replace(block_class, time=msgspec.structs.replace(block_class.time, **least))
+        for block_class in classes
     ]
 
 
 def tighten_layer_limits(
     cost_model: CostModel, layout: DeviceLayout, classes: Sequence[BlockClass]
 ) -> list[DeviceLayout]:
-    """Gives the layout with fewer layers where most are summed up, and with fewer where most are updated.
+    """Return the layout with fewer layers where most is all-reduced, and with fewer where most is updated.
 
-    Every split that has less of one of the two is one that the former or the latter allows: who goes on with what this
-    gives until it gives nothing has seen, for each split, one that is no slower and has no more on its fullest stage.
+    Every split with less of one of the two is allowed by the former or the latter layout. Repeating this until
+    nothing is returned therefore visits, for each split, one that is no slower and has no more on its fullest stage.
 
     Args:
-        pricing: of the question.
+        cost_model: of the request.
         layout: of a pipeline.
-        teams: all that the layout has, one at least.
+        classes: all block classes of the layout, at least one.
     """
     state, found = cost_model.memory.count_state(layout.axes), []
     first, last = _ends(state, 0)
-    times = [team.time for team in classes]
+    times = [block_class.time for block_class in classes]
     for measure, limit in (
         (_GRADIENTS, max(time.synced_bytes for time in times)),
         (_UPDATED, max(time.updated_bytes for time in times)),
     ):
         below = (_count_below(limit, measure(end), measure(state.layer)) for end in (first, NOTHING, last))
-        most = StageLayerLimits(*map(min, layout.layer_limits, below))
-        held = most.per_stage(layout.axes.pipeline)
-        if min(held) >= 1 and sum(held) >= cost_model.layers:
-            found.append(layout._replace(layer_limits=most))
+        tighter = StageLayerLimits(*map(min, layout.layer_limits, below))
+        allowed = tighter.per_stage(layout.axes.pipeline)
+        if min(allowed) >= 1 and sum(allowed) >= cost_model.layers:
+            found.append(layout._replace(layer_limits=tighter))
     return found
 
 
 def _ends(state: StateBytes, layers: int) -> tuple[PartBytes, PartBytes]:
-    """What the first and the last stage of two or more hold with so many layers."""
+    """Return what the first and the last of two or more stages hold with so many layers."""
     return (
         state.count_stage(layers, is_first=True, is_last=False),
         state.count_stage(layers, is_first=False, is_last=True),
@@ -76,7 +79,7 @@ def _ends(state: StateBytes, layers: int) -> tuple[PartBytes, PartBytes]:
 
 
 def _count_below(limit: float, extra: float, layer: float) -> int:
-    """With how many layers at most a stage has less than the limit."""
+    """Return with how many layers at most a stage has less than the limit."""
     if layer <= 0:
         return UNLIMITED if extra < limit else 0
     return max(0, math.ceil((limit - extra) / layer - ROUNDED) - 1)

@@ -1,4 +1,9 @@
-"""What one microbatch costs a stage of a pipeline, or all of a replica that has one stage: by term."""
+"""The time of one microbatch on a pipeline stage, by term.
+
+A stage of L layers takes `ends + L layer`. FSDP's collectives overlap with computing, others do not unless calibrated:
+`fsdp_s = max(0, collectives - fsdp_overlap compute)`, `tensor_s = (1 - activation_overlap) collectives`, and so on. A
+slow host divides computing by its speed; its links stay as they are.
+"""
 
 import operator
 from typing import NamedTuple
@@ -11,8 +16,8 @@ from resilient_jax.planning.collectives import DeviceLink, estimate_send_s
 from resilient_jax.planning.device_cost import (
     DeviceWork,
     count_device_work,
+    estimate_collectives,
     estimate_compute_s,
-    estimate_exposed_collectives,
 )
 from resilient_jax.planning.device_layout import DeviceLayout, MicrobatchConfig, ReplicaAxes
 from resilient_jax.planning.host_pool import HostKind
@@ -23,7 +28,10 @@ _AXES = (Axis.TENSOR, Axis.SEQUENCE, Axis.EXPERT, Axis.FSDP, Axis.PIPELINE)
 
 
 class StageTime(NamedTuple):
-    """Seconds of one microbatch, forward and backward, on one stage; exchanges without what hides under computing."""
+    """Seconds of one microbatch, forward and backward, on one stage.
+
+    Of collectives only the part that computing does not hide.
+    """
 
     compute_s: float = 0.0
     tensor_s: float = 0.0
@@ -31,29 +39,29 @@ class StageTime(NamedTuple):
     expert_s: float = 0.0
     fsdp_s: float = 0.0
     transfer_s: float = 0.0
-    """To and from the neighbouring stages."""
+    """Transfers to and from the neighboring stages."""
 
     @property
     def total_s(self) -> float:
-        """All terms."""
+        """The sum of all terms."""
         return sum(self)
 
     def plus(self, other: "StageTime") -> "StageTime":
-        """Both together."""
+        """Return the sum of both, term by term."""
         return StageTime(*map(operator.add, self, other))
 
 
 class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What parts take on one kind of host: of a stage of L layers `ends + L layer`."""
+    """Times of the model's parts on one host kind."""
 
     embedding: StageTime
     layer: StageTime
     head: StageTime
     transfer_s: float
-    """To send to one neighbour and receive from it."""
+    """Time to send to one neighbor and receive from it."""
 
     def estimate_stage(self, layers: int, stage: int, stages: int) -> StageTime:
-        """Of one stage."""
+        """Return the time of one stage with so many layers."""
         is_first, is_last = stage == 0, stage == stages - 1
         time = StageTime(*[layers * term for term in self.layer])
         if is_first:
@@ -64,14 +72,14 @@ class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartLoad(NamedTuple):
-    """A part's work and its exchanges: all that does not depend on the kind of host."""
+    """A part's work and its collectives: all that is the same on every host kind."""
 
-    work: DeviceWork
-    exchanges: dict[Axis, float]
+    device_work: DeviceWork
+    collectives_s: dict[Axis, float]
 
 
 class MicrobatchLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a microbatch asks of the devices of a replica, whichever hosts they are on."""
+    """What a microbatch demands of the devices of a replica, on any host kind."""
 
     embedding: PartLoad
     layer: PartLoad
@@ -85,22 +93,28 @@ def count_microbatch_load(
     microbatch: MicrobatchConfig,
     links: tuple[DeviceLink, ...],
 ) -> MicrobatchLoad:
-    """Gives what one microbatch asks of each device, and what its exchanges take; the same for any two or more
-    stages."""
+    """Return what one microbatch demands of each device, with the times of its collectives.
+
+    The result is the same for all pipelines of two or more stages.
+    """
     axes = layout.axes
-    spreads = {axis: layout.axis_level_factors(axis) for axis in _AXES}
-    found = {part: PartLoad(DeviceWork(0.0, 0.0, 0), {}) for part in ModelPart}
-    own = {ModelPart.EMBEDDING: state.embedding, ModelPart.LAYER: state.layer, ModelPart.HEAD: state.head}
+    factors = {axis: layout.axis_level_factors(axis) for axis in _AXES}
+    totals = {part: PartLoad(DeviceWork(0.0, 0.0, 0), {}) for part in ModelPart}
+    state_by_part = {
+        ModelPart.EMBEDDING: state.embedding,
+        ModelPart.LAYER: state.layer,
+        ModelPart.HEAD: state.head,
+    }
     if state.tied.parameters:
-        own = {**own, **_with_tied(own, state, axes)}
-    for work in program_cost.parts:
-        held = own[work.part]
-        found[work.part] = PartLoad(
-            count_device_work(program_cost, work, held, axes, microbatch),
-            estimate_exposed_collectives(program_cost, work, held, axes, microbatch, spreads, links),
+        state_by_part = {**state_by_part, **_with_tied(state_by_part, state, axes)}
+    for cost in program_cost.parts:
+        state_part = state_by_part[cost.part]
+        totals[cost.part] = PartLoad(
+            count_device_work(program_cost, cost, state_part, axes, microbatch),
+            estimate_collectives(program_cost, cost, state_part, axes, microbatch, factors, links),
         )
     return MicrobatchLoad(
-        embedding=found[ModelPart.EMBEDDING], layer=found[ModelPart.LAYER], head=found[ModelPart.HEAD]
+        embedding=totals[ModelPart.EMBEDDING], layer=totals[ModelPart.LAYER], head=totals[ModelPart.HEAD]
     )
 
 
@@ -110,39 +124,39 @@ def estimate_transfer_s(
     microbatch: MicrobatchConfig,
     links: tuple[DeviceLink, ...],
 ) -> float:
-    """Gives what a stage takes to send to one neighbour and to receive from it, a microbatch forward and backward."""
+    """Return the time to send to one neighboring stage and receive from it, one microbatch forward and backward."""
     if layout.axes.pipeline == 1:
         return 0.0
-    sent = sum(work.input_bytes for work in program_cost.parts if work.part is ModelPart.LAYER)
+    sent = sum(cost.input_bytes for cost in program_cost.parts if cost.part is ModelPart.LAYER)
     return estimate_send_s(
         sent * microbatch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links
     )
 
 
 def _with_tied(
-    own: dict[ModelPart, PartBytes], state: StateBytes, axes: ReplicaAxes
+    state_by_part: dict[ModelPart, PartBytes], state: StateBytes, axes: ReplicaAxes
 ) -> dict[ModelPart, PartBytes]:
-    """What both ends use: gathered at each, but on one stage it has one gradient."""
+    """Return the state of both ends with what they share: gathered at each, but on one stage it has one gradient."""
     ends = {
-        ModelPart.EMBEDDING: own[ModelPart.EMBEDDING].plus(state.tied),
-        ModelPart.HEAD: own[ModelPart.HEAD].plus(state.tied),
+        ModelPart.EMBEDDING: state_by_part[ModelPart.EMBEDDING].plus(state.tied),
+        ModelPart.HEAD: state_by_part[ModelPart.HEAD].plus(state.tied),
     }
     if axes.pipeline == 1:
         once = state.tied._replace(gradients=0.0, gathered_gradients=0.0)
-        ends[ModelPart.EMBEDDING] = own[ModelPart.EMBEDDING].plus(once)
+        ends[ModelPart.EMBEDDING] = state_by_part[ModelPart.EMBEDDING].plus(once)
     return ends
 
 
 def estimate_part_times(
-    asked: MicrobatchLoad, sending_s: float, kind: HostKind, peak_flops_per_s: float, constants: Calibration
+    load: MicrobatchLoad, sending_s: float, kind: HostKind, peak_flops_per_s: float, constants: Calibration
 ) -> PartTimes:
-    """Gives what the parts take on hosts of a kind; a slow host computes slowly and its links are as they were."""
+    """Return the times of the parts on hosts of a kind."""
     bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s
 
     def time(part: PartLoad) -> StageTime:
-        computing = estimate_compute_s(part.work, peak_flops_per_s, bandwidth, constants) / kind.speed
+        computing = estimate_compute_s(part.device_work, peak_flops_per_s, bandwidth, constants) / kind.speed
         shown = 1 - constants.activation_overlap
-        by_axis = part.exchanges
+        by_axis = part.collectives_s
         return StageTime(
             compute_s=computing,
             tensor_s=shown * by_axis.get(Axis.TENSOR, 0.0),
@@ -152,8 +166,8 @@ def estimate_part_times(
         )
 
     return PartTimes(
-        embedding=time(asked.embedding),
-        layer=time(asked.layer),
-        head=time(asked.head),
+        embedding=time(load.embedding),
+        layer=time(load.layer),
+        head=time(load.head),
         transfer_s=sending_s,
     )

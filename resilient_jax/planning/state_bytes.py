@@ -1,4 +1,9 @@
-"""How much of the training state one device holds, by part; by the same `cut` that shards the program."""
+"""The bytes of the training state on one device, by part.
+
+`tensor_partition` decides how a tensor is sharded, for this count as for the program. A tensor of n elements that is
+divided into s equal shards, and into s' without FSDP, counts `n dtype / s` bytes between steps, `n gradient / s` of
+gradients, `n compute / s'` when FSDP has gathered it, and `n gradient / s'` of gradients before FSDP scatters them.
+"""
 
 from typing import NamedTuple
 
@@ -9,13 +14,13 @@ from resilient_jax.planning.tensor_partition import count_shards
 
 
 class PartBytes(NamedTuple):
-    """Of one part (one layer of `Part.LAYER`), on one device.
+    """Bytes of one part (one layer of `ModelPart.LAYER`) on one device.
 
     Attributes:
-        parameters: between steps.
+        parameters: parameters between steps.
         gradients: the sum of a step's gradients.
-        optimizer: and all else that is neither parameter nor gradient.
-        gathered: parameters in the type of matrix products, as FSDP gathers them.
+        optimizer: optimizer state, and all else that is neither parameter nor gradient.
+        gathered: parameters in the dtype of matrix products, as FSDP gathers them.
         gathered_gradients: gradients before FSDP scatters them.
     """
 
@@ -27,11 +32,11 @@ class PartBytes(NamedTuple):
 
     @property
     def updated(self) -> float:
-        """What an optimizer reads and writes."""
+        """Bytes that the optimizer reads and writes: parameters and its state both, gradients only read."""
         return 2 * self.parameters + self.gradients + 2 * self.optimizer
 
     def plus(self, other: "PartBytes") -> "PartBytes":
-        """Both together."""
+        """Return the sum of both."""
         return PartBytes(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
@@ -42,7 +47,7 @@ class PartBytes(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Of one device, if it has a part. What the embedding and the head share is in `tied`, once."""
+    """Bytes of each part on a device that has it. What the embedding and the head share is in `tied`, once."""
 
     embedding: PartBytes
     layer: PartBytes
@@ -50,7 +55,7 @@ class StateBytes(NamedTuple):
     tied: PartBytes
 
     def count_stage(self, layers: int, *, is_first: bool, is_last: bool) -> PartBytes:
-        """Of a device of a stage with so many layers."""
+        """Return the bytes of a device of a stage with so many layers."""
         held = PartBytes(*[layers * number for number in self.layer])
         if is_first:
             held = held.plus(self.embedding)
@@ -60,13 +65,12 @@ class StateBytes(NamedTuple):
 
 
 def count_state_bytes(program_cost: ProgramCost, axes: ReplicaAxes) -> StateBytes:
-    """Gives what a device holds of each part under these axes; replicas, sequence and pipeline cut no tensor."""
+    """Return the bytes of each part under these axes; replicas, sequence and pipeline shard no tensor."""
     return StateCounter(program_cost).count(axes)
 
 
 class _Row(NamedTuple):
-    """A tensor: where its bytes are counted, how many numbers and bytes one layer of it has, and which other tensors
-    are cut as it is."""
+    """A tensor: the part that counts it, elements and bytes of one layer, and the index of its kind of partition."""
 
     place: str
     is_parameter: bool
@@ -76,7 +80,7 @@ class _Row(NamedTuple):
 
 
 class StateCounter:
-    """`count_state` of one program, for whoever asks for many axes."""
+    """`count_state_bytes` of one program for many axes: tensors that are partitioned alike are partitioned once."""
 
     def __init__(self, program_cost: ProgramCost) -> None:
         self._program_cost = program_cost
@@ -102,7 +106,7 @@ class StateCounter:
             )
 
     def count(self, axes: ReplicaAxes) -> StateBytes:
-        """What a device holds of each part under these axes."""
+        """Return the bytes of each part under these axes."""
         program_cost, sizes = self._program_cost, axes.state_axis_sizes
         gathered_sizes = {**sizes, Axis.FSDP: 1}
         parts = [(count_shards(one, sizes), count_shards(one, gathered_sizes)) for one in self._kinds]

@@ -1,8 +1,8 @@
-"""Which bytes of the state move from which host to which when a plan follows another, and who takes which place.
+"""The bytes of the state that move between hosts when a plan follows another, and the assignment of hosts to places.
 
 Hosts of one kind in one domain may change places. Among these the assignment that moves the least is found by the
-Hungarian method (arXiv 2508.21613, section 4); of more than `MAX_EXACT_HOSTS` of them greedily, the largest common part
-first, and the result says so.
+Hungarian method (arXiv 2508.21613, section 4); for more than `MAX_EXACT_HOSTS` of them greedily, the largest common
+part first, and the result says so.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ NOTHING: HostState = frozenset()
 class HostTransfer:
     """Bytes from one host to another.
 
-    `source` is None for what no host that is left holds: it comes from parity, or from a checkpoint.
+    `source` is None for what no remaining host holds: it comes from parity, or from a checkpoint.
     """
 
     source: HostName | None
@@ -41,10 +41,10 @@ class HostTransfer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateMigration:
-    """All that moves.
+    """All transfers of a change of plans.
 
     Attributes:
-        moves: each pair of hosts once.
+        transfers: each pair of hosts once.
         is_exact: no other assignment moves less.
     """
 
@@ -53,16 +53,16 @@ class StateMigration:
 
     @property
     def bytes_moved(self) -> float:
-        """Over the network, all together."""
+        """Bytes of all transfers."""
         return sum(move.bytes_moved for move in self.transfers)
 
     @property
     def bytes_lost(self) -> float:
-        """Of them those that no host that is left holds."""
+        """Bytes that no remaining host holds."""
         return sum(move.bytes_moved for move in self.transfers if move.source is None)
 
     def count_max_host_bytes(self) -> float:
-        """The most bytes that one host receives or sends."""
+        """Return the most bytes that one host receives or sends."""
         loads: Counter[tuple[str, str]] = Counter()
         for move in self.transfers:
             loads["in", move.target] += move.bytes_moved  # type: ignore[assignment]
@@ -72,33 +72,33 @@ class StateMigration:
 
 
 def plan_migration(before: Plan, after: Plan) -> StateMigration:
-    """Gives what moves from the hosts of one plan to those of the next."""
+    """Return what moves from the hosts of one plan to those of the next."""
     weights = count_layer_bytes(after.request.program_cost)
     alive = {host.name for host in after.request.topology.hosts}
-    held = {name: boxes for name, boxes in find_host_states(before).items() if name in alive}
+    held = {name: regions for name, regions in find_host_states(before).items() if name in alive}
     wanted, is_exact = _assign(after, held, find_host_states(after), weights)
     return StateMigration(transfers=tuple(_find_sources(held, wanted, weights)), is_exact=is_exact)
 
 
 def count_missing_bytes(held: HostState, wanted: HostState, weights: tuple[float, ...]) -> float:
-    """Gives the bytes of what is wanted and not held."""
-    return sum(count_region_bytes(part, weights) for box in wanted for part in _subtract(box, held))
+    """Return the bytes of what is wanted and not held."""
+    return sum(count_region_bytes(part, weights) for region in wanted for part in _subtract(region, held))
 
 
-def _subtract(box: StateRegion, held: Iterable[StateRegion]) -> list[StateRegion]:
-    """What is left of a box, as boxes that have nothing in common."""
-    left = [box]
+def _subtract(region: StateRegion, held: Iterable[StateRegion]) -> list[StateRegion]:
+    """Return what is left of a region, as disjoint regions."""
+    left = [region]
     for other in held:
         left = [part for one in left for part in _subtract_one(one, other)]
     return left
 
 
-def _subtract_one(box: StateRegion, other: StateRegion) -> list[StateRegion]:
-    common = intersect_regions(box, other)
+def _subtract_one(region: StateRegion, other: StateRegion) -> list[StateRegion]:
+    common = intersect_regions(region, other)
     if common is None:
-        return [box]
+        return [region]
     parts = []
-    rest = list(box)
+    rest = list(region)
     for dim, (low, high) in enumerate(common):
         for piece in ((rest[dim][0], low), (high, rest[dim][1])):
             if piece[0] < piece[1]:
@@ -113,7 +113,7 @@ def _assign(
     planned: Mapping[HostName, HostState],
     weights: tuple[float, ...],
 ) -> tuple[dict[HostName, HostState], bool]:
-    """The planned holdings, hosts that are alike having changed places."""
+    """Return the planned states with equal hosts permuted, and whether the assignment is exact."""
     all_axes: dict[tuple[object, ...], list[Host]] = {}
     for host in after.request.topology.hosts:
         level = after.layout.level
@@ -157,15 +157,15 @@ def _assign_alike(
 def _find_sources(
     held: Mapping[HostName, HostState], wanted: Mapping[HostName, HostState], weights: tuple[float, ...]
 ) -> Iterable[HostTransfer]:
-    """Each missing part from the host that has sent least of those that hold it."""
+    """Return the transfers; each missing part comes from the holder that has sent least."""
     holders: dict[StateRegion, list[HostName]] = {}
-    for name, boxes in held.items():
-        for box in boxes:
-            holders.setdefault(box, []).append(name)
+    for name, regions in held.items():
+        for region in regions:
+            holders.setdefault(region, []).append(name)
     sent: Counter[HostName] = Counter()
     total: dict[tuple[HostName | None, HostName], float] = {}
-    for target, boxes in wanted.items():
-        left = [part for box in boxes for part in _subtract(box, held.get(target, NOTHING))]
+    for target, regions in wanted.items():
+        left = [part for region in regions for part in _subtract(region, held.get(target, NOTHING))]
         for owned, names in holders.items() if left else ():
             common = [part for one in left if (part := intersect_regions(one, owned)) is not None]
             if common:

@@ -1,7 +1,7 @@
-"""How a plan's axes cut a tensor, and which sizes of an axis a program allows.
+"""How a plan's axes partition a tensor, and which sizes of an axis a program allows.
 
-One rule for memory, traffic and the program's shardings: what is estimated is what runs. JAX cuts a dim only into equal
-parts, so a dim that an axis does not divide stays whole along it.
+One rule for memory, traffic and the program's shardings: what is estimated is what runs. JAX divides a dim only into
+equal parts, so a dim that an axis does not divide is replicated along it.
 """
 
 import math
@@ -12,18 +12,18 @@ from resilient_jax.planning.axes import Axis
 from resilient_jax.planning.program_cost import DivisibilityRule, ProgramCost, StateTensor
 
 TensorPartition = tuple[tuple[Axis, ...], ...]
-"""For each dim the axes that cut it, as in a PartitionSpec."""
+"""The axes that shard each dim, as in a PartitionSpec."""
 
 
 def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPartition:
-    """Gives the axes that cut each dim of a tensor of the state.
+    """Return the axes that shard each dim of a tensor of the state.
 
-    First each dim by its own axis, where that divides its units. Then FSDP cuts one dim: one that would rather be cut
-    by it, else the largest, and of equal ones the first, where it divides what is left.
+    First each dim by its own axis, where that divides its units. Then FSDP shards one dim: one that prefers FSDP, else
+    the largest, and of equal ones the first, where it divides what is left.
 
     Args:
         tensor: of the state.
-        sizes: of the plan's axes; one that is missing is 1.
+        sizes: sizes of the plan's axes; a missing one is 1.
 
     >>> from resilient_jax.planning.program_cost import ModelPart, TensorRole
     >>> kernel = StateTensor(path="up", role=TensorRole.PARAMETER, parts=(ModelPart.LAYER,), shape=(8, 12),
@@ -37,7 +37,7 @@ def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPa
     own: list[tuple[Axis, ...]] = []
     for dim in range(len(tensor.shape)):
         axis = _own_axis(tensor, dim, sizes)
-        own.append(() if axis in own else axis)  # an axis cuts one dim of an array, not two
+        own.append(() if axis in own else axis)  # an axis shards one dim of an array, not two
     fsdp = sizes.get(Axis.FSDP, 1)
     if fsdp > 1:
         left = [size // math.prod(sizes[axis] for axis in own[dim]) for dim, size in enumerate(tensor.shape)]
@@ -56,28 +56,28 @@ def _own_axis(tensor: StateTensor, dim: int, sizes: Mapping[Axis, int]) -> tuple
 
 
 def count_shards(tensor: StateTensor, sizes: Mapping[Axis, int]) -> int:
-    """Gives into how many equal parts a tensor is cut; a device has one of them (of each layer on its stage)."""
+    """Return the number of equal shards of a tensor; a device has one of them (of each layer on its stage)."""
     return math.prod(sizes[axis] for axes in partition_tensor(tensor, sizes) for axis in axes)
 
 
-def is_divisible(divisor: DivisibilityRule, size: int) -> bool:
-    """Whether an axis of this size can cut such a dim. A pipeline needs at least one layer for each stage."""
-    return size <= divisor.dim_size if divisor.axis is Axis.PIPELINE else divisor.dim_size % size == 0
+def is_divisible(rule: DivisibilityRule, size: int) -> bool:
+    """Return whether an axis of this size can shard such a dim; a pipeline needs at least one layer for each stage."""
+    return size <= rule.dim_size if rule.axis is Axis.PIPELINE else rule.dim_size % size == 0
 
 
 def find_violated_rules(program_cost: ProgramCost, axis: Axis, size: int) -> tuple[DivisibilityRule, ...]:
-    """Gives what forbids an axis of this size: required dims that it does not divide, or all, if it divides none.
+    """Return the rules that forbid an axis of this size: required ones that it violates, or all if it violates all.
 
-    A program that has no dim for the axis forbids every size but 1, with the number 1. `REPLICA` and `FSDP` are never
-    forbidden: they cut the batch.
+    A program without a dim for the axis forbids every size but 1, by a rule of size 1. `REPLICA` and `FSDP` are never
+    forbidden: they shard the batch.
     """
     if size == 1 or axis in (Axis.REPLICA, Axis.FSDP):
         return ()
-    mine = [divisor for divisor in program_cost.divisibility_rules if divisor.axis is axis]
+    mine = [rule for rule in program_cost.divisibility_rules if rule.axis is axis]
     if not mine:
         return (DivisibilityRule(axis=axis, logical_name=_MISSING[axis], dim_size=1, is_required=True),)
-    wrong = [divisor for divisor in mine if not is_divisible(divisor, size)]
-    required = tuple(divisor for divisor in wrong if divisor.is_required)
+    wrong = [rule for rule in mine if not is_divisible(rule, size)]
+    required = tuple(rule for rule in wrong if rule.is_required)
     return tuple(wrong) if len(wrong) == len(mine) else required
 
 
@@ -90,10 +90,10 @@ _MISSING: dict[Axis, str] = {
 
 
 def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tuple[int, ...]:
-    """Gives the sizes of an axis that the program allows, in order, 1 among them."""
+    """Return the sizes of an axis that the program allows, in order, 1 among them."""
     if axis in (Axis.REPLICA, Axis.FSDP):
         return tuple(range(1, at_most + 1))
-    numbers = [divisor.dim_size for divisor in program_cost.divisibility_rules if divisor.axis is axis]
+    numbers = [rule.dim_size for rule in program_cost.divisibility_rules if rule.axis is axis]
     if axis is Axis.PIPELINE:
         return tuple(range(1, min(at_most, max(numbers, default=1)) + 1))
     candidates = {1}.union(*(_divisors_of(number, at_most) for number in numbers))
@@ -106,20 +106,20 @@ def _divisors_of(number: int, at_most: int) -> set[int]:
 
 
 def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
-    """Refuses a program of which no axis can cut anything, for who needs it smaller than one device.
+    """Raise an error for a program that no axis can shard.
 
     Args:
-        profile: of the program.
-        at_most: the largest axis that is of use, as many as there are devices.
+        program_cost: cost of the program.
+        at_most: the largest useful size of an axis: the number of devices.
 
     Raises:
-        CallerError: its dims divide by nothing; the message has all of them.
+        CallerError: no dim has a divisor up to `at_most`; the message lists all dims.
     """
     if any(len(find_axis_sizes(program_cost, axis, at_most)) > 1 for axis in _MISSING):
         return
     dims = {size for tensor in program_cost.tensors for size in tensor.shape}
     if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
-        return  # FSDP cuts these
+        return  # FSDP shards these
     named = (
         ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in program_cost.divisibility_rules}))
         or "no named dim"

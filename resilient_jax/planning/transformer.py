@@ -1,9 +1,10 @@
-"""The sizes of a decoder-only transformer, and from them its parameters, exactly.
+"""The sizes of a decoder-only transformer, and its exact number of parameters.
 
 Each layer is attention and a feed-forward network, both after a norm and added to their input (Xiong et al. 2020,
 https://arxiv.org/abs/2002.04745). Key and value heads may be fewer than query heads (Ainslie et al. 2023,
-https://arxiv.org/abs/2305.13245); the feed-forward network may be gated (Shazeer 2020, https://arxiv.org/abs/2002.05202)
-or be several experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538).
+https://arxiv.org/abs/2305.13245); the feed-forward network may be gated (Shazeer 2020,
+https://arxiv.org/abs/2002.05202) or consist of several experts (Shazeer et al. 2017,
+https://arxiv.org/abs/1701.06538).
 """
 
 import math
@@ -32,29 +33,29 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     layers: Layers
     width: Size
-    """Numbers that stand for a token between layers."""
+    """Elements of a token's activation between layers."""
     heads: Size
-    """Of queries."""
+    """Query heads."""
     kv_heads: Size
-    """Of keys and of values; fewer than `heads`: each serves several of them."""
+    """Key heads, and value heads; if fewer than `heads`, each serves several query heads."""
     head_dim: Size
     feed_forward: Size
     """Width inside the feed-forward network, of one expert if there are several."""
     vocabulary_tokens: Size
     sequence_tokens: Size
-    """In a sequence of training; also the rows of a table of positions."""
+    """Tokens in a training sequence; also the rows of a table of positions."""
     gated: bool = True
-    """The feed-forward network multiplies two projections up (SwiGLU): three matrices. False: two."""
+    """Whether the feed-forward network multiplies two projections up (SwiGLU): three matrices instead of two."""
     norm: Literal["rms", "layer"] = "rms"
     """`rms` has a scale, `layer` a scale and a bias."""
     biases: Literal["none", "qkv", "all"] = "none"
-    """Of matrices inside layers: none, those to queries, keys and values, or all."""
+    """Biases of matrices inside layers: none, those to queries, keys and values, or all."""
     positions: Literal["rotary", "table"] = "rotary"
-    """`table`: an embedding of each position, added to the token's."""
+    """`table`: an embedding of each position is added to the token's."""
     tied_embedding: bool = False
-    """The head uses the token embedding's matrix."""
+    """Whether the head uses the token embedding's matrix."""
     experts: Size = 1
-    """Feed-forward networks in each layer; more than one: a router chooses."""
+    """Feed-forward networks in each layer; with more than one a router chooses."""
     experts_per_token: Size = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class TransformerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class TransformerParameter(NamedTuple):
-    """A parameter of a transformer, or one in each layer."""
+    """A parameter of a transformer, or one parameter in each layer."""
 
     path: str
     parts: tuple[ModelPart, ...]
@@ -78,7 +79,7 @@ _NORMS = {"rms": ("scale",), "layer": ("scale", "bias")}
 
 
 def list_parameters(shape: TransformerShape) -> Iterator[TransformerParameter]:
-    """Yields every parameter; those of `Part.LAYER` are in each layer."""
+    """Yield every parameter; those of `ModelPart.LAYER` are in each layer."""
     ends = (ModelPart.EMBEDDING, ModelPart.HEAD) if shape.tied_embedding else (ModelPart.EMBEDDING,)
     yield TransformerParameter("embedding/tokens", ends, ("vocab", "embed"))
     if shape.positions == "table":
@@ -122,7 +123,7 @@ def _list_feed_forward(shape: TransformerShape) -> Iterator[TransformerParameter
 
 
 def get_dim_size(shape: TransformerShape, name: str) -> int:
-    """Gives the size of a dim by its logical name."""
+    """Return the size of a dim by its logical name."""
     match name:
         case "vocab":
             return shape.vocabulary_tokens
@@ -134,12 +135,12 @@ def get_dim_size(shape: TransformerShape, name: str) -> int:
             return shape.feed_forward
         case "router":
             return shape.experts
-        case _:  # the others are called as the field
+        case _:  # other logical names equal the field's
             return getattr(shape, name)
 
 
 def count_parameters(shape: TransformerShape) -> int:
-    """Gives the number of parameters."""
+    """Return the number of parameters."""
     return sum(
         math.prod(get_dim_size(shape, name) for name in parameter.logical_names)
         * (shape.layers if parameter.parts == (ModelPart.LAYER,) else 1)

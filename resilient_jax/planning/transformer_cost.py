@@ -1,4 +1,4 @@
-"""The profile of a transformer from its sizes alone, in closed form."""
+"""The program cost of a transformer from its sizes alone, in closed form."""
 
 from resilient_jax.planning.axes import AXIS_BY_LOGICAL_NAME, Axis
 from resilient_jax.planning.program_cost import (
@@ -26,25 +26,23 @@ def analyze_transformer(
     precision: Precision = MIXED_PRECISION,
     attention: AttentionKind = AttentionKind.BLOCKS,
 ) -> ProgramCost:
-    """Gives the profile of a program that trains a transformer of this shape with next-token cross-entropy.
+    """Return the cost of a program that trains a transformer of this shape with next-token cross-entropy.
 
-    Matrix products of one sequence forward: 2 T D (2 H h + 2 K h) + 4 P H h + 2 T D F n per layer, with P the pairs of
-    `attention` and n = 3 if gated, else 2; 2 T D V at the head. Backward twice that; of attention in blocks 2.5 times.
-
-    What is kept, and the bytes moved, suppose that only matrix products, norms and attention write to memory. XLA on
-    CPU writes more: measure with `profile_of`, or calibrate, where that matters.
+    The formulas are in `transformer_operations` and `transformer_parts`. Residuals and bytes moved assume that only
+    matrix products, norms and attention write to memory. XLA on CPU writes more: measure with `analyze_program`, or
+    calibrate, where that matters.
 
     Args:
         shape: the sizes; `load_model_shape` reads them from a file.
-        name: of the model, for people.
-        precision: bytes of one number.
-        attention: what the program computes of the scores.
+        name: name of the model in messages.
+        precision: bytes of an element, by what it is.
+        attention: how the program computes attention.
 
     Example:
         >>> shape = TransformerShape(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, feed_forward=11008,
         ...                          vocabulary_tokens=32000, sequence_tokens=4096)
-        >>> profile = analyze_transformer(shape, name="Llama 2 7B")
-        >>> profile.parameter_count, profile.layers
+        >>> cost = analyze_transformer(shape, name="Llama 2 7B")
+        >>> cost.parameter_count, cost.layers
         (6738415616, 32)
     """
     return ProgramCost(
@@ -53,17 +51,17 @@ def analyze_transformer(
         sequence_tokens=shape.sequence_tokens,
         compute_bytes=precision.compute_bytes,
         gradient_bytes=precision.gradient_bytes,
-        tensors=_tensors(shape, precision),
+        tensors=_list_tensors(shape, precision),
         parts=(
             analyze_embedding(shape, precision),
             analyze_layer(shape, precision, attention),
             analyze_head(shape, precision),
         ),
-        divisibility_rules=_divisors(shape),
+        divisibility_rules=_list_rules(shape),
     )
 
 
-def _tensors(shape: TransformerShape, precision: Precision) -> tuple[StateTensor, ...]:
+def _list_tensors(shape: TransformerShape, precision: Precision) -> tuple[StateTensor, ...]:
     roles = [("", TensorRole.PARAMETER, precision.parameter_bytes)]
     roles += [
         (f"optimizer/{i}/", TensorRole.OPTIMIZER, size) for i, size in enumerate(precision.optimizer_bytes)
@@ -86,7 +84,7 @@ def _tensors(shape: TransformerShape, precision: Precision) -> tuple[StateTensor
     )
 
 
-def _divisors(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
+def _list_rules(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
     numbers = (
         (Axis.TENSOR, "heads", shape.heads, True),
         (Axis.TENSOR, "mlp", shape.feed_forward, True),

@@ -1,4 +1,14 @@
-"""What each part of a transformer does for one sequence, in FLOPs and bytes: before the layers, in one, after them."""
+"""The cost of each part of a transformer for one sequence: before the layers, one layer, after the layers.
+
+With T tokens, D width and V vocabulary, each axis adds collectives (Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053, for tensor; sequence and expert likewise):
+
+    embedding   tensor: all-reduce of T D forward, where tensor shards the vocabulary
+    layer       tensor: all-reduce of T D, twice forward, twice backward
+                sequence: all-gather of keys and values forward and backward, reduce-scatter of their gradients
+                expert: all-to-all of T D per chosen expert, twice forward, twice backward
+    head        2 T D V FLOPs forward; tensor: all-reduce of T D backward
+"""
 
 import dataclasses
 from typing import Final
@@ -27,14 +37,14 @@ from resilient_jax.planning.transformer_operations import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bytes of one number, by what it is.
+    """Bytes of an element, by what it is.
 
     Attributes:
-        parameter_bytes: between steps.
-        compute_bytes: in matrix products, and of activations.
-        gradient_bytes: in the sum of a step's gradients.
-        optimizer_bytes: of each number that the optimizer keeps for a parameter; AdamW: two.
-        logits_bytes: of the head's result, from which the loss is computed.
+        parameter_bytes: parameters between steps.
+        compute_bytes: operands of matrix products, and activations.
+        gradient_bytes: the sum of a step's gradients.
+        optimizer_bytes: each element that the optimizer keeps for a parameter; AdamW: two.
+        logits_bytes: the head's result, from which the loss is computed.
     """
 
     parameter_bytes: int = 4
@@ -45,35 +55,36 @@ class Precision:
 
 
 MIXED_PRECISION: Final = Precision()
-"""Parameters, gradients and AdamW's moments in float32, all else in bfloat16; the logits in float32 again."""
+"""Parameters, gradients, AdamW's moments and logits in float32, all else in bfloat16."""
 
 SINGLE_PRECISION: Final = Precision(compute_bytes=4)
-"""All in float32."""
+"""Everything in float32."""
 
 
 def analyze_embedding(shape: TransformerShape, precision: Precision) -> PartCost:
-    numbers = shape.sequence_tokens * shape.width
+    """Return the cost of the embedding: lookups, which move data and compute nothing but the sum with positions."""
+    elements = shape.sequence_tokens * shape.width
     tables = 2 if shape.positions == "table" else 1
-    moved = AmountByAxis(replicated=2 * tables * numbers * precision.compute_bytes)
+    moved = AmountByAxis(replicated=2 * tables * elements * precision.compute_bytes)
     return PartCost(
         part=ModelPart.EMBEDDING,
         copies=1,
         forward_flops=AmountByAxis(),
         backward_flops=AmountByAxis(),
         remat_flops=AmountByAxis(),
-        forward_other_flops=tables * numbers * ADD.forward,
-        backward_other_flops=tables * numbers * ADD.backward,
+        forward_other_flops=tables * elements * ADD.forward,
+        backward_other_flops=tables * elements * ADD.backward,
         forward_bytes=moved,
         backward_bytes=moved,
         input_bytes=0.0,
         residual_bytes=AmountByAxis(),
         remat_residual_bytes=AmountByAxis(),
-        working_bytes=AmountByAxis(replicated=numbers * precision.compute_bytes),
-        collectives=(_reduced(numbers * precision.compute_bytes, 1, 0, "vocab"),),
+        working_bytes=AmountByAxis(replicated=elements * precision.compute_bytes),
+        collectives=(_make_all_reduce(elements * precision.compute_bytes, 1, 0, "vocab"),),
     )
 
 
-def _reduced(
+def _make_all_reduce(
     message_bytes: float, forward: int, backward: int, dim: str | None = None
 ) -> ActivationCollective:
     return ActivationCollective(
@@ -87,7 +98,7 @@ def _reduced(
 
 
 def analyze_head(shape: TransformerShape, precision: Precision) -> PartCost:
-    """The last norm, the logits and the loss."""
+    """Return the cost of the last norm, the logits and the loss."""
     width, logits = shape.sequence_tokens * shape.width, shape.sequence_tokens * shape.vocabulary_tokens
     product = AmountByAxis(vocabulary=2 * width * shape.vocabulary_tokens)
     norm = NORM[shape.norm]
@@ -112,11 +123,12 @@ def analyze_head(shape: TransformerShape, precision: Precision) -> PartCost:
         working_bytes=AmountByAxis(
             replicated=width * precision.compute_bytes, vocabulary=logits * precision.logits_bytes
         ),
-        collectives=(_reduced(width * precision.compute_bytes, 0, 1, "vocab"),),
+        collectives=(_make_all_reduce(width * precision.compute_bytes, 0, 1, "vocab"),),
     )
 
 
 def analyze_layer(shape: TransformerShape, precision: Precision, attention: AttentionKind) -> PartCost:
+    """Return the cost of one layer."""
     forward = count_matmul_flops(shape, attention)
     again = forward.attention / 2 if attention is AttentionKind.BLOCKS else 0.0
     width_bytes = shape.sequence_tokens * shape.width * precision.compute_bytes
@@ -136,15 +148,15 @@ def analyze_layer(shape: TransformerShape, precision: Precision, attention: Atte
         remat_residual_bytes=AmountByAxis(replicated=width_bytes),
         residual_bytes=count_residuals(shape, attention).scaled(precision.compute_bytes),
         working_bytes=count_working_set(shape, attention).scaled(precision.compute_bytes),
-        collectives=_layer_exchanges(shape, precision, width_bytes),
+        collectives=_list_layer_collectives(shape, precision, width_bytes),
     )
 
 
-def _layer_exchanges(
+def _list_layer_collectives(
     shape: TransformerShape, precision: Precision, width_bytes: float
 ) -> tuple[ActivationCollective, ...]:
     keys_and_values = 2 * shape.sequence_tokens * shape.kv_heads * shape.head_dim * precision.compute_bytes
-    reduced = _reduced(width_bytes, 2, 2)
+    reduced = _make_all_reduce(width_bytes, 2, 2)
     gathered = ActivationCollective(
         axis=Axis.SEQUENCE,
         kind=CollectiveKind.ALL_GATHER,
