@@ -1,4 +1,4 @@
-"""Layers over pipeline stages, and the members of a tensor group to keep: the papers' vectors and an exhaustive oracle."""
+"""Layers over stages, and the members of a tensor group to keep: the papers' vectors and an exhaustive oracle."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The time of a pipeline: the formula against the longest path, rerouting by Chameleon's vectors, microbatches in flight."""
+"""Pipeline times: the formula against the longest path, rerouting by Chameleon's vectors, microbatches in flight."""
 
 import pytest
 from hypothesis import given
