@@ -1,4 +1,4 @@
-"""Does to a running job what an incident says. What this machine does not permit is refused with the reason."""
+"""Makes the faults that come from outside; what this machine does not permit is refused with the reason."""
 
 import dataclasses
 import random
@@ -36,7 +36,7 @@ from resilient_jax.protocol import failpoints
 
 
 class FaultUnsupported(Exception):
-    """This machine cannot do that; the text is a whole line for people."""
+    """A fault that cannot be made on this machine; the message is a complete line for people."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class FaultEnvironment:
 
     Attributes:
         network: of the job's hosts; None if they have no namespaces.
-        disk: that the run folder is on; None if it is on the machine's.
-        checkpoints: what relative paths of a flip begin at.
+        disk: a separate one of the run folder; None if the run folder is on a disk of the machine.
+        checkpoint_root: the folder that relative paths of a bit flip are in.
     """
 
     network: Network | None
@@ -55,12 +55,12 @@ class FaultEnvironment:
 
 
 def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:
-    """What a process does by itself at its place; None for a fault that comes from outside."""
+    """Return what a worker is ordered to do at its failpoint; None for a fault that comes from outside."""
     match fault:
         case ProcessExit(code=code):
             return failpoints.ExitAction(exit_code=code)
         case UserException():
-            return failpoints.RaiseAction(message="an error in a step, made by the chaos campaign")
+            return failpoints.RaiseAction(message="an error in a step, injected by the chaos campaign")
         case MainThreadHang(duration_s=duration_s):
             return failpoints.HangAction(duration_s=duration_s)
         case NanGradients() | BitFlip(region="message"):
@@ -77,90 +77,100 @@ def inject_fault(
     active_faults: ActiveFaults,
     rng: random.Random,
 ) -> str:
-    """Does it now; gives what there is to say of it.
+    """Make a fault from outside now, and return a line about it.
 
     Args:
-        fault: from outside.
-        hosts: that are hit.
-        pids: processes that are hit.
-        around: what is not a process.
-        lifetimes: what will end it.
-        chance: for what is left to chance.
+        fault: not one of `WORKER_FAULTS`.
+        hosts: the hosts that are hit.
+        pids: the processes that are hit.
+        environment: what is needed besides processes.
+        active_faults: will undo the fault.
+        rng: which bits to flip.
 
     Raises:
-        Skipped: not on this machine, or there is nothing to do it to.
+        FaultUnsupported: this machine does not permit it, or there is nothing to damage.
     """
     try:
-        undo, text = _do(fault, hosts, pids, environment, rng)
+        undo, line = _inject(fault, hosts, pids, environment, rng)
     except (OSError, CallerError) as error:
         raise FaultUnsupported(f"{fault_kind(fault)}: {error}") from error
     for one in undo:
         active_faults.add(
-            one, after_s=getattr(fault, "duration_s", None), until=getattr(fault, "until_event", None)
+            one,
+            after_s=getattr(fault, "duration_s", None),
+            until=getattr(fault, "until_event", None),
         )
-    return text
+    return line
 
 
-def _do(
-    fault: Fault, hosts: Sequence[str], pids: Sequence[int], around: FaultEnvironment, chance: random.Random
-) -> tuple[list[Callable[[], None]], str]:
-    """What undoes it, and what there is to say."""
+_Undo = list[Callable[[], None]]
+
+
+def _inject(
+    fault: Fault, hosts: Sequence[str], pids: Sequence[int], environment: FaultEnvironment, rng: random.Random
+) -> tuple[_Undo, str]:
+    """Return what undoes the fault, and a line about it."""
     match fault:
-        case ProcessKill():
-            send_signal(pids, signal.SIGKILL)
-            return [], f"SIGKILL to {list(pids)}"
-        case ProcessStop():
-            send_signal(pids, signal.SIGSTOP)
-            return [lambda: resume_processes(pids)], f"SIGSTOP to {list(pids)}"
-        case SlowProcess(share=share):
-            return [
-                cpu_quota.limit_cpu(pid, share) for pid in pids
-            ], f"{share:.0%} of a core for {list(pids)}"
-        case FullMemory():
-            return [resource_limits.limit_memory(pid) for pid in pids], f"no more memory for {list(pids)}"
-        case NoDescriptors():
-            return [
-                resource_limits.limit_descriptors(pid) for pid in pids
-            ], f"no more descriptors for {list(pids)}"
+        case ProcessKill() | ProcessStop() | SlowProcess() | FullMemory() | NoDescriptors():
+            return _disturb_processes(fault, pids)
         case BitFlip():
-            return [], _flip(fault, pids, around, chance)
+            return [], _flip_bits(fault, pids, environment, rng)
         case FullDisk():
-            if around.disk is None:
+            if environment.disk is None:
                 raise FaultUnsupported("full_disk: the run folder has no disk of its own here")
-            return [around.disk.fill()], "the disk of the run folder is full"
+            return [environment.disk.fill()], "the disk of the run folder is full"
         case NetworkPartition() | SlowLink() | LossyLink():
-            return _disturb_links(fault, hosts, around.network)
-        case ClockJump(jump_s=seconds):
-            return [wall_clock.jump_clock(seconds)], f"the wall clock of this machine jumps by {seconds:g} s"
+            return _disturb_links(fault, hosts, environment.network)
+        case ClockJump(jump_s=jump_s):
+            return [wall_clock.jump_clock(jump_s)], f"the wall clock of this machine jumps by {jump_s:g} s"
         case ProcessExit() | UserException() | MainThreadHang() | NanGradients():
             raise AssertionError("made by the worker itself")
         case _:
             assert_never(fault)
 
 
-def _disturb_links(
-    fault: NetworkPartition | SlowLink | LossyLink, hosts: Sequence[str], network: Network | None
-) -> tuple[list[Callable[[], None]], str]:
-    if network is None:
-        raise FaultUnsupported(f"{fault_kind(fault)}: the hosts have no network namespaces here")
+def _disturb_processes(
+    fault: ProcessKill | ProcessStop | SlowProcess | FullMemory | NoDescriptors, pids: Sequence[int]
+) -> tuple[_Undo, str]:
+    named = list(pids)
     match fault:
-        case NetworkPartition():
-            return [network.cut_link(host) for host in hosts], f"the link of {', '.join(hosts)} is down"
-        case SlowLink(mbit_per_s=mbit_s):
-            return [
-                network.throttle_link(h, mbit_s) for h in hosts
-            ], f"{mbit_s:g} Mbit/s for {', '.join(hosts)}"
-        case LossyLink(percent=percent):
-            return [
-                network.drop_packets(h, percent) for h in hosts
-            ], f"{percent:g} % lost by {', '.join(hosts)}"
+        case ProcessKill():
+            send_signal(pids, signal.SIGKILL)
+            return [], f"SIGKILL to {named}"
+        case ProcessStop():
+            send_signal(pids, signal.SIGSTOP)
+            return [lambda: resume_processes(pids)], f"SIGSTOP to {named}"
+        case SlowProcess(share=share):
+            return [cpu_quota.limit_cpu(pid, share) for pid in pids], f"{share:.0%} of a core for {named}"
+        case FullMemory():
+            return [resource_limits.limit_memory(pid) for pid in pids], f"no more memory for {named}"
+        case NoDescriptors():
+            undo = [resource_limits.limit_descriptors(pid) for pid in pids]
+            return undo, f"no more descriptors for {named}"
         case _:
             assert_never(fault)
 
 
-def _flip(fault: BitFlip, pids: Sequence[int], around: FaultEnvironment, chance: random.Random) -> str:
+def _disturb_links(
+    fault: NetworkPartition | SlowLink | LossyLink, hosts: Sequence[str], network: Network | None
+) -> tuple[_Undo, str]:
+    if network is None:
+        raise FaultUnsupported(f"{fault_kind(fault)}: the hosts have no network namespaces here")
+    named = ", ".join(hosts)
+    match fault:
+        case NetworkPartition():
+            return [network.cut_link(host) for host in hosts], f"the link of {named} is down"
+        case SlowLink(mbit_per_s=rate):
+            return [network.throttle_link(host, rate) for host in hosts], f"{rate:g} Mbit/s for {named}"
+        case LossyLink(percent=percent):
+            return [network.drop_packets(host, percent) for host in hosts], f"{percent:g} % lost by {named}"
+        case _:
+            assert_never(fault)
+
+
+def _flip_bits(fault: BitFlip, pids: Sequence[int], environment: FaultEnvironment, rng: random.Random) -> str:
     if fault.region == "checkpoint":
-        path = bit_flips.flip_checkpoint_bits(around.checkpoint_root / fault.path, fault.count, chance)
+        path = bit_flips.flip_checkpoint_bits(environment.checkpoint_root / fault.path, fault.count, rng)
         return f"{fault.count} bits in {path}"
-    steps = [bit_flips.flip_snapshot_bits(pid, fault.region, fault.count, chance) for pid in pids]
+    steps = [bit_flips.flip_snapshot_bits(pid, fault.region, fault.count, rng) for pid in pids]
     return f"{fault.count} bits in the {fault.region} of the snapshot of step {steps} in {list(pids)}"

@@ -47,11 +47,11 @@ from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
 
 WAITING_MESSAGE_INTERVAL_S = 10.0
-"""How often an agent that waits for the store says so."""
+"""Between two messages of an agent that waits for the store."""
 SERVING_POLL_INTERVAL_S = 0.2
-"""How often an agent that only serves the store any more looks whether anybody needs it."""
+"""Of an agent that has left the job, and serves the store as long as other hosts need it."""
 HOST_NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
-"""Of a host, which names files, keys of the store and lines of a log; the kernel's own have at most 64 characters."""
+"""A host's name is part of file names, store keys and log lines; the kernel's host names have at most 64 characters."""
 
 THIS_HOST = socket.gethostname()
 StoreOption = Annotated[str, typer.Option(help="host:port of the job's store.")]
@@ -111,39 +111,45 @@ def agent(
     check_devices(devices_per_host)
     _check_host(host_name, num_hosts)
     credentials = Credentials(token, _tls_files(tls))
-    where = _split_store(store)
-    here = _address_towards(where, store) if address is None else _check_address(address)
+    store_address = _parse_store(store)
     directory = create_run_directory(run_dir)
-    environment = copy_environment()
-    environment.pop(TOKEN_VARIABLE, None)
-    settled = load_job_config(config, num_hosts)
-    environment |= make_worker_environment(
-        platform=check_platform(platform),
-        devices_per_host=devices_per_host,
-        cache_dir=str((directory / "compile-cache").absolute()),
-        collective_timeout_s=settled.collective_timeout_s,
-        base=environment,
-    )
+    job_config = load_job_config(config, num_hosts)
+    if topology is not None and not failure_domain:
+        failure_domain = find_failure_domain(topology, host_name)
     settings = AgentSettings(
         job=JobName(job),
         host=HostName(host_name),
-        address=here,
+        address=_find_address(store_address, store) if address is None else _check_address(address),
         command=command,
-        environment=environment,
+        environment=_make_environment(directory, platform, devices_per_host, job_config.collective_timeout_s),
         devices_per_host=devices_per_host,
         num_hosts=num_hosts,
         versions=read_versions(),
         credentials=credentials,
-        config=settled,
-        failure_domain=failure_domain
-        or (find_failure_domain(topology, host_name) if topology is not None else ""),
+        config=job_config,
+        failure_domain=failure_domain,
         run_directory=directory,
         show_all_output=verbose,
     )
     outcome = asyncio.run(_run(settings, store, serve_here=serve_store_here))
     if outcome.kind not in (JobOutcomeKind.DONE, JobOutcomeKind.INTERRUPTED):
-        print_line(f"[{host_name}] {_last_words(outcome)}")
+        print_line(f"[{host_name}] {_describe_outcome(outcome)}")
     sys.exit(outcome.exit_code)
+
+
+def _make_environment(
+    directory: Path, platform: str | None, devices_per_host: int | None, collective_timeout_s: float
+) -> dict[str, str]:
+    """Return the environment of the host's workers: that of this process without the job's token."""
+    environment = copy_environment()
+    environment.pop(TOKEN_VARIABLE, None)
+    return environment | make_worker_environment(
+        platform=check_platform(platform),
+        devices_per_host=devices_per_host,
+        cache_dir=str((directory / "compile-cache").absolute()),
+        collective_timeout_s=collective_timeout_s,
+        base=environment,
+    )
 
 
 def _read_token() -> str:
@@ -156,8 +162,8 @@ def _read_token() -> str:
     return token
 
 
-def _last_words(outcome: JobOutcome) -> str:
-    """Why it is over. Of a traceback only the end: the host that failed has shown the rest."""
+def _describe_outcome(outcome: JobOutcome) -> str:
+    """Return why the job is over. Of a traceback only the end: the host that failed has printed the rest."""
     message = outcome.message.strip()
     if message.startswith("Traceback"):
         message = message.rpartition("\n")[2]
@@ -168,7 +174,7 @@ def _last_words(outcome: JobOutcome) -> str:
 
 
 EXHAUSTION_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
-"""What the kernel says when there is no more of something."""
+"""Errors of the kernel when a resource is used up."""
 
 
 async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> JobOutcome:
@@ -180,18 +186,18 @@ async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Jo
         async with server:
             outcome = await _supervise(settings, server.address)
             if outcome.exit_code != ExitCode.INTERRUPTED:
-                await _serve_the_others(settings, store)
+                await _serve_other_hosts(settings, store)
             return outcome
 
 
-async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None:
-    """The other hosts' agents end with the store: until they have, or a signal comes, it stays."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> None:
+    """Serve the store until the other hosts' agents, which would end with it, have ended, or a signal comes."""
+    loop, signaled = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, signaled.set)
     prefix = make_hosts_prefix(settings.job)
     before: list[str] = []
-    while not told.is_set():
+    while not signaled.is_set():
         _, found = await store.range(prefix)
         hosts = sorted(item.key.removeprefix(prefix) for item in found)
         if not hosts:
@@ -203,7 +209,7 @@ async def _serve_the_others(settings: AgentSettings, store: MemoryStore) -> None
             before = hosts
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SERVING_POLL_INTERVAL_S):
-                await told.wait()
+                await signaled.wait()
 
 
 async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
@@ -229,14 +235,14 @@ async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
 
 
 class _WaitingForStore:
-    """Says now and then that the store does not answer yet; it is tried several times a second."""
+    """Prints now and then that the store does not answer yet; the agent tries several times a second."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._say_at_s = 0.0
 
     def update(self, tried_s: float) -> None:
-        """A try has failed, so many seconds after the first."""
+        """Note that a try has failed, so many seconds after the first."""
         if tried_s >= self._say_at_s:
             print_line(f"{self._text} ({tried_s:.0f} s)")
             self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
@@ -259,7 +265,7 @@ def _check_host(name: str, expected_hosts: int) -> None:
 
 
 def _check_address(address: str) -> str:
-    """The address, once it is sure that this host can listen there."""
+    """Return the address, after a check that this host can listen there."""
     try:
         check_bindable(*parse_address(f"{address}:0"))
     except (OSError, UnicodeError, ConfigError) as error:
@@ -271,15 +277,15 @@ def _check_address(address: str) -> str:
     return address
 
 
-def _split_store(store: str) -> tuple[str, int]:
+def _parse_store(store: str) -> tuple[str, int]:
     try:
         return parse_address(store)
     except ConfigError as error:
         raise _unreachable(store, error) from error
 
 
-def _address_towards(where: tuple[str, int], store: str) -> str:
-    """The address of this host from which packets to the store go out; sends none."""
+def _find_address(where: tuple[str, int], store: str) -> str:
+    """Return the address of this host from which packets to the store would go out; no packet is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(where)

@@ -39,42 +39,49 @@ from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the hosts of a job on this machine run; none: on its loopback device."""
+    """The places on this machine where the hosts of a job run; none: on its loopback device."""
 
     store_host: str = "127.0.0.1"
     sites: tuple[HostSite, ...] = ()
 
 
 DEFAULT_DEVICES = 2
-"""Of each host, where neither the option nor XLA_FLAGS says how many."""
+"""Devices of each host, where neither the option nor XLA_FLAGS has a number."""
 MAX_HOSTS = 250
 """Every host has a loopback address of its own in 127.0.0.0/24."""
 
 
+HostsOption = Annotated[int, typer.Option(help="Hosts to start on this machine.")]
+RunFolderOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Folder for logs and events. Default: runs/<date and time>."),
+]
+RestartDelayOption = Annotated[
+    float, typer.Option(help="Seconds until a killed host comes back; negative: it stays away.")
+]
+SitesOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="TOML with the places where the hosts run: `store_host`, and for each host a table in `sites` with "
+        "`address` and `command_prefix`."
+    ),
+]
+RestartLimitOption = Annotated[
+    int, typer.Option(help="Times that a killed host comes back within ten minutes.")
+]
+
+
 def launch(
     script: ScriptArgument,
-    hosts: Annotated[int, typer.Option(help="Hosts to start on this machine.")] = 4,
+    hosts: HostsOption = 4,
     devices_per_host: DevicesOption = None,
     platform: PlatformOption = "cpu",
     config: ConfigOption = None,
     topology: TopologyOption = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="Where logs and events go. Default: runs/<date and time>."),
-    ] = None,
-    host_restart_delay: Annotated[
-        float, typer.Option(help="Seconds until a killed host comes back; negative: it stays away.")
-    ] = 1.0,
-    sites: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML that says where each host runs: `store_host`, and for each host a table in `sites` with "
-            "`address` and `command_prefix`."
-        ),
-    ] = None,
-    host_restart_limit: Annotated[
-        int, typer.Option(help="Times that a killed host comes back within ten minutes.")
-    ] = 100,
+    run_dir: RunFolderOption = None,
+    host_restart_delay: RestartDelayOption = 1.0,
+    sites: SitesOption = None,
+    host_restart_limit: RestartLimitOption = 100,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts of this machine, each with an agent as on a pod.
@@ -87,43 +94,30 @@ def launch(
     if not 1 <= hosts <= MAX_HOSTS:
         raise CallerError(f"--hosts: found {hosts}, expected 1 to {MAX_HOSTS} on one machine")
     check_devices(devices_per_host)
-    if (least := load_job_config(config, hosts).min_hosts) > hosts:  # refused here once, not by every agent
-        raise ConfigError(
-            f"{config}: min_hosts: found {least} for a job of {hosts} hosts, expected no more than those. Lower it, or "
-            "start more hosts"
-        )
-    options = [*("--platform", check_platform(platform) or "cpu")]
+    _check_files(config, topology, hosts)
     if devices_per_host is None and not (platform == "cpu" and has_device_count(os.environ)):
         devices_per_host = DEFAULT_DEVICES
-    if devices_per_host is not None:
-        options += ["--devices-per-host", str(devices_per_host)]
-    if config is not None:
-        options += ["--config", str(config)]
-    if topology is not None:
-        for host in make_host_names(hosts):  # refused here once, not by every agent
-            find_failure_domain(topology, host)
-        options += ["--topology", str(topology)]
-    if verbose:
-        options += ["--verbose"]
-    places = load_toml(sites, Sites) if sites is not None else Sites()
-    if places.sites and len(places.sites) != hosts:
-        raise ConfigError(
-            f"{sites}: key 'sites': found {len(places.sites)} for a job of {hosts} hosts, expected one for each. Add "
-            "the missing ones, or change --hosts"
-        )
+    options: dict[str, object | None] = {
+        "--platform": check_platform(platform) or "cpu",
+        "--devices-per-host": devices_per_host,
+        "--config": config,
+        "--topology": topology,
+    }
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    host_sites = _load_sites(sites, hosts)
     default = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory = create_run_directory(run_dir) if run_dir is not None else create_numbered_directory(default)
     settings = LaunchSettings(
         job=JobName(directory.name),
         num_hosts=hosts,
         command=command,
-        agent_options=tuple(options),
+        agent_options=(*given, *(["--verbose"] if verbose else [])),
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
         max_host_restarts=host_restart_limit,
-        sites=places.sites,
-        store_host=places.store_host,
+        sites=host_sites.sites,
+        store_host=host_sites.store_host,
     )
     progress = ProgressLine()
     launcher = Launcher(settings, on_line=progress.print_line, on_change=progress.update)
@@ -132,11 +126,43 @@ def launch(
             f"run folder: {directory} (`resilient-jax status {directory}` shows the job while it runs)"
         )
         outcome = asyncio.run(launcher.run())
-    print_line(_last_words(outcome, directory))
+    print_line(_describe_outcome(outcome, directory))
     sys.exit(outcome.exit_code)
 
 
-def _last_words(outcome: JobOutcome, directory: Path) -> str:
+def _check_files(config: Path | None, topology: Path | None, hosts: int) -> None:
+    """Refuse once what otherwise every agent would refuse.
+
+    Raises:
+        CallerError: the topology lacks a host of the job.
+        ConfigError: the configuration does not fit the job.
+    """
+    if (required := load_job_config(config, hosts).min_hosts) > hosts:
+        raise ConfigError(
+            f"{config}: min_hosts: found {required} for a job of {hosts} hosts, expected no more than those. Lower it, "
+            "or start more hosts"
+        )
+    if topology is not None:
+        for host in make_host_names(hosts):
+            find_failure_domain(topology, host)
+
+
+def _load_sites(path: Path | None, hosts: int) -> Sites:
+    """Return the sites in a file; without a file, the loopback device.
+
+    Raises:
+        ConfigError: the file does not have one site for each host.
+    """
+    found = load_toml(path, Sites) if path is not None else Sites()
+    if found.sites and len(found.sites) != hosts:
+        raise ConfigError(
+            f"{path}: key 'sites': found {len(found.sites)} for a job of {hosts} hosts, expected one for each. Add the "
+            "missing ones, or change --hosts"
+        )
+    return found
+
+
+def _describe_outcome(outcome: JobOutcome, directory: Path) -> str:
     logs = f"logs and events: {directory}"
     if outcome.kind is JobOutcomeKind.DONE:
         return f"done; {logs}"

@@ -1,4 +1,4 @@
-"""`resilient-jax plan`: what can be said about a job before it runs."""
+"""`resilient-jax plan`: search plans for a job before it runs."""
 
 import time
 
@@ -32,7 +32,7 @@ from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology, load_topology
 
 MAX_BATCH = 10**9
-"""Sequences; more is a mistyped number, and its divisors would be looked for for hours."""
+"""Sequences; more is a mistyped number, and the search for its divisors would take hours."""
 
 
 def plan(
@@ -50,18 +50,13 @@ def plan(
 ) -> None:
     """Search the fastest way to train a model on a cluster, and what to do when hosts die or slow down.
 
-    Needs no accelerator and no cluster. Shows the best plans with their time
-    by term, memory of a device, tokens per second and why; with --without or
-    --slow also what moves from the plan before.
+    Needs no accelerator and no cluster. Shows the best plans with their time by term, the memory of a device, tokens
+    per second and the reason; with --without or --slow also what moves from the plan before.
 
-    Example:
-
-    resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
+    Example: resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
     --without host-07 --slow host-11=0.6
 
-    Or only validate a file (meshes/README.md says what it may contain):
-
-    resilient-jax plan --check meshes/mine.toml
+    Or only validate a topology file (see meshes/README.md): resilient-jax plan --check meshes/mine.toml
     """
     if check is not None:
         checked = load_topology(check)
@@ -75,22 +70,22 @@ def plan(
         )
     if global_batch > MAX_BATCH:
         raise CallerError(f"--global-batch: found {global_batch}, expected at most {MAX_BATCH}")
-    full = load_topology(topology)
-    now = change_topology(full, without or (), slow or ())
+    before = load_topology(topology)
+    now = change_topology(before, without or (), slow or ())
     shape = load_model_shape(model)
-    profile = analyze_transformer(shape.transformer, name=shape.name)
+    cost = analyze_transformer(shape.transformer, name=shape.name)
     constants = find_calibration(calibration, topology)
-    fixed = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
+    constraints = PlanConstraints(parse_axes(axis or ()), min_replicas=min_replicas)
 
     def find(where: Topology, number: int) -> tuple[Plan, ...]:
         return search_plans(
-            profile, where, global_batch=global_batch, calibration=constants, constraints=fixed, top=number
+            cost, where, global_batch=global_batch, calibration=constants, constraints=constraints, top=number
         )
 
     started = time.monotonic()
     plans = find(now, top)
     search_s = time.monotonic() - started
-    change = _react(find(full, 1)[0], now, fixed) if now != full else None
+    change = _replan(find(before, 1)[0], now, constraints) if now != full else None
     with open_console() as console:
         if json_only:
             print_plans_as_json(plans, change, search_s)
@@ -98,6 +93,6 @@ def plan(
             print_plans(console, plans, change, search_s)
 
 
-def _react(before: Plan, now: Topology, fixed: PlanConstraints) -> ReplanDecision | None:
-    """What to do; nothing is said where axes are given: then there is no choice."""
-    return None if fixed.axes else replan(before, now, min_replicas=fixed.min_replicas)
+def _replan(before: Plan, now: Topology, constraints: PlanConstraints) -> ReplanDecision | None:
+    """Return what to do after the change; None where axes are given: then there is no choice."""
+    return None if constraints.axes else replan(before, now, min_replicas=constraints.min_replicas)
