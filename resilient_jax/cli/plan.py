@@ -85,7 +85,7 @@ def plan(
     started = time.monotonic()
     plans = find(now, top)
     search_s = time.monotonic() - started
-    change = _replan(find(before, 1)[0], now, constraints) if now != full else None
+    change = _replan(find(before, 1)[0], now, constraints) if now != before else None
     with open_console() as console:
         if json_only:
             print_plans_as_json(plans, change, search_s)
