@@ -110,11 +110,12 @@ def check_memory(
     if free.limit_bytes is not None:
         group = f"its control group allows {_size(free.limit_bytes)} and uses {_size(free.used_bytes)}"
     raise SnapshotRefused(
-        f"host {host}: snapshots need {_size(required.total_bytes)} of memory ({NUM_SLOTS} slots with {_size(required.part_bytes)} of "
-        f"state, {_size(required.parity_bytes)} of parity and {_size(required.metadata_bytes)} of records each), expected at most "
-        f"{_size(free.free_bytes + reclaimed_bytes)}: the machine has {_size(free.available_bytes)} available, {group}, and {_size(reclaimed_bytes)} are "
-        "held by earlier snapshots. Give the host or its container more memory, use more hosts (each then keeps less), "
-        "lower the parity or make groups larger, or switch snapshots off"
+        f"host {host}: snapshots need {_size(required.total_bytes)} of memory ({NUM_SLOTS} slots with "
+        f"{_size(required.part_bytes)} of state, {_size(required.parity_bytes)} of parity and "
+        f"{_size(required.metadata_bytes)} of metadata each), expected at most "
+        f"{_size(free.free_bytes + reclaimed_bytes)}: the machine has {_size(free.available_bytes)} available, "
+        f"{group}, and {_size(reclaimed_bytes)} are used by earlier snapshots. Give the host or its container more memory, use "
+        "more hosts (each then keeps less), lower the parity or make groups larger, or switch snapshots off"
     )
 
 

@@ -103,7 +103,7 @@ class AbandonSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class OpenOwnPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks for this host's own part. Answer: `PartLocation`, with the slot's descriptor; it fails where there is none."""
+    """Ask for this host's own part. Reply: `PartLocation`, with the slot's descriptor, or `RequestFailed`."""
 
     request_id: int
     id: SnapshotId

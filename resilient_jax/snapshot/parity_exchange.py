@@ -1,13 +1,14 @@
-"""How a host's part becomes complete and committed: a thread for each snapshot, off the training path.
+"""The exchange that makes a host's part complete and committed: one thread for each snapshot, off the training path.
 
-1. Checksum the part, block by block. Only then it is there for anybody: until then its worker alone knew what it is.
-2. Get the manifests of all members of the group: each then has its part complete.
-3. Encode one stripe: that whose parity row 0 this host keeps. Piece by piece: pull the data shards from their hosts,
+1. Compute the checksums of the part's blocks and seal the part. No other host can read the part before that.
+2. Fetch the manifests of all members of the parity group, which shows that every member has sealed its part.
+3. Encode one stripe, the one whose parity row 0 this host keeps. For each piece: pull the data shards from their hosts,
    multiply, keep row 0, push the other rows to the members that keep them.
-4. Wait for the rows that others encode for this host. Then it is *complete*: the mark says so, and the root hears it.
-5. Ask the root until all hosts are complete: *committed*.
-Every call is repeated until it is answered; what it asks for may be done twice. Whoever fails for good drops the
-snapshot and tells the root, so that everybody gives it up: a slot is never blocked by a snapshot that cannot commit.
+4. Wait for the rows that other members encode for this host. Then the snapshot is *complete* here: record that in the
+   slot's header and report it to the root.
+5. Ask the root until the snapshot is complete on all hosts, that is *committed*.
+Every call is repeated until it succeeds, and every request is idempotent. A host that fails for good drops the snapshot
+and reports that to the root, so that all hosts drop it: a snapshot that cannot commit never blocks a slot.
 """
 
 import concurrent.futures
@@ -50,20 +51,21 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.peer_pool import PeerPool
 from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.slot_contents import SlotContents, cut_blocks, get_checksum
+from resilient_jax.snapshot.slot_listener import SlotListener
 from resilient_jax.snapshot.slot_memory import SlotPhase
-from resilient_jax.snapshot.snapshot_slots import SlotListener, SnapshotSlots
+from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 from resilient_jax.snapshot.stripes import data_members, parity_members
 
 logger = logging.getLogger(__name__)
 
 CONCURRENT_PIECES: Final = 2
-"""While one is multiplied the other travels. Each holds n pieces in memory."""
+"""One piece is multiplied while the next is transferred. Each holds n pieces in memory."""
 MIN_RETRY_INTERVAL_S: Final = 0.01
 MAX_RETRY_INTERVAL_S: Final = 0.5
 MAX_ATTEMPTS: Final = 5
-"""Of what fails in a way that time does not heal, but a second look may."""
+"""Of a call whose failure may be transient, such as a corrupt transfer, but does not go away by waiting."""
 ROOT_POLL_INTERVAL_S: Final = 0.005
-"""Between two questions that the root is asked, by all hosts together: what it answers in a small part of a core."""
+"""Between two polls of the root by any host of the job: a rate that the root serves with a small part of a core."""
 
 _ZEROS: Final = memoryview(bytes(PARITY_PIECE_BYTES))
 
@@ -72,12 +74,12 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """What every exchange works with."""
+    """What all exchanges of a server share."""
 
     host: HostName
     slots: SnapshotSlots
     votes: CommitVotes
-    """Of the root; guarded by the arena's lock."""
+    """Used on the root; guarded by the lock of the slots."""
     peers: PeerPool
     kernel: Kernel
     checksum: Checksum
@@ -87,75 +89,80 @@ class ExchangeContext:
     """`CONCURRENT_PIECES` threads for each exchange."""
 
     def failpoint(self, place: FailPoint, id: SnapshotId, index: int = ANY_INDEX) -> None:
-        """A test may hold this server here."""
+        """Pass a failpoint, where a test may stop this server."""
         if self.failpoints is not None:
             self.failpoints.hit(place, id.step, index)
 
     def maybe_corrupt(self, data: memoryview) -> memoryview:
-        """What another process will get: these bytes, unless a chaos campaign has one bit turned over on the way."""
+        """Return the bytes to send: `data`, with one bit flipped if a chaos campaign injects that fault."""
         if self.failpoints is None or not data or not self.failpoints.hit(FailPoint.BEFORE_SEND):
             return data
-        damaged = bytearray(data)
-        damaged[len(damaged) // 2] ^= 1
-        return memoryview(damaged)
+        corrupt = bytearray(data)
+        corrupt[len(corrupt) // 2] ^= 1
+        return memoryview(corrupt)
 
 
 class ParityExchange:
-    """One snapshot's way, from the part that is there to its end."""
+    """The exchange of one snapshot, from a part that its worker has finished to a commit or a drop."""
 
-    def __init__(self, held: SlotContents, contents: PartContents, context: ExchangeContext) -> None:
-        self._held = held
-        self._contents = contents
-        self._tools = context
-        self._arena = context.slots
+    def __init__(self, snapshot: SlotContents, part_contents: PartContents, context: ExchangeContext) -> None:
+        """Take the snapshot of a finished part, and what its worker says of the part."""
+        self._snapshot = snapshot
+        self._part_contents = part_contents
+        self._context = context
+        self._slots = context.slots
         self._failed: set[HostName] = set()
         self._is_stripe_lost = False
 
     def run(self) -> None:
-        """Returns when the snapshot is committed or given up."""
-        held, tools = self._held, self._tools
+        """Return when the snapshot is committed or dropped."""
+        snapshot, context = self._snapshot, self._context
         try:
             self._seal_part()
-            tools.failpoint(FailPoint.BEFORE_PARITY, held.id)
+            context.failpoint(FailPoint.BEFORE_PARITY, snapshot.id)
             self._collect_manifests()
-            if held.group.parity:
+            if snapshot.group.parity:
                 self._encode_stripe()
             self._wait_for_parity()
-            tools.failpoint(FailPoint.BEFORE_COMPLETE, held.id)
-            self._arena.advance(held, SlotPhase.COMPLETE)
+            context.failpoint(FailPoint.BEFORE_COMPLETE, snapshot.id)
+            self._slots.advance(snapshot, SlotPhase.COMPLETE)
             self._settle()
         except ResilientJaxError as error:
-            self._arena.drop(held.id, str(error))
-        except Exception as error:  # the thread's end: it becomes an event
-            logger.exception("the exchange of %s failed", format_snapshot_id(held.id))
-            self._arena.drop(held.id, f"{type(error).__name__}: {error}")
+            self._slots.drop(snapshot.id, str(error))
+        except Exception as error:  # the boundary of the thread: the error becomes an event
+            logger.exception("the exchange of %s failed", format_snapshot_id(snapshot.id))
+            self._slots.drop(snapshot.id, f"{type(error).__name__}: {error}")
 
     def _seal_part(self) -> None:
-        held = self._held
+        snapshot = self._snapshot
         try:
-            manifest = held.build_manifest(self._contents, self._tools.checksum, self._check)
-        except ValueError:  # the slot's memory was given back just now
-            self._check()
+            manifest = snapshot.build_manifest(
+                self._part_contents, self._context.checksum, self._check_not_dropped
+            )
+        except ValueError:  # the slot's memory was freed meanwhile
+            self._check_not_dropped()
             raise
-        self._arena.seal(held, encode_manifest(manifest))
+        self._slots.seal(snapshot, encode_manifest(manifest))
 
     def _collect_manifests(self) -> None:
-        held = self._held
-        for host in held.list_missing_manifests():
-            request = ManifestRequest(id=held.id, host=host)
+        snapshot = self._snapshot
+        for host in snapshot.list_missing_manifests():
+            request = ManifestRequest(id=snapshot.id, host=host)
 
             def fetch(host: HostName = host, request: ManifestRequest = request) -> bytes:
-                return self._tools.peers.call(held.layout.server_endpoints[host], MANIFEST, request).data
+                return self._context.peers.call(
+                    snapshot.layout.server_endpoints[host], MANIFEST, request
+                ).data
 
-            data = self._until_done(host, fetch)
-            with self._arena.changed:
-                self._check()
-                held.store_manifest(host, data)
+            data = self._call_until_done(host, fetch)
+            with self._slots.changed:
+                self._check_not_dropped()
+                snapshot.store_manifest(host, data)
 
     def _encode_stripe(self) -> None:
-        offsets = range(0, self._held.slot_layout.chunk_bytes, PARITY_PIECE_BYTES)
+        offsets = range(0, self._snapshot.slot_layout.chunk_bytes, PARITY_PIECE_BYTES)
         lanes = [offsets[lane::CONCURRENT_PIECES] for lane in range(CONCURRENT_PIECES)]
-        encoding = [self._tools.encoders.submit(self._encode_lane, lane) for lane in lanes]
+        encoding = [self._context.encoders.submit(self._encode_lane, lane) for lane in lanes]
         concurrent.futures.wait(encoding)
         for lane in encoding:
             lane.result()
@@ -163,7 +170,7 @@ class ParityExchange:
     def _encode_lane(self, offsets: Sequence[int]) -> None:
         try:
             for offset in offsets:
-                if self._is_stripe_lost:  # the other lane's: this one's pieces are for nothing
+                if self._is_stripe_lost:  # another lane failed, so this one's pieces are useless
                     return
                 self._encode_piece(offset)
         except BaseException:
@@ -171,69 +178,74 @@ class ParityExchange:
             raise
 
     def _encode_piece(self, offset: int) -> None:
-        held, tools = self._held, self._tools
-        self._check()
-        stripe, n, m = held.member_index, len(held.group.hosts), held.group.parity
-        length = min(PARITY_PIECE_BYTES, held.slot_layout.chunk_bytes - offset)
+        snapshot, context = self._snapshot, self._context
+        self._check_not_dropped()
+        stripe, n, m = snapshot.member_index, len(snapshot.group.hosts), snapshot.group.parity
+        length = min(PARITY_PIECE_BYTES, snapshot.slot_layout.chunk_bytes - offset)
         sources = [
-            self._pull(held.group.hosts[member], shard * held.slot_layout.chunk_bytes + offset, length)
+            self._pull(
+                snapshot.group.hosts[member], shard * snapshot.slot_layout.chunk_bytes + offset, length
+            )
             for shard, member in enumerate(data_members(stripe, n, m))
         ]
         rows = [bytearray(length) for _ in range(m)]
-        encode(ReedSolomon(n - m, m), tools.kernel, sources, rows)
+        encode(ReedSolomon(n - m, m), context.kernel, sources, rows)
         for row, member in enumerate(parity_members(stripe, n, m)):
             data = bytes(rows[row])
             piece = ParityPiece(
-                id=held.id,
+                id=snapshot.id,
                 stripe=stripe,
                 row=row,
                 offset=offset,
                 data=data,
-                checksum=tools.checksum.name,
-                checksums=tuple(map(tools.checksum.compute, cut_blocks(data, held.slot_layout.block_bytes))),
+                checksum=context.checksum.name,
+                checksums=tuple(
+                    map(context.checksum.compute, cut_blocks(data, snapshot.slot_layout.block_bytes))
+                ),
             )
-            self._give(held.group.hosts[member], piece)
-        tools.failpoint(FailPoint.DURING_PARITY, held.id, offset // PARITY_PIECE_BYTES)
+            self._push(snapshot.group.hosts[member], piece)
+        context.failpoint(FailPoint.DURING_PARITY, snapshot.id, offset // PARITY_PIECE_BYTES)
 
     def _pull(self, host: HostName, offset: int, length: int) -> bytearray | memoryview:
-        """Behind the end of a shorter part all is zero."""
-        held = self._held
-        inside = min(length, held.layout.part_bytes[host] - offset)
+        """Return verified bytes of a member's part, padded with zeros behind its end."""
+        snapshot = self._snapshot
+        inside = min(length, snapshot.layout.part_bytes[host] - offset)
         if inside <= 0:
             return _ZEROS[:length]
         data = bytearray(length)
-        out, address = memoryview(data)[:inside], held.layout.server_endpoints[host]
-        manifest = held.get_manifest(host)
+        out, address = memoryview(data)[:inside], snapshot.layout.server_endpoints[host]
+        manifest = snapshot.get_manifest(host)
 
         def read() -> None:
-            self._tools.peers.read_part(address, held.id, offset, out)
+            self._context.peers.read_part(address, snapshot.id, offset, out)
             bad = find_corrupt_block(manifest, get_checksum(manifest.checksum), offset, out)
             if bad is not None:
-                raise ChecksumMismatch(f"block {bad} of {host}'s part came damaged")
+                raise ChecksumMismatch(f"block {bad} of {host}'s part arrived corrupt")
 
-        self._until_done(host, read)
+        self._call_until_done(host, read)
         return data
 
-    def _give(self, host: HostName, piece: ParityPiece) -> None:
-        if host == self._tools.host:
-            self._arena.store_parity(piece)
+    def _push(self, host: HostName, piece: ParityPiece) -> None:
+        if host == self._context.host:
+            self._slots.store_parity(piece)
         else:
-            address = self._held.layout.server_endpoints[host]
-            self._until_done(host, lambda: self._tools.peers.call(address, PARITY, piece))
+            address = self._snapshot.layout.server_endpoints[host]
+            self._call_until_done(host, lambda: self._context.peers.call(address, PARITY, piece))
 
     def _wait_for_parity(self) -> None:
-        """Until the encoders of other stripes have given their rows.
+        """Wait until the encoders of other stripes have sent their rows.
 
         Raises:
-            SnapshotDropped: here, or by a host whose row will never come: only the root hears of that.
+            SnapshotDropped: this host dropped the snapshot, or another one did, whose row will then never come. Only
+                the root knows of the latter.
         """
         while True:
-            with self._arena.changed:
-                has_parity = self._arena.changed.wait_for(
-                    lambda: self._held.has_parity() or not self._arena.is_held(self._held),
+            with self._slots.changed:
+                has_parity = self._slots.changed.wait_for(
+                    lambda: self._snapshot.has_parity() or not self._slots.is_held(self._snapshot),
                     MAX_RETRY_INTERVAL_S,
                 )
-                self._check()
+                self._check_not_dropped()
             if has_parity:
                 return
             reply = self._ask_outcome()
@@ -241,98 +253,104 @@ class ParityExchange:
                 raise SnapshotDropped(reply.reason)
 
     def _ask_outcome(self) -> CompleteReply:
-        """What the root knows; WAITING if it cannot be asked now."""
-        held = self._held
-        if held.layout.root == self._tools.host:
-            with self._arena.changed:
-                return self._tools.votes.outcome(held.id)
-        request = CompleteRequest(id=held.id, host=self._tools.host, is_complete=False)
+        """Return the outcome that the root knows, or WAITING if the root does not answer."""
+        snapshot = self._snapshot
+        if snapshot.layout.root == self._context.host:
+            with self._slots.changed:
+                return self._context.votes.outcome(snapshot.id)
+        request = CompleteRequest(id=snapshot.id, host=self._context.host, is_complete=False)
         try:
-            return self._tools.peers.call(held.layout.server_endpoints[held.layout.root], COMPLETE, request)
+            return self._context.peers.call(
+                snapshot.layout.server_endpoints[snapshot.layout.root], COMPLETE, request
+            )
         except (SnapshotMissing, StaleGeneration):
-            pass  # the root's worker has not opened the layout yet, or a newer one
+            pass  # the root has not opened the layout yet, or has opened a newer one
         except ResilientJaxError as error:
-            self._note(held.layout.root, error)
+            self._record_failure(snapshot.layout.root, error)
         return CompleteReply(outcome=CommitOutcome.WAITING)
 
     def _settle(self) -> None:
-        held, tools = self._held, self._tools
-        is_root = held.layout.root == tools.host
-        reply = self._decide() if is_root else self._ask_root()
+        snapshot, context = self._snapshot, self._context
+        is_root = snapshot.layout.root == context.host
+        reply = self._decide_outcome() if is_root else self._poll_root()
         if reply.outcome is CommitOutcome.DROPPED:
-            self._arena.withdraw(held, reply.reason)
+            self._slots.withdraw(snapshot, reply.reason)
         elif reply.outcome is CommitOutcome.COMMITTED:
             if not is_root:
-                tools.failpoint(FailPoint.BEFORE_COMMITTED, held.id)
-            self._arena.advance(held, SlotPhase.COMMITTED)
+                context.failpoint(FailPoint.BEFORE_COMMITTED, snapshot.id)
+            self._slots.advance(snapshot, SlotPhase.COMMITTED)
             try:
-                self._arena.allocate_slots()
-            except SnapshotRefused as error:  # the next begin tries again, and says so too
-                tools.listener.record_event(EventKind.SNAPSHOT_REFUSED, held.id, error=str(error))
+                self._slots.table.allocate()
+            except SnapshotRefused as error:  # the next begin tries again, and reports its own failure
+                context.listener.record_event(EventKind.SNAPSHOT_REFUSED, snapshot.id, error=str(error))
 
-    def _decide(self) -> CompleteReply:
-        """The root's side."""
-        held, board = self._held, self._tools.votes
-        with self._arena.changed:
-            board.record_complete(held.id, self._tools.host)
-            self._arena.changed.wait_for(
+    def _decide_outcome(self) -> CompleteReply:
+        """Wait on the root until all hosts are complete, and decide the outcome."""
+        snapshot, votes = self._snapshot, self._context.votes
+        with self._slots.changed:
+            votes.record_complete(snapshot.id, self._context.host)
+            self._slots.changed.wait_for(
                 lambda: (
-                    board.is_complete(held.id, held.layout.part_bytes)
-                    or board.outcome(held.id).outcome is not CommitOutcome.WAITING
+                    votes.is_complete(snapshot.id, snapshot.layout.part_bytes)
+                    or votes.outcome(snapshot.id).outcome is not CommitOutcome.WAITING
                     or self._is_over()
                 )
             )
-            if not board.is_complete(held.id, held.layout.part_bytes):
-                return board.outcome(held.id)
-        self._tools.failpoint(FailPoint.BEFORE_COMMITTED, held.id)
-        with self._arena.changed:
-            return board.commit(held.id)
+            if not votes.is_complete(snapshot.id, snapshot.layout.part_bytes):
+                return votes.outcome(snapshot.id)
+        self._context.failpoint(FailPoint.BEFORE_COMMITTED, snapshot.id)
+        with self._slots.changed:
+            return votes.commit(snapshot.id)
 
-    def _ask_root(self) -> CompleteReply:
-        """Everybody else's. After a new generation began the root may still know, but need not be waited for."""
-        held = self._held
-        address = held.layout.server_endpoints[held.layout.root]
-        request = CompleteRequest(id=held.id, host=self._tools.host)
-        limit_s = ROOT_POLL_INTERVAL_S * len(held.layout.part_bytes)
+    def _poll_root(self) -> CompleteReply:
+        """Poll the root for the outcome, on every other host.
+
+        Once a new generation has begun the root is asked one last time, since it may know the outcome, but is not
+        waited for.
+        """
+        snapshot = self._snapshot
+        address = snapshot.layout.server_endpoints[snapshot.layout.root]
+        request = CompleteRequest(id=snapshot.id, host=self._context.host)
+        limit_s = ROOT_POLL_INTERVAL_S * len(snapshot.layout.part_bytes)
         delay_s = min(MIN_RETRY_INTERVAL_S, limit_s)
         while True:
             was_over = self._is_over()
             try:
-                reply = self._tools.peers.call(address, COMPLETE, request)
+                reply = self._context.peers.call(address, COMPLETE, request)
                 if reply.outcome is not CommitOutcome.WAITING:
                     return reply
             except SnapshotMissing:
-                pass  # the root's worker has not opened the layout yet
+                pass  # the root has not opened the layout yet
             except StaleGeneration:
                 return CompleteReply(outcome=CommitOutcome.WAITING)
             except ResilientJaxError as error:
-                self._note(held.layout.root, error)
+                self._record_failure(snapshot.layout.root, error)
                 limit_s = MAX_RETRY_INTERVAL_S
-            except MemoryError:  # the root may have committed it: asked again, not given up
+            except MemoryError:  # the root may have committed the snapshot, so it is not dropped here
                 limit_s = MAX_RETRY_INTERVAL_S
             if was_over:
                 return CompleteReply(outcome=CommitOutcome.WAITING)
             delay_s = self._pause(delay_s, limit_s)
 
     def _is_over(self) -> bool:
-        """Whether there is nothing more to wait for."""
-        held, layout = self._held, self._arena.layout
+        """Return whether the outcome is known here, or a new generation has made it irrelevant."""
+        snapshot, layout = self._snapshot, self._slots.layout
         return (
-            not self._arena.is_held(held)
-            or held.phase is SlotPhase.COMMITTED
-            or (layout is not None and layout.generation > held.id.generation)
+            not self._slots.is_held(snapshot)
+            or snapshot.phase is SlotPhase.COMMITTED
+            or (layout is not None and layout.generation > snapshot.id.generation)
         )
 
-    def _until_done(self, host: HostName, call: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats a call of another server.
+    def _call_until_done(self, host: HostName, call: Callable[[], AnswerT]) -> AnswerT:
+        """Repeat a call to another server until it succeeds.
 
         Raises:
-            SnapshotDropped: here or there.
-            ResilientJaxError: what will not heal.
+            SnapshotDropped: this host or the other one dropped the snapshot.
+            ResilientJaxError: the call failed in a way that repeating it does not change.
         """
-        delay_s, tries = MIN_RETRY_INTERVAL_S, 0
+        delay_s, attempts = MIN_RETRY_INTERVAL_S, 0
         while True:
-            self._check()
+            self._check_not_dropped()
             try:
                 return call()
             except SnapshotMissing:
@@ -340,31 +358,31 @@ class ParityExchange:
             except (SnapshotDropped, CallerError, MessageError):
                 raise
             except (ChecksumMismatch, InternalError) as error:
-                self._note(host, error)
-                tries += 1
-                if tries == MAX_ATTEMPTS:
+                self._record_failure(host, error)
+                attempts += 1
+                if attempts == MAX_ATTEMPTS:
                     raise
-            except ResilientJaxError as error:  # cannot be reached, or has gone on to another generation
-                self._note(host, error)
+            except ResilientJaxError as error:  # unreachable, or in another generation
+                self._record_failure(host, error)
             delay_s = self._pause(delay_s, MAX_RETRY_INTERVAL_S)
 
     def _pause(self, delay_s: float, limit_s: float) -> float:
-        """Waits before the next try; gives how long to wait before the one after."""
-        with self._arena.changed:
-            self._arena.changed.wait_for(lambda: not self._arena.is_held(self._held), delay_s)
+        """Wait before the next attempt, and return the wait before the one after it."""
+        with self._slots.changed:
+            self._slots.changed.wait_for(lambda: not self._slots.is_held(self._snapshot), delay_s)
         return min(2 * delay_s, limit_s)
 
-    def _check(self) -> None:
-        if not self._arena.is_held(self._held):
-            raise SnapshotDropped(self._held.drop_reason or "its slot was taken")
+    def _check_not_dropped(self) -> None:
+        if not self._slots.is_held(self._snapshot):
+            raise SnapshotDropped(self._snapshot.drop_reason or "its slot was taken by another snapshot")
 
-    def _note(self, host: HostName, error: ResilientJaxError) -> None:
-        """Once for a host: it is asked again and again."""
+    def _record_failure(self, host: HostName, error: ResilientJaxError) -> None:
+        """Record the failure of a host, once for each host, since calls are repeated."""
         if host not in self._failed:
             self._failed.add(host)
-            self._tools.listener.record_event(
+            self._context.listener.record_event(
                 EventKind.SNAPSHOT_PEER_FAILED,
-                self._held.id,
+                self._snapshot.id,
                 peer=host,
                 error=f"{type(error).__name__}: {error}",
             )
@@ -373,15 +391,15 @@ class ParityExchange:
 def report_drop_to_root(
     id: SnapshotId, layout: SnapshotLayout, reason: str, context: ExchangeContext
 ) -> None:
-    """Returns when the root knows, or nothing of this generation counts any more."""
-    arena, delay_s = context.slots, MIN_RETRY_INTERVAL_S
+    """Report a drop to the root; return when the root knows it, or a newer layout has made it irrelevant."""
+    slots, delay_s = context.slots, MIN_RETRY_INTERVAL_S
     request = DropNotice(id=id, host=context.host, reason=f"{context.host}: {reason}")
     if layout.root == context.host:
-        with arena.changed:
+        with slots.changed:
             context.votes.record_dropped(id, request.reason)
-            arena.changed.notify_all()
+            slots.changed.notify_all()
         return
-    while arena.layout is layout:
+    while slots.layout is layout:
         try:
             context.peers.call(layout.server_endpoints[layout.root], DROPPED, request)
             return
@@ -389,8 +407,11 @@ def report_drop_to_root(
             return
         except ResilientJaxError as error:
             logger.info(
-                "%s cannot be told that %s was dropped: %s", layout.root, format_snapshot_id(id), error
+                "%s does not accept the report that %s was dropped: %s",
+                layout.root,
+                format_snapshot_id(id),
+                error,
             )
-        with arena.changed:
-            arena.changed.wait_for(lambda: arena.layout is not layout, delay_s)
+        with slots.changed:
+            slots.changed.wait_for(lambda: slots.layout is not layout, delay_s)
         delay_s = min(2 * delay_s, MAX_RETRY_INTERVAL_S)

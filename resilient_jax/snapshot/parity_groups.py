@@ -102,8 +102,8 @@ def _check(hosts: Sequence[HostName], parity: int, group_size: int) -> None:
         raise SnapshotRefused(f"parity: found {parity}, expected 0 (no protection) or more")
     if not parity < group_size <= MAX_GROUP_SIZE:
         raise SnapshotRefused(
-            f"group size: found {group_size} with parity {parity}, expected from {parity + 1} to {MAX_GROUP_SIZE} hosts, "
-            "data and parity together; change one of them"
+            f"group size: found {group_size} with parity {parity}, expected from {parity + 1} to {MAX_GROUP_SIZE} "
+            "hosts, data and parity together; change one of them"
         )
 
 
@@ -124,8 +124,8 @@ def _count_groups(hosts: int, parity: int, group_size: int, domains: Sequence[in
     fewest = -(-hosts // MAX_GROUP_SIZE)
     if fewest > most:
         raise SnapshotRefused(
-            f"{hosts} hosts with parity {parity}: found no groups of more than {parity} and at most {MAX_GROUP_SIZE} hosts; "
-            f"lower the parity to {hosts // fewest - 1}"
+            f"{hosts} hosts with parity {parity}: found no groups of more than {parity} and at most {MAX_GROUP_SIZE} "
+            f"hosts; lower the parity to {hosts // fewest - 1}"
         )
     nearest = (2 * hosts + group_size) // (2 * group_size)
     # A domain that no number of groups can spread thin enough asks for none.

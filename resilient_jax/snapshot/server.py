@@ -76,10 +76,10 @@ class SnapshotServer:
             reason=kernel.reason,
             checksum=f"{checksum.name} of {checksum.library}",
         )
-        self._arena = SnapshotSlots(settings.host, self._reporter)
-        self._tools = ExchangeContext(
+        self._slots = SnapshotSlots(settings.host, self._reporter)
+        self._context = ExchangeContext(
             host=settings.host,
-            slots=self._arena,
+            slots=self._slots,
             votes=CommitVotes(),
             peers=PeerPool(credentials),
             kernel=kernel.kernel,
@@ -88,7 +88,7 @@ class SnapshotServer:
             failpoints=FailPoints.from_environment(settings.host),
             encoders=start_thread_pool(MAX_EXCHANGES * CONCURRENT_PIECES, "rj-encode"),
         )
-        self._reporter.list_statuses = self._arena.list_statuses
+        self._reporter.list_statuses = self._slots.list_statuses
         self._reporter.on_dropped = self._tell_root
         self._grpc = SyncServer(
             f"{settings.address}:0",
@@ -96,7 +96,7 @@ class SnapshotServer:
             num_threads=GRPC_THREADS,
             on_event=lambda kind, detail: self._reporter.record_event(kind, None, **detail),
         )
-        self._service = SnapshotService(self._tools, settings.address, credentials)
+        self._service = SnapshotService(self._context, settings.address, credentials)
         self._grpc.add(SERVICE, self._service.handlers)
         self._worker: WorkerSession | None = None
         # All threads run from the beginning: see `threads`.
@@ -117,7 +117,7 @@ class SnapshotServer:
         if self._worker is not None:
             self._worker.end()
         self._reporter.serve_worker(link)
-        self._worker = WorkerSession(link, self._arena, self._reporter, self._exchange)
+        self._worker = WorkerSession(link, self._slots, self._reporter, self._exchange)
         _run_in(self._lines, self._serve_line, self._worker)
 
     def _serve_line(self, line: WorkerSession) -> None:
@@ -129,11 +129,11 @@ class SnapshotServer:
             raise
 
     def _exchange(self, held: SlotContents, contents: PartContents) -> None:
-        self._tools.peers.keep_only(held.layout.server_endpoints.values())
-        _run_in(self._exchanges, ParityExchange(held, contents, self._tools).run)
+        self._context.peers.keep_only(held.layout.server_endpoints.values())
+        _run_in(self._exchanges, ParityExchange(held, contents, self._context).run)
 
     def _tell_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
-        _run_in(self._drops, report_drop_to_root, id, layout, reason, self._tools)
+        _run_in(self._drops, report_drop_to_root, id, layout, reason, self._context)
 
 
 def _run_in(pool: concurrent.futures.Executor, run: Callable[..., None], *arguments: object) -> None:

@@ -45,8 +45,8 @@ class SnapshotService:
 
     def __init__(self, context: ExchangeContext, host: str, credentials: Credentials) -> None:
         """Listens to nothing yet; `host` is an address of this machine."""
-        self._tools = context
-        self._arena = context.slots
+        self._context = context
+        self._slots = context.slots
         self.bulk = BulkServer(
             host, credentials, ReadRequest, self.read, context.checksum, context.maybe_corrupt
         )
@@ -63,9 +63,9 @@ class SnapshotService:
         }
 
     def _manifest(self, request: ManifestRequest) -> ManifestReply:
-        with self._arena.changed:
-            held = self._arena.find(request.id, SlotPhase.PART)
-            return ManifestReply(data=held.read_manifest_bytes(request.host))
+        with self._slots.changed:
+            contents = self._slots.find(request.id, SlotPhase.PART)
+            return ManifestReply(data=contents.read_manifest_bytes(request.host))
 
     def read(self, request: ReadRequest) -> BulkResponse:
         """Bytes in their slot.
@@ -77,19 +77,21 @@ class SnapshotService:
             CallerError: there are no such bytes.
         """
         is_part = request.region is Region.PART
-        held = self._arena.find(request.id, SlotPhase.PART if is_part else SlotPhase.COMPLETE)
+        contents = self._slots.find(request.id, SlotPhase.PART if is_part else SlotPhase.COMPLETE)
         try:
             if is_part:
-                data = held.view_part(request.offset, request.length, verify=request.verify)
+                data = contents.view_part(request.offset, request.length, verify=request.verify)
             else:
-                data = held.view_parity(request.row, request.offset, request.length, verify=request.verify)
+                data = contents.view_parity(
+                    request.row, request.offset, request.length, verify=request.verify
+                )
             return BulkResponse(data, request.verify)
         except ValueError:  # the slot's memory was given back just now
-            self._check_held(held)
+            self._check_held(contents)
             raise
         except ChecksumMismatch as error:
-            self._check_held(held)  # else it is no damage: the slot was taken meanwhile
-            self._tools.listener.record_event(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
+            self._check_held(contents)  # else it is no damage: the slot was taken meanwhile
+            self._context.listener.record_event(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
             raise
 
     def _find_bulk(self, _: BulkAddressRequest) -> BulkAddressReply:
@@ -97,46 +99,46 @@ class SnapshotService:
 
     def _parity(self, piece: ParityPiece) -> Ack:
         self._refuse_stale(piece.id)
-        self._arena.store_parity(piece)
+        self._slots.store_parity(piece)
         return Ack()
 
     def _complete(self, request: CompleteRequest) -> CompleteReply:
-        board = self._tools.votes
-        with self._arena.changed:
-            if board.outcome(request.id).outcome is CommitOutcome.WAITING:
+        votes = self._context.votes
+        with self._slots.changed:
+            if votes.outcome(request.id).outcome is CommitOutcome.WAITING:
                 self._check_root(request.id)
                 if request.is_complete:
-                    board.record_complete(request.id, request.host)
-                    self._arena.changed.notify_all()
-            return board.outcome(request.id)
+                    votes.record_complete(request.id, request.host)
+                    self._slots.changed.notify_all()
+            return votes.outcome(request.id)
 
     def _drop(self, request: DropNotice) -> Ack:
-        with self._arena.changed:
+        with self._slots.changed:
             self._check_root(request.id)
-            self._tools.votes.record_dropped(request.id, request.reason)
-            self._arena.drop(request.id, request.reason, known_to_root=True)
-            self._arena.changed.notify_all()
+            self._context.votes.record_dropped(request.id, request.reason)
+            self._slots.drop(request.id, request.reason, known_to_root=True)
+            self._slots.changed.notify_all()
         return Ack()
 
-    def _check_held(self, held: object) -> None:
-        if not self._arena.is_held(held):
-            raise SnapshotMissing(f"{self._tools.host}: the slot was taken by another snapshot meanwhile")
+    def _check_held(self, contents: object) -> None:
+        if not self._slots.is_held(contents):
+            raise SnapshotMissing(f"{self._context.host}: the slot was taken by another snapshot meanwhile")
 
     def _check_root(self, id: SnapshotId) -> None:
         self._refuse_stale(id)
-        layout = self._arena.layout
+        layout = self._slots.layout
         if layout is None or layout.generation < id.generation:
             raise SnapshotMissing(
-                f"{self._tools.host} does not know the layout of {format_snapshot_id(id)} yet"
+                f"{self._context.host} does not know the layout of {format_snapshot_id(id)} yet"
             )
-        if layout.root != self._tools.host:
+        if layout.root != self._context.host:
             raise CallerError(
-                f"{self._tools.host} is not the root of {format_snapshot_id(id)}, {layout.root} is"
+                f"{self._context.host} is not the root of {format_snapshot_id(id)}, {layout.root} is"
             )
 
     def _refuse_stale(self, id: SnapshotId) -> None:
-        layout = self._arena.layout
+        layout = self._slots.layout
         if layout is not None and id.generation < layout.generation:
             raise StaleGeneration(
-                f"{format_snapshot_id(id)}: {self._tools.host} is in generation {layout.generation}"
+                f"{format_snapshot_id(id)}: {self._context.host} is in generation {layout.generation}"
             )

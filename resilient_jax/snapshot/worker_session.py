@@ -1,4 +1,4 @@
-"""A server's line to its host's worker: one request after the other; what a dead worker began is given up."""
+"""The server's side of the connection to its host's worker, which answers one request after the other."""
 
 import contextlib
 import os
@@ -32,114 +32,126 @@ from resilient_jax.snapshot.messages import (
     WorkerRequest,
 )
 from resilient_jax.snapshot.slot_contents import SlotContents
+from resilient_jax.snapshot.slot_listener import SlotListener
 from resilient_jax.snapshot.slot_memory import SlotPhase
-from resilient_jax.snapshot.snapshot_slots import SlotListener, SnapshotSlots
+from resilient_jax.snapshot.snapshot_slots import SnapshotSlots
 
 ReplyWithDescriptors = tuple[ServerReply, list[int]]
-"""With the descriptors that go with it, which are ours to close."""
+"""A reply, and the descriptors that are sent with it, which the sender closes."""
 
 
 class WorkerSession:
-    """Serves one worker, until its process ends or `end` is called."""
+    """Serves one worker, until its process ends or `end` is called; then drops what the worker has not finished."""
 
     def __init__(
         self,
-        link: Connection[ServerReply | ServerNotification, WorkerRequest],
-        arena: SnapshotSlots,
+        connection: Connection[ServerReply | ServerNotification, WorkerRequest],
+        slots: SnapshotSlots,
         listener: SlotListener,
         on_finished: Callable[[SlotContents, PartContents], None],
     ) -> None:
-        """`on_finished` starts the exchange of a snapshot whose part is there; it must return at once."""
-        self._link = link
-        self._arena = arena
+        """Serve nothing yet.
+
+        Args:
+            connection: with the worker.
+            slots: of this host.
+            listener: records events.
+            on_finished: starts the exchange of a snapshot whose part is written; must return at once.
+        """
+        self._connection = connection
+        self._slots = slots
         self._listener = listener
         self._on_finished = on_finished
 
     def end(self) -> None:
-        """The worker is gone, whoever else may still have the other end."""
-        self._arena.abandon_all(self, "its worker was replaced before it was finished")
-        self._link.shut_down()
+        """End the session, even if another process still has the other end of the connection."""
+        self._slots.abandon_all(self, "its worker was replaced before it was finished")
+        self._connection.shut_down()
 
     def serve(self) -> None:
-        """Returns when the worker is gone."""
+        """Answer requests; return when the worker's process has ended."""
         try:
             with contextlib.suppress(OSError):  # the worker died
-                for status in self._arena.list_statuses():
+                for status in self._slots.list_statuses():
                     if status.phase is SnapshotPhase.COMMITTED:
-                        self._link.send(SnapshotSettled(id=status.id, committed=True))
-                for received in self._link:
-                    self._answer(received.message)
+                        self._connection.send(SnapshotSettled(id=status.id, committed=True))
+                for received in self._connection:
+                    self._reply(received.message)
         finally:
-            self._arena.abandon_all(self, "its worker ended before it was finished")
-            self._link.close()
+            self._slots.abandon_all(self, "its worker ended before it was finished")
+            self._connection.close()
 
-    def _answer(self, request: WorkerRequest) -> None:
+    def _reply(self, request: WorkerRequest) -> None:
         try:
-            answer, descriptors = self._carry_out(request)
+            reply, descriptors = self._handle(request)
         except ResilientJaxError as error:
-            answer, descriptors = (
-                RequestFailed(request_id=request.request_id, error=_class_of(error), message=str(error)),
+            reply, descriptors = (
+                RequestFailed(
+                    request_id=request.request_id, error=_find_known_class(error), message=str(error)
+                ),
                 [],
             )
         except Exception as error:  # the process boundary
             text = f"{type(error).__name__}: {error}"
-            answer = RequestFailed(request_id=request.request_id, error=InternalError.__name__, message=text)
+            reply = RequestFailed(request_id=request.request_id, error=InternalError.__name__, message=text)
             descriptors = []
         try:
-            self._link.send(answer, descriptors)
+            self._connection.send(reply, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _carry_out(self, request: WorkerRequest) -> ReplyWithDescriptors:
-        arena = self._arena
+    def _handle(self, request: WorkerRequest) -> ReplyWithDescriptors:
+        slots = self._slots
         match request:
             case OpenLayout():
-                arena.open_layout(request.layout, request.restored)
-                sizes, descriptors = arena.share_slots()
-                return SlotsReady(request_id=request.request_id, slots=sizes), descriptors
+                slots.open_layout(request.layout, request.restored)
+                infos, descriptors = slots.table.share()
+                return SlotsReady(request_id=request.request_id, slots=infos), descriptors
             case BeginSnapshot():
-                held = arena.begin(request.id, self)
-                return self._part_of(request.request_id, held)
+                contents = slots.begin(request.id, self)
+                return self._locate_part(request.request_id, contents)
             case FinishSnapshot():
-                held = arena.finish(request.id, self)
+                contents = slots.finish(request.id, self)
                 try:
-                    self._on_finished(held, request.contents)
-                except Exception as error:  # it would wait for ever for what nobody does
-                    arena.drop(held.id, f"{type(error).__name__}: {error}")
+                    self._on_finished(contents, request.contents)
+                except Exception as error:  # without an exchange the snapshot would block its slot
+                    slots.drop(contents.id, f"{type(error).__name__}: {error}")
                     raise
             case AbandonSnapshot():
-                arena.abandon(request.id, self, "its worker gave it up")
+                slots.abandon(request.id, self, "its worker abandoned it")
             case OpenOwnPart():
-                return self._open_held(request)
+                return self._open_own_part(request)
         return RequestDone(request_id=request.request_id), []
 
-    def _open_held(self, request: OpenOwnPart) -> ReplyWithDescriptors:
-        with self._arena.changed:
+    def _open_own_part(self, request: OpenOwnPart) -> ReplyWithDescriptors:
+        with self._slots.changed:
             try:
-                held = self._arena.find(request.id, SlotPhase.COMPLETE)
-                manifest = held.read_manifest_bytes(self._arena.host)
+                contents = self._slots.find(request.id, SlotPhase.COMPLETE)
+                manifest = contents.read_manifest_bytes(self._slots.host)
                 decode_manifest(manifest)
             except (SnapshotDropped, ChecksumMismatch) as error:
                 self._listener.record_event(EventKind.SNAPSHOT_REFUSED, request.id, error=str(error))
                 raise SnapshotMissing(str(error)) from error
-            return self._part_of(request.request_id, held, manifest)
+            return self._locate_part(request.request_id, contents, manifest)
 
-    def _part_of(self, call: int, held: SlotContents, manifest: bytes = b"") -> ReplyWithDescriptors:
-        slot = held.memory
-        answer = PartLocation(
-            request_id=call,
-            slot=SlotInfo(number=slot.number, mapped_bytes=slot.mapped_bytes),
-            offset=held.slot_layout.part_offset,
-            part_bytes=held.slot_layout.part_bytes,
+    def _locate_part(
+        self, request_id: int, contents: SlotContents, manifest: bytes = b""
+    ) -> ReplyWithDescriptors:
+        memory = contents.memory
+        reply = PartLocation(
+            request_id=request_id,
+            slot=SlotInfo(number=memory.number, mapped_bytes=memory.mapped_bytes),
+            offset=contents.slot_layout.part_offset,
+            part_bytes=contents.slot_layout.part_bytes,
             manifest=manifest,
         )
-        with self._arena.changed:
-            return answer, [os.dup(slot.descriptor)]
+        with self._slots.changed:
+            return reply, [os.dup(memory.descriptor)]
 
 
-def _class_of(error: ResilientJaxError) -> str:
-    """The nearest class that the worker knows by name."""
+def _find_known_class(error: ResilientJaxError) -> str:
+    """Return the name of the nearest base class that the worker can raise again, one of `resilient_jax.errors`."""
     return next(
         base.__name__ for base in type(error).__mro__ if base.__module__ == ResilientJaxError.__module__
     )

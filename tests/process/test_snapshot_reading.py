@@ -7,7 +7,7 @@ import time
 from itertools import combinations
 
 import pytest
-from kept_snapshot import CREDENTIALS, Kept, keep
+from memory_snapshot import CREDENTIALS, Kept, keep
 
 from resilient_jax.erasure import ChecksumName
 from resilient_jax.errors import ChecksumMismatch, ExitCode, OperatorError, SnapshotLost
@@ -29,7 +29,7 @@ class Arena:
     def __init__(self, kept, host):
         self.keeper = kept.keepers[host]
 
-    def open_held(self, id, /):
+    def open_own_part(self, id, /):
         return self.keeper.manifest, memoryview(self.keeper.part).toreadonly()
 
 
@@ -374,7 +374,7 @@ def test_a_manifest_that_nobody_gives_is_a_loss():
 
 def test_own_memory_that_cannot_be_opened_is_read_by_the_server_with_an_event():
     class Broken:
-        def open_held(self, id, /):
+        def open_own_part(self, id, /):
             raise ChecksumMismatch("manifest is damaged")
 
     notes = Notes()

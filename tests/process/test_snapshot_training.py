@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from fake_snapshots import TIMEOUT_S, RecordedEvents, abstract_of, assert_same, put, values
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from snapshot_parts import DEADLINE_S, Notes, abstract_of, assert_same, put, values
 from snapshot_servers import CREDENTIALS, WAIT_S, make_id, make_layout, running
 
 from resilient_jax.errors import SnapshotLost
@@ -45,14 +45,14 @@ class Job:
         self.cut = partition_state(flatten_state(0, make_state(0)).leaves, self.host_of, self.names)
         self.layout = make_layout(hosts, PARITY, [self.cut.part_bytes[name] for name in self.names])
         self.locals = [host.worker() for host in hosts]
-        self.notes = [Notes() for _ in hosts]
+        self.notes = [RecordedEvents() for _ in hosts]
         for local in self.locals:
-            local.open(self.layout)
+            local.open_layout(self.layout)
         self.captures = [
             SnapshotCapture(
-                local, name, notes, *([reach] if reach is not None and name == self.names[-1] else [])
+                local, name, recorded, *([reach] if reach is not None and name == self.names[-1] else [])
             )
-            for local, name, notes in zip(self.locals, self.names, self.notes, strict=True)
+            for local, name, recorded in zip(self.locals, self.names, self.notes, strict=True)
         ]
 
     def host_of(self, device):
@@ -82,7 +82,7 @@ class Job:
             return *restore_snapshot(abstract_of(make_state(step)), reader, sharding), reader.bytes_decoded
 
     def close(self):
-        assert all(capture.close(DEADLINE_S) for capture in self.captures)
+        assert all(capture.close(TIMEOUT_S) for capture in self.captures)
 
 
 @contextlib.contextmanager
@@ -155,14 +155,14 @@ class Held:
     """Holds a capture in its first copy."""
 
     def __init__(self):
-        self.notes = Notes()
+        self.notes = RecordedEvents()
         self.is_free = False
 
     def __call__(self, place, step):
         if place is FailPoint.DURING_COPY and step == 1:
             self.notes(place)
             with self.notes.changed:
-                assert self.notes.changed.wait_for(lambda: self.is_free, DEADLINE_S)
+                assert self.notes.changed.wait_for(lambda: self.is_free, TIMEOUT_S)
 
     def wait(self):
         self.notes.wait_for(FailPoint.DURING_COPY)

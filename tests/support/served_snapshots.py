@@ -22,7 +22,7 @@ def open_all(hosts, parity, generation=1, sizes=SIZES, **options):
     layout = make_layout(hosts, parity, sizes[: len(hosts)], generation)
     workers = [host.worker() for host in hosts]
     for worker in workers:
-        worker.open(layout, **options)
+        worker.open_layout(layout, **options)
     return layout, workers
 
 

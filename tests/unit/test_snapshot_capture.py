@@ -12,15 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from snapshot_parts import (
-    DEADLINE_S,
+from fake_snapshots import (
     DTYPES,
-    Arena,
-    Notes,
+    TIMEOUT_S,
+    FakeSnapshot,
+    RecordedEvents,
     host_names,
     hosts_of_eight,
     put,
@@ -29,6 +25,10 @@ from snapshot_parts import (
     take,
     values,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import StateError
 from resilient_jax.events import EventKind
@@ -44,8 +44,8 @@ from resilient_jax.state.state_partition import partition_state
 (HOST,) = host_names(1)
 
 
-class Held:
-    """Holds a capture at a place until it is told to go on."""
+class Blocker:
+    """Blocks a capture at a failpoint until `go_on` is set."""
 
     def __init__(self, place):
         self.place = place
@@ -55,40 +55,40 @@ class Held:
     def __call__(self, place, step):
         if place is self.place:
             self.reached.set()
-            assert self.go_on.wait(DEADLINE_S)
+            assert self.go_on.wait(TIMEOUT_S)
 
 
-class Taking:
+class CaptureRun:
     """A capture of one host's state, with all that it touches."""
 
-    def __init__(self, state, *, reach=None, **options):
+    def __init__(self, state, *, failpoint=None, **options):
         self.leaves = flatten_state(1, state).leaves
-        self.cut = partition_state(self.leaves, lambda device: HOST, [HOST])
-        self.arena = Arena(self.cut.part_bytes)
-        self.notes = Notes()
-        reach = {} if reach is None else {"reach": reach}
-        self.capture = SnapshotCapture(self.arena.of(HOST), HOST, self.notes, **reach, **options)
+        self.partition = partition_state(self.leaves, lambda device: HOST, [HOST])
+        self.snapshot = FakeSnapshot(self.partition.part_bytes)
+        self.recorded = RecordedEvents()
+        options |= {} if failpoint is None else {"failpoint": failpoint}
+        self.capture = SnapshotCapture(self.snapshot.of(HOST), HOST, self.recorded, **options)
 
     def start(self, step=1):
-        self.capture.start(snapshot_id(step), self.cut, self.leaves)
+        self.capture.start(snapshot_id(step), self.partition, self.leaves)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        assert self.capture.close(DEADLINE_S)
+        assert self.capture.close(TIMEOUT_S)
 
 
-def check_parts(state, arena, cut, hosts):
+def check_parts(state, snapshot, partition, hosts):
     leaves = flatten_state(1, state).leaves
     for host in hosts:
-        contents = arena.done[host].contents
-        for piece in contents.pieces:
-            value = leaves[piece.leaf].value
-            box = IndexBox(piece.start, piece.stop)
+        contents = snapshot.done[host].contents
+        for leaf_slice in contents.slices:
+            value = leaves[leaf_slice.leaf].value
+            box = IndexBox(leaf_slice.start, leaf_slice.stop)
             expected = np.asarray(value)[(*box.index_within(whole_box(value.shape)), ...)].tobytes()
-            assert arena.parts[host][piece.offset : piece.offset + len(expected)] == expected
-        assert (contents.leaves, contents.pieces) == (cut.leaves, cut.pieces[host])
+            assert snapshot.parts[host][leaf_slice.offset : leaf_slice.offset + len(expected)] == expected
+        assert (contents.leaves, contents.slices) == (partition.leaves, partition.slices[host])
 
 
 @settings(max_examples=40)
@@ -102,8 +102,8 @@ def test_the_parts_hold_the_numbers_of_their_pieces(state, count, threads, copy_
     hosts, host_of = hosts_of_eight(count)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part_copy, "COPY_STEP_BYTES", copy_bytes)
-        arena, cut = take(state, hosts, host_of, threads=threads)
-    check_parts(state, arena, cut, hosts)
+        snapshot, partition = take(state, hosts, host_of, threads=threads)
+    check_parts(state, snapshot, partition, hosts)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -117,9 +117,9 @@ def test_parts_of_many_blocks_are_copied_in_order_whatever_their_pieces(threads)
         "host": values((700_001,), "int4", 4),
         "small": put(values((3,), "bool", 5), NamedSharding(mesh, P())),
     }
-    arena, cut = take(state, hosts, host_of, threads=threads)
-    assert all(len(part) > COPY_STEP_BYTES for part in arena.parts.values())
-    check_parts(state, arena, cut, hosts)
+    snapshot, partition = take(state, hosts, host_of, threads=threads)
+    assert all(len(part) > COPY_STEP_BYTES for part in snapshot.parts.values())
+    check_parts(state, snapshot, partition, hosts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,20 +127,20 @@ def test_a_piece_may_span_several_devices_of_its_host(dtype):
     local = Mesh(np.array(jax.devices()), ("x",))
     state = {"w": put(values((16, 5), dtype, 0), NamedSharding(local, P("x")))}
     hosts = host_names(3)  # each is taken to have a copy like this one
-    arena, cut = take(state, hosts, lambda device: hosts[0])
-    check_parts(state, arena, cut, hosts)
+    snapshot, partition = take(state, hosts, lambda device: hosts[0])
+    check_parts(state, snapshot, partition, hosts)
 
 
 def test_a_start_returns_before_anything_is_copied():
-    held = Held(FailPoint.BEFORE_COPY)
-    with Taking({"w": jnp.ones(1000)}, reach=held) as taking:
-        taking.start()
-        assert held.reached.wait(DEADLINE_S)
-        assert not taking.capture.wait_until_copied(0)
-        assert set(taking.arena.parts[HOST]) == {0xA5}
-        held.go_on.set()
-        assert taking.capture.wait_until_copied(DEADLINE_S)
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+    blocker = Blocker(FailPoint.BEFORE_COPY)
+    with CaptureRun({"w": jnp.ones(1000)}, failpoint=blocker) as run:
+        run.start()
+        assert blocker.reached.wait(TIMEOUT_S)
+        assert not run.capture.wait_until_copied(0)
+        assert set(run.snapshot.parts[HOST]) == {0xA5}
+        blocker.go_on.set()
+        assert run.capture.wait_until_copied(TIMEOUT_S)
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
         assert detail["step"] == 1
         assert detail["bytes"] == 4032  # 4000 in lines of 64
         assert detail["seconds"] >= 0
@@ -153,156 +153,156 @@ def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
     scale = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     array = scale(array) * 0 + start  # in memory of XLA's own, as after any step
     where = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-    held = Held(FailPoint.AFTER_COPY)
-    with Taking({"w": array}, reach=held) as taking:
-        taking.start()
-        assert held.reached.wait(DEADLINE_S)
-        assert taking.capture.wait_until_copied(DEADLINE_S), (
+    blocker = Blocker(FailPoint.AFTER_COPY)
+    with CaptureRun({"w": array}, failpoint=blocker) as run:
+        run.start()
+        assert blocker.reached.wait(TIMEOUT_S)
+        assert run.capture.wait_until_copied(TIMEOUT_S), (
             "the arrays are read, even though the part is not complete"
         )
-        taking.leaves = ()
+        run.leaves = ()
         after = scale(array)
         assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == where
-        held.go_on.set()
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
-        part = np.frombuffer(bytes(taking.arena.parts[HOST]), np.float32)
+        blocker.go_on.set()
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
+        part = np.frombuffer(bytes(run.snapshot.parts[HOST]), np.float32)
         assert np.array_equal(np.sort(part[part != 0]), np.sort(start[start != 0].reshape(-1)))
 
 
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_COPY, FailPoint.DURING_COPY, FailPoint.AFTER_COPY])
 def test_a_cancelled_capture_is_never_complete(place):
-    held = Held(place)
+    blocker = Blocker(place)
     state = {"a": jnp.ones(100)}
-    with Taking(state, reach=held) as taking:
-        taking.start()
-        assert held.reached.wait(DEADLINE_S)
-        taking.capture.cancel("the generation has ended")
-        held.go_on.set()
-        assert taking.capture.wait_until_copied(DEADLINE_S)
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+    with CaptureRun(state, failpoint=blocker) as run:
+        run.start()
+        assert blocker.reached.wait(TIMEOUT_S)
+        run.capture.cancel("the generation has ended")
+        blocker.go_on.set()
+        assert run.capture.wait_until_copied(TIMEOUT_S)
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert detail == {"step": 1, "reason": "cancelled: the generation has ended"}
-    assert taking.arena.done == {}
-    assert taking.arena.abandoned == [(HOST, snapshot_id(1))]
+    assert run.snapshot.done == {}
+    assert run.snapshot.abandoned == [(HOST, snapshot_id(1))]
 
 
 def test_a_cancel_that_comes_too_late_changes_nothing():
-    with Taking({"w": jnp.ones(10)}) as taking:
-        taking.start()
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
-        taking.capture.cancel("too late")
-        assert taking.capture.wait_until_copied(0)
-    assert list(taking.arena.done) == [HOST]
-    assert taking.notes.kinds() == [EventKind.SNAPSHOT_COPIED]
+    with CaptureRun({"w": jnp.ones(10)}) as run:
+        run.start()
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
+        run.capture.cancel("too late")
+        assert run.capture.wait_until_copied(0)
+    assert list(run.snapshot.done) == [HOST]
+    assert run.recorded.kinds() == [EventKind.SNAPSHOT_COPIED]
 
 
 def test_the_next_snapshot_is_taken_after_one_that_was_cancelled():
-    held = Held(FailPoint.DURING_COPY)
-    with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
-        taking.start(1)
-        assert held.reached.wait(DEADLINE_S)
-        taking.capture.cancel("once")
-        held.go_on.set()
-        taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
-        taking.start(2)
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
-    assert taking.arena.done[HOST].id == snapshot_id(2)
+    blocker = Blocker(FailPoint.DURING_COPY)
+    with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:
+        run.start(1)
+        assert blocker.reached.wait(TIMEOUT_S)
+        run.capture.cancel("once")
+        blocker.go_on.set()
+        run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
+        run.start(2)
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
+    assert run.snapshot.done[HOST].id == snapshot_id(2)
 
 
 def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
-    held = Held(FailPoint.DURING_COPY)
-    with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
-        taking.start(1)
-        assert held.reached.wait(DEADLINE_S)
-        taking.start(2)
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+    blocker = Blocker(FailPoint.DURING_COPY)
+    with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:
+        run.start(1)
+        assert blocker.reached.wait(TIMEOUT_S)
+        run.start(2)
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert detail["step"] == 2
         assert detail["reason"].startswith("that of step 1 is still being copied")
-        assert not taking.capture.wait_until_copied(0), "the one that is under way still reads its arrays"
-        held.go_on.set()
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
-    assert taking.arena.done[HOST].id == snapshot_id(1)
-    assert taking.arena.abandoned == [(HOST, snapshot_id(2))], "other hosts must not wait for a part of it"
-    assert taking.capture.newest_finished == snapshot_id(1)
+        assert not run.capture.wait_until_copied(0), "the one that is under way still reads its arrays"
+        blocker.go_on.set()
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
+    assert run.snapshot.done[HOST].id == snapshot_id(1)
+    assert run.snapshot.abandoned == [(HOST, snapshot_id(2))], "other hosts must not wait for a part of it"
+    assert run.capture.newest_finished == snapshot_id(1)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_start_while_one_is_past_its_copy_or_cancelled_waits_its_turn(cancelled):
-    held = Held(FailPoint.DURING_COPY if cancelled else FailPoint.AFTER_COPY)
-    with Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held) as taking:
-        taking.start(1)
-        assert held.reached.wait(DEADLINE_S)
+    blocker = Blocker(FailPoint.DURING_COPY if cancelled else FailPoint.AFTER_COPY)
+    with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:
+        run.start(1)
+        assert blocker.reached.wait(TIMEOUT_S)
         if cancelled:
-            taking.capture.cancel("it takes too long")
-        taking.start(2)
-        assert not taking.capture.wait_until_copied(0), "the second one is not read yet"
-        held.go_on.set()
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED, 1 if cancelled else 2)
-    assert taking.capture.newest_finished == snapshot_id(2)
-    assert taking.arena.abandoned == ([(HOST, snapshot_id(1))] if cancelled else [])
+            run.capture.cancel("it takes too long")
+        run.start(2)
+        assert not run.capture.wait_until_copied(0), "the second one is not read yet"
+        blocker.go_on.set()
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED, 1 if cancelled else 2)
+    assert run.capture.newest_finished == snapshot_id(2)
+    assert run.snapshot.abandoned == ([(HOST, snapshot_id(1))] if cancelled else [])
 
 
 def test_what_the_server_refuses_is_dropped_with_its_reason():
-    with Taking({"w": jnp.ones(10)}) as taking:
-        taking.arena.refuse = "both slots are in use"
-        taking.start()
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+    with CaptureRun({"w": jnp.ones(10)}) as run:
+        run.snapshot.refuse = "both slots are in use"
+        run.start()
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert detail == {"step": 1, "reason": "both slots are in use"}
-        assert taking.arena.abandoned == []
-        taking.arena.refuse = None
-        taking.start(2)
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
+        assert run.snapshot.abandoned == []
+        run.snapshot.refuse = None
+        run.start(2)
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
 
 
 def test_a_state_that_was_donated_too_early_is_dropped_by_its_leafs_name():
-    held = Held(FailPoint.BEFORE_COPY)
-    with Taking({"w": jnp.ones(10)}, reach=held) as taking:
-        taking.start()
-        assert held.reached.wait(DEADLINE_S)
-        cast(jax.Array, taking.leaves[0].value).delete()
-        held.go_on.set()
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+    blocker = Blocker(FailPoint.BEFORE_COPY)
+    with CaptureRun({"w": jnp.ones(10)}, failpoint=blocker) as run:
+        run.start()
+        assert blocker.reached.wait(TIMEOUT_S)
+        cast(jax.Array, run.leaves[0].value).delete()
+        blocker.go_on.set()
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert "leaf ['w'] was donated before its snapshot was copied" in detail["reason"]
-    assert taking.arena.done == {}
+    assert run.snapshot.done == {}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_goes_on(threads):
-    failures = ["the disk of the arena burns"]
+    failures = ["the disk of the snapshot burns"]
 
     def fail_once(place, step):
         if place is FailPoint.DURING_COPY and failures:
             raise OSError(failures.pop())
 
     state = {"a": jnp.ones(65_536), "b": jnp.ones(65_536)}
-    with Taking(state, reach=fail_once, threads=threads) as taking:
-        taking.start(1)
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
-        assert detail["reason"] == "OSError: the disk of the arena burns"
-        taking.start(2)
-        taking.notes.wait_for(EventKind.SNAPSHOT_COPIED)
-    assert taking.arena.abandoned == [(HOST, snapshot_id(1))]
+    with CaptureRun(state, failpoint=fail_once, num_threads=threads) as run:
+        run.start(1)
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
+        assert detail["reason"] == "OSError: the disk of the snapshot burns"
+        run.start(2)
+        run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
+    assert run.snapshot.abandoned == [(HOST, snapshot_id(1))]
 
 
 def test_a_part_of_another_size_is_refused():
-    with Taking({"w": jnp.ones(100)}) as taking:
-        taking.arena.parts[HOST] = bytearray(64)
-        taking.start()
-        (detail,) = taking.notes.wait_for(EventKind.SNAPSHOT_DROPPED)
+    with CaptureRun({"w": jnp.ones(100)}) as run:
+        run.snapshot.parts[HOST] = bytearray(64)
+        run.start()
+        (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_DROPPED)
         assert detail["reason"] == "InternalError: the server gave 64 bytes for a part of 448"
 
 
 def test_a_state_of_another_structure_is_refused_to_the_callers_face():
-    with Taking({"w": jnp.ones(100)}) as taking:
+    with CaptureRun({"w": jnp.ones(100)}) as run:
         with pytest.raises(StateError, match="changed its structure between snapshots"):
-            taking.capture.start(snapshot_id(1), taking.cut, flatten_state(1, {"w": jnp.ones(101)}).leaves)
-        assert taking.capture.wait_until_copied(0)
+            run.capture.start(snapshot_id(1), run.partition, flatten_state(1, {"w": jnp.ones(101)}).leaves)
+        assert run.capture.wait_until_copied(0)
 
 
 def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     hosts, host_of = hosts_of_eight(2)
     spread = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     here = put(values((8,), "int32", 0), spread)
-    cut = partition_state(flatten_state(1, {"w": here}).leaves, host_of, hosts)
+    partition = partition_state(flatten_state(1, {"w": here}).leaves, host_of, hosts)
     of_first_host = [shard for shard in here.addressable_shards if host_of(shard.device) == hosts[0]]
     elsewhere = SimpleNamespace(
         shape=(8,),
@@ -314,19 +314,19 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
     with pytest.raises(
         StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"
     ):
-        plan_copies([FlatLeaf(path="['w']", value=cast(jax.Array, elsewhere))], cut.slices[hosts[1]])
+        plan_copies([FlatLeaf(path="['w']", value=cast(jax.Array, elsewhere))], partition.slices[hosts[1]])
 
 
 def test_closing_cancels_what_is_under_way():
-    held = Held(FailPoint.DURING_COPY)
-    taking = Taking({"a": jnp.ones(100), "b": jnp.ones(100)}, reach=held)
-    taking.start()
-    assert held.reached.wait(DEADLINE_S)
-    assert not taking.capture.close(0), "its thread is still held"
-    held.go_on.set()
-    assert taking.capture.close(DEADLINE_S)
-    assert taking.notes.kinds() == [EventKind.SNAPSHOT_DROPPED]
-    assert taking.arena.done == {}
+    blocker = Blocker(FailPoint.DURING_COPY)
+    run = CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker)
+    run.start()
+    assert blocker.reached.wait(TIMEOUT_S)
+    assert not run.capture.close(0), "its thread is still blocker"
+    blocker.go_on.set()
+    assert run.capture.close(TIMEOUT_S)
+    assert run.recorded.kinds() == [EventKind.SNAPSHOT_DROPPED]
+    assert run.snapshot.done == {}
 
 
 @settings(max_examples=10)
@@ -334,9 +334,9 @@ def test_closing_cancels_what_is_under_way():
 def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
     hosts, host_of = hosts_of_eight(count)
     leaves = flatten_state(1, state).leaves
-    cut = partition_state(leaves, host_of, hosts)
+    partition = partition_state(leaves, host_of, hosts)
     for host in hosts:
-        tasks = plan_copies(leaves, cut.slices[host])
+        tasks = plan_copies(leaves, partition.slices[host])
         for task, sent in zip(tasks, start_host_transfer(tasks), strict=True):
             assert (sent.box, sent.offset) == (task.box, task.offset)
             on_devices = [source for source in sent.sources if isinstance(source.data, jax.Array)]

@@ -85,7 +85,7 @@ def example_manifest(**changes):
         "part_bytes": 1000,
         "checksum": ChecksumName.CRC32,
         "block_bytes": 512,
-        "blocks": (1, 2),
+        "block_checksums": (1, 2),
     }
     return PartManifest(**(values | changes))
 
@@ -99,7 +99,7 @@ def test_another_version_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"blocks": (1,)}, {"block_bytes": 0}, {"part_bytes": -1}, {"blocks": ()}]
+    "changes", [{"block_checksums": (1,)}, {"block_bytes": 0}, {"part_bytes": -1}, {"block_checksums": ()}]
 )
 def test_numbers_that_contradict_each_other_are_refused(changes):
     with pytest.raises(MessageError, match=r"manifest of a: found \d block checksums, expected"):
@@ -119,7 +119,10 @@ def test_a_body_that_is_no_manifest_is_refused(monkeypatch):
 def test_the_block_of_a_flipped_bit_is_found(name, part, data):
     checksum = choose_checksum(name)
     manifest = example_manifest(
-        part_bytes=len(part), checksum=name, block_bytes=512, blocks=checksum_blocks(part, checksum, 512)
+        part_bytes=len(part),
+        checksum=name,
+        block_bytes=512,
+        block_checksums=checksum_blocks(part, checksum, 512),
     )
     assert count_blocks(len(part), 512) == len(manifest.block_checksums)
     first = data.draw(st.integers(0, max(0, len(manifest.block_checksums) - 1))) * 512

@@ -86,8 +86,8 @@ def test_the_refusal_has_the_numbers_and_says_what_to_do():
         )
     assert str(refused.value) == (
         "host a: snapshots need 16.00 GiB of memory (2 slots with 6.00 GiB of state, 2.00 GiB of parity and 1.0 MiB of "
-        "records each), expected at most 13.00 GiB: the machine has 64.00 GiB available, its control group allows "
-        "16.00 GiB and uses 4.00 GiB, and 1.00 GiB are held by earlier snapshots. Give the host or its container more "
+        "metadata each), expected at most 13.00 GiB: the machine has 64.00 GiB available, its control group allows "
+        "16.00 GiB and uses 4.00 GiB, and 1.00 GiB are used by earlier snapshots. Give the host or its container more "
         "memory, use more hosts (each then keeps less), lower the parity or make groups larger, or switch snapshots off"
     )
     with pytest.raises(SnapshotRefused, match="no control group limits it"):

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
+from fake_snapshots import host_names, hosts_of_eight, put, shapes, shardings, states, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from snapshot_parts import host_names, hosts_of_eight, put, shapes, shardings, states, values
 
 from resilient_jax.errors import CallerError, StateError
 from resilient_jax.snapshot.manifest import SLICE_ALIGNMENT

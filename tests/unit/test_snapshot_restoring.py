@@ -6,11 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from eight_devices import eight_devices  # noqa: F401 - a fixture of the whole module
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from snapshot_parts import (
+from fake_snapshots import (
     DTYPES,
     abstract_of,
     assert_same,
@@ -23,6 +19,10 @@ from snapshot_parts import (
     take,
     values,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from resilient_jax.errors import MessageError, StateError
 from resilient_jax.protocol.failpoints import FailPoint
@@ -47,11 +47,11 @@ def take_by(count, state, **options):
 @given(st.data(), host_counts)
 def test_a_state_comes_back_bit_for_bit_on_another_random_mesh(data, count):
     state = data.draw(states())
-    arena = take_by(count, state)
+    snapshot = take_by(count, state)
     targets = {f"['{name}']": data.draw(shardings(leaf.shape)) for name, leaf in state.items()}
-    step, restored = restore_snapshot(abstract_of(state), arena, lambda path, leaf: targets[path])
+    step, restored = restore_snapshot(abstract_of(state), snapshot, lambda path, leaf: targets[path])
     assert step == 3
-    arena.overwrite()
+    snapshot.overwrite()
     assert_same(restored, state)
     for name, leaf in restored.items():
         assert leaf.sharding == targets[f"['{name}']"]
@@ -83,9 +83,9 @@ def all_dtypes():
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_every_kind_of_leaf_comes_back(count):
     state = all_dtypes()
-    arena = take_by(count, state)
-    _, restored = restore_snapshot(abstract_of(state), arena, None)
-    arena.overwrite()
+    snapshot = take_by(count, state)
+    _, restored = restore_snapshot(abstract_of(state), snapshot, None)
+    snapshot.overwrite()
     expected = restore_held(abstract_of(state), copy_to_host(flatten_state(3, state)), None)
     assert_same(restored, expected)
     assert restored["count"] == 7
@@ -96,8 +96,8 @@ def test_every_kind_of_leaf_comes_back(count):
 def test_random_keys_come_back_with_their_sharding_and_draw_the_same():
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), P("x"))
     keys = jax.random.split(jax.random.key(5), 8)
-    arena = take_by(4, {"keys": jax.device_put(keys, NamedSharding(sharding.mesh, P(("x", "y"))))})
-    _, restored = restore_snapshot(jax.eval_shape(lambda: {"keys": keys}), arena, sharding)
+    snapshot = take_by(4, {"keys": jax.device_put(keys, NamedSharding(sharding.mesh, P(("x", "y"))))})
+    _, restored = restore_snapshot(jax.eval_shape(lambda: {"keys": keys}), snapshot, sharding)
     assert restored["keys"].sharding == sharding
     draw = jax.vmap(lambda key: jax.random.normal(key, (3,)))
     assert np.array_equal(draw(restored["keys"]), draw(keys))
@@ -106,14 +106,14 @@ def test_random_keys_come_back_with_their_sharding_and_draw_the_same():
 def test_restored_arrays_do_not_change_when_the_next_snapshot_is_written():
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     state = {"w": put(values((64, 1000), "float32", 1), sharding), "b": jnp.ones(100_000)}
-    arena = take_by(4, state)
+    snapshot = take_by(4, state)
     _, restored = restore_snapshot(
-        abstract_of(state), arena, lambda p, leaf: NamedSharding(sharding.mesh, P())
+        abstract_of(state), snapshot, lambda p, leaf: NamedSharding(sharding.mesh, P())
     )
     before = [plain(leaf) for leaf in jax.tree.leaves(restored)]
-    arena.overwrite()
+    snapshot.overwrite()
     assert [plain(leaf) for leaf in jax.tree.leaves(restored)] == before
-    views = [np.frombuffer(part, np.uint8) for part in arena.parts.values()]
+    views = [np.frombuffer(part, np.uint8) for part in snapshot.parts.values()]
     for leaf in jax.tree.leaves(restored):
         for shard in leaf.addressable_shards:
             assert not any(np.shares_memory(np.asarray(shard.data), view) for view in views)
@@ -122,8 +122,8 @@ def test_restored_arrays_do_not_change_when_the_next_snapshot_is_written():
 def test_donating_a_restored_array_changes_no_other():
     everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = {"w": put(values((100, 64), "float32", 1), everywhere)}
-    arena = take_by(2, state)
-    _, restored = restore_snapshot(abstract_of(state), arena, everywhere)
+    snapshot = take_by(2, state)
+    _, restored = restore_snapshot(abstract_of(state), snapshot, everywhere)
     shards = [shard.data for shard in restored["w"].addressable_shards]
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     ends = [jax.block_until_ready(overwrite(shards[device])) for device in (0, 3)]
@@ -135,38 +135,38 @@ def test_donating_a_restored_array_changes_no_other():
 def test_a_box_that_several_devices_need_is_read_once():
     everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = {"w": put(values((100, 64), "float32", 1), everywhere)}
-    arena = take_by(4, state)
-    restore_snapshot(abstract_of(state), arena, everywhere)
-    assert arena.bytes_read == 100 * 64 * 4
+    snapshot = take_by(4, state)
+    restore_snapshot(abstract_of(state), snapshot, everywhere)
+    assert snapshot.bytes_read == 100 * 64 * 4
 
 
 def test_only_what_this_hosts_devices_need_is_read():
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     state = {"w": put(values((64, 2**16), "float32", 1), NamedSharding(mesh, P("x")))}
-    arena = take_by(8, state)
+    snapshot = take_by(8, state)
     box = whole_box((64, 2**16)).narrow(0, 16, 32)
     data = np.empty(box.shape, np.float32)
-    BoxGatherer(arena, arena.manifests()).gather([GatherTarget(0, box, data)])
+    BoxGatherer(snapshot, snapshot.read_manifests()).gather([GatherTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[16:32])
-    assert (arena.bytes_read, arena.reads) == (data.nbytes, 1)
+    assert (snapshot.bytes_read, snapshot.reads) == (data.nbytes, 1)
 
 
 def test_columns_of_long_rows_are_read_without_what_lies_between():
     state = {"w": put(values((8, 2**18), "float32", 1), jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
-    arena = take_by(1, state)
+    snapshot = take_by(1, state)
     box = whole_box((8, 2**18)).narrow(1, 1000, 2000)
     data = np.empty(box.shape, np.float32)
-    BoxGatherer(arena, arena.manifests()).gather([GatherTarget(0, box, data)])
+    BoxGatherer(snapshot, snapshot.read_manifests()).gather([GatherTarget(0, box, data)])
     assert np.array_equal(data, np.asarray(state["w"])[:, 1000:2000])
-    assert (arena.bytes_read, arena.reads) == (8 * MAX_BLOCK_BYTES, 8)
+    assert (snapshot.bytes_read, snapshot.reads) == (8 * MAX_BLOCK_BYTES, 8)
 
 
 def test_many_small_leaves_take_few_reads():
     state = {f"leaf{i}": jnp.full((10,), i, jnp.float32) for i in range(200)}
-    arena = take_by(4, state)
-    _, restored = restore_snapshot(abstract_of(state), arena, None)
+    snapshot = take_by(4, state)
+    _, restored = restore_snapshot(abstract_of(state), snapshot, None)
     assert_same(restored, state)
-    assert arena.reads == 4, "one for each host"
+    assert snapshot.reads == 4, "one for each host"
 
 
 @settings(max_examples=40)
@@ -177,26 +177,26 @@ def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
         "w": put(values(shape, "bfloat16", 1), data.draw(shardings(shape))),
         "v": values(shape, "int32", 2),
     }
-    arena = take_by(count, state)
+    snapshot = take_by(count, state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "MAX_READ_BYTES", read_bytes)
         patch.setattr(gather, "MAX_GAP_BYTES", gap_bytes)
-        patch.setattr(restore, "BATCH_BYTES", read_bytes)
+        patch.setattr(restore, "RESTORE_BATCH_BYTES", read_bytes)
         target = data.draw(shardings(shape))
-        _, restored = restore_snapshot(abstract_of(state), arena, target)
+        _, restored = restore_snapshot(abstract_of(state), snapshot, target)
     assert_same(restored, state)
 
 
 def test_texts_come_back_with_the_arrays_and_the_step():
     state = {"name": "byte_lm", "w": jnp.ones(4), "nested": ["a", jnp.zeros(2)]}
-    arena = take_by(2, state, step=12)
+    snapshot = take_by(2, state, step=12)
     places = []
 
     def init():
         return {"name": "", "w": jnp.zeros(4), "nested": ["", jnp.ones(2)]}
 
     step, restored = restore_snapshot(
-        make_abstract_state(init), arena, None, failpoint=lambda place, step: places.append((place, step))
+        make_abstract_state(init), snapshot, None, failpoint=lambda place, step: places.append((place, step))
     )
     assert step == 12
     assert [restored["name"], restored["nested"][0]] == ["byte_lm", "a"]
@@ -225,58 +225,58 @@ def test_a_state_without_leaves_comes_back():
 )
 def test_a_snapshot_that_does_not_fit_the_init_function_is_refused_as_a_held_state_is(init, words):
     state = {"x": jnp.ones(2)}
-    arena = take_by(2, state)
+    snapshot = take_by(2, state)
     with pytest.raises(StateError, match=words) as from_snapshot:
-        restore_snapshot(jax.eval_shape(init), arena, None)
+        restore_snapshot(jax.eval_shape(init), snapshot, None)
     with pytest.raises(StateError) as from_held:
         restore_held(jax.eval_shape(init), flatten_state(3, state), None)
     assert str(from_snapshot.value) == str(from_held.value)
 
 
 def test_a_key_is_not_restored_as_numbers_nor_as_a_key_of_another_kind():
-    arena = take_by(1, {"x": jax.random.key(1)})
+    snapshot = take_by(1, {"x": jax.random.key(1)})
     with pytest.raises(
         StateError, match=r"uint32\[2\] \(data of a threefry2x32 key\) at .* instead of uint32\[2\], expected"
     ):
-        restore_snapshot(jax.eval_shape(lambda: {"x": jnp.zeros(2, "uint32")}), arena, None)
+        restore_snapshot(jax.eval_shape(lambda: {"x": jnp.zeros(2, "uint32")}), snapshot, None)
     with pytest.raises(
         StateError, match=r"\(data of a threefry2x32 key\) at .* instead of uint32\[4\] \(data of a rbg key\)"
     ):
-        restore_snapshot(jax.eval_shape(lambda: {"x": jax.random.key(1, impl="rbg")}), arena, None)
+        restore_snapshot(jax.eval_shape(lambda: {"x": jax.random.key(1, impl="rbg")}), snapshot, None)
 
 
-def change(arena, host, **fields):
-    arena.done[host] = msgspec.structs.replace(arena.done[host], **fields)
+def change(snapshot, host, **fields):
+    snapshot.done[host] = msgspec.structs.replace(snapshot.done[host], **fields)
 
 
 def test_parts_of_different_snapshots_are_not_mixed():
-    arena = take_by(2, {"w": jnp.ones(4)})
+    snapshot = take_by(2, {"w": jnp.ones(4)})
     hosts, _ = hosts_of_eight(2)
-    change(arena, hosts[1], id=msgspec.structs.replace(arena.done[hosts[1]].id, step=2))
+    change(snapshot, hosts[1], id=msgspec.structs.replace(snapshot.done[hosts[1]].id, step=2))
     with pytest.raises(
         MessageError, match=r"host-1 has a part of snapshot .*step=2.*expected parts of one state"
     ):
-        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)
+        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), snapshot, None)
 
 
 @pytest.mark.parametrize(("pieces", "found"), [(lambda pieces: (), 2), (lambda pieces: pieces * 2, 6)])
 def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
-    arena = take_by(2, {"w": jnp.ones(4)})
+    snapshot = take_by(2, {"w": jnp.ones(4)})
     hosts, _ = hosts_of_eight(2)
-    manifest: PartManifest = arena.done[hosts[1]]
+    manifest: PartManifest = snapshot.done[hosts[1]]
     contents = msgspec.structs.replace(manifest.contents, slices=pieces(manifest.contents.slices))
-    change(arena, hosts[1], contents=contents)
+    change(snapshot, hosts[1], contents=contents)
     with pytest.raises(
         MessageError, match=rf"hold {found} of the 4 numbers of leaf \['w'\] from \[0\] to \[4\]"
     ):
-        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)
+        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), snapshot, None)
 
 
 def test_a_dtype_that_this_host_does_not_know_is_refused():
-    arena = take_by(1, {"w": jnp.ones(4)})
-    (host,) = arena.done
-    contents = arena.done[host].contents
+    snapshot = take_by(1, {"w": jnp.ones(4)})
+    (host,) = snapshot.done
+    contents = snapshot.done[host].contents
     leaves = (msgspec.structs.replace(contents.leaves[0], dtype="posit16"),)
-    change(arena, host, contents=msgspec.structs.replace(contents, leaves=leaves))
+    change(snapshot, host, contents=msgspec.structs.replace(contents, leaves=leaves))
     with pytest.raises(StateError, match=r"leaf \['w'\] is of dtype 'posit16'"):
-        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), arena, None)
+        restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), snapshot, None)

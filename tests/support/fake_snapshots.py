@@ -21,13 +21,13 @@ from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.state_partition import partition_state
 
 CHECKSUM = choose_checksum()
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 AXES = ("x", "y", "z")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "int32", "complex64", "uint8")
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2), (1, 8), (8, 1), (4,), (2, 2), (2,), (1,))
 
 
-class Arena:
+class FakeSnapshot:
     """In place of the snapshot server: every host's part and manifest in this process."""
 
     def __init__(self, part_bytes, *, refuse=None):
@@ -38,13 +38,13 @@ class Arena:
         self.reads = self.bytes_read = 0
 
     def of(self, host):
-        return HostArena(self, host)
+        return FakeServerClient(self, host)
 
     # As a reader of all parts.
 
     local_host = None
 
-    def manifests(self):
+    def read_manifests(self):
         return dict(self.done)
 
     def read_all(self, reads):
@@ -62,17 +62,17 @@ class Arena:
             part[:] = b"\x5a" * len(part)
 
 
-class HostArena:
+class FakeServerClient:
     """As the snapshot server of one host."""
 
-    def __init__(self, arena, host):
-        self.arena, self.host = arena, host
+    def __init__(self, snapshot, host):
+        self.snapshot, self.host = snapshot, host
         self.writing = {}
 
     def begin(self, id):
-        if self.arena.refuse is not None:
-            raise SnapshotDropped(self.arena.refuse)
-        self.writing[id] = memoryview(self.arena.parts[self.host])
+        if self.snapshot.refuse is not None:
+            raise SnapshotDropped(self.snapshot.refuse)
+        self.writing[id] = memoryview(self.snapshot.parts[self.host])
         return self.writing[id]
 
     def wait_settled(self, id, timeout_s):
@@ -80,8 +80,8 @@ class HostArena:
 
     def finish(self, id, contents):
         self.writing.pop(id).release()  # BufferError if an array is still on it: it could not be unmapped
-        part = self.arena.parts[self.host]
-        self.arena.done[self.host] = PartManifest(
+        part = self.snapshot.parts[self.host]
+        self.snapshot.done[self.host] = PartManifest(
             id=id,
             host=self.host,
             contents=contents,
@@ -93,10 +93,10 @@ class HostArena:
 
     def abandon(self, id):
         self.writing.pop(id).release()
-        self.arena.abandoned.append((self.host, id))
+        self.snapshot.abandoned.append((self.host, id))
 
 
-class Notes:
+class RecordedEvents:
     """The events that were written."""
 
     def __init__(self):
@@ -114,7 +114,7 @@ class Notes:
     def wait_for(self, kind, count=1):
         """The details of that many events of a kind, when they are there."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.kinds().count(kind) >= count, DEADLINE_S), self.events
+            assert self.changed.wait_for(lambda: self.kinds().count(kind) >= count, TIMEOUT_S), self.events
             return [detail for found, detail in self.events if found is kind]
 
 
@@ -134,19 +134,19 @@ def snapshot_id(step=3, generation=1):
 
 def take(state, hosts, host_of, *, threads=1, step=3):
     """A complete snapshot of a state, by captures of all hosts."""
-    held = flatten_state(step, state)
-    leaves = held.leaves
-    state_cut = partition_state(leaves, host_of, hosts)
-    arena, notes = Arena(state_cut.part_bytes), Notes()
-    captures = [SnapshotCapture(arena.of(host), host, notes, num_threads=threads) for host in hosts]
+    flat = flatten_state(step, state)
+    leaves = flat.leaves
+    partition = partition_state(leaves, host_of, hosts)
+    snapshot, events = FakeSnapshot(partition.part_bytes), RecordedEvents()
+    captures = [SnapshotCapture(snapshot.of(host), host, events, num_threads=threads) for host in hosts]
     for capture in captures:
-        capture.start(snapshot_id(step), state_cut, leaves, held.strings)
-    with notes.changed:  # a part is complete a moment after its arrays are read
-        assert notes.changed.wait_for(lambda: len(notes.events) == len(hosts), DEADLINE_S)
-    assert sorted(arena.done) == sorted(hosts), notes.events
+        capture.start(snapshot_id(step), partition, leaves, flat.strings)
+    with events.changed:  # a part is complete a moment after its arrays are read
+        assert events.changed.wait_for(lambda: len(events.events) == len(hosts), TIMEOUT_S)
+    assert sorted(snapshot.done) == sorted(hosts), events.events
     for capture in captures:
-        assert capture.close(DEADLINE_S)
-    return arena, state_cut
+        assert capture.close(TIMEOUT_S)
+    return snapshot, partition
 
 
 def put(array, sharding):
