@@ -114,8 +114,8 @@ def check_memory(
         f"{_size(required.part_bytes)} of state, {_size(required.parity_bytes)} of parity and "
         f"{_size(required.metadata_bytes)} of metadata each), expected at most "
         f"{_size(free.free_bytes + reclaimed_bytes)}: the machine has {_size(free.available_bytes)} available, "
-        f"{group}, and {_size(reclaimed_bytes)} are used by earlier snapshots. Give the host or its container more memory, use "
-        "more hosts (each then keeps less), lower the parity or make groups larger, or switch snapshots off"
+        f"{group}, and {_size(reclaimed_bytes)} are used by earlier snapshots. Give the host or its container more "
+        "memory, use more hosts (each then keeps less), lower the parity or make groups larger, or switch snapshots off"
     )
 
 
