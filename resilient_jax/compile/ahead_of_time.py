@@ -1,7 +1,7 @@
-"""Compiles what may be needed next, on a thread with low priority, while training goes on.
+"""Compilation ahead of time: programs that may be needed next, on a thread of low priority, while training goes on.
 
 `jax.jit` finds a program that was lowered and compiled here: a call with the same shapes and shardings neither traces,
-lowers nor compiles. What is compiled also goes into the persistent cache, for worlds to come.
+lowers nor compiles. What is compiled also goes into the persistent cache, for later generations.
 """
 
 import functools
@@ -17,38 +17,42 @@ logger = logging.getLogger(__name__)
 
 THREAD_NAME: Final = "resilient-jax-ahead"
 THREAD_NICENESS: Final = 10
-"""Low, but not idle: the thread holds Python's lock now and then, and training must not wait for it long."""
+"""Low, but not idle: the thread takes Python's global lock now and then, and training must not wait for it long."""
 LEAVE_TIMEOUT_S: Final = 1.0
-"""A program that is being compiled when its devices go is not waited for longer: training stands still, and the old
-backend may as well live until the program is done."""
+"""The longest wait for a program that is being compiled when its devices go: training is stopped meanwhile, and the old
+backend may live until the program is done."""
 CLOSE_TIMEOUT_S: Final = 10.0
-"""Of a process that ends: it would take the compiler away under the thread."""
+"""The longest wait of a process that ends: without it the compiler would vanish under the thread."""
 
-
-_of_thread = threading.local()
-"""`check`, where a thread compiles ahead: of what it is at."""
+_thread_local = threading.local()
+"""`check` of the job that the thread is compiling; only on a thread that compiles ahead."""
 
 CancellationCheck = Callable[[], None]
-"""To be called before each program; raises `Dropped` if it is not wanted any more."""
+"""A job calls it before each program; it raises `CompilationCanceled` once the job is canceled."""
 
 
 class CompilationCanceled(BaseException):
-    """What was being compiled is for a world that has ended. No `Exception`: JAX catches those of its cache."""
+    """The job being compiled was canceled. Not an `Exception`: JAX catches exceptions of its cache."""
 
 
 class CompilationJob(NamedTuple):
-    """Programs to compile: a name for people, and what compiles them; False: there was nothing to do."""
+    """Programs to compile together.
+
+    Attributes:
+        name: for display.
+        compile: compiles them, and returns whether there was anything to compile.
+    """
 
     name: str
     compile: Callable[[CancellationCheck], bool]
 
 
 class AheadOfTimeCompiler:
-    """Owns the thread.
+    """Owns the thread that compiles ahead.
 
     Args:
-        on_compiled: told of each program with the seconds that it took; on the thread.
-        on_failure: told of each program that could not be compiled, and why.
+        on_compiled: called on the thread with each job's name and the seconds that it took.
+        on_failure: called on the thread with the name of each job that failed, and the error.
     """
 
     def __init__(
@@ -57,40 +61,40 @@ class AheadOfTimeCompiler:
         self._on_compiled, self._on_failure = on_compiled, on_failure
         self._changed = threading.Condition()
         self._jobs: deque[tuple[float, CompilationJob]] = deque()
-        """With the monotonic time before which none is begun."""
-        self._drops = 0
+        """Each with the monotonic time before which it does not start."""
+        self._cancellations = 0
         self._is_working = False
         self._is_closed = False
-        """All guarded by the condition."""
+        """Guarded by the condition, as all above."""
         self._thread: threading.Thread | None = None
 
     def enqueue(self, jobs: Iterable[CompilationJob], after_s: float = 0.0) -> None:
-        """Compiles these after those that wait, in this order, and not within the next `after_s` seconds."""
+        """Add jobs behind those that wait, in this order, to start no sooner than in `after_s` seconds."""
         with self._changed:
-            begin_s = time.monotonic() + after_s
-            self._jobs.extend((begin_s, job) for job in jobs)
+            start_s = time.monotonic() + after_s
+            self._jobs.extend((start_s, job) for job in jobs)
             self._changed.notify_all()
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
                 self._thread.start()
 
     def cancel(self) -> None:
-        """Forgets what waits, and all but the program that is being compiled: other worlds are likely now."""
+        """Drop all jobs; the current one ends after the program that is being compiled."""
         with self._changed:
-            self._drops += 1
+            self._cancellations += 1
             self._jobs.clear()
             self._changed.notify_all()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Whether all that was expected and not dropped is done, or was after so long."""
+        """Return whether all jobs are done or canceled, waiting for `timeout_s` at most."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_working and not self._jobs, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread, after the program that it is compiling, which is waited for: not for ever."""
+        """Cancel all jobs and end the thread, waiting `CLOSE_TIMEOUT_S` at most for the program being compiled."""
         with self._changed:
             self._is_closed = True
-            self._drops += 1
+            self._cancellations += 1
             self._jobs.clear()
             self._changed.notify_all()
         if self._thread is not None:
@@ -101,51 +105,49 @@ class AheadOfTimeCompiler:
         while (taken := self._take()) is not None:
             job, check = taken
             started_s = time.monotonic()
-            _of_thread.check = check
+            _thread_local.check = check
             try:
                 has_compiled = job.compile(check)
             except CompilationCanceled:
                 pass
-            except (
-                Exception
-            ) as error:  # a thread's end: what fails here fails again, and is raised, where it is needed
+            except Exception as error:  # what fails here fails again, and is raised, where it is needed
                 logger.debug("compiling %s ahead", job.name, exc_info=True)
                 self._on_failure(job.name, f"{type(error).__name__}: {error}".splitlines()[0][:200])
             else:
                 if has_compiled:
                     self._on_compiled(job.name, time.monotonic() - started_s)
-            del job, taken  # it holds the devices
-            _of_thread.check = None
+            del job, taken  # they hold references to devices
+            _thread_local.check = None
 
     def _take(self) -> tuple[CompilationJob, CancellationCheck] | None:
         with self._changed:
             self._is_working = False
             self._changed.notify_all()
             while not self._is_closed:
-                left_s = self._jobs[0][0] - time.monotonic() if self._jobs else None
-                if left_s is not None and left_s <= 0:
+                remaining_s = self._jobs[0][0] - time.monotonic() if self._jobs else None
+                if remaining_s is not None and remaining_s <= 0:
                     self._is_working = True
-                    return self._jobs.popleft()[1], functools.partial(self._check, self._drops)
-                self._changed.wait(left_s)
+                    return self._jobs.popleft()[1], functools.partial(self._check, self._cancellations)
+                self._changed.wait(remaining_s)
             return None
 
-    def _check(self, drops: int) -> None:
-        if self._drops != drops:
+    def _check(self, cancellations: int) -> None:
+        if self._cancellations != cancellations:
             raise CompilationCanceled
 
 
 def may_wait() -> bool:
-    """Whether the calling thread compiles ahead.
+    """Return whether the calling thread may wait for other hosts: whether it compiles ahead.
 
     Raises:
-        Dropped: it does, but what it is at is not wanted any more.
+        CompilationCanceled: it does, but its job was canceled.
     """
     if not is_compiling_ahead():
         return False
-    _of_thread.check()
+    _thread_local.check()
     return True
 
 
 def is_compiling_ahead() -> bool:
-    """Whether the calling thread compiles ahead: nobody waits for it."""
-    return getattr(_of_thread, "check", None) is not None
+    """Return whether the calling thread compiles ahead, so that training does not wait for it."""
+    return getattr(_thread_local, "check", None) is not None

@@ -1,4 +1,4 @@
-"""What this worker compiles, loads and fetches: counted by generation, and said where training had to wait for it."""
+"""Counts what a worker compiles, loads and fetches in a generation, and reports what training had to wait for."""
 
 import os
 import threading
@@ -20,81 +20,83 @@ COMPILE_EVENTS: Final = frozenset(
     f"/jax/core/compile/{phase}_duration"
     for phase in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
 )
-"""What JAX says it spends on a program; the last one includes loading it from the cache."""
+"""JAX's durations of the phases of a compilation; the last one includes loading a program from the cache."""
 MIN_REPORTED_S: Final = 0.05
-"""Programs that compile faster are counted, but are no event each."""
+"""Programs that compile faster are counted, but not reported one by one."""
 
 
 class CompilationMonitor:
-    """Between JAX's cache, the other hosts and the event log. One for each process.
+    """Connects JAX's compilation cache with the other hosts and the event log. One for each process.
 
     Args:
         host: this one.
         credentials: of the job.
-        happened: writes an event; on any thread.
+        record_event: writes an event; called on any thread.
     """
 
     def __init__(self, host: HostName, credentials: Credentials, record_event: Callable[..., Event]) -> None:
-        self._happened = record_event
-        self._peers = ProgramFetcher(host, credentials, may_wait, self._on_failure)
+        self._record_event = record_event
+        self._fetcher = ProgramFetcher(host, credentials, may_wait, self._on_failure)
         self._lock = threading.Lock()
         self._seconds = self._compiled_s = 0.0
         self._compiled = self._fetched = 0
-        """Since the generation began, where training waited. All guarded by the lock."""
-        self._is_said = True
+        """Since the generation began, only what training waited for. Guarded by the lock."""
+        self._is_reported = True
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
     def begin_generation(self, members: Iterable[Member]) -> None:
-        """A generation begins."""
-        self._peers.set_peers([ProgramPeer(host=m.host, endpoint=m.endpoint) for m in members if m.endpoint])
+        """Reset the counts, and fetch from the members of a new generation."""
+        self._fetcher.set_peers(
+            [ProgramPeer(host=m.host, endpoint=m.endpoint) for m in members if m.endpoint]
+        )
         with self._lock:
             self._seconds = self._compiled_s = 0.0
             self._compiled = self._fetched = 0
-            self._is_said = False
+            self._is_reported = False
 
     def report_once(self) -> None:
-        """At a commit: what the generation's first step had to wait for. Does nothing at the others."""
+        """Report what the generation's first step had to wait for; called at each commit, reports at the first."""
         with self._lock:
-            if self._is_said:
+            if self._is_reported:
                 return
-            self._is_said = True
+            self._is_reported = True
             detail = {
                 "seconds": self._seconds,
                 "compiled": self._compiled,
                 "compiled_s": self._compiled_s,
                 "fetched": self._fetched,
             }
-        self._happened(EventKind.PROGRAMS_READY, **detail)
+        self._record_event(EventKind.PROGRAMS_READY, **detail)
 
-    # What JAX's cache asks and tells; see `CacheHooks`.
+    # `CacheHooks`: called by JAX's cache.
 
     def fetch(self, key: str) -> bytes | None:
-        """A program from the host that owns it."""
-        found = self._peers.fetch(key)
+        """Return a program from the host that owns it; None: compile it here."""
+        found = self._fetcher.fetch(key)
         if found is not None and not is_compiling_ahead():
             with self._lock:
                 self._fetched += 1
         return found
 
     def missed(self, name: str, seconds: float) -> None:
-        """A program was compiled here."""
+        """Record that a program was compiled here."""
         if is_compiling_ahead():
             return
         with self._lock:
             self._compiled += 1
             self._compiled_s += seconds
         if seconds >= MIN_REPORTED_S:
-            self._happened(EventKind.COMPILE_CACHE_MISS, program=name, seconds=seconds)
+            self._record_event(EventKind.COMPILE_CACHE_MISS, program=name, seconds=seconds)
 
-    # What the thread that compiles ahead tells.
+    # Called by the thread that compiles ahead.
 
     def record_compiled_ahead(self, world: str, seconds: float) -> None:
-        """Programs of a likely next world are there."""
-        self._happened(EventKind.PROGRAM_COMPILED_AHEAD, world=world, seconds=seconds)
+        """Record that the programs of a likely next world are compiled."""
+        self._record_event(EventKind.PROGRAM_COMPILED_AHEAD, world=world, seconds=seconds)
 
     def record_failed_ahead(self, world: str, reason: str) -> None:
-        """They could not be compiled."""
-        self._happened(EventKind.PROGRAM_FAILED, world=world, reason=reason)
+        """Record that the programs of a likely next world could not be compiled."""
+        self._record_event(EventKind.PROGRAM_FAILED, world=world, reason=reason)
 
     def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
         if event in COMPILE_EVENTS and not is_compiling_ahead():
@@ -102,10 +104,10 @@ class CompilationMonitor:
                 self._seconds += duration_secs
 
     def _on_failure(self, owner: HostName, reason: str) -> None:
-        self._happened(EventKind.PROGRAM_FAILED, owner=owner, reason=reason)
+        self._record_event(EventKind.PROGRAM_FAILED, owner=owner, reason=reason)
 
 
 def open_program_directory() -> ProgramDirectory | None:
-    """This host's compiled programs; None: there is no cache."""
+    """Return the directory of this host's compiled programs; None: JAX's cache is off."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     return ProgramDirectory(Path(folder), CACHE_SUFFIX) if folder else None

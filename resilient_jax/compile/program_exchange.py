@@ -1,12 +1,12 @@
-"""Compiled programs, passed on between hosts: of a program that all need only one host compiles it.
+"""Exchange of compiled programs between hosts: a program that all hosts need is compiled by one of them.
 
 Rules:
 - A program's key is a digest of all that it was made from (the program itself, versions, flags, kinds of devices), so
   a host that has an entry under a key has the right one, however old.
-- Every key has one owner among the live hosts. Whoever lacks a program asks the owner, and compiles only if that does
-  not have it in time. The owner asks nobody.
-- In a background thread one waits for the owner, which is compiling the same just then; where training waits one does
-  not.
+- Every key has one owner among the live hosts. A host that lacks a program asks the owner, and compiles it only if the
+  owner does not have it in time. The owner asks no other host.
+- A background thread waits for the owner, which is then compiling the same program; a thread that training waits for
+  does not.
 - What arrives is checked (CRC-32 and length) before it is kept. Callers and servers are those of the job: they have its
   token, and certificates where they are configured.
 """
@@ -31,25 +31,25 @@ PROGRAM_SERVICE: Final = "programs"
 CHUNK_BYTES: Final = 2**22
 POLL_INTERVAL_S: Final = 0.05
 OWNER_TIMEOUT_S: Final = 60.0
-"""For an owner that is compiling: longer than that, and two hosts compile it."""
+"""The longest wait for an owner that is compiling; after it, two hosts compile the program."""
 REQUEST_WAIT_S: Final = 0.5
-"""One request waits so long; between two it is looked whether the program is still wanted."""
+"""The longest wait of one request; between two requests the caller checks whether it still needs the program."""
 MAX_WAITING_REQUESTS: Final = 8
-"""Requests that wait at once, each on a thread that others may need; more are answered at once, and come again."""
+"""Requests that wait at a time, each on a thread that others may need; more are answered at once and repeated."""
 REQUEST_TIMEOUT_S: Final = 2.0
-"""Where training waits: a host that is gone answers late or never."""
+"""How long training waits for an answer: a host that is gone answers late or never."""
 KEY_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.<>")
 
 
 class ProgramRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for a program; `wait_s`: so long at most, if it is not there yet."""
+    """A request for a program; the owner waits `wait_s` at most for one that it does not have yet."""
 
     key: str
     wait_s: float = 0.0
 
 
 class ProgramChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Size and CRC-32 (first; a size of -1: not there), then bytes."""
+    """A part of the answer: size and CRC-32 first (a size of -1: the owner lacks the program), then the bytes."""
 
     size: int = 0
     crc32: int = 0
@@ -60,11 +60,11 @@ FETCH_PROGRAM = Method("fetch", ProgramRequest, ProgramChunk, is_streaming=True)
 
 
 class ProgramDirectory:
-    """This host's programs, as files that appear whole or not at all.
+    """This host's programs, as files that are written atomically.
 
     Args:
         folder: of the files.
-        suffix: that follows the key in their names.
+        suffix: follows the key in the name of a file.
     """
 
     def __init__(self, folder: Path, suffix: str) -> None:
@@ -72,10 +72,10 @@ class ProgramDirectory:
         self._waiters = threading.BoundedSemaphore(MAX_WAITING_REQUESTS)
 
     def read(self, key: str) -> bytes | None:
-        """A program; None: it is not there.
+        """Return a program; None: this host lacks it.
 
         Raises:
-            MessageError: that is no key.
+            MessageError: the key is not one.
         """
         if not key or key.startswith(".") or not set(key) <= KEY_CHARACTERS:
             raise MessageError(
@@ -87,7 +87,7 @@ class ProgramDirectory:
             return None
 
     def serve(self, request: ProgramRequest) -> Iterator[ProgramChunk]:
-        """Answers another host, when the program is there or its patience is over."""
+        """Answer another host as soon as the program is there, or when the request's wait is over."""
         found = self.read(request.key)
         if found is None and request.wait_s > 0 and self._waiters.acquire(blocking=False):
             try:
@@ -122,9 +122,9 @@ class ProgramFetcher:
     Args:
         host: this one.
         credentials: of the job.
-        may_wait: whether the calling thread may wait for an owner that is compiling; asked again and again, and may
-            raise to end the wait.
-        on_failure: told of an owner that could not be asked, or gave something else.
+        may_wait: returns whether the calling thread may wait for an owner that is compiling; called before each
+            request, and may raise to end the wait.
+        on_failure: called with an owner that could not be asked or sent damaged bytes, and the error.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class ProgramFetcher:
         """Guarded by the lock."""
 
     def set_peers(self, peers: Sequence[ProgramPeer]) -> None:
-        """Says who lives in this generation, this host among them; the same on every host."""
+        """Set the hosts of this generation, this one among them; the same on every host."""
         with self._lock:
             self._peers = tuple(sorted(peers, key=lambda peer: peer.host))
 
     def fetch(self, key: str) -> bytes | None:
-        """A program from its owner; None: compile it here."""
+        """Return a program from its owner; None: compile it here."""
         with self._lock:
             peers = self._peers
         owner = find_owner(key, peers)
@@ -164,18 +164,20 @@ class ProgramFetcher:
         while True:
             asked_s = time.monotonic()
             wait_s = REQUEST_WAIT_S if self._may_wait() else 0.0
-            found = _ask(owner, channel, key, wait_s)
+            found = _request_program(owner, channel, key, wait_s)
             if found is not None or not wait_s or time.monotonic() > deadline_s:
                 return found
-            time.sleep(max(0.0, asked_s + wait_s - time.monotonic()))  # it had no room for one more who waits
+            time.sleep(
+                max(0.0, asked_s + wait_s - time.monotonic())
+            )  # the owner had no thread left to wait on
 
 
 def find_owner(key: str, peers: Sequence[ProgramPeer]) -> ProgramPeer | None:
-    """Gives the host that compiles a program for all of them."""
+    """Return the host that compiles a program for all of them."""
     return peers[zlib.crc32(key.encode()) % len(peers)] if peers else None
 
 
-def _ask(owner: HostName, channel: SyncChannel, key: str, wait_s: float) -> bytes | None:
+def _request_program(owner: HostName, channel: SyncChannel, key: str, wait_s: float) -> bytes | None:
     request = ProgramRequest(key=key, wait_s=wait_s)
     parts = channel.stream(PROGRAM_SERVICE, FETCH_PROGRAM, request, timeout_s=wait_s + REQUEST_TIMEOUT_S)
     head = next(parts, None)

@@ -1,4 +1,4 @@
-"""Compiled programs passed on between hosts, over real sockets and into real folders."""
+"""The exchange of compiled programs between hosts, over real sockets and into real folders."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -32,14 +32,14 @@ class Host:
 
     def __init__(self, name: HostName, folder: Path, handler=None):
         folder.mkdir()
-        self.folder, self.failures, self.is_patient = folder, [], False
+        self.folder, self.failures, self.may_wait = folder, [], False
         programs = ProgramDirectory(folder, SUFFIX)
         self.server = SyncServer("127.0.0.1:0", credentials=CREDENTIALS, num_threads=THREADS)
         self.server.add(PROGRAM_SERVICE, {FETCH_PROGRAM: handler or programs.serve})
         self.server.start()
         self.peer = ProgramPeer(host=name, endpoint=self.server.address)
         self.programs = ProgramFetcher(
-            name, CREDENTIALS, lambda: self.is_patient, lambda *words: self.failures.append(words)
+            name, CREDENTIALS, lambda: self.may_wait, lambda *words: self.failures.append(words)
         )
 
     def keep(self, key: str, data: bytes) -> None:
@@ -62,14 +62,14 @@ def key_of(owner: Host, hosts) -> str:
     return next(key for i in range(99) if find_owner(key := f"jit_step-{i:02}", peers) == owner.peer)
 
 
-def test_a_program_comes_from_its_owner_whole_whatever_its_size(hosts):
+def test_a_program_of_any_size_arrives_complete_from_its_owner(hosts):
     owner, other, _ = hosts
     key, data = key_of(owner, hosts), bytes(range(256)) * 40_000
     owner.keep(key, data)
     assert other.programs.fetch(key) == data
 
 
-def test_the_owner_asks_nobody(hosts):
+def test_the_owner_asks_no_other_host(hosts):
     owner, other, _ = hosts
     key = key_of(owner, hosts)
     other.keep(key, b"program")
@@ -77,16 +77,16 @@ def test_the_owner_asks_nobody(hosts):
     assert not owner.failures
 
 
-def test_where_training_waits_an_owner_without_it_is_not_waited_for(hosts):
+def test_a_training_thread_does_not_wait_for_an_owner_that_lacks_the_program(hosts):
     owner, other, _ = hosts
     assert other.programs.fetch(key_of(owner, hosts)) is None
     assert not other.failures
 
 
-def test_ahead_of_time_an_owner_that_is_compiling_is_waited_for(hosts):
+def test_a_background_thread_waits_for_an_owner_that_is_compiling(hosts):
     owner, other, _ = hosts
     key, found = key_of(owner, hosts), []
-    other.is_patient = True
+    other.may_wait = True
     asking = threading.Thread(target=lambda: found.append(other.programs.fetch(key)))
     asking.start()
     asking.join(0.3)
@@ -96,33 +96,33 @@ def test_ahead_of_time_an_owner_that_is_compiling_is_waited_for(hosts):
     assert found == [b"program"]
 
 
-def test_who_waits_for_an_owner_can_be_ended(hosts):
+def test_a_wait_for_an_owner_can_be_canceled(hosts):
     owner, other, _ = hosts
-    key, turns = key_of(owner, hosts), []
+    key, calls = key_of(owner, hosts), []
 
-    class Ended(Exception):
+    class Canceled(Exception):
         pass
 
     def may_wait() -> bool:
-        turns.append(key)
-        if len(turns) == 3:
-            raise Ended
+        calls.append(key)
+        if len(calls) == 3:
+            raise Canceled
         return True
 
     asking = ProgramFetcher(other.peer.host, CREDENTIALS, may_wait, lambda *_: None)
     asking.set_peers([host.peer for host in hosts])
-    with pytest.raises(Ended):
+    with pytest.raises(Canceled):
         asking.fetch(key)
 
 
-def test_hosts_that_wait_keep_no_thread_from_others(hosts):
+def test_waiting_requests_leave_threads_for_others(hosts):
     owner, waits, asks = hosts
     peers = tuple(host.peer for host in hosts)
     key, other = (
         next(k for i in range(99) if find_owner(k := f"{n}-{i}", peers) == owner.peer) for n in "ab"
     )
     owner.keep(other, b"at once")
-    waits.is_patient = True
+    waits.may_wait = True
     with ThreadPoolExecutor(2 * THREADS) as pool:
         waiting = [pool.submit(waits.programs.fetch, key) for _ in range(2 * THREADS)]
         wait(waiting, 0.3)
@@ -132,7 +132,7 @@ def test_hosts_that_wait_keep_no_thread_from_others(hosts):
     assert not asks.failures
 
 
-def test_an_owner_that_is_gone_is_said_and_the_program_is_compiled_here(hosts):
+def test_an_owner_that_is_gone_is_reported_and_the_program_is_compiled_here(hosts):
     owner, other, _ = hosts
     owner.server.stop()
     assert other.programs.fetch(key_of(owner, hosts)) is None
@@ -140,11 +140,11 @@ def test_an_owner_that_is_gone_is_said_and_the_program_is_compiled_here(hosts):
 
 
 def test_changed_bytes_are_refused(tmp_path):
-    def lie(request):
+    def send_damaged(request):
         yield ProgramChunk(size=7, crc32=1)
         yield ProgramChunk(data=b"program")
 
-    owner, other = Host(NAMES[0], tmp_path / "owner", lie), Host(NAMES[1], tmp_path / "other")
+    owner, other = Host(NAMES[0], tmp_path / "owner", send_damaged), Host(NAMES[1], tmp_path / "other")
     both = [owner, other]
     other.programs.set_peers([host.peer for host in both])
     assert other.programs.fetch(key_of(owner, both)) is None
@@ -161,7 +161,7 @@ def test_a_key_that_is_no_digest_reads_no_file(tmp_path, key):
         ProgramDirectory(tmp_path / "folder", SUFFIX).read(key)
 
 
-def test_every_key_has_one_owner_whoever_asks(hosts):
+def test_every_key_has_one_owner_on_all_hosts(hosts):
     peers = tuple(host.peer for host in hosts)
     owners = {find_owner(f"jit_step-{i}", peers) for i in range(60)}
     assert owners == set(peers)

@@ -1,4 +1,4 @@
-"""Programs compiled on a thread while training goes on: training finds them, and nothing else changes."""
+"""A program compiled on the background thread is found by `jax.jit`, and nothing else changes."""
 
 import os
 import threading
@@ -13,18 +13,19 @@ from resilient_jax.ids import HostName
 from resilient_jax.jax_runtime.compile_cache import CACHE_SUFFIX, evict_oldest
 from resilient_jax.trainer.speculative_compilation import list_likely_hosts
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def said():
+def reports():
     return []
 
 
 @pytest.fixture
-def compiler(said):
+def compiler(reports):
     made = AheadOfTimeCompiler(
-        lambda name, seconds: said.append((name, "compiled")), lambda name, why: said.append((name, why))
+        lambda name, seconds: reports.append((name, "compiled")),
+        lambda name, why: reports.append((name, why)),
     )
     yield made
     made.close()
@@ -32,7 +33,7 @@ def compiler(said):
 
 @pytest.fixture
 def durations():
-    """What JAX says it does for programs, with the thread."""
+    """JAX's compilation events, each with its thread."""
     found = []
 
     def listen(event, duration_secs, **_):
@@ -44,7 +45,7 @@ def durations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_a_call_of_what_was_compiled_ahead_traces_lowers_and_compiles_nothing(compiler, durations, said):
+def test_a_call_of_what_was_compiled_ahead_traces_lowers_and_compiles_nothing(compiler, durations, reports):
     program = jax.jit(lambda x: jnp.tanh(x) * 3)
     shape = jax.ShapeDtypeStruct((5,), jnp.float32)
 
@@ -53,9 +54,9 @@ def test_a_call_of_what_was_compiled_ahead_traces_lowers_and_compiles_nothing(co
         program.lower(shape).compile()
         return True
 
-    compiler.expect([CompilationJob("next", prepare)])
-    assert compiler.wait(PATIENCE_S)
-    assert said == [("next", "compiled")]
+    compiler.enqueue([CompilationJob("next", prepare)])
+    assert compiler.wait_until_idle(TIMEOUT_S)
+    assert reports == [("next", "compiled")]
     mine = threading.current_thread().name
     assert [thread for _, thread in durations if thread == mine] == []
     np.testing.assert_allclose(program(np.ones(5, np.float32)), np.tanh(1) * 3, rtol=1e-6)
@@ -63,69 +64,69 @@ def test_a_call_of_what_was_compiled_ahead_traces_lowers_and_compiles_nothing(co
     assert not is_compiling_ahead()
 
 
-def test_what_is_expected_later_comes_after_what_waits_and_what_is_dropped_not_at_all(compiler, said):
+def test_jobs_run_in_the_order_they_were_enqueued_and_canceled_ones_do_not_run(compiler, reports):
     began, go_on = threading.Event(), threading.Event()
 
     def first(check):
         began.set()
-        go_on.wait(PATIENCE_S)
+        go_on.wait(TIMEOUT_S)
         return True
 
-    compiler.expect([CompilationJob("first", first), CompilationJob("dropped", lambda check: True)])
-    began.wait(PATIENCE_S)
-    compiler.drop()
-    compiler.expect([CompilationJob("second", lambda check: True)])
-    compiler.expect([CompilationJob("third", lambda check: True)])
-    assert not compiler.wait(0.0), "it is still at work on the first"
+    compiler.enqueue([CompilationJob("first", first), CompilationJob("canceled", lambda check: True)])
+    began.wait(TIMEOUT_S)
+    compiler.cancel()
+    compiler.enqueue([CompilationJob("second", lambda check: True)])
+    compiler.enqueue([CompilationJob("third", lambda check: True)])
+    assert not compiler.wait_until_idle(0.0), "the first is still being compiled"
     go_on.set()
-    assert compiler.wait(PATIENCE_S)
-    assert [name for name, _ in said] == ["first", "second", "third"]
+    assert compiler.wait_until_idle(TIMEOUT_S)
+    assert [name for name, _ in reports] == ["first", "second", "third"]
 
 
-def test_one_that_cannot_be_compiled_is_said_and_the_next_goes_on(compiler, said):
+def test_a_job_that_fails_is_reported_and_the_next_one_runs(compiler, reports):
     def fail(check):
         raise ValueError("no such axis")
 
-    compiler.expect(
+    compiler.enqueue(
         [
             CompilationJob("bad", fail),
             CompilationJob("good", lambda check: True),
             CompilationJob("known", lambda check: False),
         ]
     )
-    assert compiler.wait(PATIENCE_S)
-    assert said == [("bad", "ValueError: no such axis"), ("good", "compiled")]
+    assert compiler.wait_until_idle(TIMEOUT_S)
+    assert reports == [("bad", "ValueError: no such axis"), ("good", "compiled")]
 
 
-def test_a_job_that_is_dropped_ends_before_its_next_program_and_is_not_said_to_be_ready(compiler, said):
+def test_a_canceled_job_ends_before_its_next_program_and_is_not_reported_as_compiled(compiler, reports):
     began, go_on, went_on = threading.Event(), threading.Event(), threading.Event()
 
     def two(check):
         check()
         began.set()
-        go_on.wait(PATIENCE_S)
+        go_on.wait(TIMEOUT_S)
         check()
         went_on.set()
         return True
 
-    compiler.expect([CompilationJob("two", two)])
-    began.wait(PATIENCE_S)
-    compiler.drop()
+    compiler.enqueue([CompilationJob("two", two)])
+    began.wait(TIMEOUT_S)
+    compiler.cancel()
     go_on.set()
-    assert compiler.wait(PATIENCE_S)
+    assert compiler.wait_until_idle(TIMEOUT_S)
     assert not went_on.is_set()
-    assert said == []
+    assert reports == []
 
 
-def test_what_is_expected_for_later_is_not_begun_before(compiler, said):
-    compiler.expect([CompilationJob("later", lambda check: True)], after_s=0.2)
-    assert not compiler.wait(0.05)
-    assert said == []
-    assert compiler.wait(PATIENCE_S)
-    assert said == [("later", "compiled")]
+def test_a_job_does_not_start_before_its_time(compiler, reports):
+    compiler.enqueue([CompilationJob("later", lambda check: True)], after_s=0.2)
+    assert not compiler.wait_until_idle(0.05)
+    assert reports == []
+    assert compiler.wait_until_idle(TIMEOUT_S)
+    assert reports == [("later", "compiled")]
 
 
-def test_likely_worlds_are_one_fewer_then_one_back_then_two_fewer():
+def test_likely_worlds_have_one_host_less_then_one_back_then_two_less():
     a, b, c, d = (HostName(name) for name in "abcd")
     assert list(list_likely_hosts((a, b, c), (a, b, c, d))) == [
         *[(b, c), (a, c), (a, b)],
@@ -135,7 +136,7 @@ def test_likely_worlds_are_one_fewer_then_one_back_then_two_fewer():
     assert list(list_likely_hosts((a,), (a,))) == []
 
 
-def test_a_full_cache_drops_what_was_used_longest_ago_and_never_the_newest(tmp_path):
+def test_a_full_cache_evicts_the_least_recently_used_program_and_never_the_newest(tmp_path):
     for age, name in enumerate(["old", "older", "oldest"]):
         path = tmp_path / f"{name}{CACHE_SUFFIX}"
         path.write_bytes(bytes(1000))
