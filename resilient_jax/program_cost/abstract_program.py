@@ -1,6 +1,6 @@
-"""A model without its numbers: shapes, names, and the loss as a function of its parameters; no device is touched.
+"""A model without arrays: shapes, logical names, and the loss as a function of its parameters; no device is used.
 
-The models are those that `Trainer` takes: what makes an `nnx.Module`, a `flax.linen.Module`, or a function `init(key)`.
+Models are as `Trainer` takes them: a function that makes an `nnx.Module`, a `flax.linen.Module`, or `init(key)`.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from resilient_jax.sharding.logical_axes import (
 )
 
 LossFn = Callable[[Any, Tree], Any]
-"""Gets the model, or a plain function's tree, and a batch; gives a number, or a tuple that begins with it."""
+"""Gets the model (of a plain function: its tree) and a batch, and returns a scalar or a tuple that begins with one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AbstractProgram:
-    """A loss and the shapes of what goes into it.
+    """A loss function and the shapes of its arguments.
 
     Attributes:
-        loss: a pure function `(params, others, batch)` to a scalar.
+        loss_fn: a pure function `(params, others, batch)` to a scalar.
         params: `jax.ShapeDtypeStruct`s of what has a gradient.
-        others: of statistics, constants and random streams.
-        batch: of one microbatch.
+        others: the same of statistics, constants and random streams.
+        batch: the same of one microbatch.
         names: logical names in the model's metadata, by path in `params`.
     """
 
@@ -47,15 +47,15 @@ class AbstractProgram:
 
 
 def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> AbstractProgram:
-    """Gives the program that computes `loss(model, batch)`.
+    """Return the program that computes `loss_fn(model, batch)`.
 
     Args:
         model: as the trainer takes it.
-        loss: of one microbatch.
-        batch: arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the examples'.
+        loss_fn: of one microbatch.
+        batch: arrays or `jax.ShapeDtypeStruct`s; the first dim of each is the batch dim.
 
     Raises:
-        CallerError: it is no model, has no parameters or some that have no gradient, or the loss is no scalar of a
+        CallerError: this is no model, it has no parameters or some without a gradient, or the loss is no scalar of a
             floating-point type.
     """
     batch = jax.tree.map(_shape_of, batch)
@@ -73,13 +73,15 @@ def make_abstract_program(model: object, loss_fn: LossFn, batch: Tree) -> Abstra
             "an nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
         )
     _check_parameters(program.params)
-    found = jax.eval_shape(program.loss_fn, program.params, program.others, program.batch)
-    if getattr(found, "shape", None) == () and not jnp.issubdtype(found.dtype, jnp.floating):
+    result = jax.eval_shape(program.loss_fn, program.params, program.others, program.batch)
+    if getattr(result, "shape", None) == () and not jnp.issubdtype(result.dtype, jnp.floating):
         raise CallerError(
-            f"loss: found a scalar of {found.dtype}, expected one of a floating-point type: it is to have a gradient"
+            f"loss_fn: found a scalar of {result.dtype}, expected a floating-point type, which has a gradient"
         )
-    if getattr(found, "shape", None) != ():
-        raise CallerError(f"loss: found a result {found}, expected a scalar, or a tuple that begins with one")
+    if getattr(result, "shape", None) != ():
+        raise CallerError(
+            f"loss_fn: found a result {result}, expected a scalar, or a tuple that begins with one"
+        )
     return program
 
 
@@ -92,20 +94,20 @@ def _check_parameters(params: Tree) -> None:
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise CallerError(
-                f"model: found the parameter {format_path(path)} of {leaf.dtype}, expected numbers that have a "
+                f"model: found the parameter {format_path(path)} of {leaf.dtype}, expected a dtype that has a "
                 "gradient. Keep others in nnx.Variable, in another collection, or in the batch"
             )
 
 
-def _nnx_program(factory: Callable[..., Any], loss: LossFn, batch: Tree) -> AbstractProgram:
-    # Variables with names would otherwise ask for a mesh that has axes of these names.
+def _nnx_program(factory: Callable[..., Any], loss_fn: LossFn, batch: Tree) -> AbstractProgram:
+    # Else variables with names need a mesh whose axes have these names.
     with nnx.use_eager_sharding(False):
         net = nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))
     graph, params, others = nnx.split(net, nnx.Param, ...)
 
     def compute(params: Tree, others: Tree, batch: Tree) -> jax.Array:
         with nnx.use_eager_sharding(False):
-            return _scalar(loss(nnx.merge(graph, params, others), batch))
+            return _scalar(loss_fn(nnx.merge(graph, params, others), batch))
 
     return AbstractProgram(
         loss_fn=compute,
@@ -116,17 +118,17 @@ def _nnx_program(factory: Callable[..., Any], loss: LossFn, batch: Tree) -> Abst
     )
 
 
-def _linen_program(module: nn.Module, loss: LossFn, batch: Tree) -> AbstractProgram:
+def _linen_program(module: nn.Module, loss_fn: LossFn, batch: Tree) -> AbstractProgram:
     def init(key: jax.Array, batch: Tree) -> Tree:
-        return dict(nn.init(functools.partial(_swapped, loss, batch), module)({"params": key}))
+        return dict(nn.init(functools.partial(_apply_loss, loss_fn, batch), module)({"params": key}))
 
     boxed = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)), batch)
     variables = nn.unbox(boxed)
 
     def compute(params: Tree, others: Tree, batch: Tree) -> jax.Array:
         bound = {"params": params, **others}
-        use = functools.partial(_swapped, loss, batch)
-        # Of the streams of random numbers only the use matters here, not the numbers.
+        use = functools.partial(_apply_loss, loss_fn, batch)
+        # Only the shapes of random arrays matter here, so one key is enough for every stream.
         out, _ = nn.apply(use, module, mutable=True)(bound, rngs={"params": jax.random.key(0)})
         return _scalar(out)
 
@@ -140,13 +142,13 @@ def _linen_program(module: nn.Module, loss: LossFn, batch: Tree) -> AbstractProg
     )
 
 
-def _swapped(loss: LossFn, batch: Tree, model: nn.Module) -> Any:  # noqa: ANN401 - what the user's loss gives
-    return loss(model, batch)
+def _apply_loss(loss_fn: LossFn, batch: Tree, model: nn.Module) -> Any:  # noqa: ANN401 - what the user's loss returns
+    return loss_fn(model, batch)
 
 
-def _plain_program(init: Callable[..., Any], loss: LossFn, batch: Tree) -> AbstractProgram:
+def _plain_program(init: Callable[..., Any], loss_fn: LossFn, batch: Tree) -> AbstractProgram:
     return AbstractProgram(
-        loss_fn=lambda params, others, batch: _scalar(loss(params, batch)),
+        loss_fn=lambda params, others, batch: _scalar(loss_fn(params, batch)),
         params=jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0))),
         others={},
         batch=batch,
@@ -155,29 +157,29 @@ def _plain_program(init: Callable[..., Any], loss: LossFn, batch: Tree) -> Abstr
 
 
 def resize_batch(batch: Tree, factor: int) -> Tree:
-    """Gives a batch of `factor` times the examples."""
+    """Return a batch of `factor` times as many examples."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * factor, *leaf.shape[1:]), leaf.dtype), batch
     )
 
 
 def count_examples(batch: Tree) -> int:
-    """Gives the number of examples in a batch.
+    """Return the number of examples in a batch.
 
     Raises:
-        CallerError: it has none, or its leaves do not agree.
+        CallerError: the batch has no examples, or its leaves disagree.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     counts = {leaf.shape[0] if leaf.shape else 0 for _, leaf in leaves}
     if len(counts) != 1 or 0 in counts:
         shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
         raise CallerError(
-            f"batch: found the shapes {shapes}, expected the same number of examples first in each"
+            f"batch: found the shapes {shapes}, expected the same number of examples in the first dim of each"
         )
     return counts.pop()
 
 
-def _scalar(result: Any) -> Any:  # noqa: ANN401 - what the user's loss gives
+def _scalar(result: Any) -> Any:  # noqa: ANN401 - what the user's loss returns
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -1,4 +1,4 @@
-"""A program's measured cost, divided by part and by what cuts it, as the operations of its forward pass say."""
+"""A program's measured cost, split by part and by the axis that shards it, in the proportions of its forward pass."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ from resilient_jax.sharding.logical_axes import LogicalAxisRules
 from resilient_jax.sharding.state_tensors import ParameterInfo
 
 CostShares = Mapping[tuple[ModelPart, ShardingKind], float]
-"""Any amount of one example, all layers together."""
+"""An amount of one example, all layers together."""
 
 COLLECTIVE_KINDS = {
     Axis.TENSOR: CollectiveKind.ALL_REDUCE,
@@ -41,18 +41,18 @@ COLLECTIVE_KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TracedProgram:
-    """A program's forward pass, followed.
+    """A program's forward pass, traced, with its sharding.
 
     Attributes:
-        examples: in the batch that it was traced with.
-        layers: equal ones; 1 if there are none.
-        attribution: of the pass and of what it keeps.
-        uses: of each parameter's path, where it is used.
-        kept: bytes kept for backward.
+        num_examples: in the batch that it was traced with.
+        num_layers: equal layers; 1 if there are none.
+        propagated: sharding of the pass and of its residuals.
+        uses: maps the path of each parameter to the parts that use it.
+        residual_bytes: kept for the backward pass.
         boundary_bytes: what one layer hands to the next, of one example.
-        largest: the activation with most bytes: its part, its kind, its bytes for one example.
-        gradient_matmul_flops: FLOPs of matrix products in its gradient, one example; 0: not counted.
-        temporary_bytes: memory beyond arguments that its gradient needs for an example; 0: not measured.
+        largest_activation: its part, its kind, its bytes for one example.
+        gradient_matmul_flops: FLOPs of matrix products in the gradient of one example; 0: not counted.
+        temporary_bytes: memory beyond arguments that the gradient of one example needs; 0: not measured.
     """
 
     num_examples: int
@@ -67,67 +67,69 @@ class TracedProgram:
 
     @property
     def compute_bytes(self) -> int:
-        """Of one number in the matrix product with most FLOPs."""
-        step = max(self.propagated.operations, key=lambda step: step.matmul_flops, default=None)
-        value = next((v for v in step.operation.inputs if v is not None and v.size), None) if step else None
+        """Bytes of one element in the matrix product with most FLOPs."""
+        largest = max(self.propagated.operations, key=lambda found: found.matmul_flops, default=None)
+        inputs = largest.operation.inputs if largest is not None else ()
+        value = next((v for v in inputs if v is not None and v.size), None)
         return value.bytes // value.size if value is not None else 4
 
 
 def trace_program(
     program: AbstractProgram, parameters: Sequence[ParameterInfo], logical_axis_rules: LogicalAxisRules
 ) -> TracedProgram:
-    """Follows a program's forward pass from its parameters' names."""
+    """Trace a program's forward pass, and propagate the sharding of its parameters through it."""
     arguments = (program.params, program.others, program.batch)
-    keeping = trace_operations(lambda *given: compute_residuals(program.loss_fn, *given), *arguments)
-    where, followed = _follow(keeping, program, parameters, logical_axis_rules)
+    trace = trace_operations(lambda *given: compute_residuals(program.loss_fn, *given), *arguments)
+    assignment, propagated = _propagate(trace, program, parameters, logical_axis_rules)
     examples = count_examples(program.batch)
-    # A loop's stack is as large as all its layers' activations, and none of them.
-    values = [value for value in followed.kinds if value.stack_of is None]
+    # A loop's stack is as large as the activations of all its layers together, and is no activation itself.
+    values = [value for value in propagated.kinds if value.stack_of is None]
     largest = max(values, key=lambda value: value.bytes)
     return TracedProgram(
         num_examples=examples,
         num_layers=max(info.position.copies for info in parameters),
-        propagated=followed,
+        propagated=propagated,
         uses={
-            info.path: where.uses.get(value, (ModelPart.EMBEDDING,))
-            for info, value in zip(parameters, keeping.inputs, strict=False)  # parameters come first
+            info.path: assignment.uses.get(value, (ModelPart.EMBEDDING,))
+            for info, value in zip(parameters, trace.inputs, strict=False)  # parameters come first
         },
         residual_bytes={
-            key: value / examples for key, value in count_residual_bytes(keeping, followed).items()
+            key: value / examples for key, value in count_residual_bytes(trace, propagated).items()
         },
-        boundary_bytes=where.boundary_bytes / examples,
-        largest_activation=(followed.parts[largest], followed.kinds[largest], largest.bytes / examples),
+        boundary_bytes=assignment.boundary_bytes / examples,
+        largest_activation=(propagated.parts[largest], propagated.kinds[largest], largest.bytes / examples),
     )
 
 
-def _follow(
-    operations: OperationTrace,
+def _propagate(
+    trace: OperationTrace,
     program: AbstractProgram,
     parameters: Sequence[ParameterInfo],
-    naming: LogicalAxisRules,
+    logical_axis_rules: LogicalAxisRules,
 ) -> tuple[PartAssignment, PropagatedSharding]:
-    infos = list(zip(operations.inputs, parameters, strict=False))  # parameters come first
-    batch = frozenset(operations.inputs[-len(jax.tree.leaves(program.batch)) :])
-    where = assign_parts(operations, {value: info.position for value, info in infos}, batch)
+    infos = list(zip(trace.inputs, parameters, strict=False))  # parameters come first
+    batch = frozenset(trace.inputs[-len(jax.tree.leaves(program.batch)) :])
+    assignment = assign_parts(trace, {value: info.position for value, info in infos}, batch)
     names = {value: info.names for value, info in infos}
-    return where, propagate_sharding(
-        operations, [step.part for step in where.positions], names, batch, naming.mesh_axes
-    )
+    parts = [position.part for position in assignment.positions]
+    return assignment, propagate_sharding(trace, parts, names, batch, logical_axis_rules.mesh_axes)
 
 
 def split_cost(
     traced: TracedProgram, remat: TracedProgram | None, measured: MeasuredCost
 ) -> tuple[PartCost, ...]:
-    """Gives the work of each part that the program has.
+    """Return the cost of each part that the program has.
 
     Args:
         traced: the program.
-        again: the same, rematerialised; None: there is no such.
+        remat: the same program, rematerialized; None: there is none.
         measured: XLA's count.
     """
-    products = _sum(traced, lambda step: step.matmul_flops)
-    others = _sum(traced, lambda step: 0.0 if step.matmul_flops else _size(step))
-    moved = _sum(traced, _bytes_moved(traced))
+    # With P_f, P_g the FLOPs of matrix products in the forward pass and in the gradient, T_f, T_g all FLOPs:
+    # backward products P_g - P_f, other FLOPs forward T_f - P_f, backward T_g - P_g - (T_f - P_f).
+    products = _sum(traced, lambda operation: operation.matmul_flops)
+    others = _sum(traced, lambda operation: 0.0 if operation.matmul_flops else _count_elements(operation))
+    moved = _sum(traced, lambda operation: _count_bytes_moved(operation, traced))
     forward_products = sum(products.values())
     backward_products = max(0.0, measured.gradient_matmul_flops - forward_products)
     other_forward = max(0.0, measured.forward_flops - forward_products)
@@ -136,7 +138,7 @@ def split_cost(
     working = min(traced.largest_activation[2], measured.temporary_bytes)
     in_layers = {key: value for key, value in products.items() if key[0] is ModelPart.LAYER}
 
-    works = []
+    parts: list[PartCost] = []
     for part in ModelPart:
         copies = traced.num_layers if part is ModelPart.LAYER else 1
         if not any(key[0] is part for key in (*products, *others, *traced.residual_bytes)):
@@ -145,10 +147,10 @@ def split_cost(
         def share(
             shares: CostShares, total: float | None, part: ModelPart = part, copies: int = copies
         ) -> AmountByAxis:
-            return _amounts(shares, total, part, copies)
+            return _split_amount(shares, total, part, copies)
 
         kept = share(traced.residual_bytes, measured.temporary_bytes - working)
-        works.append(
+        parts.append(
             PartCost(
                 part=part,
                 copies=copies,
@@ -170,67 +172,64 @@ def split_cost(
                 collectives=_make_collectives(traced, part, copies),
             )
         )
-    return _fit_again(works, remat.temporary_bytes) if remat and remat.temporary_bytes else tuple(works)
+    return _fit_remat(parts, remat.temporary_bytes) if remat and remat.temporary_bytes else tuple(parts)
 
 
-def _fit_again(works: Sequence[PartCost], temporary_bytes: float) -> tuple[PartCost, ...]:
-    """What the rematerialised program was seen to need, as what its layers keep and what computing one again takes.
+def _fit_remat(parts: Sequence[PartCost], temporary_bytes: float) -> tuple[PartCost, ...]:
+    """Split the measured memory of the rematerialized program into what layers keep and what recomputing one needs.
 
-    What the trace says that layers keep is kept. The rest is of the one layer that is computed again, as far as a layer
-    ever needs so much; what is left over XLA keeps all the same. XLA on CPU undoes most of it for layers one by one: it
-    sees that both computations are the same and does one of them (`nnx.remat`: 5 % less memory for a decoder of four
-    layers), and in a loop it cannot.
+    Layers keep what the trace says. The rest belongs to the one layer that is recomputed, up to what a layer needs
+    without rematerialization; what remains then, XLA keeps nevertheless. XLA on CPU undoes most of rematerialization
+    for unrolled layers: it finds that both computations are equal and runs one of them (`nnx.remat`: 5 % less memory
+    for a decoder of four layers). In a loop it cannot.
     """
-    kept = sum(w.copies * w.remat_residual_bytes.total for w in works)
+    kept = sum(part.copies * part.remat_residual_bytes.total for part in parts)
     rest = max(0.0, temporary_bytes - kept)
-    return tuple(_fit_layer(work, rest) if work.part is ModelPart.LAYER else work for work in works)
+    return tuple(_fit_remat_layer(part, rest) if part.part is ModelPart.LAYER else part for part in parts)
 
 
-def _fit_layer(work: PartCost, rest: float) -> PartCost:
-    all_of_it = work.residual_bytes + work.working_bytes
-    most = max(all_of_it.total, 1.0)
-    taken = min(rest, most)
-    more = work.residual_bytes.scaled((rest - taken) / work.copies / max(work.residual_bytes.total, 1.0))
+def _fit_remat_layer(layer: PartCost, rest: float) -> PartCost:
+    needed = layer.residual_bytes + layer.working_bytes
+    limit = max(needed.total, 1.0)
+    working = min(rest, limit)
+    kept = layer.residual_bytes.scaled((rest - working) / layer.copies / max(layer.residual_bytes.total, 1.0))
     return dataclasses.replace(
-        work,
-        remat_residual_bytes=work.remat_residual_bytes + more,
-        remat_working_bytes=all_of_it.scaled(taken / most),
+        layer,
+        remat_residual_bytes=layer.remat_residual_bytes + kept,
+        remat_working_bytes=needed.scaled(working / limit),
     )
 
 
 def _sum(traced: TracedProgram, amount: Callable[[AnnotatedOperation], float]) -> CostShares:
-    """An amount of each operation, added up for one example."""
+    """Return the sum of an amount over all operations, for one example."""
     total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
-    for step in traced.propagated.operations:
-        if found := amount(step):
-            total[step.part, step.kind] += found / traced.num_examples  # pyright: ignore[reportArgumentType] - floats add too
+    for operation in traced.propagated.operations:
+        if found := amount(operation):
+            total[operation.part, operation.kind] += found / traced.num_examples  # pyright: ignore[reportArgumentType] - floats add too
     return total
 
 
-def _size(step: AnnotatedOperation) -> float:
-    return sum(value.size for value in step.operation.outputs) * step.operation.iterations
+def _count_elements(annotated: AnnotatedOperation) -> float:
+    return sum(value.size for value in annotated.operation.outputs) * annotated.operation.iterations
 
 
-def _bytes_moved(traced: TracedProgram) -> Callable[[AnnotatedOperation], float]:
-    """Bytes of activations that an operation reads and writes, unless it is fused with others."""
-
-    def count(step: AnnotatedOperation) -> float:
-        if step.operation.name in FUSIBLE_PRIMITIVES:
-            return 0.0
-        values = (*step.operation.inputs, *step.operation.outputs)
-        moved = sum(v.bytes for v in values if v is not None and v in traced.propagated.kinds)
-        return moved * step.operation.iterations
-
-    return count
+def _count_bytes_moved(annotated: AnnotatedOperation, traced: TracedProgram) -> float:
+    """Return the bytes of activations that an operation reads and writes, unless it is fused with others."""
+    operation = annotated.operation
+    if operation.name in FUSIBLE_PRIMITIVES:
+        return 0.0
+    values = (*operation.inputs, *operation.outputs)
+    moved = sum(v.bytes for v in values if v is not None and v in traced.propagated.kinds)
+    return moved * operation.iterations
 
 
-def _amounts(shares: CostShares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:
-    """What one copy of a part has of a total that is divided as the shares say; None: of the shares themselves."""
-    whole = sum(shares.values())
-    if total is not None and not whole:
-        shares, whole = {(ModelPart.LAYER, ShardingKind.REPLICATED): 1.0}, 1.0
-    scale = (1.0 if total is None else total / whole) / copies
-    return AmountByAxis(**{kind: value * scale for (where, kind), value in shares.items() if where is part})
+def _split_amount(shares: CostShares, total: float | None, part: ModelPart, copies: int) -> AmountByAxis:
+    """Return the amount of one copy of a part, of `total` split in the proportions of `shares`; None: of their sum."""
+    shares_total = sum(shares.values())
+    if total is not None and not shares_total:
+        shares, shares_total = {(ModelPart.LAYER, ShardingKind.REPLICATED): 1.0}, 1.0
+    scale = (1.0 if total is None else total / shares_total) / copies
+    return AmountByAxis(**{kind: value * scale for (owner, kind), value in shares.items() if owner is part})
 
 
 def _make_collectives(

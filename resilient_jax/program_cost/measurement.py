@@ -1,4 +1,4 @@
-"""What a training program costs by XLA's count: for each example, and whatever the batch."""
+"""Measured cost of a training program, by XLA's count: per example, and independent of the batch."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,15 +21,16 @@ from resilient_jax.sharding.logical_axes import Tree
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCost:
-    """A program's cost.
+    """The measured cost of a program.
 
     Attributes:
-        forward_flops, gradient_flops: of one example; the gradient's with the forward pass. As XLA counts them before
-            it has changed the program.
-        gradient_matmul_flops: matrix products among `gradient_flops`.
+        forward_flops, gradient_flops: of one example; the gradient's include the forward pass. As XLA counts them
+            before it optimizes the program.
+        gradient_matmul_flops: of the matrix products among `gradient_flops`.
         bytes_moved: by one example's gradient, as compiled for the default device.
         temporary_bytes: memory beyond arguments that one example's gradient needs.
-        fixed_bytes: the same, whatever the batch: of the gradient itself, what is not written where activations were.
+        fixed_bytes: memory beyond arguments that does not depend on the batch: what of the gradient itself does not
+            reuse the buffers of activations.
     """
 
     forward_flops: float
@@ -41,14 +42,14 @@ class MeasuredCost:
 
 
 class TemporaryMemory(NamedTuple):
-    """Memory beyond arguments: of each example, and whatever the batch."""
+    """Memory beyond arguments in bytes: per example, and independent of the batch."""
 
     per_example: float
     fixed: float
 
 
 def measure_cost(program: AbstractProgram) -> MeasuredCost:
-    """Gives the cost of a program's loss and gradient; compiles the gradient for two sizes of the batch."""
+    """Return the cost of a program's loss and gradient; the gradient is compiled for two batch sizes."""
     examples, single, double = count_examples(program.batch), program.batch, resize_batch(program.batch, 2)
     gradient = jax.value_and_grad(program.loss_fn)
 
@@ -72,51 +73,49 @@ def measure_cost(program: AbstractProgram) -> MeasuredCost:
 
 
 def measure_temporary_memory(program: AbstractProgram) -> TemporaryMemory:
-    """Gives the memory that a program's gradient needs beyond its arguments."""
+    """Return the memory that a program's gradient needs beyond its arguments."""
     return _split(*_compile_twice(program), count_examples(program.batch))
 
 
 def _split(one: CompiledProgram, two: CompiledProgram, examples: int) -> TemporaryMemory:
-    # XLA packs a small program better: what would be less than nothing for no examples is laid on all examples.
+    # bytes(n) = fixed + per_example * n, from n = examples and n = 2 * examples. XLA packs a small program better, so
+    # `fixed` could come out negative; then all bytes count as the examples'.
     slope = (two.temporary_bytes - one.temporary_bytes) / examples
-    each = min(slope, two.temporary_bytes / (2 * examples))
-    return TemporaryMemory(per_example=each, fixed=two.temporary_bytes - each * 2 * examples)
+    per_example = min(slope, two.temporary_bytes / (2 * examples))
+    return TemporaryMemory(per_example=per_example, fixed=two.temporary_bytes - per_example * 2 * examples)
 
 
 def _compile_twice(program: AbstractProgram) -> tuple[CompiledProgram, CompiledProgram]:
-    """The gradient for a batch and for one of twice the examples, on each of two devices where there are two.
+    """Compile the gradient for a batch and for one of twice as many examples, for two devices where there are two.
 
-    With collectives in it XLA orders a program otherwise. Seen on CPU: the gradient of a decoder layer by layer needed
-    17 % more memory for one device than the same for each of two or of eight.
+    XLA orders a program with collectives differently. Seen on CPU: the gradient of a decoder layer by layer needed 17 %
+    more memory for one device than on each of two or of eight.
     """
     gradient = jax.value_and_grad(program.loss_fn)
-    found = []
-    for times in (1, 2):
-        batch = resize_batch(program.batch, times)
-        spread = _spread(program, batch)
-        found.append(
-            compile_and_analyze(gradient, program.params, program.others, batch, sharded_arguments=spread)
-        )
-    return found[0], found[1]
+
+    def compile_for(batch: Tree) -> CompiledProgram:
+        arguments = (program.params, program.others, batch)
+        return compile_and_analyze(gradient, *arguments, sharded_arguments=_shard_arguments(program, batch))
+
+    return compile_for(program.batch), compile_for(resize_batch(program.batch, 2))
 
 
-def _spread(program: AbstractProgram, batch: Tree) -> ShardedArguments | None:
-    mesh = _mesh("replica")
-    if mesh is None:
-        return None
-    same, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("replica"))
-    arguments = (program.params, program.others, resize_batch(batch, mesh.size))
-    return ShardedArguments(arguments=arguments, in_shardings=(same, same, cut), out_shardings=same)
-
-
-def _mesh(axis: str) -> Mesh | None:
+def _shard_arguments(program: AbstractProgram, batch: Tree) -> ShardedArguments | None:
     devices = jax.local_devices()[:2]
-    return Mesh(np.array(devices), (axis,)) if len(devices) == 2 else None
+    if len(devices) < 2:
+        return None
+    mesh = Mesh(np.array(devices), ("replica",))
+    replicated, sharded = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("replica"))
+    return ShardedArguments(
+        arguments=(program.params, program.others, resize_batch(batch, mesh.size)),
+        in_shardings=(replicated, replicated, sharded),
+        out_shardings=replicated,
+    )
 
 
 def count_gradient_matmul_flops(program: AbstractProgram) -> float:
-    """Gives the FLOPs of matrix products in the gradient of one example, the forward pass among them."""
-    operations = trace_operations(
+    """Return the FLOPs of the matrix products in the gradient of one example, the forward pass included."""
+    trace = trace_operations(
         jax.value_and_grad(program.loss_fn), program.params, program.others, program.batch
     )
-    return count_matmul_flops(operations) / count_examples(program.batch)
+    return count_matmul_flops(trace) / count_examples(program.batch)

@@ -1,7 +1,7 @@
-"""Which part of a program each operation belongs to: before the layers, in which layer, after them.
+"""The part of a program that each operation belongs to: before the layers, in which layer, or after them.
 
-An operation that uses a parameter belongs where the parameter does. Between two such of different parts the program is
-cut where the fewest bytes are alive: between two layers that is what one hands to the other.
+An operation that uses a parameter belongs to the parameter's part. Between two such operations of different parts the
+boundary is where the fewest bytes are live: between two layers that is what one hands to the next.
 """
 
 import collections
@@ -15,11 +15,11 @@ from resilient_jax.sharding.layer_stacks import LayerPosition
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartPosition:
-    """A part of a program.
+    """The part of a program that an operation belongs to.
 
     Attributes:
-        part: which.
-        layer: its number; None: not in one layer alone.
+        part: of the program.
+        layer: number of the layer; None: not in one layer alone.
     """
 
     part: ModelPart
@@ -28,12 +28,12 @@ class PartPosition:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartAssignment:
-    """Where everything in a program belongs.
+    """The parts of a program's operations.
 
     Attributes:
-        steps: of each operation, in order.
-        uses: of each parameter, by its value among the inputs, where it is used.
-        boundary_bytes: alive where the first layer ends and the second begins; 0: there are no two.
+        positions: of each operation, in order.
+        uses: maps the value of each parameter among the inputs to the parts that use it.
+        boundary_bytes: live where the first layer ends and the second begins; 0: there are no two layers.
     """
 
     positions: tuple[PartPosition, ...]
@@ -42,112 +42,119 @@ class PartAssignment:
 
 
 def assign_parts(
-    operations: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]
+    trace: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]
 ) -> PartAssignment:
-    """Gives where the operations of a forward pass belong.
+    """Return the parts of the operations of a forward pass.
 
     Args:
-        operations: of the pass.
-        parameters: those of its inputs that are parameters, with their places.
+        trace: of the pass.
+        parameters: those of its inputs that are parameters, with their positions among the layers.
         batch: those of its inputs that are the batch.
     """
-    flow = _Flow(operations, parameters, batch)
-    layers = max((place.copies for place in parameters.values()), default=1)
-    if any(place.stack_dim is not None for place in parameters.values()):
-        steps, boundary = _locate_loop(operations, flow, layers)
-    elif any(place.is_in_layer for place in parameters.values()):
-        steps, boundary = _locate_marks(operations, flow, parameters)
+    flow = _DataFlow(trace, parameters, batch)
+    num_layers = max((position.copies for position in parameters.values()), default=1)
+    if any(position.stack_dim is not None for position in parameters.values()):
+        positions, boundary = _assign_scanned_layers(trace, flow, num_layers)
+    elif any(position.is_in_layer for position in parameters.values()):
+        positions, boundary = _assign_unrolled_layers(trace, flow, parameters)
     else:
-        steps, boundary = [PartPosition(part=ModelPart.LAYER)] * len(operations.operations), 0
+        positions, boundary = [PartPosition(part=ModelPart.LAYER)] * len(trace.operations), 0
     uses: dict[Value, dict[ModelPart, None]] = {}
-    for index, sources in flow.marks.items():
-        for source in sources:
-            uses.setdefault(source, {})[steps[index].part] = None
+    for index, used in flow.parameter_uses.items():
+        for parameter in used:
+            uses.setdefault(parameter, {})[positions[index].part] = None
     return PartAssignment(
-        positions=tuple(steps),
+        positions=tuple(positions),
         uses={value: tuple(parts) for value, parts in uses.items()},
         boundary_bytes=boundary,
     )
 
 
-class _Flow:
-    """What follows from the batch, and which operations bring it together with which parameters.
+class _DataFlow:
+    """Which values depend on the batch, and which operations combine them with which parameters.
 
     Attributes:
         dependent: values that depend on the batch.
-        marks: of each operation on such values that uses parameters, these.
+        parameter_uses: maps the index of each operation on such values to the parameters that it uses, if any.
     """
 
     def __init__(
-        self, operations: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]
+        self, trace: OperationTrace, parameters: Mapping[Value, LayerPosition], batch: frozenset[Value]
     ) -> None:
         self.dependent: set[Value] = set(batch)
-        self.marks: dict[int, list[Value]] = {}
+        self.parameter_uses: dict[int, list[Value]] = {}
         sources: dict[Value, list[Value]] = {value: [value] for value in parameters}
-        for index, step in enumerate(operations.operations):
-            inputs = [operations.slices.get(value, value) for value in step.inputs if value is not None]
+        for index, operation in enumerate(trace.operations):
+            inputs = [trace.slices.get(value, value) for value in operation.inputs if value is not None]
             used = [source for value in inputs for source in sources.get(value, ())]
             if any(self.depends(value) for value in inputs):
-                self.dependent.update(step.outputs)
+                self.dependent.update(operation.outputs)
                 if used:
-                    self.marks[index] = used
+                    self.parameter_uses[index] = used
             elif used:
-                sources.update(dict.fromkeys(step.outputs, used))
+                sources.update(dict.fromkeys(operation.outputs, used))
 
     def depends(self, value: Value) -> bool:
-        """Whether a value, or what a loop stacks in it, depends on the batch."""
+        """Return whether a value, or what a loop stacks in it, depends on the batch."""
         return value in self.dependent or (value.stack_of is not None and value.stack_of in self.dependent)
 
 
-def _locate_loop(operations: OperationTrace, flow: _Flow, layers: int) -> tuple[list[PartPosition], int]:
-    """Layers that are turns of one loop: what is done as often as there are layers is in them."""
-    found, seen = [], False
-    for step in operations.operations:
-        inside = step.iterations >= layers > 1
-        seen = seen or inside
-        found.append(
-            PartPosition(part=ModelPart.LAYER if inside else ModelPart.HEAD if seen else ModelPart.EMBEDDING)
-        )
-    carried = [
-        value.bytes for value, turns in operations.carries.items() if turns == layers and flow.depends(value)
-    ]
-    return found, sum(carried)
-
-
-def _locate_marks(
-    operations: OperationTrace, flow: _Flow, parameters: Mapping[Value, LayerPosition]
+def _assign_scanned_layers(
+    trace: OperationTrace, flow: _DataFlow, num_layers: int
 ) -> tuple[list[PartPosition], int]:
-    """Layers one after another, each with parameters of its own."""
-    alive = _count_alive(operations.operations, flow)
-    found: list[PartPosition] = []
-    boundary, last, seen, here = 0, 0, False, PartPosition(part=ModelPart.EMBEDDING)
-    for index, sources in flow.marks.items():
-        place = next((parameters[s] for s in sources if parameters[s].is_in_layer), parameters[sources[0]])
-        seen = seen or place.is_in_layer
-        there = PartPosition(part=ModelPart.HEAD if seen else ModelPart.EMBEDDING)
-        if place.is_in_layer:
-            there = PartPosition(part=ModelPart.LAYER, layer=place.layer)
-        if there != here:
-            end = min(range(last, index), key=alive.__getitem__, default=-1)
-            found += [here] * (end + 1 - len(found))
-            if here.layer is not None and there.layer is not None and not boundary:
-                boundary = alive[end]
-        here, last = there, index
-    return found + [here] * (len(operations.operations) - len(found)), boundary
+    """Layers are iterations of one loop: an operation that runs as often as there are layers belongs to them."""
+    positions, after_layers = [], False
+    for operation in trace.operations:
+        in_layer = operation.iterations >= num_layers > 1
+        after_layers = after_layers or in_layer
+        outside = ModelPart.HEAD if after_layers else ModelPart.EMBEDDING
+        positions.append(PartPosition(part=ModelPart.LAYER if in_layer else outside))
+    carried = [
+        value.bytes
+        for value, iterations in trace.carries.items()
+        if iterations == num_layers and flow.depends(value)
+    ]
+    return positions, sum(carried)
 
 
-def _count_alive(steps: Sequence[Operation], flow: _Flow) -> list[int]:
-    """Bytes that depend on the batch and are used later, after each operation."""
+def _assign_unrolled_layers(
+    trace: OperationTrace, flow: _DataFlow, parameters: Mapping[Value, LayerPosition]
+) -> tuple[list[PartPosition], int]:
+    """Layers follow one another, each with parameters of its own."""
+    live_bytes = _count_live_bytes(trace.operations, flow)
+    positions: list[PartPosition] = []
+    boundary, last_index, after_layers = 0, 0, False
+    current = PartPosition(part=ModelPart.EMBEDDING)
+    for index, used in flow.parameter_uses.items():
+        layer = next((parameters[p] for p in used if parameters[p].is_in_layer), parameters[used[0]])
+        after_layers = after_layers or layer.is_in_layer
+        following = PartPosition(part=ModelPart.HEAD if after_layers else ModelPart.EMBEDDING)
+        if layer.is_in_layer:
+            following = PartPosition(part=ModelPart.LAYER, layer=layer.layer)
+        if following != current:
+            end = min(range(last_index, index), key=live_bytes.__getitem__, default=-1)
+            positions += [current] * (end + 1 - len(positions))
+            if current.layer is not None and following.layer is not None and not boundary:
+                boundary = live_bytes[end]
+        current, last_index = following, index
+    return positions + [current] * (len(trace.operations) - len(positions)), boundary
+
+
+def _count_live_bytes(operations: Sequence[Operation], flow: _DataFlow) -> list[int]:
+    """Return the bytes that depend on the batch and are used later, after each operation."""
     last_use = {
-        value: index for index, step in enumerate(steps) for value in step.inputs if value is not None
+        value: index
+        for index, operation in enumerate(operations)
+        for value in operation.inputs
+        if value is not None
     }
-    ending: collections.Counter[int] = collections.Counter()
-    alive, found = 0, []
-    for index, step in enumerate(steps):
-        for value in step.outputs:
+    freed: collections.Counter[int] = collections.Counter()
+    live, live_after = 0, []
+    for index, operation in enumerate(operations):
+        for value in operation.outputs:
             if value in flow.dependent and last_use.get(value, -1) > index:
-                alive += value.bytes
-                ending[last_use[value]] += value.bytes
-        alive -= ending[index]
-        found.append(alive)
-    return found
+                live += value.bytes
+                freed[last_use[value]] += value.bytes
+        live -= freed[index]
+        live_after.append(live)
+    return live_after

@@ -1,8 +1,8 @@
-"""What a program keeps from its forward pass for the backward one, by part and by what cuts it.
+"""Residuals: what a program keeps from its forward pass for the backward pass, by part and by the axis that shards it.
 
-`jax.vjp` says what it keeps: its result is a tree of it. XLA keeps less: what is cheap to compute again from one other
-thing is fused into where it is used, and the other thing is kept. Not so what a matrix product reads: that is in memory
-already.
+The function that `jax.vjp` returns is a pytree of what JAX keeps. XLA keeps less: a value that is cheap to compute from
+one other value is fused into its uses, and the other value is kept. The operands of a matrix product are the exception:
+they are in memory already.
 """
 
 import collections
@@ -52,82 +52,90 @@ FUSIBLE_PRIMITIVES: Final = frozenset(
         "transpose",
     }
 )
-"""What XLA rather does again in every fusion than write to memory."""
+"""Primitives that XLA recomputes in every fusion instead of writing their results to memory."""
 
 UNFUSED_PRIMITIVES: Final = frozenset(
     {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 )
-"""What reads its operands from memory, and is fused with nothing."""
+"""Primitives that read their operands from memory and are fused with no other."""
 
 
 def compute_residuals(loss_fn: Any, params: Tree, others: Tree, batch: Tree) -> list[jax.Array]:  # noqa: ANN401 - a function
-    """Gives what the loss's backward needs, as arrays; a function to be traced."""
+    """Return what the backward pass of a loss needs, as arrays; a function to be traced."""
     _, backward = jax.vjp(lambda tree: loss_fn(tree, others, batch), params)
     return jax.tree.leaves(backward)
 
 
 def count_residual_bytes(
-    operations: OperationTrace, propagated: PropagatedSharding
+    trace: OperationTrace, propagated: PropagatedSharding
 ) -> Mapping[tuple[ModelPart, ShardingKind], int]:
-    """Gives the bytes kept of a whole batch, all layers together.
+    """Return the bytes kept for a batch, all layers together.
 
     Args:
-        operations: of `compute_residuals`.
-        attribution: of the same.
+        trace: of `compute_residuals`.
+        propagated: of the same trace.
     """
-    read = {
-        value for step in operations.operations if step.name in UNFUSED_PRIMITIVES for value in step.inputs
+    in_memory = {
+        value
+        for operation in trace.operations
+        if operation.name in UNFUSED_PRIMITIVES
+        for value in operation.inputs
     }
-    cheap = {step.outputs[0]: step for step in operations.operations if step.name in FUSIBLE_PRIMITIVES}
-    makers = {value: step for value, step in cheap.items() if value not in read}
-    kept: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
-    for value in _find_roots(operations.outputs, makers, propagated.kinds).difference(operations.inputs):
-        kept[propagated.parts[value], propagated.kinds[value]] += value.bytes
-    return kept
+    fusible = {
+        operation.outputs[0]: operation
+        for operation in trace.operations
+        if operation.name in FUSIBLE_PRIMITIVES and operation.outputs[0] not in in_memory
+    }
+    total: collections.Counter[tuple[ModelPart, ShardingKind]] = collections.Counter()
+    for value in _find_kept_values(trace.outputs, fusible, propagated.kinds).difference(trace.inputs):
+        total[propagated.parts[value], propagated.kinds[value]] += value.bytes
+    return total
 
 
-def _find_roots(
-    kept: Iterable[Value | None], makers: Mapping[Value, Operation], kinds: Mapping[Value, ShardingKind]
+def _find_kept_values(
+    residuals: Iterable[Value | None],
+    fusible: Mapping[Value, Operation],
+    kinds: Mapping[Value, ShardingKind],
 ) -> set[Value]:
-    """What has to be in memory so that all that is kept can be had cheaply; only what depends on the batch.
+    """Return what must be in memory so that all residuals can be recomputed cheaply; only what depends on the batch.
 
-    What is made from two large things stays itself, unless both can be had anyway.
+    A value that is made from two large ones is kept itself, unless both can be recomputed anyway.
 
     Args:
-        kept: by JAX.
-        makers: of values that are cheap to compute.
+        residuals: what JAX keeps.
+        fusible: maps each value that is cheap to recompute to its operation.
         kinds: of values that depend on the batch.
     """
-    sources = {
-        value: [operand for operand in maker.inputs if operand is not None and operand in kinds]
-        for value, maker in makers.items()
+    operands = {
+        value: [operand for operand in operation.inputs if operand is not None and operand in kinds]
+        for value, operation in fusible.items()
     }
-    roots: set[Value] = set()
-    pending = [value for value in kept if value is not None and value in kinds]
+    kept: set[Value] = set()
+    pending = [value for value in residuals if value is not None and value in kinds]
     seen: set[Value] = set()
     while pending:
         value = pending.pop()
         if value in seen:
             continue
         seen.add(value)
-        found = sources.get(value, [])
-        large = {source for source in found if source.size >= value.size}
+        found = operands.get(value, [])
+        large = {operand for operand in found if operand.size >= value.size}
         if found and len(large) <= 1:
             pending.extend(found)
         else:
-            roots.add(value)
-    return {value for value in roots if not _can_be_had(value, roots - {value}, sources)}
+            kept.add(value)
+    return {value for value in kept if not _can_recompute(value, kept - {value}, operands)}
 
 
-def _can_be_had(value: Value, roots: set[Value], sources: Mapping[Value, list[Value]]) -> bool:
-    """Whether cheap operations lead to a value from others that are in memory."""
-    pending, seen = [value], set(roots)
+def _can_recompute(value: Value, in_memory: set[Value], operands: Mapping[Value, list[Value]]) -> bool:
+    """Return whether cheap operations compute a value from others that are in memory."""
+    pending, seen = [value], set(in_memory)
     while pending:
         value = pending.pop()
         if value in seen:
             continue
         seen.add(value)
-        if not sources.get(value):
+        if not operands.get(value):
             return False
-        pending.extend(sources[value])
+        pending.extend(operands[value])
     return True

@@ -1,9 +1,11 @@
-"""Which axes cut each operation of a program, followed from the names of its parameters' dims.
+"""Propagation of sharding: the axis that shards each operation of a program, from the logical names of its parameters.
 
-A matrix product with a parameter is cut by the axis of the parameter's dims. If that dim is added over (the projection
-back from heads or feed-forward), the sum must be completed between devices; if it is not (the projection to them), the
-gradient of the input must. A product of two activations that are cut is attention. What lies between takes after its
-inputs.
+Rules, as in tensor parallelism (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3):
+- A matrix product with a parameter is sharded by the mesh axis of the parameter's dims.
+- If that dim is contracted (the projection back from heads or feed-forward), each device has a partial sum, and an
+  all-reduce completes the result. If it is not (the projection to them), the gradient of the input is a partial sum.
+- A product of two sharded activations is attention.
+- Any other operation takes the sharding of its inputs.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from resilient_jax.sharding.logical_axes import LogicalNames
 
 
 class ShardingKind(enum.StrEnum):
-    """The fields of `Amounts`; of two inputs the later one here tells what the result is."""
+    """What shards a value or an operation, by the field of `AmountByAxis`. Of two inputs the later kind here wins."""
 
     REPLICATED = "replicated"
     TENSOR = "tensor"
@@ -34,13 +36,13 @@ VOCABULARY_NAME: Final = "vocab"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotatedOperation:
-    """An operation with where it belongs.
+    """An operation with its part of the program and its sharding.
 
     Attributes:
-        operation: which.
+        operation: of the trace.
         part: of the program.
-        kind: what cuts it.
-        matmul_flops: of a matrix product, in all turns; 0 for any other.
+        kind: what shards it.
+        matmul_flops: of a matrix product, in all iterations; 0 for any other operation.
     """
 
     operation: Operation
@@ -51,15 +53,15 @@ class AnnotatedOperation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationExchange:
-    """An array whose parts devices along an axis must exchange, in one turn.
+    """An array whose shards the devices along an axis must exchange, in one iteration.
 
     Attributes:
-        part: where.
-        axis: whose devices.
-        dim: of which name, if the exchange is needed only where that is cut.
+        part: of the program.
+        axis: along which the devices exchange.
+        logical_name: the exchange is needed only where dims of this name are sharded; None: always.
         bytes: of the complete array.
-        forward, backward: how often.
-        turns: of the loop that it stands in.
+        forward_count, backward_count: exchanges in the forward and in the backward pass.
+        iterations: of the loop that contains the operation.
     """
 
     part: ModelPart
@@ -73,13 +75,13 @@ class ActivationExchange:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PropagatedSharding:
-    """A program of which each operation is attributed.
+    """The sharding of a program.
 
     Attributes:
-        steps: in order.
-        messages: between devices.
-        kinds: of values that depend on the batch; no others are in it.
-        parts: of the same values, where they were made.
+        operations: in order.
+        exchanges: between devices.
+        kinds: of the values that depend on the batch, and of no others.
+        parts: that made the same values.
     """
 
     operations: tuple[AnnotatedOperation, ...]
@@ -89,196 +91,205 @@ class PropagatedSharding:
 
 
 def propagate_sharding(
-    operations: OperationTrace,
+    trace: OperationTrace,
     parts: Sequence[ModelPart],
     names: Mapping[Value, LogicalNames],
     batch: frozenset[Value],
-    axes: Mapping[str, Axis | None],
+    mesh_axes: Mapping[str, Axis | None],
 ) -> PropagatedSharding:
-    """Gives what cuts each operation of a forward pass.
+    """Return what shards each operation of a forward pass.
 
     Args:
-        operations: of the pass.
+        trace: of the pass.
         parts: of each operation.
         names: of the dims of those of its inputs that are parameters.
         batch: those of its inputs that are the batch.
-        axes: which axis cuts a dim of a name.
+        mesh_axes: maps a logical name to the axis that shards its dims.
     """
-    walk = _Walk(names, batch, axes, operations.slices)
-    for operation, part in zip(operations.operations, parts, strict=True):
-        walk.take(operation, part)
-    for value in operations.outputs:
-        walk.note_stack(value)
-    walk.parts.update(
-        {value: parts[last] for value, last in operations.stacks.items() if value in walk.kinds}
+    propagation = _Propagation(names, batch, mesh_axes, trace.slices)
+    for operation, part in zip(trace.operations, parts, strict=True):
+        propagation.add(operation, part)
+    for value in trace.outputs:
+        propagation.resolve_stack(value)
+    propagation.parts.update(
+        {value: parts[last] for value, last in trace.stacks.items() if value in propagation.kinds}
     )
     return PropagatedSharding(
-        operations=tuple(walk.steps),
-        exchanges=tuple(walk.messages),
-        kinds=walk.kinds,
-        parts=walk.parts,
+        operations=tuple(propagation.operations),
+        exchanges=tuple(propagation.exchanges),
+        kinds=propagation.kinds,
+        parts=propagation.parts,
     )
 
 
-class _Judgement(NamedTuple):
-    """Of an operation: what cuts its work, what cuts its result, and its FLOPs as a matrix product, in one turn."""
+def count_matmul_flops(trace: OperationTrace) -> float:
+    """Return the FLOPs of all matrix products in a program, those of backward passes included."""
+    propagation = _Propagation({}, frozenset(), {}, {})
+    for operation in trace.operations:
+        propagation.add(operation, ModelPart.LAYER)
+    return sum(operation.matmul_flops for operation in propagation.operations)
+
+
+class _Sharding(NamedTuple):
+    """Of an operation: what shards its work and its result, and its FLOPs as a matrix product in one iteration."""
 
     work: ShardingKind
     result: ShardingKind
     flops: float = 0.0
 
 
-class _Walk:
-    """Goes through the operations in order, and knows what each value is."""
+class _Propagation:
+    """Goes through the operations in order, and knows the sharding of each value."""
 
     def __init__(
         self,
         names: Mapping[Value, LogicalNames],
         batch: frozenset[Value],
-        axes: Mapping[str, Axis | None],
+        mesh_axes: Mapping[str, Axis | None],
         slices: Mapping[Value, Value],
     ) -> None:
-        self.steps: list[AnnotatedOperation] = []
-        self.messages: list[ActivationExchange] = []
+        self.operations: list[AnnotatedOperation] = []
+        self.exchanges: list[ActivationExchange] = []
         self.kinds: dict[Value, ShardingKind] = dict.fromkeys(batch, ShardingKind.REPLICATED)
         self.parts: dict[Value, ModelPart] = dict.fromkeys(batch, ModelPart.EMBEDDING)
         self._names = dict(names)
-        self._axes = axes
+        self._mesh_axes = mesh_axes
         self._slices = slices
         self._part = ModelPart.EMBEDDING
-        self._completed: set[tuple[Value, Axis]] = set()
+        self._exchanged_inputs: set[tuple[Value, Axis]] = set()
 
-    def take(self, operation: Operation, part: ModelPart) -> None:
-        """Attributes one more operation."""
+    def add(self, operation: Operation, part: ModelPart) -> None:
+        """Propagate through one more operation."""
         self._part = part
         inputs = [value for value in operation.inputs if value is not None]
         for value in inputs:
-            self.note_stack(value)
-            self._note_slice(value)
+            self.resolve_stack(value)
+            self._resolve_slice(value)
         depends = any(value in self.kinds for value in inputs)
         source = next((value for value in inputs if value in self._names), None)
-        if source is not None and not depends:  # what is made from a parameter alone is that parameter
+        if source is not None and not depends:  # computed from a parameter alone: keeps the parameter's names
             for value in operation.outputs:
-                self._names[value] = _names_after(operation, source, value, self._names[source])
-        judged = self._judge(operation)
+                self._names[value] = _propagate_names(operation, source, value, self._names[source])
+        sharding = self._shard(operation)
         if depends:
             for value in operation.outputs:
-                self.kinds[value], self.parts[value] = judged.result, part
-        flops = judged.flops * operation.iterations
-        self.steps.append(
-            AnnotatedOperation(operation=operation, part=part, kind=judged.work, matmul_flops=flops)
+                self.kinds[value], self.parts[value] = sharding.result, part
+        flops = sharding.flops * operation.iterations
+        self.operations.append(
+            AnnotatedOperation(operation=operation, part=part, kind=sharding.work, matmul_flops=flops)
         )
 
-    def note_stack(self, value: Value | None) -> None:
-        """A loop's stack is what the loop writes into it."""
+    def resolve_stack(self, value: Value | None) -> None:
+        """Give a loop's stack the sharding of what the loop writes into it."""
         if value is not None and value.stack_of in self.kinds and value not in self.kinds:
             self.kinds[value] = self.kinds[value.stack_of]
             self.parts[value] = self.parts[value.stack_of]
 
-    def _note_slice(self, value: Value) -> None:
+    def _resolve_slice(self, value: Value) -> None:
+        """Give what a loop reads in an iteration the names and the sharding of the array that it scans over."""
         source = self._slices.get(value)
         if source is None:
             return
         if source in self._names:
             self._names[value] = self._names[source][1:]
-        self.note_stack(source)
+        self.resolve_stack(source)
         if source in self.kinds:
             self.kinds[value], self.parts[value] = self.kinds[source], self.parts[source]
 
-    def _judge(self, operation: Operation) -> _Judgement:
+    def _shard(self, operation: Operation) -> _Sharding:
         match operation.name:
             case "dot_general":
-                return self._judge_product(operation)
+                return self._shard_product(operation)
             case "ragged_dot" | "ragged_dot_general":
                 left, right = operation.inputs[0], operation.inputs[1]
                 flops = 2.0 * operation.outputs[0].size * (left.shape[-1] if left else 1)
-                return self._judge_unsummed(operation, right, flops)
+                return self._shard_by_parameter(operation, right, flops)
             case "conv_general_dilated":
                 kernel = operation.inputs[1]
                 features = operation.params["dimension_numbers"].rhs_spec[0]
                 window = kernel.size / kernel.shape[features] if kernel else 0.0
-                return self._judge_unsummed(operation, kernel, 2.0 * operation.outputs[0].size * window)
-            case "gather" if VOCABULARY_NAME in self._names_of(operation.inputs[0]):
-                self._exchange(operation.outputs[0], operation, 1, 0, Axis.TENSOR, VOCABULARY_NAME)
-                return _Judgement(ShardingKind.REPLICATED, ShardingKind.REPLICATED)
+                return self._shard_by_parameter(operation, kernel, 2.0 * operation.outputs[0].size * window)
+            case "gather" if VOCABULARY_NAME in self._get_names(operation.inputs[0]):
+                self._exchange(operation.outputs[0], operation, (1, 0), Axis.TENSOR, VOCABULARY_NAME)
+                return _Sharding(ShardingKind.REPLICATED, ShardingKind.REPLICATED)
             case _:
-                kind = self._strongest(operation)
-                return _Judgement(kind, kind)
+                kind = self._strongest_kind(operation)
+                return _Sharding(kind, kind)
 
-    def _judge_unsummed(self, operation: Operation, parameter: Value | None, flops: float) -> _Judgement:
-        kind = self._kind_of_names(self._names_of(parameter)) or self._strongest(operation)
-        return _Judgement(kind, kind, flops)
+    def _shard_by_parameter(self, operation: Operation, parameter: Value | None, flops: float) -> _Sharding:
+        """A product whose contracted dims no axis shards."""
+        kind = self._kind_of_names(self._get_names(parameter)) or self._strongest_kind(operation)
+        return _Sharding(kind, kind, flops)
 
-    def _names_of(self, value: Value | None) -> LogicalNames:
+    def _get_names(self, value: Value | None) -> LogicalNames:
         return self._names.get(value, ()) if value is not None else ()
 
-    def _judge_product(self, operation: Operation) -> _Judgement:
+    def _shard_product(self, operation: Operation) -> _Sharding:
+        # FLOPs: a multiplication and an addition for each element of the result and each contracted index.
         (left_dims, right_dims), _ = operation.params["dimension_numbers"]
         left, right = operation.inputs
-        added = math.prod(left.shape[dim] for dim in left_dims) if left is not None else 1
-        flops = 2.0 * operation.outputs[0].size * added
+        contracted = math.prod(left.shape[dim] for dim in left_dims) if left is not None else 1
+        flops = 2.0 * operation.outputs[0].size * contracted
         for parameter, dims, other in ((left, left_dims, right), (right, right_dims, left)):
             if parameter is not None and parameter in self._names:
-                names = self._names_of(parameter)
+                names = self._get_names(parameter)
                 kind = self._kind_of_names(names) or ShardingKind.REPLICATED
-                is_summed = any(self._axes.get(names[dim] or "") is Axis.TENSOR for dim in dims)
-                self._complete(operation, kind, other, is_summed=is_summed)
-                return _Judgement(
-                    kind,
-                    ShardingKind.REPLICATED if is_summed and kind is not ShardingKind.EXPERT else kind,
-                    flops,
-                )
-        return self._judge_pairs(operation, flops)
+                is_partial = any(self._mesh_axes.get(names[dim] or "") is Axis.TENSOR for dim in dims)
+                self._complete_partial_sums(operation, kind, other, is_partial=is_partial)
+                is_completed = is_partial and kind is not ShardingKind.EXPERT
+                return _Sharding(kind, ShardingKind.REPLICATED if is_completed else kind, flops)
+        return self._shard_product_of_activations(operation, flops)
 
-    def _complete(
-        self, operation: Operation, kind: ShardingKind, other: Value | None, *, is_summed: bool
+    def _complete_partial_sums(
+        self, operation: Operation, kind: ShardingKind, other: Value | None, *, is_partial: bool
     ) -> None:
-        """A product of a parameter that is cut and an activation: what must be completed between devices."""
+        """Add the exchanges of a product of a sharded parameter and the activation `other`.
+
+        Forward, if the result is a partial sum; else backward, of the gradient of `other`, once for all products of it.
+        """
         if kind is ShardingKind.REPLICATED:
             return
-        dim = VOCABULARY_NAME if kind is ShardingKind.VOCABULARY else None
+        name = VOCABULARY_NAME if kind is ShardingKind.VOCABULARY else None
         for axis in (Axis.TENSOR, Axis.EXPERT) if kind is ShardingKind.EXPERT else (Axis.TENSOR,):
             both = 1 if axis is Axis.EXPERT else 0  # tokens are sent forward, and their gradients backward
-            if is_summed:
-                self._exchange(operation.outputs[0], operation, 1, both, axis, dim)
-            elif other is not None and (other, axis) not in self._completed:
-                self._completed.add((other, axis))
-                self._exchange(other, operation, both, 1, axis, dim)
+            if is_partial:
+                self._exchange(operation.outputs[0], operation, (1, both), axis, name)
+            elif other is not None and (other, axis) not in self._exchanged_inputs:
+                self._exchanged_inputs.add((other, axis))
+                self._exchange(other, operation, (both, 1), axis, name)
 
-    def _judge_pairs(self, operation: Operation, flops: float) -> _Judgement:
-        """A product of two activations: of attention, if what it is made of is cut."""
+    def _shard_product_of_activations(self, operation: Operation, flops: float) -> _Sharding:
+        """A product of two activations is attention, if they are sharded."""
         inputs = [value for value in operation.inputs if value in self.kinds]
         kinds = {self.kinds[value] for value in inputs if value is not None}
-        if ShardingKind.EXPERT in kinds:  # what the experts gave, back in the order of tokens
-            return _Judgement(ShardingKind.EXPERT, ShardingKind.REPLICATED, flops)
-        if len(inputs) == 2:  # the smaller has keys or values; queries and scores are larger
+        if ShardingKind.EXPERT in kinds:  # the experts' results, combined in the order of tokens
+            return _Sharding(ShardingKind.EXPERT, ShardingKind.REPLICATED, flops)
+        if len(inputs) == 2:  # the smaller one has keys or values; queries and scores are larger
             smaller = min((value for value in inputs if value is not None), key=lambda value: value.bytes)
-            self._exchange(smaller, operation, 1, 1, Axis.SEQUENCE, None)
+            self._exchange(smaller, operation, (1, 1), Axis.SEQUENCE, None)
         if kinds <= {ShardingKind.REPLICATED}:
-            return _Judgement(ShardingKind.REPLICATED, ShardingKind.REPLICATED, flops)
-        return _Judgement(
-            ShardingKind.ATTENTION,
-            ShardingKind.TENSOR if ShardingKind.ATTENTION in kinds else ShardingKind.ATTENTION,
-            flops,
-        )
+            return _Sharding(ShardingKind.REPLICATED, ShardingKind.REPLICATED, flops)
+        has_scores = ShardingKind.ATTENTION in kinds
+        result = ShardingKind.TENSOR if has_scores else ShardingKind.ATTENTION
+        return _Sharding(ShardingKind.ATTENTION, result, flops)
 
     def _exchange(
         self,
         value: Value,
         operation: Operation,
-        forward: int,
-        backward: int,
+        counts: tuple[int, int],
         axis: Axis,
         logical_name: str | None,
     ) -> None:
-        self.messages.append(
+        forward_count, backward_count = counts
+        self.exchanges.append(
             ActivationExchange(
                 part=self._part,
                 axis=axis,
                 logical_name=logical_name,
                 bytes=value.bytes,
-                forward_count=forward,
-                backward_count=backward,
+                forward_count=forward_count,
+                backward_count=backward_count,
                 iterations=operation.iterations,
             )
         )
@@ -286,26 +297,25 @@ class _Walk:
     def _kind_of_names(self, names: LogicalNames) -> ShardingKind | None:
         if VOCABULARY_NAME in names:
             return ShardingKind.VOCABULARY
-        axes = {self._axes.get(name) for name in names if name is not None}
+        axes = {self._mesh_axes.get(name) for name in names if name is not None}
         if Axis.EXPERT in axes:
             return ShardingKind.EXPERT
         return ShardingKind.TENSOR if Axis.TENSOR in axes else None
 
-    def _strongest(self, operation: Operation) -> ShardingKind:
-        """The kind that an operation takes from its inputs: from those that are as large as its result, if any is."""
+    def _strongest_kind(self, operation: Operation) -> ShardingKind:
+        """Return the strongest kind of an operation's inputs: of those as large as its result, if there are any."""
         inputs = [value for value in operation.inputs if value in self.kinds]
         size = operation.outputs[0].size if operation.outputs else 0
-        alike = [value for value in inputs if value is not None and value.size == size] or inputs
+        same_size = [value for value in inputs if value is not None and value.size == size] or inputs
         return max(
-            (self.kinds[v] for v in alike if v is not None),
+            (self.kinds[value] for value in same_size if value is not None),
             key=STRENGTH.__getitem__,
             default=ShardingKind.REPLICATED,
         )
 
 
-def _names_after(operation: Operation, source: Value, result: Value, names: LogicalNames) -> LogicalNames:
-    """Where the names of a parameter's dims are, after an operation on it alone; None where that is not known."""
-    unknown = (None,) * len(result.shape)
+def _propagate_names(operation: Operation, source: Value, result: Value, names: LogicalNames) -> LogicalNames:
+    """Return the names of the dims of a result that is computed from a parameter alone; None where unknown."""
     match operation.name:
         case "transpose":
             return tuple(names[dim] for dim in operation.params["permutation"])
@@ -313,17 +323,17 @@ def _names_after(operation: Operation, source: Value, result: Value, names: Logi
             placed = dict(zip(operation.params["broadcast_dimensions"], names, strict=True))
             return tuple(placed.get(dim) for dim in range(len(result.shape)))
         case "reshape" | "squeeze" | "expand_dims":
-            return _names_after_reshape(source.shape, result.shape, names)
+            return _propagate_names_through_reshape(source.shape, result.shape, names)
         case _ if source.shape == result.shape:
             return names
         case _:
-            return unknown
+            return (None,) * len(result.shape)
 
 
-def _names_after_reshape(
+def _propagate_names_through_reshape(
     before: tuple[int, ...], after: tuple[int, ...], names: LogicalNames
 ) -> LogicalNames:
-    """Dims merged take the first name among them, the first of several split from one takes its name."""
+    """Merged dims take the first name among them; of the dims that one is split into, the first takes its name."""
     found: list[str | None] = [None] * len(after)
     source = target = 0
     while source < len(before) and target < len(after):
@@ -344,11 +354,3 @@ def _names_after_reshape(
         found[targets[0]] = next((names[dim] for dim in sources if names[dim] is not None), None)
         source, target = source + 1, target + 1
     return tuple(found)
-
-
-def count_matmul_flops(operations: OperationTrace) -> float:
-    """Gives the FLOPs of all matrix products in a program, backward passes too."""
-    walk = _Walk({}, frozenset(), {}, {})
-    for operation in operations.operations:
-        walk.take(operation, ModelPart.LAYER)
-    return sum(step.matmul_flops for step in walk.steps)

@@ -3,6 +3,7 @@
 import pytest
 from benchmarks.snapshot.command import snapshot
 from benchmarks.snapshot.figures import (
+    GB,
     PARITY,
     TMPFS,
     GroupMemory,
@@ -15,6 +16,7 @@ from benchmarks.snapshot.figures import (
     seconds_of,
     threads_name,
 )
+from benchmarks.snapshot.memory import choose_sizes
 
 from resilient_jax.errors import CallerError
 
@@ -103,3 +105,16 @@ def test_sizes_and_rounds_out_of_range_are_refused_before_anything_runs() -> Non
         snapshot(sizes=[0], rounds=3)
     with pytest.raises(CallerError, match=r"--rounds 0; expected .* 1 round or more"):
         snapshot(sizes=[1], rounds=0)
+
+
+@pytest.mark.parametrize(("free_gb", "expected"), [(24, (120, 1000)), (36, (120, 1000, 4000)), (1, ())])
+def test_sizes_follow_the_memory_there_is(free_gb: int, expected: tuple[int, ...]) -> None:
+    chosen, left_out = choose_sizes((120, 1000, 4000), free_gb * GB)
+    assert chosen == expected
+    assert len(left_out) == 3 - len(expected)
+
+
+def test_a_size_that_was_left_out_is_named_with_its_reason() -> None:
+    _, left_out = choose_sizes((4000,), 24 * GB)
+    figures = make_snapshot_figures(3, [times_of(*CAPTURED)], "M", left_out)
+    assert figures.skipped["4000 MB, all"] == "needs 33.5 GB of memory, 24.0 GB are free"

@@ -36,8 +36,14 @@ from benchmarks.snapshot.figures import (
     SnapshotTiming,
     SnapshotTimings,
     group_name,
-    memory_formula,
     threads_name,
+)
+from benchmarks.snapshot.memory import (
+    LOSS_STATES,
+    ONE_HOST_STATES,
+    ORBAX_STATES,
+    group_states,
+    required_bytes,
 )
 from resilient_jax.erasure.kernels import choose_kernel
 from resilient_jax.snapshot.memory_budget import read_free_memory
@@ -47,8 +53,6 @@ GROUPS = ((4, 1), (4, 2), (8, 1), (8, 2), (8, 4))
 """Hosts and parity."""
 LOST_GROUP = (8, 1)
 """In which the last host is lost."""
-SPARE_BYTES = 2**30
-"""For everything but states and slots."""
 
 
 class Bench:
@@ -63,19 +67,18 @@ class Bench:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> SnapshotTimings:
-        # Of states, beside the one that is always there: what each case holds at its most.
-        self._try("one host", 3.0, self._measure_one_host)
+        self._try("one host", ONE_HOST_STATES, self._measure_one_host)
         for hosts, parity in GROUPS:
-            name, held = group_name(hosts, parity), memory_formula(hosts, parity)
+            name = group_name(hosts, parity)
             is_lost_group = (hosts, parity) == LOST_GROUP
             self._try(
                 f"{name} and the loss of a host" if is_lost_group else name,
-                held + 2.0 if is_lost_group else held,  # a checkpoint in tmpfs, and what is restored
+                LOSS_STATES if is_lost_group else group_states(hosts, parity),
                 functools.partial(self._measure_group, hosts, parity),
             )
-        self._try("Orbax save to tmpfs", 1.0, lambda: self._measure_saves(TMPFS, self._wanted.tmpfs))
-        self._try("Orbax save to disk", 0.0, lambda: self._measure_saves(DISK, self._wanted.disk))
-        self._try("Orbax restore from disk", 1.0, self._measure_restore_from_disk)
+        self._try("Orbax save to tmpfs", ORBAX_STATES, lambda: self._measure_saves(TMPFS, self._wanted.tmpfs))
+        self._try("Orbax save to disk", ORBAX_STATES, lambda: self._measure_saves(DISK, self._wanted.disk))
+        self._try("Orbax restore from disk", ORBAX_STATES, self._measure_restore_from_disk)
         return SnapshotTimings(
             state_bytes=self._state.nbytes,
             processor=processor(),
@@ -94,7 +97,7 @@ class Bench:
     def _try(self, name: str, states: float, measure: Callable[[], None]) -> None:
         """One case, unless memory or time do not suffice."""
         spent_s = time.monotonic() - self._began_s
-        needed, free = int(states * self._state.nbytes) + SPARE_BYTES, read_free_memory().free_bytes
+        needed, free = required_bytes(states, self._state.nbytes), read_free_memory().free_bytes
         if spent_s > self._wanted.limit_s:
             self._skipped[name] = (
                 f"{spent_s:.0f} s were spent before, the limit is {self._wanted.limit_s:.0f} s"

@@ -19,7 +19,9 @@ from benchmarks.snapshot.figures import (
     make_snapshot_figures,
     threads_name,
 )
-from resilient_jax.errors import CallerError
+from benchmarks.snapshot.memory import choose_sizes
+from resilient_jax.errors import CallerError, OperatorError
+from resilient_jax.snapshot.memory_budget import read_free_memory
 
 DEFAULT_SIZES = (120, 1000, 4000)
 DEVICES = 8
@@ -32,7 +34,7 @@ BLOCKING_AIM_MS = 5.0
 def snapshot(
     sizes: Annotated[
         list[int] | None,
-        typer.Option(help="MB of state; repeat for several. [120, 1000, 4000]"),
+        typer.Option(help="MB of state; repeat for several. [those of 120, 1000, 4000 that fit into memory]"),
     ] = None,
     rounds: Annotated[
         int, typer.Option(help="Times that each thing is timed, after one that does not count.")
@@ -66,22 +68,28 @@ def snapshot(
 
     spread: 5 % and 95 % of the rounds. n: rounds. seconds: of everything, by size. skipped: and why.
 
-    Takes about ten minutes, and 22 GB of memory for the largest size; what does not fit is skipped.
+    Takes about ten minutes. A size takes eight times its bytes of memory and 1.5 GB: of the sizes of
+    the default those that do not fit are left out, and of a size that is given the cases that do not.
     """
     chosen = tuple(dict.fromkeys(sizes or DEFAULT_SIZES))
     if min(chosen) < 1 or rounds < 1:
         raise CallerError(
-            f"bench snapshot: found --sizes {' '.join(map(str, chosen))}, --rounds {rounds}; expected sizes of 1 MB "
-            "or more and 1 round or more"
+            f"snapshot: found --sizes {' '.join(map(str, chosen))}, --rounds {rounds}; expected sizes of 1 MB or more "
+            "and 1 round or more"
+        )
+    left_out: dict[str, str] = {}
+    if not sizes:
+        chosen, left_out = choose_sizes(chosen, read_free_memory().free_bytes)
+    if not chosen:
+        raise OperatorError(
+            f"snapshot: found no size that fits into memory: {left_out}. Free some memory, or choose --sizes"
         )
     console = open_console(json_only)
     console.print(
         f"{rounds} rounds with states of {', '.join(map(str, chosen))} MB; all hosts share this machine"
     )
     found = [_measure(size * MB, rounds, limit_s, disk) for size in chosen]
-    figures = make_snapshot_figures(rounds, found, describe_machine())
-    for name, reason in figures.skipped.items():
-        console.print(f"skipped: {name}: {reason}", markup=False)
+    figures = make_snapshot_figures(rounds, found, describe_machine(), left_out)
     console.print(_seconds_table(figures))
     console.print(_summary_table(figures))
     print_json_line(figures)
@@ -111,7 +119,9 @@ def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -
 
 
 def _seconds_table(figures: SnapshotFigures) -> Table:
-    table = Table(title="seconds: median, and 5 % to 95 % of the rounds")
+    left_out = "; ".join(f"{name}: {reason}" for name, reason in figures.skipped.items())
+    caption = f"left out: {left_out}" if left_out else None
+    table = Table(title="seconds: median, and 5 % to 95 % of the rounds", caption=caption)
     for name in ("", ""):
         table.add_column(name)
     for size in figures.seconds:

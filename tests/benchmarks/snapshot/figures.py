@@ -5,7 +5,8 @@ A GB is 10^9 bytes of state, a MB 10^6. Every time is of one whole state, on how
 
 import enum
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -176,7 +177,12 @@ def seconds_of(times_s: Sequence[float]) -> Seconds:
     return Seconds(median=rounded(statistics.median(times_s)), low=rounded(low), high=rounded(high))
 
 
-def make_snapshot_figures(rounds: int, found: Sequence[SnapshotTimings], machine: str) -> SnapshotFigures:
+def make_snapshot_figures(
+    rounds: int,
+    found: Sequence[SnapshotTimings],
+    machine: str,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> SnapshotFigures:
     """All figures of the line, from one `Times` for each size."""
     # The largest state with which the main comparison was made.
     main = max(found, key=lambda times: (_ratio(times, *_OVER_ORBAX) is not None, times.state_bytes))
@@ -222,9 +228,12 @@ def make_snapshot_figures(rounds: int, found: Sequence[SnapshotTimings], machine
         state_mb=round(main.state_bytes / MB),
         seconds={str(round(times.state_bytes / MB)): _seconds(times) for times in found},
         skipped={
-            f"{round(times.state_bytes / MB)} MB, {what}": why
-            for times in found
-            for what, why in times.skipped.items()
+            **left_out,
+            **{
+                f"{round(times.state_bytes / MB)} MB, {what}": why
+                for times in found
+                for what, why in times.skipped.items()
+            },
         },
         versions=main.versions,
         machine=f"{machine}, {main.processor}; all hosts share it",

@@ -95,7 +95,7 @@ REFUSED = {
     "an instance": (lambda: {"model": {"w": 1}}, "model: found a dict, expected a function"),
     "no scalar": (
         lambda: {"loss": lambda params, x: x @ params["up"]},
-        "loss: found a result .*expected a scalar",
+        "loss_fn: found a result .*expected a scalar",
     ),
     "no examples": (
         lambda: {
@@ -107,11 +107,11 @@ REFUSED = {
     "no parameters": (lambda: {"model": lambda key: {}}, "model: found no parameters"),
     "a parameter without gradient": (
         lambda: {"model": lambda key: {"up": jnp.zeros((16, 24)), "count": jnp.zeros(3, jnp.int32)}},
-        "model: found the parameter count of int32, expected numbers that have a gradient",
+        "model: found the parameter count of int32, expected a dtype that has a gradient",
     ),
     "a loss without gradient": (
         lambda: {"loss": lambda params, x: (x @ params["up"]).sum().astype(jnp.int32)},
-        "loss: found a scalar of int32, expected one of a floating-point type",
+        "loss_fn: found a scalar of int32, expected a floating-point type",
     ),
     "another model rematerialised": (
         lambda: {
