@@ -21,7 +21,6 @@ from benchmarks.snapshot.memory import choose_sizes
 from resilient_jax.errors import CallerError
 
 ONE, TWO = threads_name(1), threads_name(2)
-GB = 1_000_000_000
 
 
 def timed(task: SnapshotTask, variant: str, *times_s: float) -> SnapshotTiming:
