@@ -1,7 +1,7 @@
 """The live hosts' devices as a grid, and a tree's leaves as one vector on it.
 
-Two small programs on this host's devices: *pack* lays leaves of one dtype end to end, cut over the host's devices;
-*unpack* restores them. What is between, over all hosts, knows nothing of the model.
+Two small programs on this host's devices: *pack* concatenates leaves of one dtype, sharded over the host's devices;
+*unpack* restores them. The programs in between, over all hosts, do not depend on the model.
 """
 
 import functools
@@ -21,16 +21,15 @@ HOST_AXIS, LOCAL_AXIS = "host", "local"
 
 
 class HostGrid:
-    """Hosts down, devices of a host across.
+    """One row of devices for each host, in the order of their processes.
 
-    The devices are taken in the order of their process; each host gives the same number of them, the first ones, as
-    many as the host with the fewest has.
+    Each host gives the same number of devices, its first ones: as many as the host with the fewest devices has.
 
     Attributes:
-        mesh: all of them, axes (HOST, LOCAL).
-        local: those of this host, axis LOCAL.
-        hosts: how many hosts.
-        row: this host's place among them.
+        mesh: of all rows, axes (HOST_AXIS, LOCAL_AXIS).
+        local_mesh: of this host's row, axis LOCAL_AXIS.
+        num_hosts: the number of rows.
+        host_index: the index of this host's row.
     """
 
     def __init__(self, devices: Sequence[Device], process_index: int) -> None:
@@ -46,9 +45,9 @@ class HostGrid:
         self.local_mesh = Mesh(np.array(by_host[process_index][:width]), (LOCAL_AXIS,))
 
     def pack(self, leaves: Sequence[Any]) -> jax.Array:
-        """[hosts, n]: all leaves, which are of one dtype, end to end, with their likes on the other hosts.
+        """Return [hosts, n]: the leaves of each host, which are of one dtype, concatenated.
 
-        Cut over a host's devices; n is filled up to a multiple of them.
+        Sharded over hosts and over a host's devices; n is padded to a multiple of the latter.
         """
         everywhere = NamedSharding(self.local_mesh, P())
         packed = _pack(self.local_mesh)([jax.device_put(leaf, everywhere) for leaf in leaves])
@@ -59,36 +58,36 @@ class HostGrid:
         )
 
     def abstract_pack(self, leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
-        """What `pack` gives for leaves of these shapes."""
+        """Return the shape, dtype and sharding of what `pack` returns for leaves of these shapes."""
         size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
-        whole = size + -size % self.local_mesh.size
+        padded = size + -size % self.local_mesh.size
         return jax.ShapeDtypeStruct(
-            (self.num_hosts, whole),
+            (self.num_hosts, padded),
             jnp.result_type(leaves[0]),
             sharding=NamedSharding(self.mesh, P(HOST_AXIS, LOCAL_AXIS)),
         )
 
     def unpack(self, flat: jax.Array, origins: Sequence[Any]) -> list[jax.Array]:
-        """The leaves in a vector [n] that is cut over this host's devices; each gets the shape of its origin, and lies
-        where that lies.
+        """Return the leaves in a vector [n], sharded over this host's devices, with the shapes and shardings of their
+        origins.
 
-        With the very sharding, not just on the same devices: an update that takes the sums and the state would
-        else give a state of another sharding, and every program of the step would be compiled again for it.
+        An equivalent sharding on the same devices would not do: an update that takes the sums and the state would
+        return a state of another sharding, and every program of the step would be compiled again for it.
         """
         shapes = tuple(jnp.shape(origin) for origin in origins)
         found = _unpack(self.local_mesh, shapes)(flat)
-        return [_lay_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
+        return [_reshard_like(origin, leaf) for origin, leaf in zip(origins, found, strict=True)]
 
     def gather(self, rows: jax.Array) -> jax.Array:
-        """[hosts, n], cut over both, as this host's own array: every row, cut over this host's devices."""
+        """Return all rows of [hosts, n], sharded over both axes, as this host's own array sharded over n."""
         return self.to_local(_gather(self.mesh)(rows))
 
     def compile_gather(self, rows: jax.ShapeDtypeStruct) -> None:
-        """Compiles what `gather` calls for such rows."""
+        """Compile what `gather` calls for such rows."""
         _make_gather(self.mesh).lower(rows).compile()
 
     def compile_join_slices(self, slices: jax.ShapeDtypeStruct, size: int) -> None:
-        """Compiles what `join` calls for what was gathered from such slices."""
+        """Compile what `join_slices` calls for what was gathered from such slices."""
         _join(self.local_mesh, size).lower(
             jax.ShapeDtypeStruct(
                 slices.shape, slices.dtype, sharding=NamedSharding(self.local_mesh, P(None, LOCAL_AXIS))
@@ -96,11 +95,11 @@ class HostGrid:
         ).compile()
 
     def join_slices(self, slices: jax.Array, size: int) -> jax.Array:
-        """[size] of [hosts, n / hosts], where each device has as many slices of its part; what filled them up goes."""
+        """Return [size] from [hosts, n / hosts], where each device has the slices of its own part, without padding."""
         return _join(self.local_mesh, size)(slices)
 
     def to_local(self, everywhere: jax.Array) -> jax.Array:
-        """An array that all hosts have, its last dim cut over a host's devices, as this host's own."""
+        """Return an array, replicated over hosts and sharded over their devices along its last dim, as this host's."""
         spec = P(*[None] * (everywhere.ndim - 1), LOCAL_AXIS)
         return jax.make_array_from_single_device_arrays(
             everywhere.shape,
@@ -110,15 +109,15 @@ class HostGrid:
 
 
 def group_by_dtype(leaves: Sequence[Any]) -> Iterator[list[int]]:
-    """Groups of leaves that can be packed into one vector."""
+    """Yield the positions of leaves that can be packed into one vector."""
     groups: dict[Any, list[int]] = {}
     for position, leaf in enumerate(leaves):
         groups.setdefault(jnp.result_type(leaf), []).append(position)
     yield from groups.values()
 
 
-def _lay_like(origin: object, total: jax.Array) -> jax.Array:
-    """`total`, which every device of the grid's here has, with the sharding of `origin`."""
+def _reshard_like(origin: object, total: jax.Array) -> jax.Array:
+    """Return `total`, which is replicated over this host's row, with the sharding of `origin`."""
     if not isinstance(origin, jax.Array) or origin.sharding == total.sharding:
         return total
     by_device = {shard.device: shard.data for shard in total.addressable_shards}
@@ -161,7 +160,7 @@ def _join(local: Mesh, size: int) -> Any:  # noqa: ANN401 - a jitted function
 
 @functools.cache
 def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    """Knows nothing of the other hosts: it has many slices, and is not compiled again when their number changes."""
+    """Depends on no other host, so that it is not compiled again when their number changes."""
 
     everywhere = NamedSharding(local, P())
 
@@ -179,6 +178,6 @@ def _unpack(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: A
 
 
 def clear_caches() -> None:
-    """Drops every cached program and mesh: their devices are about to go."""
+    """Drop every cached program and mesh, before their devices are destroyed."""
     for cache in (_gather, _pack, _join, _unpack):
         cache.cache_clear()

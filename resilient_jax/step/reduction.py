@@ -36,7 +36,7 @@ class AllReduce:
         self._grid = grid
 
     def __call__(self, tree: Tree) -> Tree:
-        """The sum over hosts of each leaf, where the leaf lay."""
+        """Return the sum over hosts of each leaf, with the sharding of the leaf."""
         if self._grid.num_hosts == 1:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -49,7 +49,7 @@ class AllReduce:
         return jax.tree.unflatten(treedef, totals)
 
     def compile(self, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
-        """Compiles, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
+        """Compile, for the persistent cache, what depends on the number of hosts in a sum of such a tree."""
         leaves = jax.tree.leaves(like)
         for positions in group_by_dtype(leaves) if self._grid.num_hosts > 1 else ():
             check()
@@ -58,19 +58,19 @@ class AllReduce:
 
 
 class OrderedAllReduce:
-    """Adds up the units of one step in the order of their numbers, wherever they are."""
+    """Adds the units of one step in the order of their numbers, whichever hosts own them."""
 
     def __init__(self, grid: HostGrid) -> None:
         self._grid = grid
 
     def __call__(self, parts: Mapping[int, Tree], owners: Sequence[int], like: Tree) -> Tree:
-        """The sum over all units of each leaf, which lies where the leaf of `like` lies.
+        """Return the sum over all units of each leaf, with the sharding of the leaf of `like`.
 
         Args:
-            parts: the sums of the units that this host owns, by number; leaves as in `like`. Narrow floats are
-                added in float32 and rounded once.
-            owners: of each unit, the place of its host among the live hosts; the same on every host.
-            like: a tree with the shapes, dtypes and shardings of a part.
+            parts: the totals of the units that this host owns, by unit; leaves as in `like`. Floats of fewer than 32
+                bits are added in float32 and rounded once.
+            owners: of each unit, the index of its host among the live hosts; the same on every host.
+            like: a tree with the shapes, dtypes and shardings of a total.
         """
         grid = self._grid
         slots = [[u for u, owner in enumerate(owners) if owner == host] for host in range(grid.num_hosts)]
@@ -83,7 +83,7 @@ class OrderedAllReduce:
             rows = [grid.pack([column[i] for i in positions]) for column in columns]
             if not rows:  # more hosts than units
                 rows = [grid.pack([np.zeros(origins[i].shape, origins[i].dtype) for i in positions])]
-            # A host with fewer units than others fills up with what nobody looks at.
+            # A host with fewer units than others pads with slices that are never read.
             slices = _add_in_order(grid.mesh)(rows + rows[:1] * (width - len(rows)), where)
             jax.block_until_ready(slices)
             flat = grid.join_slices(grid.gather(slices), rows[0].shape[1])
@@ -93,17 +93,17 @@ class OrderedAllReduce:
         return jax.tree.unflatten(treedef, totals)
 
     def compile(self, num_units: int, width: int, like: Any, check: CancellationCheck) -> None:  # noqa: ANN401 - a tree
-        """Compiles, for the persistent cache, what depends on the number of hosts in a sum of so many units, of which
-        the host with the most owns `width`.
+        """Compile, for the persistent cache, what depends on the number of hosts in a sum of `num_units` units, if no
+        host owns more than `width`.
         """
         grid, leaves = self._grid, jax.tree.leaves(like)
-        cut = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
+        sharded = NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS))
         for positions in group_by_dtype(leaves):
             row = grid.abstract_pack([leaves[i] for i in positions])
             check()
             add = _make_add_in_order(grid.mesh).lower([row] * width, np.zeros(num_units, np.int32))
             add.compile()
-            slices = jax.ShapeDtypeStruct(add.out_info.shape, add.out_info.dtype, sharding=cut)
+            slices = jax.ShapeDtypeStruct(add.out_info.shape, add.out_info.dtype, sharding=sharded)
             check()
             grid.compile_gather(slices)
             check()
@@ -124,17 +124,17 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=mesh.abstract_mesh,  # its trace would else keep the devices, and be forgotten with all others
+        mesh=mesh.abstract_mesh,  # else its trace would hold the devices, and be dropped with all others
         in_specs=(P(HOST_AXIS, LOCAL_AXIS), P()),
         out_specs=P(HOST_AXIS, LOCAL_AXIS),
         check_vma=False,
     )
     def add_in_order(units: list[jax.Array], where: jax.Array) -> jax.Array:
-        """[1, n] of each unit here, and where each of all units is -> [1, n / hosts]: a slice of the sum."""
+        """[1, n] of each own unit, and the position of each of all units -> [1, n / hosts]: a slice of the sum."""
         mine = jnp.concatenate(units)
         slots, size = mine.shape
-        cut = jnp.pad(mine, ((0, 0), (0, -size % hosts))).reshape(slots, hosts, -1)
-        rows = jax.lax.all_to_all(cut, HOST_AXIS, split_axis=1, concat_axis=0, tiled=True)[:, 0]
+        sliced = jnp.pad(mine, ((0, 0), (0, -size % hosts))).reshape(slots, hosts, -1)
+        rows = jax.lax.all_to_all(sliced, HOST_AXIS, split_axis=1, concat_axis=0, tiled=True)[:, 0]
         is_narrow = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
         wide = jnp.float32 if is_narrow else rows.dtype
         total = jax.lax.fori_loop(
@@ -148,13 +148,13 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     return add_in_order
 
 
-# What is compiled for other worlds is not kept: it would hold their meshes after `clear_caches`.
+# Programs compiled ahead for other worlds are not cached here: they would hold their meshes after `clear_caches`.
 _reduce = functools.cache(_make_reduce)
 _add_in_order = functools.cache(_make_add_in_order)
 
 
 def clear_caches() -> None:
-    """Drops every cached program and mesh: their devices are about to go."""
+    """Drop every cached program and mesh, before their devices are destroyed."""
     host_grid.clear_caches()
     resharding.clear_caches()
     for cache in (_reduce, _add_in_order):

@@ -1,11 +1,11 @@
-"""Complete copies of a tree that is cut over hosts, and the way back.
+"""Replicated copies of a tree that is sharded over hosts, and the way back.
 
-*gather* lays the pieces that a device has end to end, exchanges them between hosts in one all-gather for each dtype,
-and puts the leaves together from what came. *cut* takes each device's pieces out of copies that its host has: no host
-says anything. The programs between two exchanges are on one host's devices and know of the others their number alone;
-each has one collective at most and is awaited (see jax_runtime's README).
+`replicate_tree` concatenates the shards of each device, exchanges them between hosts in one all-gather for each dtype,
+and joins the leaves from the result. `shard_tree` takes each device's shards out of copies that its host has, without
+communication. The other programs are on one host's devices and depend on the number of the other hosts only; each has
+one collective at most and is awaited (see jax_runtime's README).
 
-Memory, for P bytes of tree: while gathering each device holds 2 P, afterwards P.
+Memory, for P bytes of tree: while replicating each device holds 2 P, afterwards P.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """How one leaf is cut: a grid of boxes of one shape.
+    """How one leaf is sharded: a grid of shards of one shape.
 
     Attributes:
         shape: of the leaf.
-        piece: of each box.
-        holders: of each box, in C order, the number of a device that has it.
+        shard_shape: of each shard.
+        shard_holders: of each shard, in C order, the number of a device that has it.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class ShardGrid:
     shard_holders: tuple[int, ...]
 
     def join_shards(self, rows: jax.Array) -> jax.Array:
-        """The leaf from [devices, numbers of a piece]."""
+        """Return the leaf from [devices, elements of a shard]."""
         if self.shard_holders != tuple(range(rows.shape[0])):
             rows = rows[np.array(self.shard_holders)]
         counts = [whole // part for whole, part in zip(self.shape, self.shard_shape, strict=True)]
@@ -56,7 +56,7 @@ class ShardGrid:
 def find_shard_grid(
     sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Device]
 ) -> ShardGrid | None:
-    """How `devices`, numbered in their order, hold a leaf; None: together they lack some of it."""
+    """Return how `devices`, numbered in their order, hold a leaf; None: together they lack a shard of it."""
     starts = _find_starts(sharding, shape)
     holder_of: dict[tuple[int, ...], int] = {}
     for number, device in enumerate(devices):
@@ -69,20 +69,20 @@ def find_shard_grid(
 
 
 def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
-    """Complete copies of leaves that are cut over hosts, or over this host's devices. Every host must call it.
+    """Return replicated copies of leaves that are sharded over hosts, or over this host's devices.
 
-    Leaves that are whole here already are not copied: they share their memory with the tree's.
+    Every host must call it. Leaves that are replicated already are not copied: they share their memory with the tree's.
 
     Args:
         tree: arrays on one mesh over all live hosts.
-        local: where the copies lie: replicated over this host's devices.
+        local_sharding: of the copies: replicated over this host's devices.
     """
     leaves, treedef = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
     groups: dict[tuple[Any, bool], list[tuple[int, ShardGrid]]] = {}
     for position, leaf in enumerate(leaves):
         if leaf.is_fully_replicated:
-            found[position] = _lay(leaf, local_sharding)
+            found[position] = _replicate_over(leaf, local_sharding)
         else:
             pieces, is_here = _locate(leaf.sharding, leaf.shape)
             groups.setdefault((leaf.dtype, is_here), []).append((position, pieces))
@@ -93,18 +93,18 @@ def replicate_tree(tree: Tree, local_sharding: NamedSharding) -> Tree:
         jax.block_until_ready(rows)
         joined = _join(grid.local_mesh, tuple(pieces for _, pieces in members))(rows)
         for (position, _), leaf in zip(members, joined, strict=True):
-            found[position] = _lay(leaf, local_sharding)
+            found[position] = _replicate_over(leaf, local_sharding)
     jax.block_until_ready(found)
     return jax.tree.unflatten(treedef, found)
 
 
 def shard_tree(tree: Tree, placement: Placement) -> Tree:
-    """The tree as `placement` says, from copies that every host has; nothing is sent.
+    """Return the tree with the shardings of `placement`, from copies that every host has, without communication.
 
-    Leaves that stay whole are not copied: they share their memory with the tree's.
+    Leaves that stay replicated are not copied: they share their memory with the tree's.
 
     Args:
-        tree: arrays that are whole on each of this host's devices, the same on every host.
+        tree: arrays that are replicated over this host's devices, the same on every host.
         placement: on a mesh with devices, those of all live hosts.
     """
     assert isinstance(placement.mesh, Mesh), "a placement without devices is for traced programs"
@@ -126,16 +126,16 @@ def shard_tree(tree: Tree, placement: Placement) -> Tree:
             )
     whole = set(range(len(leaves))) - set(cuts)
     return jax.tree.unflatten(
-        treedef, [_lay(leaf, targets[i]) if i in whole else leaf for i, leaf in enumerate(leaves)]
+        treedef, [_replicate_over(leaf, targets[i]) if i in whole else leaf for i, leaf in enumerate(leaves)]
     )
 
 
-def _lay(leaf: jax.Array, where: NamedSharding) -> jax.Array:
-    """A leaf that is whole on every device, replicated over others that have it; nothing is copied."""
+def _replicate_over(leaf: jax.Array, where: NamedSharding) -> jax.Array:
+    """Return a leaf that is replicated on every device, replicated over a subset of them, without a copy."""
     if leaf.sharding == where:
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _lay(jax.random.key_data(leaf), where)
+        data = _replicate_over(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
     copies = [by_device[device] for device in where.addressable_devices]
@@ -143,7 +143,7 @@ def _lay(leaf: jax.Array, where: NamedSharding) -> jax.Array:
 
 
 def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
-    """This host's pieces of a leaf one below the other, each where it lies."""
+    """Return this host's shards of a leaf stacked along dim 0, each on its device."""
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
     pieces = [by_device[device] for device in grid.local_mesh.devices.flat]
     first, *others = pieces[0].shape
@@ -153,7 +153,7 @@ def _stack(leaf: jax.Array, grid: HostGrid) -> jax.Array:
 
 
 def _as_row(row: jax.Array, grid: HostGrid) -> jax.Array:
-    """[1, n] of this host as its row of [hosts, n]."""
+    """Return [1, n] of this host as its row of [hosts, n]."""
     return jax.make_array_from_single_device_arrays(
         (grid.num_hosts, row.shape[1]),
         NamedSharding(grid.mesh, P(HOST_AXIS, LOCAL_AXIS)),
@@ -168,7 +168,7 @@ def _grid(mesh: Mesh) -> HostGrid:
 
 @functools.cache
 def _find_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device, tuple[int, ...]]:
-    """Where each device's piece of a leaf begins."""
+    """Return the index at which each device's shard of a leaf begins."""
     return {
         device: tuple(cut.indices(size)[0] for cut, size in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
@@ -177,13 +177,13 @@ def _find_starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Device
 
 @functools.cache
 def _locate(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[ShardGrid, bool]:
-    """A leaf's pieces, and whether this host has all of them: then they are numbered by its devices alone."""
+    """Return a leaf's shards, and whether this host has all: then they are numbered by its devices alone."""
     grid = _grid(sharding.mesh)
     here = find_shard_grid(sharding, shape, list(grid.local_mesh.devices.flat))
     if here is not None:
         return here, True
     everywhere = find_shard_grid(sharding, shape, list(grid.mesh.devices.flat))
-    assert everywhere is not None, "all devices of a mesh have all of a leaf"
+    assert everywhere is not None, "all devices of a mesh together have every shard"
     return everywhere, False
 
 
@@ -192,13 +192,13 @@ def _pack(local: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=local.abstract_mesh,  # its trace would else keep the devices
+        mesh=local.abstract_mesh,  # else its trace would hold the devices
         in_specs=P(LOCAL_AXIS),
         out_specs=P(None, LOCAL_AXIS),
         check_vma=False,
     )
     def pack(pieces: list[jax.Array]) -> jax.Array:
-        """Each device's pieces end to end: no device says anything."""
+        """Concatenate each device's shards, without communication."""
         return jnp.concatenate([piece.reshape(-1) for piece in pieces])[None]
 
     return pack
@@ -210,7 +210,7 @@ def _join(local: Mesh, leaves: tuple[ShardGrid, ...]) -> Any:  # noqa: ANN401 - 
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def join(rows: jax.Array) -> list[jax.Array]:
-        """The leaves from [hosts, devices x numbers], cut over this host's devices."""
+        """Join the leaves from [hosts, devices x elements], which is sharded over this host's devices."""
         rows = jax.lax.with_sharding_constraint(rows, everywhere)  # once, and not for each leaf
         by_device = rows.reshape(rows.shape[0] * local.size, -1)
         found, start = [], 0
@@ -225,7 +225,7 @@ def _join(local: Mesh, leaves: tuple[ShardGrid, ...]) -> Any:  # noqa: ANN401 - 
 
 @functools.cache
 def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN401 - a jitted function
-    """Knows not which host it is on: where pieces begin is an argument."""
+    """Depends on no host index, so that all hosts compile one program: where shards begin is an argument."""
 
     @jax.jit
     @functools.partial(
@@ -245,6 +245,6 @@ def _cut(local: Mesh, shapes: tuple[tuple[int, ...], ...]) -> Any:  # noqa: ANN4
 
 
 def clear_caches() -> None:
-    """Drops every cached program, mesh and sharding: their devices are about to go."""
+    """Drop every cached program, mesh and sharding, before their devices are destroyed."""
     for cache in (_grid, _find_starts, _locate, _pack, _join, _cut):
         cache.cache_clear()

@@ -1,9 +1,9 @@
-"""Tells the agent that this process dies before the kernel is done with it.
+"""A pipe that closes as soon as this process is killed, before the kernel has released the process's memory.
 
-SIGKILL ends all threads within milliseconds, but the kernel first gives back the process's memory and only then
-closes its descriptors and announces its exit: 0.2 to 0.5 s later for a worker of 600 MB on a busy machine. A thread
-with a descriptor table of its own takes that with it when it ends, whatever the rest of the process still does.
-So such a thread holds the only write end of a pipe, and does nothing else.
+SIGKILL ends all threads within milliseconds, but the kernel first releases the process's memory and only then closes
+its descriptors and announces its exit: 0.2 to 0.5 s later for a worker of 600 MB on a busy machine. A thread with a
+descriptor table of its own closes that table when it ends, whatever the rest of the process still does. So such a
+thread holds the only write end of a pipe, and does nothing else.
 """
 
 import ctypes
@@ -18,16 +18,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def isolate_death_pipe(descriptor: int) -> str | None:
-    """Moves `descriptor`, the write end of a pipe, out of this process's table into that of a thread.
+    """Move `descriptor`, the write end of a pipe, out of this process's descriptor table into that of a thread.
 
     Returns:
-        None; or why not (a sandbox may forbid it). Then the descriptor stays where it is, and tells of this
-        process's end as late as everything else.
+        None; or why not (a sandbox may forbid it). Then the descriptor stays where it is, and closes only when the
+        kernel closes all descriptors of this process.
     """
     problem: list[str] = []
     ready = threading.Event()
     thread = threading.Thread(
-        target=_hold, args=(descriptor, problem, ready), name="resilient-jax-tripwire", daemon=True
+        target=_hold, args=(descriptor, problem, ready), name="resilient-jax-death-pipe", daemon=True
     )
     thread.start()
     ready.wait()
@@ -42,8 +42,8 @@ def _hold(descriptor: int, problem: list[str], ready: threading.Event) -> None:
         problem.append(f"unshare(CLONE_FILES): {os.strerror(ctypes.get_errno())}")
         ready.set()
         return
-    # The copies of all other descriptors must go: they would hold every socket open that is closed elsewhere.
+    # The copies of all other descriptors are closed: they would keep every socket open that is closed elsewhere.
     os.closerange(0, descriptor)
     os.closerange(descriptor + 1, MAX_DESCRIPTOR)
     ready.set()
-    _libc.pause()  # for ever; no Python code may run here any more: this thread has no files
+    _libc.pause()  # for ever; no Python code may run here any more: this thread has no open files

@@ -1,8 +1,8 @@
-"""Writes what this worker committed, with digests of the state, where a controller asked for it (`protocol.ledger`).
+"""Records what this worker committed, with digests of the state, where a controller asked for it (`protocol.ledger`).
 
-The sum is an additive digest: each number's bits are mixed with its place in the state, and the mixtures are added. So
-parts of a state can be digested on different hosts and added up, whatever the mesh: the same state gives the same sum
-on one host and on eight. It tells of damage and of mistakes, not of an attacker.
+The additive digest is a sum over elements: the bits of each are mixed with its index in the state, and the mixtures are
+added modulo 2^64, in two lanes. So the shards of a state can be digested on different hosts and added: the same state
+gives the same digest on any mesh. It detects damage and mistakes, not an attacker.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ from resilient_jax.protocol.ledger import (
 from resilient_jax.state.flat_state import FlatLeaf, FlatState, assemble_array
 
 LANE_MULTIPLIERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
-"""Odd numbers, one for each half of the sum: the golden ratio, and the second prime of xxHash64."""
+"""Odd numbers, one for each half of the digest: the golden ratio, and the second prime of xxHash64."""
 WORD_MODULUS: Final = 2**64
 
 
 class Ledger:
-    """One worker's lines."""
+    """Appends entries to one worker's file."""
 
     def __init__(self, directory: Path, host: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,51 +44,51 @@ class Ledger:
 
     @classmethod
     def from_environment(cls, host: str) -> "Ledger | None":
-        """None unless a controller asked for it."""
+        """Return a ledger if a controller asked for one by the environment, else None."""
         directory = os.environ.get(LEDGER_VARIABLE)
         return cls(Path(directory), host) if directory else None
 
     def record_commit(
         self,
-        held: FlatState,
+        state: FlatState,
         generation: int,
         hosts: int,
         owners: Mapping[str, Sequence[str]],
         *,
         is_first: bool,
     ) -> None:
-        """`held` is the committed state now. `is_first`: of the hosts; it answers for what each has for itself."""
+        """Record a commit. The first host, `is_first`, also digests the leaves that every host has for itself."""
         self._write(
             StepEntry(
                 host=self._host,
                 pid=os.getpid(),
                 generation=generation,
-                step=held.step - 1,
+                step=state.step - 1,
                 num_hosts=hosts,
                 monotonic_s=time.monotonic(),
-                state_sha256=compute_sha256(held),
-                additive_digest=compute_additive_digest(held, is_first=is_first),
+                state_sha256=compute_sha256(state),
+                additive_digest=compute_additive_digest(state, is_first=is_first),
                 owners={name: tuple(hosts_of) for name, hosts_of in owners.items()},
             )
         )
 
-    def record_restore(self, held: FlatState, generation: int, hosts: int, *, is_first: bool) -> None:
-        """`held` is what this host goes on from."""
+    def record_restore(self, state: FlatState, generation: int, hosts: int, *, is_first: bool) -> None:
+        """Record the state that this host resumes from."""
         self._write(
             RestoreEntry(
                 host=self._host,
                 pid=os.getpid(),
                 generation=generation,
-                num_steps=held.step,
+                num_steps=state.step,
                 num_hosts=hosts,
                 monotonic_s=time.monotonic(),
-                state_sha256=compute_sha256(held),
-                additive_digest=compute_additive_digest(held, is_first=is_first),
+                state_sha256=compute_sha256(state),
+                additive_digest=compute_additive_digest(state, is_first=is_first),
             )
         )
 
     def record_microbatch(self, step: int, index: int, generation: int) -> None:
-        """A microbatch is about to be computed."""
+        """Record that a microbatch is about to be computed."""
         self._write(
             MicrobatchEntry(host=self._host, pid=os.getpid(), generation=generation, step=step, index=index)
         )
@@ -97,33 +97,33 @@ class Ledger:
         os.write(self._descriptor, ENTRY_ENCODER.encode(line) + b"\n")
 
 
-def compute_sha256(held: FlatState) -> str:
-    """SHA-256 of all leaves with their names and types; empty if this host has not all of the state."""
-    if not held.is_complete:
+def compute_sha256(state: FlatState) -> str:
+    """Return the SHA-256 of all leaves with their names and dtypes; empty if this host has not all of the state."""
+    if not state.is_complete:
         return ""
     found = hashlib.sha256()
-    for leaf in held.leaves:
-        found.update(_name_of(leaf))
-        found.update(_whole(leaf.value).tobytes())
+    for leaf in state.leaves:
+        found.update(_leaf_name(leaf))
+        found.update(_to_numpy(leaf.value).tobytes())
     return found.hexdigest()
 
 
-def compute_additive_digest(held: FlatState, *, is_first: bool) -> str:
-    """The additive digest of this host's part; of all of the state, where the host has all of it."""
+def compute_additive_digest(state: FlatState, *, is_first: bool) -> str:
+    """Return the additive digest of this host's shards; of all of the state, where the host has all of it."""
     total = [0] * len(LANE_MULTIPLIERS)
-    for leaf in held.leaves:
-        seed = zlib.crc32(_name_of(leaf))
-        for start, data in _parts(leaf.value, held.is_complete, is_first):
+    for leaf in state.leaves:
+        seed = zlib.crc32(_leaf_name(leaf))
+        for start, data in _list_own_shards(leaf.value, state.is_complete, is_first):
             for lane, mixed in enumerate(_mix(data, start, leaf.value.shape, seed)):
                 total[lane] = (total[lane] + mixed) % WORD_MODULUS
     return f"{total[0]:016x}{total[1]:016x}"
 
 
-def _name_of(leaf: FlatLeaf) -> bytes:
+def _leaf_name(leaf: FlatLeaf) -> bytes:
     return f"{leaf.path} {leaf.value.dtype} {leaf.value.shape} {leaf.key_impl}".encode()
 
 
-def _whole(value: Any) -> np.ndarray:  # noqa: ANN401 - a jax or numpy array
+def _to_numpy(value: Any) -> np.ndarray:  # noqa: ANN401 - a jax or numpy array
     if isinstance(value, np.ndarray) or value.is_fully_addressable:
         return np.asarray(value, order="C")
     if value.is_fully_replicated:
@@ -131,15 +131,15 @@ def _whole(value: Any) -> np.ndarray:  # noqa: ANN401 - a jax or numpy array
     return assemble_array("", value)
 
 
-def _parts(
+def _list_own_shards(
     value: Any,  # noqa: ANN401 - a jax or numpy array
     is_complete: bool,
     is_first: bool,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Where each part of an array begins that this host answers for, and its numbers."""
+    """Return the start index and the elements of each shard that this host digests."""
     if isinstance(value, np.ndarray) or is_complete or value.is_fully_addressable:
-        whole = _whole(value)
-        return [((0,) * whole.ndim, whole)] if is_complete or is_first else []
+        array = _to_numpy(value)
+        return [((0,) * array.ndim, array)] if is_complete or is_first else []
     return [
         (tuple(cut.start or 0 for cut in shard.index), np.asarray(shard.data, order="C"))
         for shard in value.addressable_shards
@@ -148,19 +148,23 @@ def _parts(
 
 
 def _mix(data: np.ndarray, start: Sequence[int], shape: Sequence[int], seed: int) -> list[int]:
-    """For each lane the sum over numbers of a mixture of bits, place and seed (the finaliser of SplitMix64)."""
+    """Return, for each lane, the sum over elements of their mixture with index and seed.
+
+    x = (index * lane + seed) ^ (bits * (lane ^ c | 1)), then the finalizer of SplitMix64
+    (Steele, Lea, Flood 2014): x ^= x >> 30; x *= m1; x ^= x >> 27; x *= m2; x ^= x >> 31.
+    """
     bits = data.reshape(-1).view(f"u{data.dtype.itemsize}") if data.dtype.itemsize in (1, 2, 4, 8) else None
     if bits is None:
-        raise TypeError(f"numbers of {data.dtype.itemsize} bytes ({data.dtype}) cannot be digested")
-    places = np.zeros(data.shape, np.uint64)
+        raise TypeError(f"elements of {data.dtype.itemsize} bytes ({data.dtype}) cannot be digested")
+    indexes = np.zeros(data.shape, np.uint64)
     stride = 1
     for axis in reversed(range(data.ndim)):
         along = (np.arange(data.shape[axis], dtype=np.uint64) + np.uint64(start[axis])) * np.uint64(stride)
-        places += along.reshape([-1 if a == axis else 1 for a in range(data.ndim)])
+        indexes += along.reshape([-1 if a == axis else 1 for a in range(data.ndim)])
         stride *= shape[axis]
     sums = []
     for lane in LANE_MULTIPLIERS:
-        x = places.reshape(-1) * np.uint64(lane) + np.uint64(seed)
+        x = indexes.reshape(-1) * np.uint64(lane) + np.uint64(seed)
         x ^= bits.astype(np.uint64) * np.uint64(lane ^ 0x5851F42D4C957F2D | 1)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The link of a script that was started without an agent: nobody to talk to, nothing to survive."""
+"""The control of a script that was started without an agent: one host, which survives nothing."""
 
 import dataclasses
 import time
@@ -8,21 +8,21 @@ from resilient_jax.events import Event, EventKind
 
 @dataclasses.dataclass(slots=True)
 class StandaloneControl:
-    """Lets every step start; keeps events to itself."""
+    """Lets every step start, and writes events nowhere."""
 
     host: str
 
     def begin_step(self, step: int) -> None:
-        """Every step may start."""
+        """Return at once: every step may start."""
 
     def raise_if_ended(self) -> None:
-        """Nothing ends a generation here."""
+        """Return: without an agent the generation never ends."""
 
     def report_commit(self, step: int, metrics: dict[str, float], *, holds_state: bool) -> None:
-        """Nobody is told."""
+        """Drop the report."""
 
     def record_event(self, kind: EventKind, **detail: str | float | bool) -> Event:
-        """The event, written nowhere."""
+        """Return the event, which is written nowhere."""
         return Event(
             kind=kind, host=self.host, monotonic_s=time.monotonic(), wall_s=time.time(), detail=dict(detail)
         )

@@ -68,7 +68,7 @@ def test_parts_add_up_to_the_whole(spec: P) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("y", "x"))
     placed = jax.device_put(value, NamedSharding(mesh, spec))
     (leaf,) = flatten_state(1, {"a": placed}).leaves
-    seed = ledger.zlib.crc32(ledger._name_of(leaf))
+    seed = ledger.zlib.crc32(ledger._leaf_name(leaf))
     sums = []
     for shard in placed.addressable_shards:
         if shard.replica_id == 0:
