@@ -123,7 +123,8 @@ def fully_sharded(mesh: Mesh | AbstractMesh) -> FullyShardedPlacement:
 
     >>> from jax.sharding import AbstractMesh
     >>> rule = fully_sharded(AbstractMesh((3, 2), ("host", "local")))
-    >>> [tuple(rule.partition_spec("", jax.ShapeDtypeStruct(shape, jnp.float32))) for shape in ((160, 192), (160, 160), (9,))]
+    >>> leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((160, 192), (160, 160), (9,))]
+    >>> [tuple(rule.partition_spec("", leaf)) for leaf in leaves]
     [(None, ('host', 'local')), ('local',), ()]
     """
     return FullyShardedPlacement(mesh)
