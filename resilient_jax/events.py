@@ -66,7 +66,7 @@ class EventKind(enum.StrEnum):
     CHECKPOINT_REFUSED = "checkpoint.refused"
     CHECKPOINT_RESTORED = "checkpoint.restored"
     CHECKPOINT_POLL_FAILED = "checkpoint.poll_failed"
-    # the worker's way through a change
+    # a worker in a change of generation
     COLLECTIVE_FAILED = "collective.failed"
     WORKER_IDLE = "worker.idle"
     PLAN_CHOSEN = "plan.chosen"

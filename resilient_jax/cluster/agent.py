@@ -77,7 +77,7 @@ class Agent:
     ) -> None:
         self._settings = settings
         self._store = store
-        self._say = print_line
+        self._print_line = print_line
         self._clock = clock or SystemClock()
         directory = settings.run_directory
         self._log = EventLog(
@@ -90,10 +90,10 @@ class Agent:
         self._session: StoreSession | None = None
         self._leaving = _Leaving.NO
         self._ended: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
-        self._cut_short: JobOutcome | None = None
+        self._early_outcome: JobOutcome | None = None
         """The outcome of a notice or an interrupt that came after training was done and before the script ended."""
         self._killing: asyncio.Task[None] | None = None
-        self._void: GenerationNumber | None = None
+        self._void_generation: GenerationNumber | None = None
         self._snapshots = SnapshotServerProcess(
             settings, self._log, on_change=self._on_snapshots_changed, on_end=self._on_snapshots_lost
         )
@@ -134,7 +134,7 @@ class Agent:
                 task.add_done_callback(self._end_if_failed)
             outcome = await self._ended
             await self._supervisor.wait_finished(outcome)
-            return self._cut_short or self._supervisor.apply_exit_code(outcome)
+            return self._early_outcome or self._supervisor.apply_exit_code(outcome)
         finally:
             await self._clean_up(tasks)
 
@@ -153,7 +153,7 @@ class Agent:
             if self._is_done()
             else "leaving at the next step boundary"
         )
-        self._say(f"{self._settings.host}: got a notice to leave; {when}")
+        self._print_line(f"{self._settings.host}: got a notice to leave; {when}")
         self._touch()
         generation = self._generation
         if generation is None or (
@@ -171,7 +171,7 @@ class Agent:
         """End this host's part, and a script that still works after training."""
         outcome = JobOutcome(kind=JobOutcomeKind.INTERRUPTED, exit_code=int(code), message=message)
         if self._is_done():
-            self._cut_short = outcome
+            self._early_outcome = outcome
             self._supervisor.kill(message)
         self._end(outcome)
 
@@ -212,11 +212,11 @@ class Agent:
             why = await self._use_session(session)
             self._session = None
             self._log.record(EventKind.STORE_LOST, why=why)
-            self._say(f"{self._settings.host}: {why}; training stops here until the store is back")
+            self._print_line(f"{self._settings.host}: {why}; training stops here until the store is back")
             self._supervisor.send_order(HoldTraining())
             session = await self._register(why)
             self._log.record(EventKind.STORE_RECONNECTED)
-            self._say(f"{self._settings.host}: the store is back")
+            self._print_line(f"{self._settings.host}: the store is back")
 
     async def _use_session(self, session: StoreSession) -> str:
         """Run everything that needs a session; return the reason for the session's end."""
@@ -225,8 +225,8 @@ class Agent:
         tasks = [
             loop.create_task(session.keep_alive()),
             loop.create_task(session.publish_changes()),
-            loop.create_task(self._retrying(lambda: self._watch_generation())),
-            loop.create_task(self._retrying(lambda: leader.campaign(session.lease))),
+            loop.create_task(self._retry_after_faults(lambda: self._watch_generation())),
+            loop.create_task(self._retry_after_faults(lambda: leader.campaign(session.lease))),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -240,7 +240,7 @@ class Agent:
         finally:
             await _end_all(tasks)
 
-    async def _retrying(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _retry_after_faults(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run `work` again after a fault of the store; the lease decides when an outage is too long."""
         while True:
             try:
@@ -260,7 +260,7 @@ class Agent:
             session = self._new_session()
             try:
                 known = await self._read_generation()
-                self._void = self._seat_of_before(known)
+                self._void_generation = self._find_void_seat(known)
                 await session.open()
                 self._generation = self._generation or known
                 return session
@@ -278,7 +278,7 @@ class Agent:
         record = await self._store.get(make_generation_key(self._settings.job))
         return GENERATION_DECODER.decode(record.value) if record is not None else None
 
-    def _seat_of_before(self, known: Generation | None) -> GenerationNumber | None:
+    def _find_void_seat(self, known: Generation | None) -> GenerationNumber | None:
         """Return the generation in which this host has a seat from before it lost the store: that seat is void.
 
         Where the host has no seat, the generation may be changing just now, and take the host in.
@@ -306,7 +306,7 @@ class Agent:
             ),
             services=self._services,
             log=self._log,
-            print_line=self._say,
+            print_line=self._print_line,
             clock=self._clock,
         )
 
@@ -359,7 +359,9 @@ class Agent:
     def _on_snapshots_lost(self) -> None:
         """End the worker: its connection to the snapshot server ended, and only a new worker gets another."""
         if not self._ended.done():
-            self._say(f"{self._settings.host}: the snapshot server ended; starting it and the worker again")
+            self._print_line(
+                f"{self._settings.host}: the snapshot server ended; starting it and the worker again"
+            )
             self._supervisor.kill("its snapshot server ended")
 
     # Generations.
@@ -390,8 +392,8 @@ class Agent:
         worker = self._supervisor.worker
         member = generation.find_member(self._settings.host)
         seated = member is not None and worker is not None and member.incarnation == worker.incarnation
-        if worker is None or not seated or generation.number == self._void:
-            await self._obey_from_outside(generation)
+        if worker is None or not seated or generation.number == self._void_generation:
+            await self._obey_as_outsider(generation)
             return
         match generation.phase:
             case GenerationPhase.QUIESCE:
@@ -411,15 +413,14 @@ class Agent:
             case GenerationPhase.ACTIVE:
                 self._services.stop_older(generation.world)
 
-    async def _obey_from_outside(self, generation: Generation) -> None:
+    async def _obey_as_outsider(self, generation: Generation) -> None:
         """Keep the worker of a host that is no member from training; it may ask to join."""
         if self._leaving is not _Leaving.NO and generation.phase in (
             GenerationPhase.FORM,
             GenerationPhase.ACTIVE,
         ):
-            if (
-                generation.snapshot is None
-            ):  # else the others still read what only this host's memory may have
+            # While there is a snapshot the others still read what only this host's memory may have.
+            if generation.snapshot is None:
                 self._leave()
             return
         worker = self._supervisor.worker
@@ -428,7 +429,7 @@ class Agent:
         if worker.is_unresponsive:
             self._supervisor.kill("it was stopped and the others went on without it")
             return
-        # An idle one answers at once; that answer is what lets it join (Generation.dropped).
+        # An idle worker answers at once; only with that answer may it join (Generation.dropped_workers).
         worker.send_order(Quiesce(generation=generation.number, reason="left out of the generation"))
         running = worker.report.state is WorkerState.RUNNING
         if running and (self._killing is None or self._killing.done()):
@@ -450,10 +451,12 @@ class Agent:
             old, self._relay = self._relay, Relay(generation.service_address)
             await self._relay.start(self._settings.address)
             if old is not None:
-                # The worker hangs up itself when it leaves the old world; until then it must not be cut. An
-                # attempt to connect that it abandoned lives as long as its deadline.
-                lived_out_s = self._settings.config.forming_timeout_s + RELAY_GRACE_S
-                asyncio.get_running_loop().call_later(lived_out_s, lambda: asyncio.ensure_future(old.close()))
+                # The worker hangs up itself when it leaves the old world, and must not be disconnected before. An
+                # attempt to connect that it abandoned lives as long as its timeout.
+                close_after_s = self._settings.config.forming_timeout_s + RELAY_GRACE_S
+                asyncio.get_running_loop().call_later(
+                    close_after_s, lambda: asyncio.ensure_future(old.close())
+                )
         return self._relay.address
 
     # The end.
@@ -482,4 +485,4 @@ async def _end_all(tasks: "Sequence[asyncio.Task[None]]") -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL_S)
-    await asyncio.gather(*tasks, return_exceptions=True)  # their errors are known, or of no interest any more
+    await asyncio.gather(*tasks, return_exceptions=True)  # their errors are known, or without effect by now

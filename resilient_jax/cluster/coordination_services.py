@@ -100,7 +100,7 @@ class CoordinationServices:
         """Take the standby into service; return False if its port was taken."""
         self.start_standby()
         assert self._standby is not None, "just warmed up"
-        starting, self._standby = self._standby, None  # one that could not be started is not asked again
+        starting, self._standby = self._standby, None  # one that could not be started is not tried again
         standby = await starting
         is_serving = False
         try:
@@ -165,7 +165,9 @@ async def _start_standby_process() -> _Standby:
         async with asyncio.timeout(START_TIMEOUT_S):
             answer = await lines.readline()
         if answer.strip() != b"ready":
-            raise InternalError(f"the coordination service said {answer!r} instead of being ready")
+            raise InternalError(
+                f"the coordination service: found {answer!r} on its standard output, expected ready"
+            )
     except BaseException:
         await child.kill_and_wait()
         raise

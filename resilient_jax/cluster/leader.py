@@ -55,7 +55,7 @@ GENERATION_DECODER = msgspec.msgpack.Decoder(Generation)
 STATUS_DECODER = msgspec.msgpack.Decoder(HostStatus)
 
 
-class _Deposed(Exception):
+class _LeadershipLost(Exception):
     """Another leader wrote, or this one's key is gone."""
 
 
@@ -77,10 +77,10 @@ class Leader:
         self._store = store
         self._job = job
         self._record = record
-        self._rules = config
+        self._config = config
         self._services = services
         self._log = log
-        self._say = print_line
+        self._print_line = print_line
         self._clock = clock
 
     async def campaign(self, lease: LeaseId) -> None:
@@ -101,8 +101,8 @@ class Leader:
             self._log.record(EventKind.LEADER_ELECTED, token=token)
             self._services.start_standby()
             try:
-                await _Rule(self, token).run()
-            except _Deposed:
+                await _Term(self, token).run()
+            except _LeadershipLost:
                 self._log.record(EventKind.LEADER_RESIGNED)
 
     def _own_token(self, found: OperationResponse, lease: LeaseId) -> Revision | None:
@@ -132,7 +132,7 @@ async def wait_next_event(inbox: "asyncio.Queue[MembershipEvent]") -> Membership
         return Tick()
 
 
-class _Rule:
+class _Term:
     """One term of leadership."""
 
     def __init__(self, leader: Leader, token: Revision) -> None:
@@ -159,7 +159,7 @@ class _Rule:
         try:
             event: MembershipEvent = Tick()
             while True:
-                state, commands = handle(state, event, self._now(), self._leader._rules)
+                state, commands = handle(state, event, self._now(), self._leader._config)
                 for command in commands:
                     await self._execute(command)
                 event = await self._next(inbox, watching)
@@ -170,7 +170,7 @@ class _Rule:
         self, inbox: "asyncio.Queue[MembershipEvent]", watching: "asyncio.Task[None]"
     ) -> MembershipEvent:
         if watching.done():
-            watching.result()  # raises what ended it
+            watching.result()  # raises the error that ended the watch
         return await wait_next_event(inbox)
 
     async def _watch(self, prefix: str, revision: Revision, emit: Callable[[MembershipEvent], None]) -> None:
@@ -208,11 +208,11 @@ class _Rule:
             [PutOp(self._generation_key, ENCODER.encode(generation))],
         )
         if not result.succeeded:
-            raise _Deposed
+            raise _LeadershipLost
         self._known_revision = result.revision
         before, self._published = self._published, generation
         if before is not None and msgspec.structs.replace(before, progress=generation.progress) == generation:
-            return  # a mere record of progress
+            return  # only progress was recorded
         self._leader._log.record(
             EventKind.GENERATION_PHASE,
             generation=generation.number,
@@ -227,9 +227,9 @@ class _Rule:
         if generation.state_loss is not None and (
             before is None or generation.state_loss != before.state_loss
         ):
-            self._announce(generation, generation.state_loss)
+            self._record_state_loss(generation, generation.state_loss)
 
-    def _announce(self, generation: Generation, lost: StateLoss) -> None:
+    def _record_state_loss(self, generation: Generation, lost: StateLoss) -> None:
         """Record that steps are lost, and print it for whoever watches the job."""
         self._leader._log.record(
             EventKind.STATE_LOST,
@@ -241,7 +241,7 @@ class _Rule:
             at_least=lost.is_lower_bound,
             reason=lost.reason,
         )
-        self._leader._say(f"{explain_state_loss(lost)}: {lost.reason}")
+        self._leader._print_line(f"{explain_state_loss(lost)}: {lost.reason}")
 
     def _now(self) -> float:
         return self._leader._clock.monotonic_s()

@@ -147,18 +147,18 @@ def handle(
     state: MembershipState, event: MembershipEvent, now: float, config: MembershipConfig
 ) -> tuple[MembershipState, tuple[MembershipCommand, ...]]:
     """Take in one event; return the new state and the shell's commands, in order."""
-    state = _absorb(state, event)
+    state = _apply_event(state, event)
     commands: list[MembershipCommand] = []
-    while (move := _next_move(state, now, config)) is not None:
-        if isinstance(move, StartCoordinationService):
-            commands.append(move)
+    while (transition := _next_transition(state, now, config)) is not None:
+        if isinstance(transition, StartCoordinationService):
+            commands.append(transition)
             break
-        state = dataclasses.replace(state, generation=move, phase_since_s=now)
-        commands.append(PublishGeneration(move))
+        state = dataclasses.replace(state, generation=transition, phase_since_s=now)
+        commands.append(PublishGeneration(transition))
     return state, tuple(commands)
 
 
-def _absorb(state: MembershipState, event: MembershipEvent) -> MembershipState:
+def _apply_event(state: MembershipState, event: MembershipEvent) -> MembershipState:
     match event:
         case HostChanged(status):
             return dataclasses.replace(state, hosts={**state.hosts, status.host: status})
@@ -171,8 +171,8 @@ def _absorb(state: MembershipState, event: MembershipEvent) -> MembershipState:
             assert_never(event)
 
 
-def _next_move(
-    state: MembershipState, now: float, rules: MembershipConfig
+def _next_transition(
+    state: MembershipState, now: float, config: MembershipConfig
 ) -> Generation | StartCoordinationService | None:
     generation = state.generation
     if generation.phase is GenerationPhase.FINISHED:
@@ -184,15 +184,15 @@ def _next_move(
         return _quiesce(state, disruption)
     match generation.phase:
         case GenerationPhase.QUIESCE:
-            return _after_quiesce(state, now, rules)
+            return _in_quiesce(state, now, config)
         case GenerationPhase.PAUSE:
-            return _after_pause(state)
+            return _in_pause(state)
         case GenerationPhase.BOUNDARY:
-            return _settle(state, now, rules) if all(map(is_idle, list_live_workers(state))) else None
+            return _settle(state, now, config) if all(map(is_idle, list_live_workers(state))) else None
         case GenerationPhase.FORM:
-            return _after_form(state, now, rules)
+            return _in_form(state, now, config)
         case GenerationPhase.ACTIVE:
-            return _while_active(state, now, rules)
+            return _in_active(state, now, config)
         case _:
             assert_never(generation.phase)
 
@@ -209,10 +209,10 @@ def _quiesce(
     """Return the next number, in QUIESCE, with the members that are left."""
     generation = state.generation
     members = list_survivors(state) if members is None else members
-    nobody_died = members == generation.members
+    no_member_died = members == generation.members
     # The members' own steps: one that only a dead host committed would look like progress for ever.
     made_progress = any(w.report.step > generation.step for w in list_live_workers(state))
-    attempts = (1 if made_progress else generation.attempts + 1) if nobody_died else 0
+    attempts = (1 if made_progress else generation.attempts + 1) if no_member_died else 0
     return msgspec.structs.replace(
         generation,
         number=GenerationNumber(generation.number + 1),
@@ -230,8 +230,8 @@ def _quiesce(
     )
 
 
-def _after_quiesce(
-    state: MembershipState, now: float, rules: MembershipConfig
+def _in_quiesce(
+    state: MembershipState, now: float, config: MembershipConfig
 ) -> Generation | StartCoordinationService | None:
     generation = state.generation
     lost = [m.host for m in generation.members if find_worker(state, m) is None]
@@ -245,26 +245,26 @@ def _after_quiesce(
             here.append(worker)
         else:
             waiting.append((member, worker))
-    # Leaving out everybody who holds the state would lose it: then patience is the better part. Only who
-    # is idle knows what it holds: a worker that fetches or commits just now has not said so yet.
+    # Leaving out every holder of the state would lose it: then a longer wait costs less. Only an idle worker knows
+    # what it holds: one that fetches or commits just now has not reported it yet.
     if any(w.report.holds_state for w in here) or find_snapshot(state) is not None:
-        # All at once are rather a slow machine than hung together, but gloo has hung all that a dead host left.
-        patience_s = rules.quiesce_timeout_s * (1 if here else ALL_LATE_FACTOR)
+        # All late at once are rather a slow machine than a hang, but gloo has hung all survivors of a dead host.
+        patience_s = config.quiesce_timeout_s * (1 if here else ALL_LATE_FACTOR)
     else:
         patient = not here or find_recoverable_step(state) > 0
-        patience_s = rules.compile_timeout_s if patient else rules.quiesce_timeout_s
+        patience_s = config.compile_timeout_s if patient else config.quiesce_timeout_s
     for _, worker in waiting:
-        if waited_s <= (rules.compile_timeout_s if worker.report.is_compiling else patience_s):
+        if waited_s <= (config.compile_timeout_s if worker.report.is_compiling else patience_s):
             return None
     if waiting:
         late = [member for member, _ in waiting]
         left = tuple(m for m in generation.members if m not in late)
         names = join_names(m.host for m in late)
         return _quiesce(state, Disruption(f"{names} did not stop within {waited_s:.1f} s"), left)
-    return _settle(state, now, rules)
+    return _settle(state, now, config)
 
 
-def _after_pause(state: MembershipState) -> Generation | None:
+def _in_pause(state: MembershipState) -> Generation | None:
     generation = state.generation
     limits = [
         w.report.earliest_stop_step
@@ -277,7 +277,7 @@ def _after_pause(state: MembershipState) -> Generation | None:
     return msgspec.structs.replace(generation, phase=GenerationPhase.BOUNDARY, boundary_step=boundary)
 
 
-def _after_form(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | None:
+def _in_form(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
     generation = state.generation
     late = [
         member.host
@@ -286,29 +286,29 @@ def _after_form(state: MembershipState, now: float, rules: MembershipConfig) -> 
     ]
     if not late:
         return msgspec.structs.replace(generation, phase=GenerationPhase.ACTIVE)
-    if now - state.phase_since_s > rules.forming_timeout_s:
-        text = f"{join_names(late)} did not join the world within {rules.forming_timeout_s:g} s"
+    if now - state.phase_since_s > config.forming_timeout_s:
+        text = f"{join_names(late)} did not join the world within {config.forming_timeout_s:g} s"
         return _quiesce(state, Disruption(text, late[0], text))
     return None
 
 
-def _while_active(state: MembershipState, now: float, rules: MembershipConfig) -> Generation | None:
+def _in_active(state: MembershipState, now: float, config: MembershipConfig) -> Generation | None:
     generation = state.generation
     if generation.members and all(w.report.is_done for w in list_live_workers(state)):
         return _finish(generation, JobOutcome(kind=JobOutcomeKind.DONE, exit_code=int(ExitCode.DONE)))
     if not have_all_finished_step(state):
         return None
-    # All have read the snapshot and gone on from it: hosts that wait with leaving because of it may go.
+    # All have read the snapshot and gone on from it: hosts that stay only because of it may leave.
     snapshot = generation.snapshot if is_snapshot_needed(state) else None
     if (snapshot, None) != (generation.snapshot, generation.state_loss):
         return msgspec.structs.replace(generation, snapshot=snapshot, state_loss=None)
     if (progress := find_recoverable_step(state)) > generation.progress and (
-        generation.progress == 0 or now - state.phase_since_s >= rules.progress_interval_s
+        generation.progress == 0 or now - state.phase_since_s >= config.progress_interval_s
     ):
-        # On record before it can be lost: if all hosts die at once, the next leader must not begin again. Later now
-        # and then, so that it can say what is lost.
+        # Recorded before it can be lost: if all hosts die at once, the next leader must not begin again. Later
+        # from time to time, so that the next leader knows how many steps are lost.
         return msgspec.structs.replace(generation, progress=progress)
-    reason = _wish_for_change(state)
+    reason = _find_reason_to_change(state)
     if reason is None:
         return None
     return msgspec.structs.replace(
@@ -320,7 +320,7 @@ def _while_active(state: MembershipState, now: float, rules: MembershipConfig) -
     )
 
 
-def _wish_for_change(state: MembershipState) -> str | None:
+def _find_reason_to_change(state: MembershipState) -> str | None:
     """Return why to change members between two steps; None if there is no reason."""
     leaving = [m.host for m in state.generation.members if is_draining(state, m.host)]
     if leaving:
@@ -334,11 +334,11 @@ def _wish_for_change(state: MembershipState) -> str | None:
 
 
 def _settle(
-    state: MembershipState, now: float, rules: MembershipConfig
+    state: MembershipState, now: float, config: MembershipConfig
 ) -> Generation | StartCoordinationService | None:
     """Decide, once all members are idle, which hosts go on, from which state, and how."""
     generation = state.generation
-    if generation.attempts > rules.max_collective_retries:
+    if generation.attempts > config.max_collective_retries:
         message = (
             f"training failed {generation.attempts} times in a row at step {find_newest_step(state)} although "
             f"no host died; the last error:\n{generation.failure_text or generation.reason}"
@@ -352,7 +352,7 @@ def _settle(
     joiners = list_joiners(state)
     kept = [state.hosts[m.host] for m in generation.members if not is_draining(state, m.host)]
     if not kept and joiners:
-        # All who train must leave: they stay for one more generation, from which the new ones fetch.
+        # All members must leave: they stay for one more generation, from which the joiners fetch.
         kept = [state.hosts[m.host] for m in generation.members]
     if generation.members and not kept:
         return _finish(
@@ -367,22 +367,20 @@ def _settle(
     waited_s = now - state.phase_since_s
     lost: StateLoss | None = None
     if generation.progress > 0 and not origin.exists and (kept or joiners):
-        is_everybody_here = len(state.hosts) >= rules.num_hosts
+        are_all_here = len(state.hosts) >= config.num_hosts
         if waited_s <= (
-            rules.regroup_grace_s
-            if is_everybody_here
-            else max(rules.regroup_grace_s, rules.state_loss_grace_s)
+            config.regroup_grace_s if are_all_here else max(config.regroup_grace_s, config.state_loss_grace_s)
         ):
             return None  # a host that only lost the store for a moment comes back with its state
-        if waited_s <= rules.checkpoint_poll_timeout_s and is_any_polling_checkpoints(
-            [*kept, *joiners], rules.state_loss_policy
+        if waited_s <= config.checkpoint_poll_timeout_s and is_any_polling_checkpoints(
+            [*kept, *joiners], config.state_loss_policy
         ):
             return None  # storage that hangs must not keep the job waiting for ever
-        decision = decide_after_state_loss(state, [*kept, *joiners], rules.state_loss_policy)
+        decision = decide_after_state_loss(state, [*kept, *joiners], config.state_loss_policy)
         if isinstance(decision, JobOutcome):
             return _finish(generation, decision)
         lost = decision
-    waiting = _reason_to_wait(kept, joiners, waited_s, origin, generation, rules)
+    waiting = _decide_to_wait(kept, joiners, waited_s, origin, generation, config)
     if waiting is not None:
         return waiting if isinstance(waiting, Generation) else None
     return form_next_generation(state, kept, joiners, origin, lost)
@@ -392,28 +390,28 @@ class _Wait:
     """More hosts are expected; there is nothing to publish yet."""
 
 
-def _reason_to_wait(
+def _decide_to_wait(
     kept: list[HostStatus],
     joiners: list[HostStatus],
     waited_s: float,
     origin: StateOrigin,
     generation: Generation,
-    rules: MembershipConfig,
+    config: MembershipConfig,
 ) -> Generation | _Wait | None:
     """Return `_Wait` while too few hosts are ready, the job's end once that has lasted too long, None to go on."""
     present = len(kept) + len(joiners)
     if kept:
-        enough = present >= rules.min_hosts
+        enough = present >= config.min_hosts
     else:
-        patience_s = rules.regroup_grace_s if origin.exists else rules.start_timeout_s
-        expected = 0 if waited_s > patience_s else rules.num_hosts
-        enough = present >= max(expected, rules.min_hosts, 1)
+        patience_s = config.regroup_grace_s if origin.exists else config.start_timeout_s
+        expected = 0 if waited_s > patience_s else config.num_hosts
+        enough = present >= max(expected, config.min_hosts, 1)
     if enough:
         return None
-    if waited_s <= rules.start_timeout_s:
+    if waited_s <= config.start_timeout_s:
         return _Wait()
     message = (
-        f"{present} of the {rules.min_hosts} hosts that the job needs at least are ready after "
+        f"{present} of the {config.min_hosts} hosts that the job needs at least are ready after "
         f"{waited_s:.0f} s; start more agents, or lower min_hosts"
     )
     return _finish(

@@ -97,7 +97,7 @@ def list_dropped_workers(state: MembershipState, members: tuple[Member, ...]) ->
     A worker that ran at its last report owes none: when it reports that it is idle, it has unwound.
     """
     generation = state.generation
-    # In FORM all have answered this number before they were sent in; else this number is the question.
+    # In FORM all answered this number before they were sent in; else this number is what they owe an answer to.
     answer = GenerationNumber(generation.number + (generation.phase is GenerationPhase.FORM))
     found = {d.host: d for d in generation.dropped_workers}
     for member in generation.members:
@@ -189,7 +189,7 @@ def find_disruption(state: MembershipState) -> Disruption | None:
                 unreadable_snapshot=generation.snapshot.id if generation.snapshot is not None else None,
             )
         if _stopped_early(generation, worker):
-            return Disruption(f"{member.host} stopped training (its link to the store was lost)")
+            return Disruption(f"{member.host} stopped training (it lost the store)")
     cliques_pending = generation.phase is GenerationPhase.FORM or (
         generation.phase is GenerationPhase.ACTIVE and not have_all_finished_step(state)
     )
@@ -280,9 +280,9 @@ def _snapshots_of(state: MembershipState) -> ReportedStatuses:
 
 def awaits_snapshot_report(status: HostStatus) -> bool:
     """Return whether the worker knows of a snapshot that its host's server has not reported yet, and will."""
-    told = status.worker.report.snapshot if status.worker is not None else None
+    reported = status.worker.report.snapshot if status.worker is not None else None
     return (
-        told is not None
+        reported is not None
         and status.snapshot_server is not None
-        and all(s.id != told for s in status.snapshots)
+        and all(s.id != reported for s in status.snapshots)
     )

@@ -54,7 +54,7 @@ class Relay:
                 return
             downwards = asyncio.create_task(_pump(service_reader, writer))
             try:
-                # Ends when the worker hangs up; the service's end does not matter to it.
+                # Ends when the worker hangs up, whether or not the service still runs.
                 await _pump(reader, service_writer)
                 await _read_until_closed(reader)
             finally:
@@ -71,7 +71,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except OSError:
-        pass  # one side is gone; the caller decides what that means
+        pass  # one side is gone, which the caller handles
 
 
 async def _read_until_closed(reader: asyncio.StreamReader) -> None:

@@ -33,7 +33,7 @@ def create_run_directory(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = path / f".writable-{os.getpid()}"  # several agents share the folder
+        probe = path / f".writable-{os.getpid()}"  # several agents share the directory
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
@@ -106,7 +106,7 @@ def write_contact(directory: Path, contact: JobContact) -> None:
 
 def remove_contact(directory: Path, contact: JobContact) -> None:
     """Remove the contact of a job that is over; the contact of another job stays."""
-    with contextlib.suppress(ConfigError):  # it is gone
+    with contextlib.suppress(ConfigError):  # already removed
         if read_contact(directory) == contact:
             (directory / CONTACT_FILE).unlink(missing_ok=True)
 

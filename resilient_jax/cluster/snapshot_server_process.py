@@ -83,7 +83,7 @@ class SnapshotServerProcess:
                 address=settings.address,
                 token=settings.credentials.token,
                 tls=settings.credentials.tls_paths,
-                link_fd=theirs.fileno(),
+                connection_fd=theirs.fileno(),
             )
             self._child = ChildProcess(
                 [sys.executable, "-m", SERVER_MODULE],

@@ -43,7 +43,7 @@ def decide_after_state_loss(
     checkpoint = find_newest_checkpoint(hosts)
     step = max(
         find_newest_step(state), checkpoint or 0
-    )  # what is on storage was committed, whoever still knows of it
+    )  # a checkpoint was committed, even if no host remembers it
     loss = StateLoss(
         step=step,
         is_lower_bound=all(_step_of(host) < step for host in hosts),

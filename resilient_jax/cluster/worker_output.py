@@ -26,7 +26,7 @@ def print_bytes(text: bytes) -> None:
     """
     if sys.stdout is None:  # closed (`>&-`) before Python began
         return
-    with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone, closed since
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone, a closed stream
         os.write(sys.stdout.fileno(), text)
 
 
@@ -54,10 +54,10 @@ class WorkerOutput:
         """Write one line of the worker."""
         if self._file is not None:
             self._file.write(line)
-        chatter = LIBRARY_LOG_PATTERN.search(line) is not None
-        if is_error and not chatter:
+        is_library_log = LIBRARY_LOG_PATTERN.search(line) is not None
+        if is_error and not is_library_log:
             self._errors.append(line.decode(errors="replace"))
-        if self._everything or not chatter:
+        if self._everything or not is_library_log:
             print_bytes(self._prefix + line + b"\n")
 
     def read_last_errors(self) -> str:

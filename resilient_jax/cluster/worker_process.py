@@ -56,7 +56,7 @@ class WorkerProcess:
         incarnation: Incarnation,
         child: ChildProcess,
         connection: AsyncConnection[WorkerOrder, WorkerMessage],
-        tripwire: int,
+        death_pipe: int,
         clock: Clock,
     ) -> None:
         self.incarnation = incarnation
@@ -66,9 +66,9 @@ class WorkerProcess:
         self.is_dying = False
         self.error = ""
         self._connection = connection
-        self._tripwire = tripwire
+        self._death_pipe = death_pipe
         self._clock = clock
-        self._last_word_s = clock.monotonic_s()
+        self._last_message_s = clock.monotonic_s()
 
     @classmethod
     def start(
@@ -78,20 +78,20 @@ class WorkerProcess:
         environment: Mapping[str, str],
         settings: WorkerSettings,
         clock: Clock,
-        snapshot_link: socket.socket,
+        snapshot_socket: socket.socket,
     ) -> "WorkerProcess":
-        """Start `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_link`.
+        """Start `python -u COMMAND...` with its ends of a socket pair, of a pipe and of `snapshot_socket`.
 
         Raises:
             OSError: there is no descriptor, process or memory left for it.
         """
         with contextlib.ExitStack() as theirs_too, contextlib.ExitStack() as unless_started:
-            theirs_too.enter_context(snapshot_link)
+            theirs_too.enter_context(snapshot_socket)
             ours, theirs = socket.socketpair()
             unless_started.enter_context(ours)
             theirs_too.enter_context(theirs)
-            tripwire, held = os.pipe()
-            unless_started.callback(os.close, tripwire)
+            death_pipe, held = os.pipe()
+            unless_started.callback(os.close, death_pipe)
             theirs_too.callback(os.close, held)
             child = ChildProcess(
                 [sys.executable, "-u", *command],
@@ -99,20 +99,20 @@ class WorkerProcess:
                     **environment,
                     AGENT_CONNECTION_VARIABLE: str(theirs.fileno()),
                     DEATH_PIPE_VARIABLE: str(held),
-                    SNAPSHOT_CONNECTION_VARIABLE: str(snapshot_link.fileno()),
+                    SNAPSHOT_CONNECTION_VARIABLE: str(snapshot_socket.fileno()),
                     WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode(),
                 },
-                pass_fds=(theirs.fileno(), held, snapshot_link.fileno()),
+                pass_fds=(theirs.fileno(), held, snapshot_socket.fileno()),
             )
             unless_started.pop_all()
-        return cls(incarnation, child, AsyncConnection(ours, WORKER_MESSAGE_DECODER), tripwire, clock)
+        return cls(incarnation, child, AsyncConnection(ours, WORKER_MESSAGE_DECODER), death_pipe, clock)
 
     async def watch_until_exit(
         self,
         output: WorkerOutput,
         heartbeat_timeout_s: float,
         on_change: Callable[[], None],
-        on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
+        on_message: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> int:
         """Receive messages and watch until the process ends; return its exit code."""
         process = self.child.process
@@ -125,54 +125,56 @@ class WorkerProcess:
         process.stdout.close()
         process.stderr.close()
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._tripwire, self._on_tripwire, on_change)
-        listening = asyncio.create_task(self._listen(on_change, on_word))
+        loop.add_reader(self._death_pipe, self._on_death_pipe, on_change)
+        listening = asyncio.create_task(self._listen(on_change, on_message))
         watching = asyncio.create_task(self._watch(heartbeat_timeout_s, on_change))
         try:
             code = await self.child.wait_exited()
-            # Its last words may still lie in the pipes; whoever inherited them must not keep us waiting.
+            # Its last lines may still be in the pipes; a process that inherited them must not delay the end.
             await asyncio.wait((*pumps, listening), timeout=0.2)
             self.error = output.read_last_errors()
             return code
         finally:
             for task in (*pumps, listening, watching):
                 task.cancel()
-            loop.remove_reader(self._tripwire)
-            os.close(self._tripwire)
+            loop.remove_reader(self._death_pipe)
+            os.close(self._death_pipe)
             self._connection.close()
 
-    def _on_tripwire(self, on_change: Callable[[], None]) -> None:
-        asyncio.get_running_loop().remove_reader(self._tripwire)
+    def _on_death_pipe(self, on_change: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._death_pipe)
         self.is_dying = True
         on_change()
 
     def send_order(self, order: WorkerOrder) -> None:
-        """Send an order. A dead worker does not get it, which its exit will tell."""
+        """Send an order. A dead worker does not get it, as its exit will show."""
         self._connection.send(order)
 
     async def _listen(
         self,
         on_change: Callable[[], None],
-        on_word: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
+        on_message: Callable[[StepCommitted | SnapshotServerRequested | EventOccurred], None],
     ) -> None:
         async for message in self._connection:
-            self._last_word_s = self._clock.monotonic_s()
+            self._last_message_s = self._clock.monotonic_s()
             if isinstance(message, WorkerReported):
                 self.report = message.report
                 on_change()
             elif not isinstance(message, Heartbeat):
-                on_word(message)
+                on_message(message)
 
     async def _watch(self, heartbeat_timeout_s: float, on_change: Callable[[], None]) -> None:
-        seen_stopped = False
+        was_stopped = False
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            now_stopped = self.child.is_stopped()
-            # A worker speaks only from `rj.run` on: before that, silence means nothing.
-            spoke = self.report != WorkerReport()
-            silent = spoke and self._clock.monotonic_s() - self._last_word_s > heartbeat_timeout_s
-            stopped = (now_stopped and seen_stopped) or silent
-            seen_stopped = now_stopped
+            is_stopped_now = self.child.is_stopped()
+            # A worker sends messages only from `rj.run` on: before that, silence means nothing.
+            has_reported = self.report != WorkerReport()
+            is_silent = (
+                has_reported and self._clock.monotonic_s() - self._last_message_s > heartbeat_timeout_s
+            )
+            stopped = (is_stopped_now and was_stopped) or is_silent
+            was_stopped = is_stopped_now
             if stopped != self.is_unresponsive:
                 self.is_unresponsive = stopped
                 on_change()

@@ -69,10 +69,10 @@ class WorkerSupervisor:
         self._settings = settings
         self._log = log
         self._clock = clock
-        self._say = print_line
+        self._print_line = print_line
         self._snapshots = snapshots
         self._on_change = on_change
-        self._others_train = do_others_train
+        self._do_others_train = do_others_train
         self._is_over = is_over
         self._output = WorkerOutput(
             settings.host,
@@ -99,13 +99,13 @@ class WorkerSupervisor:
         """
         number = 0
         while True:
-            # From the clock, so that it also differs from those of an agent that ran here before.
+            # From the clock, so that it differs from those of an earlier agent of this host, too.
             number = max(number + 1, int(self._clock.wall_s() * 1000))
             try:
                 worker = self._start(Incarnation(number))
             except OSError as error:
                 self._log.record(EventKind.WORKER_START_FAILED, error=str(error))
-                self._say(f"{self._settings.host}: no worker could be started: {error}; trying again")
+                self._print_line(f"{self._settings.host}: no worker could be started: {error}; trying again")
                 delay_s = self._spend_restart()
                 if delay_s is None:
                     return self._out_of_budget()
@@ -116,7 +116,7 @@ class WorkerSupervisor:
                     self._output,
                     self._settings.config.heartbeat_timeout_s,
                     lambda w=worker: self._on_changed(w),
-                    self._on_word,
+                    self._on_message,
                 )
             except asyncio.CancelledError:
                 await worker.child.kill_and_wait()
@@ -138,7 +138,7 @@ class WorkerSupervisor:
             delay_s = self._spend_restart()
             if delay_s is None:
                 return self._out_of_budget()
-            self._say(f"{self._settings.host}: worker {_how_it_ended(code)}; starting another")
+            self._print_line(f"{self._settings.host}: worker {_describe_exit(code)}; starting another")
             await asyncio.sleep(delay_s)
 
     def _start(self, incarnation: Incarnation) -> WorkerProcess:
@@ -169,7 +169,7 @@ class WorkerSupervisor:
             self._clock,
             self._snapshots.connect_worker(),
         )
-        if self._others_train():
+        if self._do_others_train():
             worker.child.lower_priority()
         self.worker = worker
         self._log.record(EventKind.WORKER_STARTED, pid=worker.child.pid, incarnation=incarnation)
@@ -192,12 +192,12 @@ class WorkerSupervisor:
             host=self._settings.host,
             message=f"the worker on {self._settings.host} died {config.max_restarts + 1} times within "
             f"{config.restart_window_s:g} s, more often than max_restarts = {config.max_restarts} allows; "
-            f"its last words:\n{self._output.read_last_errors()}",
+            f"the end of its standard error:\n{self._output.read_last_errors()}",
         )
 
     def _on_changed(self, worker: WorkerProcess) -> None:
         if worker is not self.worker or self._is_over():
-            return  # after the end it exits because it was told to, which is nobody's error
+            return  # after the end a worker exits because it was told to, which is no error
         was_stopped = self.status is not None and self.status.is_unresponsive
         if worker.is_unresponsive and not was_stopped:
             self._log.record(EventKind.WORKER_UNRESPONSIVE, pid=worker.child.pid, step=worker.report.step)
@@ -214,19 +214,21 @@ class WorkerSupervisor:
         )
         self._on_change()
 
-    def _on_word(self, word: StepCommitted | SnapshotServerRequested | EventOccurred) -> None:
-        match word:
+    def _on_message(self, message: StepCommitted | SnapshotServerRequested | EventOccurred) -> None:
+        match message:
             case EventOccurred():
-                self._log.append(word.event)
+                self._log.append(message.event)
             case StepCommitted():
-                self.progress = (word.step, word.metrics)
+                self.progress = (message.step, message.metrics)
             case SnapshotServerRequested():
                 self._wants_snapshots = True
                 try:
                     self._snapshots.start()
                 except OSError as error:
-                    self._say(f"{self._settings.host}: no snapshot server could be started: {error}")
-                    self.kill(f"no snapshot server could be started: {error}")  # the next worker asks again
+                    self._print_line(f"{self._settings.host}: no snapshot server could be started: {error}")
+                    self.kill(
+                        f"no snapshot server could be started: {error}"
+                    )  # the next worker requests one again
                 self.on_snapshots_changed()
 
     def on_snapshots_changed(self) -> None:
@@ -271,7 +273,9 @@ class WorkerSupervisor:
         while not (await asyncio.wait((exited,), timeout=FINISH_REMINDER_INTERVAL_S))[0]:
             if worker.child.is_stopped() or not worker.report.is_done:
                 return
-            self._say(f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it")
+            self._print_line(
+                f"{self._settings.host}: training is done, the script still works; Ctrl-C ends it"
+            )
 
     def apply_exit_code(self, outcome: JobOutcome) -> JobOutcome:
         """Return the outcome with the exit code of a script that failed after training, or was killed then.
@@ -285,7 +289,7 @@ class WorkerSupervisor:
         host = self._settings.host
         if not worker.report.is_done and (code < 0 or code == JOB_OVER_EXIT_CODE):
             if self._done_and_killed is None:
-                self._say(
+                self._print_line(
                     f"{host}: training was done without this host; what its script does then is left out"
                 )
                 return outcome
@@ -293,7 +297,7 @@ class WorkerSupervisor:
         if code == 0:
             return outcome
         missing = (
-            f"training is done, but the script {_how_it_ended(code)} before its end; what it does after training is "
+            f"training is done, but the script {_describe_exit(code)} before its end; what it does after training is "
             "missing on this host"
         )
         return JobOutcome(
@@ -321,7 +325,7 @@ def _error_of(worker: WorkerProcess) -> str:
     if code is None or code <= 0:
         return ""
     if failure is not None and failure.kind is WorkerFailureKind.USER:
-        return failure.text  # whole, with what caused it, however long
+        return failure.text  # complete, with its cause, however long
     if not worker.error:
         return f"the script exited with code {code} and wrote nothing to standard error"
     if worker.error.startswith("Traceback"):
@@ -329,7 +333,7 @@ def _error_of(worker: WorkerProcess) -> str:
     return f"the script exited with code {code}; the end of its standard error:\n{worker.error}"
 
 
-def _how_it_ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"exited with code {code}"

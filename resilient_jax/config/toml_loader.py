@@ -66,7 +66,7 @@ def decode_toml(text: str, type_: type[T], *, source: str) -> T:
     """
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers and nesting that no file has honestly
+    except (ValueError, RecursionError) as error:  # also of absurd numbers and nesting
         raise ConfigError(
             f"{source}: found text that is not TOML ({error}), expected TOML 1.0. Correct it at that place."
         ) from error

@@ -36,7 +36,7 @@ class AsyncConnection(Generic[SentT, ReceivedT]):
     def send(self, message: SentT, descriptors: Sequence[int] = ()) -> None:
         """Send a message, now or as soon as there is room; the descriptors stay the caller's to close.
 
-        A peer that is gone gets nothing, without an error here: `__aiter__` ends, and the process's exit says more.
+        A peer that is gone gets nothing, without an error here: `__aiter__` ends, and the process's exit explains it.
         """
         if self._socket.fileno() < 0:
             return
@@ -62,13 +62,12 @@ class AsyncConnection(Generic[SentT, ReceivedT]):
                 yield received.message
 
     def close(self) -> None:
-        """Close the socket; what was not sent yet is for nobody."""
+        """Close the socket, and drop what was not sent yet."""
         if self._socket.fileno() < 0:
             return
         self._discard_outbox()
-        self._loop.remove_reader(
-            self._socket
-        )  # else a cancelled read would do so later, for a reused descriptor
+        # Now: a cancelled read would do so later, when the descriptor may be reused.
+        self._loop.remove_reader(self._socket)
         self._socket.close()
 
     def _write(self, frame: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:

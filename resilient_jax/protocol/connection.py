@@ -1,6 +1,6 @@
-"""IPC between two processes of a host: whole typed messages over a socket pair, optionally with file descriptors.
+"""IPC between two processes of a host: complete typed messages over a socket pair, optionally with file descriptors.
 
-Agent and worker, agent and snapshot server, snapshot server and worker, worker and storage process all speak so.
+It connects agent and worker, agent and snapshot server, snapshot server and worker, worker and storage process.
 
 Rules:
 1. A frame (see `framing`) holds one byte, the number of descriptors that travel with it, then the message in msgpack.
@@ -10,7 +10,7 @@ Rules:
    nevertheless and says that they are lost; the connection stays usable.
 4. A frame that was sent in part and cannot be finished ends the connection: what follows would be read as its rest.
 
-`Connection` blocks and is for threads; `async_connection` speaks the same on an event loop and never blocks it.
+`Connection` blocks and is for threads; `async_connection` has the same messages on an event loop and never blocks it.
 """
 
 import collections
@@ -144,7 +144,7 @@ class Connection(Generic[SentT, ReceivedT]):
         self._socket.setblocking(True)
         timeout = struct.pack("ll", send_timeout_s or 0, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._sending = threading.Lock()  # guards whole frames on the socket
+        self._sending = threading.Lock()  # guards the order of frames on the socket
         self._messages = MessageDecoder(decoder)
         self._readable = select.poll()  # not `select.select`, which refuses descriptors from 1024 on
         self._readable.register(self._socket, select.POLLIN)

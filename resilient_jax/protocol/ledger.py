@@ -77,6 +77,6 @@ def read_ledger(paths: Iterable[Path]) -> list[LedgerEntry]:
     lines: list[LedgerEntry] = []
     for path in sorted(paths):
         for line in path.read_bytes().split(b"\n")[:-1]:
-            with contextlib.suppress(msgspec.DecodeError):  # torn by a full disk: it vouches for nothing
+            with contextlib.suppress(msgspec.DecodeError):  # torn by a full disk: no entry
                 lines.append(ENTRY_DECODER.decode(line))
     return lines

@@ -32,14 +32,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         address: of the host, where the server finds itself a port.
         token: of the job.
         tls: paths of certificate, key and authority; None for plain TCP.
-        link_fd: the server's end of a socket pair with its agent. When it closes the server ends.
+        connection_fd: the server's end of a socket pair with its agent. When it closes the server ends.
     """
 
     host: HostName
     address: str
     token: str
     tls: tuple[str, str, str] | None = None
-    link_fd: int
+    connection_fd: int
 
 
 class ServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):

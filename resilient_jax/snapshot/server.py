@@ -67,7 +67,7 @@ class SnapshotServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         credentials = Credentials.from_paths(settings.token, settings.tls)
-        self._agent = Connection[ServerToAgent, NewWorker](settings.link_fd, NEW_WORKER_DECODER)
+        self._agent = Connection[ServerToAgent, NewWorker](settings.connection_fd, NEW_WORKER_DECODER)
         self._reporter = Notifier(settings.host, self._agent)
         kernel, checksum = choose_kernel(), choose_checksum()
         self._reporter.record_event(

@@ -103,7 +103,7 @@ class RemoteStore:
             StoreUnreachable: it did not answer; names the address, the time, the last reason, what to do.
             Unauthenticated: it answered that our token is wrong; at once.
         """
-        store = cls(address, credentials, call_timeout_s=call_timeout_s, give_up_s=resume_timeout_s)
+        store = cls(address, credentials, call_timeout_s=call_timeout_s, resume_timeout_s=resume_timeout_s)
         try:
             await store._wait_status(timeout_s, on_progress)
         except BaseException:
@@ -120,23 +120,28 @@ class RemoteStore:
         await self.close()
 
     async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
+        """See `Store.put`."""
         operation = PutOp(key, value, NO_LEASE if lease is None else lease)
         return (await self.transaction((), (operation,))).revision
 
     async def get(self, key: str) -> KeyValue | None:
+        """See `Store.get`."""
         result = await self.transaction((), (RangeOp(key),))
         found = cast(RangeResponse, result.responses[0]).key_values
         return found[0] if found else None
 
     async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
+        """See `Store.range`."""
         reply = await self._call(RANGE, RangeRequest(prefix=prefix))
         return reply.revision, reply.key_values
 
     async def delete(self, key: str) -> bool:
+        """See `Store.delete`."""
         result = await self.transaction((), (DeleteOp(key),))
         return cast(DeleteResponse, result.responses[0]).deleted > 0
 
     async def delete_prefix(self, prefix: str) -> int:
+        """See `Store.delete_prefix`."""
         result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
         return cast(DeleteResponse, result.responses[0]).deleted
 
@@ -146,18 +151,22 @@ class RemoteStore:
         success_ops: Sequence[Operation],
         failure_ops: Sequence[Operation] = (),
     ) -> TransactionResult:
+        """See `Store.transaction`."""
         request = TransactionRequest(
             compares=tuple(compares), success_ops=tuple(success_ops), failure_ops=tuple(failure_ops)
         )
         return await self._call(TRANSACTION, request)
 
     async def grant(self, ttl_s: float) -> LeaseId:
+        """See `Store.grant`."""
         return (await self._call(GRANT, GrantRequest(ttl_s=ttl_s))).lease
 
     async def keep_alive(self, lease: LeaseId) -> float:
+        """See `Store.keep_alive`."""
         return (await self._call(KEEP_ALIVE, LeaseRequest(lease=lease))).ttl_s
 
     async def revoke(self, lease: LeaseId) -> None:
+        """See `Store.revoke`."""
         await self._call(REVOKE, LeaseRequest(lease=lease))
 
     async def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
@@ -213,6 +222,7 @@ class RemoteStore:
                 yield batch
 
     async def close(self) -> None:
+        """Close the connection; watches end with an error."""
         self._is_closed = True
         await self._channel.close()
 

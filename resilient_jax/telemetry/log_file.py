@@ -13,12 +13,12 @@ RETRY_INTERVAL_S = 1.0
 """A full disk may be cleaned up; trying on every line would cost a system call a line for nothing."""
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
-def _count(lost: int) -> bytes:
+def _format_lost_count(lost: int) -> bytes:
     return f"({lost} lines were lost here)".encode()
 
 
@@ -32,17 +32,17 @@ class LogFile:
     def __init__(
         self,
         path: Path,
-        print_line: Callable[[str], None] = _say,
+        print_line: Callable[[str], None] = _print_to_stderr,
         *,
         max_kept: int = 0,
-        format_lost: Callable[[int], bytes] = _count,
+        format_lost: Callable[[int], bytes] = _format_lost_count,
     ) -> None:
         """Open the file; `format_lost` makes the line with the number of lost lines."""
         self.path = path
-        self._say = print_line
+        self._print_line = print_line
         self._kept = max_kept
-        self._tell_lost = format_lost
-        self._waiting: collections.deque[bytes] = collections.deque()
+        self._format_lost = format_lost
+        self._pending: collections.deque[bytes] = collections.deque()
         self._lost = 0
         self._retry_at_s = 0.0
         self._descriptor: int | None = None
@@ -50,13 +50,13 @@ class LogFile:
 
     def write(self, line: bytes) -> None:
         """Append `line` and a newline."""
-        self._waiting.append(line)
+        self._pending.append(line)
         if self._descriptor is None and time.monotonic() >= self._retry_at_s:
             self._open()
         if self._descriptor is not None:
             self._flush(self._descriptor)
-        while len(self._waiting) > self._kept:
-            self._waiting.popleft()
+        while len(self._pending) > self._kept:
+            self._pending.popleft()
             self._lost += 1
 
     def close(self) -> None:
@@ -68,13 +68,13 @@ class LogFile:
     def _flush(self, descriptor: int) -> None:
         try:
             if self._lost:
-                _append(descriptor, self._tell_lost(self._lost))
+                _append(descriptor, self._format_lost(self._lost))
                 self._lost = 0
-            while self._waiting:
-                _append(descriptor, self._waiting[0])
-                self._waiting.popleft()
+            while self._pending:
+                _append(descriptor, self._pending[0])
+                self._pending.popleft()
         except OSError as error:
-            self._give_up_for_now(error)
+            self._retry_later(error)
 
     def _open(self) -> None:
         try:
@@ -83,11 +83,11 @@ class LogFile:
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
             )
         except OSError as error:
-            self._give_up_for_now(error)
+            self._retry_later(error)
 
-    def _give_up_for_now(self, error: OSError) -> None:
+    def _retry_later(self, error: OSError) -> None:
         if self._retry_at_s == 0.0:
-            self._say(
+            self._print_line(
                 f"resilient-jax: cannot write the log file {self.path}: {error.strerror}; expected a writable "
                 "disk with free space; training goes on without this log, free space to get it back"
             )
@@ -102,10 +102,10 @@ def _append(descriptor: int, line: bytes) -> None:
     Raises:
         OSError: the line did not fit; nothing of it is there.
     """
-    whole = line + b"\n"
-    written = os.write(descriptor, whole)
-    if written != len(whole):
-        # Half a line would swallow the next one, and whoever reads lines of events refuses it.
+    complete = line + b"\n"
+    written = os.write(descriptor, complete)
+    if written != len(complete):
+        # Half a line would swallow the next one, and readers of events refuse it.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -72,7 +72,7 @@ def measure_stall(events: Sequence[Event], fault_s: float) -> Stall | None:
         forms = [e for e in _phases(later, "form") if e.generation == active.generation]
         hosts = int(active.detail["hosts"])
         if len(committed) < hosts or not forms:
-            continue  # did not come to a step before the next change, or not yet
+            continue  # finished no step before the next change, or none yet
         end_s = max(e.monotonic_s for e in committed)
         formed_s = min(active.monotonic_s, end_s)
         return Stall(

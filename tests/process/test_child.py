@@ -15,9 +15,9 @@ WAIT_S = 20.0
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 PARENT = """
 import asyncio, sys
-from resilient_jax.cluster.child_process import Child
+from resilient_jax.cluster.child_process import ChildProcess
 async def main():
-    child = Child([sys.executable, "-c", "import time; time.sleep(600)"], stdout=None)
+    child = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"], stdout=None)
     print(child.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())

@@ -111,7 +111,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_pa
                 with started.child.process:
                     await started.child.kill_and_wait()
                 started._connection.close()
-                os.close(started._tripwire)
+                os.close(started._death_pipe)
 
     asyncio.run(start())
 

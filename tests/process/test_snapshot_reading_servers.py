@@ -43,7 +43,7 @@ class RunningHost:
 
     def __init__(self, host: HostName) -> None:
         ours, theirs = socket.socketpair()
-        settings = ServerSettings(host=host, address="127.0.0.1", token=TOKEN, link_fd=theirs.fileno())
+        settings = ServerSettings(host=host, address="127.0.0.1", token=TOKEN, connection_fd=theirs.fileno())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "resilient_jax.snapshot.server"],
             env=os.environ | {SETTINGS_ENV_VARIABLE: msgspec.json.encode(settings).decode()},

@@ -63,7 +63,7 @@ class Host:
         ours, theirs = socket.socketpair()
         self._link = Connection[NewWorker, ServerToAgent](ours.detach(), SERVER_TO_AGENT_DECODER)
         settings = ServerSettings(
-            host=self.name, address="127.0.0.1", token=CREDENTIALS.token, link_fd=theirs.fileno()
+            host=self.name, address="127.0.0.1", token=CREDENTIALS.token, connection_fd=theirs.fileno()
         )
         with theirs:
             self.process = subprocess.Popen(

@@ -308,7 +308,7 @@ def test_a_worker_that_stops_by_itself_makes_the_change_unplanned():
     job = training("a", "b")
     job.report("b", state=WorkerState.IDLE)
     assert job.phase is GenerationPhase.QUIESCE
-    assert job.generation.reason == "b stopped training (its link to the store was lost)"
+    assert job.generation.reason == "b stopped training (it lost the store)"
 
 
 # The coordination service.
