@@ -54,7 +54,7 @@ def check_integers(**numbers: object) -> None:
     """
     for name, found in numbers.items():
         if not isinstance(found, Integral):
-            raise DataError(f"{name}: found {found!r} ({type(found).__name__}), expected a whole number")
+            raise DataError(f"{name}: found {found!r} ({type(found).__name__}), expected an integer")
 
 
 def check_positive_integers(**numbers: int) -> None:

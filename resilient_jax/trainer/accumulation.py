@@ -17,7 +17,7 @@ Tree = Any
 def make_microbatch_adder(
     accumulate: Callable[..., Tree], variables: Variables, placement: Placement, key_step: int | None = None
 ) -> Callable[[Tree, Microbatch], Tree]:
-    """Adds microbatches to a total. The variables are taken up to a replica's mesh once, not for each.
+    """Adds microbatches to a sums. The variables are taken up to a replica's mesh once, not for each.
 
     Args:
         accumulate: the program.
@@ -25,16 +25,16 @@ def make_microbatch_adder(
         placement: of variables and totals.
         key_step: for the keys of microbatches, in place of the step.
     """
-    lifted: dict[jax.sharding.Mesh, Variables] = {}
+    variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 
-    def add(total: Tree, microbatch: Microbatch) -> Tree:
+    def add(sums: Tree, microbatch: Microbatch) -> Tree:
         replica = microbatch.replica
-        if replica.mesh not in lifted:  # two threads have two replicas
-            lifted[replica.mesh] = replica.to_replica(variables)
+        if replica.mesh not in variables_by_mesh:  # two threads have two replicas
+            variables_by_mesh[replica.mesh] = replica.to_replica(variables)
         step = microbatch.step if key_step is None else key_step
         return accumulate(
-            total,
-            lifted[replica.mesh],
+            sums,
+            variables_by_mesh[replica.mesh],
             replica.place_batch(microbatch.batch),
             make_microbatch_id(step, microbatch.index),
             placement=placement.with_mesh(replica.mesh.abstract_mesh),

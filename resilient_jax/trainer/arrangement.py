@@ -59,7 +59,7 @@ class Arranger:
     """
 
     def __init__(self, config: FitConfig) -> None:
-        self._order = config
+        self._config = config
         self.plan_searcher = PlanSearcher(config) if config.planner is not None else None
         self._last: Plan | None = None
 
@@ -75,15 +75,15 @@ class Arranger:
         """
         if self.plan_searcher is None:
             return Arrangement(
-                replica_shape=self._order.parallelism.replica_shape,
+                replica_shape=self._config.parallelism.replica_shape,
                 placement=ReplicatedPlacement(world.local_mesh(DATA_AXIS)),
             )
         plan = self.plan_searcher.find_plan(world.hosts)
         self.plan_searcher.check_device_count(world)
-        self._say(world, plan)
+        self._record_plan(world, plan)
         return self.plan_searcher.make_arrangement(plan, world.local_devices, params)
 
-    def _say(self, world: World, plan: Plan) -> None:
+    def _record_plan(self, world: World, plan: Plan) -> None:
         last, self._last = self._last, plan
         if last is None or last.shape != plan.shape:
             world.record_event(
@@ -100,11 +100,11 @@ class PlanSearcher:
 
     def __init__(self, config: FitConfig) -> None:
         assert config.planner is not None
-        self._order, self._planning = config, config.planner
-        given = self._planning.topology
-        self._topology = given if isinstance(given, Topology) else load_topology(Path(given))
-        self._profile: ProgramCost | None = self._planning.program_cost
-        self._tables: dict[tuple[int, ...], ParameterSpecs] = {}
+        self._config, self._planner = config, config.planner
+        topology = self._planner.topology
+        self._topology = topology if isinstance(topology, Topology) else load_topology(Path(topology))
+        self._program_cost: ProgramCost | None = self._planner.program_cost
+        self._specs: dict[tuple[int, ...], ParameterSpecs] = {}
         self._plans: dict[tuple[HostName, ...], Plan] = {}
 
     def find_plan(self, hosts: tuple[HostName, ...]) -> Plan:
@@ -113,7 +113,7 @@ class PlanSearcher:
             unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
             if unknown:
                 raise CallerError(
-                    f"planning: found the hosts {', '.join(unknown)}, expected names of topology {self._topology.name} "
+                    f"planner: found the hosts {', '.join(unknown)}, expected names of topology {self._topology.name} "
                     f"({self._topology.hosts[0].name}, ...). Start agents with --host-name as in the topology, or add "
                     "the hosts there"
                 )
@@ -121,10 +121,10 @@ class PlanSearcher:
             self._plans[hosts] = search_host_local_plan(
                 self.program_cost,
                 self._topology.without(*absent) if absent else self._topology,
-                microbatch_size=self._order.microbatch_size,
-                global_batch=self._order.microbatch_size * self._order.recipe.num_microbatches,
-                calibration=self._planning.calibration,
-                axes=self._planning.axis_sizes,
+                microbatch_size=self._config.microbatch_size,
+                global_batch=self._config.microbatch_size * self._config.recipe.num_microbatches,
+                calibration=self._planner.calibration,
+                axes=self._planner.axis_sizes,
             )
         return self._plans[hosts]
 
@@ -136,21 +136,21 @@ class PlanSearcher:
     @property
     def program_cost(self) -> ProgramCost:
         """Of the program; measured when first asked for."""
-        if self._profile is None:
-            recipe = self._order.recipe
+        if self._program_cost is None:
+            recipe = self._config.recipe
 
             def loss(model: Any, batch: Any) -> jax.Array:  # noqa: ANN401 - the user's
                 return recipe.loss_fn(model, batch, jax.random.key(0))[0]
 
-            self._profile = analyze_program(
-                self._order.model,
+            self._program_cost = analyze_program(
+                self._config.model,
                 loss,
-                make_abstract(self._order.data.batch(0, 0)),
-                name=type(self._order.model).__name__,
+                make_abstract(self._config.data.batch(0, 0)),
+                name=type(self._config.model).__name__,
                 optimizer=recipe.optimizer,
-                logical_axis_rules=self._planning.logical_axis_rules,
+                logical_axis_rules=self._planner.logical_axis_rules,
             )
-        return self._profile
+        return self._program_cost
 
     def check_device_count(self, world: World) -> None:
         """Refuses a host that has other devices than the topology says.
@@ -161,7 +161,7 @@ class PlanSearcher:
         expected, found = self._topology.host(world.host).devices, len(world.local_devices)
         if found != expected:
             raise CallerError(
-                f"planning: found {found} devices on host {world.host}, expected {expected} as topology "
+                f"planner: found {found} devices on host {world.host}, expected {expected} as topology "
                 f"{self._topology.name} says. Change --devices-per-host, or the topology"
             )
 
@@ -174,21 +174,19 @@ class PlanSearcher:
         mesh = Mesh(grid, (Axis.REPLICA.value, *(name for name, _ in axes)))
         return Arrangement(
             replica_shape=ReplicaShape(per_host=per_host, axes=axes),
-            placement=ParameterPlacement(mesh, self._find_table(sizes, params)),
+            placement=ParameterPlacement(mesh, self._find_specs(sizes, params)),
             plan=plan,
         )
 
-    def _find_table(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
+    def _find_specs(self, sizes: dict[Axis, int], params: Tree) -> ParameterSpecs:
         key = tuple(sizes.values())
-        if key not in self._tables:
-            specs = StatePartitioner(self.program_cost, sizes, self._planning.logical_axis_rules).specs(
-                params
-            )
+        if key not in self._specs:
+            specs = StatePartitioner(self.program_cost, sizes, self._planner.logical_axis_rules).specs(params)
             leaves = jax.tree_util.tree_leaves_with_path(params)
-            self._tables[key] = tuple(
+            self._specs[key] = tuple(
                 (jax.tree_util.keystr(path), tuple(leaf.shape), spec)
                 for (path, leaf), spec in zip(
                     leaves, jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P)), strict=True
                 )
             )
-        return self._tables[key]
+        return self._specs[key]

@@ -14,13 +14,13 @@ from resilient_jax.worker.world import World
 class Checkpointer:
     """Outlives generations, as a save in flight does; it holds no array.
 
-    The first host of a generation saves. When that is another one than before, the former may still have a save in
+    The first host of a generation is_saver. When that is another one than before, the former may still have a save in
     flight: they write into folders of their own.
     """
 
     def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
         self._checkpoints = checkpoints
-        self._steps = num_steps
+        self._num_steps = num_steps
         self._store = OrbaxStore(checkpoints.directory, checkpoints.max_to_keep, checkpoints.timeout_s)
 
     def find_newest(self) -> int | None:
@@ -31,24 +31,24 @@ class Checkpointer:
         """The step and the state to go on from, if something is on storage; see `restore_newest`."""
         return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
 
-    def save(self, keeping: StateLayout, state: TrainingState, step: int) -> None:
+    def save(self, layout: StateLayout, state: TrainingState, step: int) -> None:
         """Begins to save the committed state, if it is time. Every host must call it: all of them gather it."""
-        world = keeping.world
+        world = layout.world
         self._store.poll_save(world.record_event)
-        if not self._checkpoints.is_due(step, self._steps):
+        if not self._checkpoints.is_due(step, self._num_steps):
             return
-        if world.host_index == 0 and step == self._steps:
+        if world.host_index == 0 and step == self._num_steps:
             self._store.wait_until_finished(
                 world.record_event, world.raise_if_ended
             )  # no step comes after it that might be saved instead
-        self._start(keeping, state, step)
+        self._start(layout, state, step)
 
-    def _start(self, keeping: StateLayout, state: TrainingState, step: int) -> None:
-        whole = keeping.gather(state)
-        if keeping.world.host_index == 0:
-            self._store.start_save(step, whole, keeping.world.record_event)
+    def _start(self, layout: StateLayout, state: TrainingState, step: int) -> None:
+        replicated = layout.gather(state)
+        if layout.world.host_index == 0:
+            self._store.start_save(step, replicated, layout.world.record_event)
 
-    def ensure_final_saved(self, keeping: StateLayout, state: TrainingState) -> None:
+    def ensure_final_saved(self, layout: StateLayout, state: TrainingState) -> None:
         """Returns on every host when the state that training ended with, at whichever step, is on storage.
 
         If the host that was to save it is dead, the first of the others does: nobody is done before this is.
@@ -56,14 +56,14 @@ class Checkpointer:
         Raises:
             CheckpointFailed: the last save failed.
         """
-        world, step = keeping.world, int(state.step)
-        saves = world.host_index == 0
-        if saves:
+        world, step = layout.world, int(state.step)
+        is_saver = world.host_index == 0
+        if is_saver:
             self._store.wait_until_saved(world.record_event, world.raise_if_ended)
-        is_missing = saves and step > 0 and not self._store.has_checkpoint(step)
+        is_missing = is_saver and step > 0 and not self._store.has_checkpoint(step)
         if int(world.all_reduce(np.array([is_missing], np.int32))[0]):
-            self._start(keeping, state, step)
-            if saves:
+            self._start(layout, state, step)
+            if is_saver:
                 self._store.wait_until_saved(world.record_event, world.raise_if_ended)
             world.all_reduce(np.zeros(1, np.int32))
 

@@ -116,8 +116,8 @@ class EvaluationProgram:
     """The program that adds one microbatch's loss.
 
     Attributes:
-        accumulate: `accumulate(total, variables, batch, where, placement=) -> EvaluationSums`, as of `Programs`.
-        abstract_sums: the shapes of a total.
+        accumulate: `accumulate(sums, variables, batch, where, placement=) -> EvaluationSums`, as of `Programs`.
+        abstract_sums: the shapes of a sums.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class EvaluationProgram:
         self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
         self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
         microbatch_id = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        self.abstract_sums = jax.eval_shape(self._measure, variables, example, microbatch_id)
+        self.abstract_sums = jax.eval_shape(self._compute_sums, variables, example, microbatch_id)
 
-    def _measure(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
+    def _compute_sums(self, variables: Variables, batch: Tree, microbatch_id: jax.Array) -> EvaluationSums:
         model_key, loss_key = jax.random.split(make_microbatch_key(self._seed, microbatch_id))
         bound = variables._replace(params=cast_floats(variables.params, self._numerics.compute_dtype))
         found, _ = self._model.apply(
@@ -149,21 +149,21 @@ class EvaluationProgram:
 
     def _accumulate(
         self,
-        total: EvaluationSums,
+        sums: EvaluationSums,
         variables: Variables,
         batch: Tree,
         microbatch_id: jax.Array,
         *,
         placement: Placement,
     ) -> EvaluationSums:
-        found = self._measure(variables, batch, microbatch_id)
-        return constrain_sharding(jax.tree.map(jnp.add, total, found), placement)
+        found = self._compute_sums(variables, batch, microbatch_id)
+        return constrain_sharding(jax.tree.map(jnp.add, sums, found), placement)
 
 
-def compute_metrics(total: EvaluationSums, num_microbatches: int) -> dict[str, float]:
+def compute_metrics(sums: EvaluationSums, num_microbatches: int) -> dict[str, float]:
     """The means, by their names with "eval_" in front."""
-    sums = {"loss": total.loss, **total.metrics}
+    by_name = {"loss": sums.loss, **sums.metrics}
     return {
         f"{EVALUATION_PREFIX}{name}": float(value) / num_microbatches
-        for name, value in jax.device_get(sums).items()
+        for name, value in jax.device_get(by_name).items()
     }

@@ -19,8 +19,12 @@ class Evaluator:
         evaluation, recipe = config.evaluation, config.recipe
         size = evaluation.microbatch_size or config.microbatch_size
         data = evaluation.make_data(size, recipe.seed)
-        self._evaluation, self._steps, self._sharing = evaluation, config.num_steps, config.parallelism
-        self._microbatches = evaluation.count_microbatches(size)
+        self._evaluation, self._num_steps, self._parallelism = (
+            evaluation,
+            config.num_steps,
+            config.parallelism,
+        )
+        self._num_microbatches = evaluation.count_microbatches(size)
         self._program = EvaluationProgram(
             recipe.model,
             config.evaluation_loss,
@@ -37,25 +41,25 @@ class Evaluator:
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate when `step` steps are committed."""
-        return self._evaluation.is_due(step, self._steps)
+        return self._evaluation.is_due(step, self._num_steps)
 
     def evaluate(
-        self, world: World, variables: Variables, placement: Placement, replicas: ReplicaShape
+        self, world: World, variables: Variables, placement: Placement, replica_shape: ReplicaShape
     ) -> dict[str, float]:
         """The means over all microbatches."""
-        total = world.accumulate_microbatches(
-            self._microbatches,
+        sums = world.accumulate_microbatches(
+            self._num_microbatches,
             make_microbatch_adder(self._program.accumulate, variables, placement, key_step=EVALUATION_STEP),
             make_zeros(self._program.abstract_sums, placement),
             data=self._data,
             options=AccumulationOptions(
-                unit_size=self._sharing.unit_size,
-                reproducible=self._sharing.reproducible,
-                replica_shape=replicas,
+                unit_size=self._parallelism.unit_size,
+                reproducible=self._parallelism.reproducible,
+                replica_shape=replica_shape,
             ),
             name="evaluate",
         )
-        return compute_metrics(total, self._microbatches)
+        return compute_metrics(sums, self._num_microbatches)
 
     def close(self) -> None:
         """Ends the threads that read."""

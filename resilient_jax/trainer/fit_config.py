@@ -57,7 +57,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         if self.state not in list(StateSharding):
             raise CallerError(
-                f"sharing: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
+                f"parallelism: found state={self.state!r}, expected one of {', '.join(StateSharding)}"
             )
 
 

@@ -3,7 +3,7 @@
 Rules:
 - No array is kept from one generation to the next, except by the world, which holds the committed state.
 - Nothing is decided from what only this host knows, except to say it: every host makes the same collective calls in the
-  same order. What a host remembers about stopping is agreed on at the beginning of a generation.
+  same config. What a host remembers about stopping is agreed on at the beginning of a generation.
 - The programs are traced once a process; the data, the log and the progress line live as long as `fit`.
 """
 
@@ -46,15 +46,15 @@ class FitLoop:
     """One `fit`: `train` is called in every generation; the rest outlives them."""
 
     def __init__(self, config: FitConfig, progress_bar: ProgressBar | None) -> None:
-        self._order = config
-        self._bar = progress_bar
+        self._config = config
+        self._progress_bar = progress_bar
         self._log: JsonLog | None = None
         self._data: Prefetcher | None = None
         self._programs: StepPrograms | None = None
         self._arranger = Arranger(config)
-        self._forecast: SpeculativeCompiler | None = None
+        self._compiler: SpeculativeCompiler | None = None
         self._evaluator: Evaluator | None = None
-        self._saving = (
+        self._checkpointer = (
             Checkpointer(config.checkpoints, config.num_steps) if config.checkpoints is not None else None
         )
         self._metrics: dict[str, float] = {}
@@ -64,37 +64,37 @@ class FitLoop:
 
     def close(self) -> None:
         """Ends the threads and closes the files."""
-        for closable in (self._data, self._evaluator, self._saving, self._log, self._bar):
+        for closable in (self._data, self._evaluator, self._checkpointer, self._log, self._progress_bar):
             if closable is not None:
                 closable.close()
 
     def run_generation(self, world: World) -> None:
         """Trains from the last committed step to the last one, with the hosts that are there now."""
-        order = self._order
+        config = self._config
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
-        check_microbatch_size(world, order, arrangement.replica_shape)
-        keeping = make_state_layout(world, order.parallelism.state, arrangement)
-        state = keeping.restore(programs.init, lambda placement: self._load(keeping, programs, placement))
+        check_microbatch_size(world, config, arrangement.replica_shape)
+        layout = make_state_layout(world, config.parallelism.state, arrangement)
+        state = layout.restore(programs.init, lambda placement: self._load(layout, programs, placement))
         zeros = make_zeros(programs.abstract_sums, arrangement.placement)
-        is_ahead = False
+        is_compiling_ahead = False
         if not self._is_stopped(world, int(state.step)):
-            for step in world.steps(order.num_steps + (order.evaluation is not None)):
-                state = self._evaluate(keeping, state, step)
-                if step >= order.num_steps or self._stop is not None:
+            for step in world.steps(config.num_steps + (config.evaluation is not None)):
+                state = self._evaluate(layout, state, step)
+                if step >= config.num_steps or self._stop is not None:
                     break
-                state = self._step(keeping, programs, state, step, zeros)
-                if self._forecast is not None and not is_ahead:
-                    world.compile_ahead(self._forecast.list_jobs(world, arrangement))
-                    is_ahead = True
+                state = self._step(layout, programs, state, step, zeros)
+                if self._compiler is not None and not is_compiling_ahead:
+                    world.compile_ahead(self._compiler.list_jobs(world, arrangement))
+                    is_compiling_ahead = True
                 if self._stop is not None:
                     break
-        if self._saving is not None:
-            self._saving.ensure_final_saved(keeping, state)
+        if self._checkpointer is not None:
+            self._checkpointer.ensure_final_saved(layout, state)
         self.result = FitResult(
             step=int(state.step),
             metrics=dict(self._metrics),
-            variables=copy_to_numpy(keeping.gather(state.variables)),
+            variables=copy_to_numpy(layout.gather(state.variables)),
             stop_reason=self._stop[1] if self._stop is not None else None,
             host_index=world.host_index,
         )
@@ -105,46 +105,46 @@ class FitLoop:
         """What lives as long as this process; made in its first generation, for there was no device before."""
         if self._programs is not None:
             return self._programs
-        order = self._order
-        example = make_abstract(order.data.batch(0, 0))
-        programs = StepPrograms(order.recipe, example)
-        if order.evaluation is not None:
-            self._evaluator = Evaluator(order, programs)
+        config = self._config
+        example = make_abstract(config.data.batch(0, 0))
+        programs = StepPrograms(config.recipe, example)
+        if config.evaluation is not None:
+            self._evaluator = Evaluator(config, programs)
         self._data = Prefetcher(
-            order.data,
-            buffer_size=order.read_options.prefetch_buffer_size,
-            num_threads=order.read_options.num_threads,
+            config.data,
+            buffer_size=config.read_options.prefetch_buffer_size,
+            num_threads=config.read_options.num_threads,
         )
-        if order.log_directory is not None:
-            self._log = JsonLog(order.log_directory, world.host)
+        if config.log_directory is not None:
+            self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
             logger.warning(
                 "the model keeps statistics over the examples of a batch (batch normalisation). Every microbatch of %d "
                 "examples is normalised by itself, and the statistics that are kept are the mean over the %d of a "
                 "step. So the weights do not depend on who computed what, but they do depend on the microbatch size: "
                 "this is not the same as one batch of all examples",
-                order.microbatch_size,
-                order.recipe.num_microbatches,
+                config.microbatch_size,
+                config.recipe.num_microbatches,
             )
         self._programs = programs
-        planner = self._arranger.plan_searcher
-        if planner is not None and order.planner is not None and order.planner.compile_ahead:
-            self._forecast = SpeculativeCompiler(planner, order, programs, example)
+        searcher = self._arranger.plan_searcher
+        if searcher is not None and config.planner is not None and config.planner.compile_ahead:
+            self._compiler = SpeculativeCompiler(searcher, config, programs, example)
         return programs
 
     def find_newest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint on storage. May be called on any thread."""
-        return self._saving.find_newest() if self._saving is not None else None
+        return self._checkpointer.find_newest() if self._checkpointer is not None else None
 
     def _load(
-        self, keeping: StateLayout, programs: StepPrograms, placement: Placement
+        self, layout: StateLayout, programs: StepPrograms, placement: Placement
     ) -> TrainingState | None:
         """The state where nothing is committed, from storage; None: the job begins."""
-        world = keeping.world
-        check_batch_size(world, self._order, keeping.arrangement.replica_shape)
-        if self._saving is None:
+        world = layout.world
+        check_batch_size(world, self._config, layout.arrangement.replica_shape)
+        if self._checkpointer is None:
             return None
-        found = self._saving.restore(world, programs.abstract_state, placement)
+        found = self._checkpointer.restore(world, programs.abstract_state, placement)
         if found is None:
             return None
         step, state = found
@@ -154,92 +154,94 @@ class FitLoop:
     def _is_stopped(self, world: World, step: int) -> bool:
         """Whether some host was told to stop here already: by a callback, which may not be called again."""
         mine = self._stop is not None and self._stop[0] == step
-        told = int(world.all_reduce(np.array([mine], np.int32))[0])
-        if not told:
+        num_stopped = int(world.all_reduce(np.array([mine], np.int32))[0])
+        if not num_stopped:
             self._stop = None  # of a step that was lost again
         elif not mine:
             self._stop = (step, "another host was told to stop")
-        return bool(told)
+        return bool(num_stopped)
 
     # One step.
 
-    def _evaluate(self, keeping: StateLayout, state: TrainingState, step: int) -> TrainingState:
+    def _evaluate(self, layout: StateLayout, state: TrainingState, step: int) -> TrainingState:
         """Evaluates if it is time; gives the state with what early stopping remembers now."""
-        order, evaluator = self._order, self._evaluator
+        config, evaluator = self._config, self._evaluator
         if evaluator is None or not evaluator.is_due(step):
             return state
         started_s = time.monotonic()
         metrics = evaluator.evaluate(
-            keeping.world,
-            keeping.gather(state.variables),
-            keeping.arrangement.placement,
-            keeping.arrangement.replica_shape,
+            layout.world,
+            layout.gather(state.variables),
+            layout.arrangement.placement,
+            layout.arrangement.replica_shape,
         )
-        if order.early_stopping is not None:
+        if config.early_stopping is not None:
             assert isinstance(state.early_stopping, EarlyStoppingState), "it is made together with early_stop"
-            patience, stops, reason = order.early_stopping.update(
+            early_stopping, is_over, reason = config.early_stopping.update(
                 jax.device_get(state.early_stopping), metrics
             )
             state = state._replace(
-                early_stopping=keeping.shard(jax.device_put(patience, keeping.local_sharding))
+                early_stopping=layout.shard(jax.device_put(early_stopping, layout.local_sharding))
             )
-            if stops and step < order.num_steps:
+            if is_over and step < config.num_steps:
                 self._stop = (step, f"early stop: {reason}")
-        self._report(keeping.world, state, metrics, started_s, is_evaluation=True)
+        self._report(layout.world, state, metrics, started_s, is_evaluation=True)
         return state
 
     def _step(
         self,
-        keeping: StateLayout,
+        layout: StateLayout,
         programs: StepPrograms,
         state: TrainingState,
         step: int,
         zeros: MicrobatchSums,
     ) -> TrainingState:
         started_s = time.monotonic()
-        world = keeping.world
-        sums, measures, metrics = self._sum(keeping, programs, state.variables, zeros, step)
-        state = keeping.update(programs, state, sums, measures)
+        world = layout.world
+        sums, summary, metrics = self._sum(layout, programs, state.variables, zeros, step)
+        state = layout.update(programs, state, sums, summary)
         del sums  # complete, or pieces of it: nothing of a step is to be held with the next state
         world.commit(state, **{**self._metrics, **metrics})
-        keeping.snapshot(state)
-        if self._saving is not None:
-            self._saving.save(keeping, state, step + 1)
+        layout.snapshot(state)
+        if self._checkpointer is not None:
+            self._checkpointer.save(layout, state, step + 1)
         self._report(world, state, metrics, started_s, is_evaluation=False)
         return state
 
     def _sum(
         self,
-        keeping: StateLayout,
+        layout: StateLayout,
         programs: StepPrograms,
         variables: Variables,
         zeros: MicrobatchSums,
         step: int,
     ) -> tuple[tuple[Any, Any], StepSummary, dict[str, float]]:
-        """(gradients and statistics, measures) of all microbatches, as they lie in a state, and the metrics.
+        """(gradients and statistics, summary) of all microbatches, as they lie in a state, and the metrics.
 
         Raises:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
         """
-        order, sharing, world = self._order, self._order.parallelism, keeping.world
-        total = world.accumulate_microbatches(
-            order.recipe.num_microbatches,
+        config, parallelism, world = self._config, self._config.parallelism, layout.world
+        accumulated = world.accumulate_microbatches(
+            config.recipe.num_microbatches,
             make_microbatch_adder(
-                programs.accumulate, keeping.gather(variables), keeping.arrangement.placement
+                programs.accumulate, layout.gather(variables), layout.arrangement.placement
             ),
             zeros,
             data=self._data,
             options=AccumulationOptions(
-                unit_size=sharing.unit_size,
-                reproducible=sharing.reproducible,
-                replica_shape=keeping.arrangement.replica_shape,
-                balance_by_speed=sharing.balance_by_speed,
+                unit_size=parallelism.unit_size,
+                reproducible=parallelism.reproducible,
+                replica_shape=layout.arrangement.replica_shape,
+                balance_by_speed=parallelism.balance_by_speed,
             ),
         )
-        handle_nonfinite(world, order.recipe, step, np.flatnonzero(np.asarray(total.non_finite)).tolist())
-        measures, found = programs.summarize(total)
-        sums, measures = keeping.shard(((total.gradients, total.batch_stats), measures))
-        return sums, measures, {name: float(value) for name, value in jax.device_get(found).items()}
+        handle_nonfinite(
+            world, config.recipe, step, np.flatnonzero(np.asarray(accumulated.non_finite)).tolist()
+        )
+        summary, found = programs.summarize(accumulated)
+        sums, summary = layout.shard(((accumulated.gradients, accumulated.batch_stats), summary))
+        return sums, summary, {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _report(
         self,
@@ -263,8 +265,8 @@ class FitLoop:
         )
         if self._log is not None:
             self._log.write(report)
-        if self._bar is not None:
-            self._bar.show(report)
-        for callback in self._order.callbacks:
+        if self._progress_bar is not None:
+            self._progress_bar.show(report)
+        for callback in self._config.callbacks:
             if callback(report) is True and self._stop is None:
                 self._stop = (report.step, f"a callback said so after step {report.step}")

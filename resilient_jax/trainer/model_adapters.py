@@ -23,7 +23,7 @@ UseModel = Callable[[Any], Any]
 """What is done with the model once it has its numbers."""
 
 BATCH_STATS = "batch_stats"
-"""Linen's collection of statistics that reach across the examples of a batch."""
+"""Linen's collection of batch_stats that reach across the examples of a batch."""
 
 
 class Variables(NamedTuple):
@@ -31,8 +31,8 @@ class Variables(NamedTuple):
 
     Attributes:
         params: what the optimizer changes.
-        statistics: over the examples of a batch, as of batch normalisation; a step takes their mean over microbatches.
-        constants: all others. They stay as they were made; what a microbatch writes into them is dropped.
+        batch_stats: over the examples of a batch, as of batch normalisation; a step takes their mean over microbatches.
+        non_trainable: all others. They stay as they were made; what a microbatch writes into them is dropped.
     """
 
     params: Tree
@@ -51,7 +51,7 @@ class ModelAdapter(abc.ABC):
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
-        """What `use(model)` gives, and the statistics after it.
+        """What `use(model)` gives, and the batch_stats after it.
 
         Args:
             variables: as `init` makes them.
@@ -82,7 +82,7 @@ def adapt_model(model: object) -> ModelAdapter:
         return LinenAdapter(model)
     if callable(model):
         is_class = isinstance(model, type) and issubclass(model, nnx.Module)
-        return NnxAdapter(model) if is_class or "rngs" in _parameters(model) else FunctionAdapter(model)
+        return NnxAdapter(model) if is_class or "rngs" in _parameter_names(model) else FunctionAdapter(model)
     raise CallerError(
         f"model: found a {type(model).__name__}, expected a function lambda rngs: Net(..., rngs=rngs) that makes an "
         "nnx.Module, a flax.linen.Module, or a function init(key) that makes a tree of arrays"
@@ -100,14 +100,14 @@ class NnxAdapter(ModelAdapter):
 
     def init(self, key: jax.Array, use: UseModel) -> Variables:
         """The factory's numbers, drawn from `nnx.Rngs(key)`."""
-        _, params, _, statistics, constants = _split(self._make(key))
-        return Variables(params, statistics, constants)
+        _, params, _, batch_stats, non_trainable = _split(self._make(key))
+        return Variables(params, batch_stats, non_trainable)
 
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
         """See `Model`. Training uses the module in the mode that the factory left it in."""
-        graph, _, streams, _, _ = self._shape
+        graph, _, streams, _, _ = self._abstract_split
         net = nnx.merge(
             graph, variables.params, _rekey(streams, key), variables.batch_stats, variables.non_trainable
         )
@@ -117,7 +117,7 @@ class NnxAdapter(ModelAdapter):
         return out, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
 
     @functools.cached_property
-    def _shape(self) -> tuple[Any, Tree, Tree, Tree, Tree]:
+    def _abstract_split(self) -> tuple[Any, Tree, Tree, Tree, Tree]:
         """The module's graph and abstract values: hashable, no array in it, no device touched."""
         return _split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
 
@@ -133,10 +133,10 @@ class NnxAdapter(ModelAdapter):
 
 
 def _split(net: nnx.Module) -> tuple[Any, Tree, Tree, Tree, Tree]:
-    """Graph, params, random streams, statistics, constants; trees of plain dicts."""
+    """Graph, params, random streams, batch_stats, non_trainable; trees of plain dicts."""
     graph, *states = nnx.split(net, nnx.Param, nnx.RngState, nnx.BatchStat, ...)
-    params, streams, statistics, constants = (nnx.to_pure_dict(state) for state in states)
-    return graph, params, streams, statistics, constants
+    params, streams, batch_stats, non_trainable = (nnx.to_pure_dict(state) for state in states)
+    return graph, params, streams, batch_stats, non_trainable
 
 
 def _rekey(streams: Tree, key: jax.Array) -> Tree:
@@ -166,11 +166,11 @@ class LinenAdapter(ModelAdapter):
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
         """See `Model`. Linen has no mode: the loss says `train=` to its modules, or leaves it."""
-        params, statistics, constants = variables
-        bound = {"params": params, BATCH_STATS: statistics, **constants}
+        params, batch_stats, non_trainable = variables
+        bound = {"params": params, BATCH_STATS: batch_stats, **non_trainable}
         # Linen draws from the stream "params" wherever one of another name is missing.
         out, changed = nn.apply(use, self._module, mutable=[BATCH_STATS])(bound, rngs={"params": key})
-        return out, changed.get(BATCH_STATS, statistics)
+        return out, changed.get(BATCH_STATS, batch_stats)
 
 
 class FunctionAdapter(ModelAdapter):
@@ -202,7 +202,7 @@ class FunctionAdapter(ModelAdapter):
         return use(variables.params), {}
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)
     except ValueError:  # a builtin

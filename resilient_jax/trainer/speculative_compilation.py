@@ -55,9 +55,9 @@ class SpeculativeCompiler:
             now: which is compiled already.
         """
         known: set[Key] = {
-            _key_of(current)
+            _make_key(current)
         }  # of this generation: what was compiled for another has gone with it
-        summing = AccumulationCall(
+        reduction = AccumulationCall(
             devices=world.devices,
             process_index=world.process_index,
             spec=self._job,
@@ -65,7 +65,7 @@ class SpeculativeCompiler:
             like=self._programs.abstract_sums,
         )
         for hosts in list_likely_hosts(world.hosts, self._planner.all_hosts):
-            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, summing)
+            prepare = functools.partial(self._prepare, known, hosts, world.local_devices, reduction)
             yield CompilationJob(_describe(world.hosts, hosts), prepare)
 
     def _prepare(
@@ -73,7 +73,7 @@ class SpeculativeCompiler:
         known: set[Key],
         hosts: tuple[HostName, ...],
         devices: list[Device],
-        summing: AccumulationCall,
+        reduction: AccumulationCall,
         check: CancellationCheck,
     ) -> bool:
         """False: there was nothing to do."""
@@ -83,12 +83,12 @@ class SpeculativeCompiler:
             return False
         then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)
         has_compiled = False
-        if _key_of(then) not in known:
+        if _make_key(then) not in known:
             compile_step(self._programs, then, devices, self._example, check)
-            known.add(_key_of(then))
+            known.add(_make_key(then))
             has_compiled = True
         if (then.replica_shape, len(hosts)) not in known:
-            has_compiled |= summing.compile_for_hosts(len(hosts), then.replica_shape, check)
+            has_compiled |= reduction.compile_for_hosts(len(hosts), then.replica_shape, check)
             known.add((then.replica_shape, len(hosts)))
         return has_compiled
 
@@ -137,17 +137,17 @@ def compile_step(
             np.zeros(2, np.uint32),
             placement=there.with_abstract_mesh(),
         ).compile()
-    total = _shapes(programs.abstract_sums, placement)
+    sums = _shapes(programs.abstract_sums, placement)
     check()
-    measure = programs.summarize.lower(total).compile()
-    measures, _ = jax.tree.map(
+    measure = programs.summarize.lower(sums).compile()
+    summary, _ = jax.tree.map(
         _shape, jax.eval_shape(programs.summarize, programs.abstract_sums), measure.output_shardings
     )
     check()
     programs.update.lower(
         _shapes(programs.abstract_state, placement),
-        (total.gradients, total.batch_stats),
-        measures,
+        (sums.gradients, sums.batch_stats),
+        summary,
         placement=placement.with_abstract_mesh(),
     ).compile()
 
@@ -162,7 +162,7 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - 
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _key_of(arrangement: Arrangement) -> Key:
+def _make_key(arrangement: Arrangement) -> Key:
     """Without devices: what is remembered outlives them."""
     return arrangement.replica_shape, arrangement.placement.with_abstract_mesh()
 

@@ -82,9 +82,9 @@ class StateLayout(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
+        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """The next state; donates this one. Sums and measures lie as `cut` lays them."""
+        """The next state; donates this one. Sums and summary lie as `cut` lays them."""
 
     @abc.abstractmethod
     def snapshot(self, state: TrainingState) -> None:
@@ -106,10 +106,10 @@ class ReplicatedLayout(StateLayout):
         return tree
 
     def update(
-        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
+        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
         """On this host's devices."""
-        return programs.update(state, sums, measures, placement=self.placement.with_abstract_mesh())
+        return programs.update(state, sums, summary, placement=self.placement.with_abstract_mesh())
 
     def snapshot(self, state: TrainingState) -> None:
         """The other hosts have it."""
@@ -128,7 +128,7 @@ class ShardedLayout(StateLayout):
     ) -> TrainingState:
         """The state to go on from, and an event that says how evenly it could be cut."""
         state = super().restore(init, load)
-        _note_shares(self.world, state)
+        _record_shard_sizes(self.world, state)
         return state
 
     def gather(self, tree: Tree) -> Tree:
@@ -140,17 +140,17 @@ class ShardedLayout(StateLayout):
         return resharding.shard_tree(tree, self.placement)
 
     def update(
-        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], measures: StepSummary
+        self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
         """Each device its pieces, when the last snapshot's copy is over."""
         if self._update is None:
             placement = self.placement.with_abstract_mesh()
-            self._update = programs.update.lower(state, sums, measures, placement=placement).compile()
-            self._say_collectives(self._update.as_text() or "")
+            self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
+            self._warn_of_collectives(self._update.as_text() or "")
         self.world.wait_until_finished()
-        return self._update(state, sums, measures)
+        return self._update(state, sums, summary)
 
-    def _say_collectives(self, update: str) -> None:
+    def _warn_of_collectives(self, update: str) -> None:
         if not (found := sorted(set(COLLECTIVE_PATTERN.findall(update)))):
             return
         self.world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
@@ -176,10 +176,10 @@ def make_state_layout(
     return kind(world, arrangement)
 
 
-def _note_shares(world: World, state: TrainingState) -> None:
+def _record_shard_sizes(world: World, state: TrainingState) -> None:
     """Says how much of the state this host has, and how much of that every host has: what could not be cut."""
     leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
-    here = [_bytes_here(leaf) for leaf in leaves]
+    here = [_count_local_bytes(leaf) for leaf in leaves]
     world.record_event(
         EventKind.STATE_SHARDED,
         bytes=sum(leaf.nbytes for leaf in leaves),
@@ -188,7 +188,7 @@ def _note_shares(world: World, state: TrainingState) -> None:
     )
 
 
-def _bytes_here(leaf: jax.Array) -> int:
+def _count_local_bytes(leaf: jax.Array) -> int:
     """Of the different pieces of a leaf that this host has."""
     pieces = {
         tuple(cut.indices(size) for cut, size in zip(shard.index, leaf.shape, strict=True)): shard.data.nbytes

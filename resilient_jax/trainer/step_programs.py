@@ -1,7 +1,7 @@
 """The three programs of a step, and that which begins it.
 
-- *accumulate* adds one microbatch to a total, on the mesh of one replica.
-- *measure* finds the count, norm and means of a total, on the devices of one host.
+- *accumulate* adds one microbatch to a sums, on the mesh of one replica.
+- *measure* finds the count, norm and means of a sums, on the devices of one host.
 - *update* divides the sum by the count, clips, and makes the next state, where the state lies: on the devices of one
   host, or, of a sharded state, each device its pieces.
 
@@ -67,13 +67,13 @@ class StepPrograms:
 
     Attributes:
         init: `init() -> TrainingState` before step 0, the same on every host.
-        accumulate: `accumulate(total, variables, batch, where, placement=) -> Total`; `where` is `locate(step, index)`,
-            `laid` says where the total lies, without devices.
-        measure: `measure(total) -> (Measures, metrics)`.
-        update: `update(state, (gradients, statistics), measures, where=) -> TrainingState`; it takes sums, and divides
+        accumulate: `accumulate(sums, variables, batch, where, placement=) -> Total`; `where` is `locate(step, index)`,
+            `laid` says where the sums lies, without devices.
+        measure: `measure(sums) -> (Measures, metrics)`.
+        update: `update(state, (gradients, batch_stats), summary, where=) -> TrainingState`; it takes sums, and divides
             them; `where` is the state's placement, without devices.
         abstract_state: the shapes of a state.
-        abstract_sums: the shapes of a total.
+        abstract_sums: the shapes of a sums.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:
@@ -91,13 +91,13 @@ class StepPrograms:
         self._example = example
         self.init = jax.jit(self._init)
         self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
-        self.summarize = jax.jit(self._measure)
+        self.summarize = jax.jit(self._summarize)
         self.update = jax.jit(self._update, static_argnames="placement", donate_argnums=0)
         self.abstract_state = jax.eval_shape(self._init)
-        self.abstract_sums = self._total_shapes()
-        measures, _ = jax.eval_shape(self._measure, self.abstract_sums)
+        self.abstract_sums = self._abstract_sums()
+        summary, _ = jax.eval_shape(self._summarize, self.abstract_sums)
         sums = self.abstract_sums.gradients, self.abstract_sums.batch_stats
-        after = jax.eval_shape(self._update, self.abstract_state, sums, measures, placement=None)
+        after = jax.eval_shape(self._update, self.abstract_state, sums, summary, placement=None)
         check_same_types(self.abstract_state, after, "optimizer")
 
     def _init(self) -> TrainingState:
@@ -113,15 +113,15 @@ class StepPrograms:
             early_stopping=jax.tree.map(jnp.asarray, recipe.early_stopping),
         )
 
-    def _total_shapes(self) -> MicrobatchSums:
+    def _abstract_sums(self) -> MicrobatchSums:
         def wide(tree: Tree) -> Tree:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _wide(leaf.dtype)), tree)
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _widen_dtype(leaf.dtype)), tree)
 
         variables = self.abstract_state.variables
-        _, (metrics, statistics) = jax.eval_shape(
+        _, (metrics, batch_stats) = jax.eval_shape(
             lambda v, batch: self._loss(v.params, v, batch, jax.random.key(0)), variables, self._example
         )
-        check_same_types(wide(variables.batch_stats), wide(statistics), "model")  # types are cast back
+        check_same_types(wide(variables.batch_stats), wide(batch_stats), "model")  # types are cast back
         return MicrobatchSums(
             gradients=wide(variables.params),
             batch_stats=wide(variables.batch_stats),
@@ -133,18 +133,18 @@ class StepPrograms:
     def _loss(
         self, params: Tree, variables: Variables, batch: Tree, key: jax.Array
     ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-        """(loss, (metrics, statistics)) of a microbatch, as a function of the parameters."""
+        """(loss, (metrics, batch_stats)) of a microbatch, as a function of the parameters."""
         recipe = self._recipe
         model_key, loss_key = jax.random.split(key)
         bound = variables._replace(params=cast_floats(params, recipe.numerics.compute_dtype))
-        (loss, metrics), statistics = recipe.model.apply(
+        (loss, metrics), batch_stats = recipe.model.apply(
             bound, model_key, lambda model: recipe.loss_fn(model, batch, loss_key), training=True
         )
-        return loss, (metrics, statistics)
+        return loss, (metrics, batch_stats)
 
     def _accumulate(
         self,
-        total: MicrobatchSums,
+        sums: MicrobatchSums,
         variables: Variables,
         batch: Tree,
         microbatch_id: jax.Array,
@@ -156,24 +156,26 @@ class StepPrograms:
 
         if self._recipe.numerics.remat:
             loss_of = jax.checkpoint(loss_of)
-        (loss, (metrics, statistics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables.params)
-        finite = is_all_finite((loss, gradients, statistics))
-        new = MicrobatchSums(gradients, statistics, loss, metrics, jnp.zeros_like(total.non_finite))
-        new = jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), new)
+        (loss, (metrics, batch_stats)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            variables.params
+        )
+        finite = is_all_finite((loss, gradients, batch_stats))
+        new = MicrobatchSums(gradients, batch_stats, loss, metrics, jnp.zeros_like(sums.non_finite))
+        new = jax.tree.map(lambda leaf: leaf.astype(_widen_dtype(leaf.dtype)), new)
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
         new = new._replace(non_finite=new.non_finite.at[microbatch_id[1]].set(jnp.where(finite, 0, 1)))
         # The compiler would else be free to cut results as batches are cut.
-        return constrain_sharding(jax.tree.map(jnp.add, total, new), placement)
+        return constrain_sharding(jax.tree.map(jnp.add, sums, new), placement)
 
-    def _measure(self, total: MicrobatchSums) -> tuple[StepSummary, Metrics]:
-        """Of the mean: total / B. Without the microbatches that are skipped."""
-        skips, skipped = self._recipe.numerics.non_finite == NonFinitePolicy.SKIP, total.non_finite.sum()
+    def _summarize(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
+        """Of the mean: sums / B. Without the microbatches that are skipped."""
+        skips, skipped = self._recipe.numerics.non_finite == NonFinitePolicy.SKIP, sums.non_finite.sum()
         count = jnp.float32(self._recipe.num_microbatches)
         if skips:
             count = count - skipped
-        norm = optax.tree.norm(_divide(total.gradients, count)).astype(jnp.float32)
-        means = _divide({"loss": total.loss, **total.metrics}, count)
+        norm = optax.tree.norm(_divide(sums.gradients, count)).astype(jnp.float32)
+        means = _divide({"loss": sums.loss, **sums.metrics}, count)
         metrics = {**means, "grad_norm": norm, **({"skipped": skipped} if skips else {})}
         return StepSummary(count, norm, means["loss"]), metrics
 
@@ -181,23 +183,23 @@ class StepPrograms:
         self,
         state: TrainingState,
         sums: tuple[Tree, Tree],
-        measures: StepSummary,
+        summary: StepSummary,
         *,
         placement: Placement | None,
     ) -> TrainingState:
-        """gradient = sum / count, clipped, through the optimizer; statistics are the mean."""
+        """gradient = sum / count, clipped, through the optimizer; batch_stats are the mean."""
         recipe, params = self._recipe, state.variables.params
-        gradients, statistics = _divide(sums, measures.num_microbatches)
+        gradients, batch_stats = _divide(sums, summary.num_microbatches)
         if recipe.numerics.clip_norm is not None:
-            gradients = clip_by_norm(gradients, measures.grad_norm, recipe.numerics.clip_norm)
+            gradients = clip_by_norm(gradients, summary.grad_norm, recipe.numerics.clip_norm)
         updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(
-            _types_as_in(params, gradients), state.opt_state, params, value=measures.mean_loss
+            _cast_like(params, gradients), state.opt_state, params, value=summary.mean_loss
         )
         new = TrainingState(
             step=state.step + 1,
             variables=state.variables._replace(
                 params=optax.apply_updates(params, updates),
-                batch_stats=_types_as_in(state.variables.batch_stats, statistics),
+                batch_stats=_cast_like(state.variables.batch_stats, batch_stats),
             ),
             opt_state=optimizer,
             early_stopping=state.early_stopping,
@@ -249,7 +251,7 @@ def make_zeros(abstract: Tree, placement: Placement) -> Tree:
     )
 
 
-def _wide(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
+def _widen_dtype(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
     """In which numbers of a type are added up: float32 at least, and what they have beyond that."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -258,7 +260,7 @@ def _divide(tree: Tree, count: jax.Array) -> Tree:
     return jax.tree.map(lambda summed: summed / count, tree)
 
 
-def _types_as_in(like: Tree, tree: Tree) -> Tree:
+def _cast_like(like: Tree, tree: Tree) -> Tree:
     """The tree in the types of another; whole numbers are rounded to."""
 
     def cast(origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array

@@ -1,5 +1,6 @@
-"""The trainer: a Flax or Optax user's model, loss and data in a loop that survives failures."""
+"""`Trainer`: the model, loss and data of a Flax or Optax user in a training loop that survives failures."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,27 +31,50 @@ MAX_SEED = 2**32
 
 
 class Trainer:
-    """Trains a model on hosts of which any may die, with the same batches in the same order as if none had.
+    """Trains a model on hosts any of which may die, with the same batches in the same order as if none had.
 
-    A step is the mean over B = batch_size / microbatch_size microbatches, each computed by one replica; with
-    reproducible sums the weights are bit for bit those of a run without failures. That ends where the model, the loss
-    or the data are no pure functions of their arguments.
+    A step is the mean over B = batch_size / microbatch_size microbatches, each computed by one replica. With
+    reproducible reductions the weights are bit for bit those of a run without failures. The guarantee ends where the
+    model, the loss or the data are not pure functions of their arguments.
 
-    Making one touches no device: models come as functions, and are made inside of `fit`.
+    Constructing a trainer touches no device: models are given as functions, which `fit` calls.
 
     Example:
         >>> import resilient_jax as rj
-        >>> def loss(model, batch):
+        >>> def loss_fn(model, batch):
         ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
         >>> trainer = rj.Trainer(
         ...     model=lambda rngs: Net(rngs),
         ...     optimizer=optax.adamw(3e-4),
-        ...     loss=loss,
+        ...     loss_fn=loss_fn,
         ...     data=examples,
         ...     batch_size=256,
         ...     microbatch_size=32,
         ... )  # doctest: +SKIP
         >>> result = trainer.fit(1000)  # doctest: +SKIP
+
+    Args:
+        model: a function with a parameter `rngs` that makes an `nnx.Module`, a `flax.linen.Module`, or a function
+            `init(key)` that makes a tree of arrays.
+        optimizer: any Optax transformation, with its learning-rate schedule in it: it is updated once a step.
+        loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`; returns the mean over the batch, or that mean
+            and a dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays.
+        data: a source of examples, a Grain `MapDataset`, or a function `batch(step, index)` that returns a microbatch.
+        batch_size: examples in a step, however many hosts are alive.
+        microbatch_size: examples that one replica computes at a time; a multiple of its devices.
+        seed: of the initial weights, the shuffle and all keys.
+        numerics: precision, clipping, rematerialization, and the policy for non-finite microbatches.
+        parallelism: how microbatches are assigned to hosts and reduced, and how the state is sharded between steps.
+        planner: searches the fastest plan for the live hosts in every generation; None: replicas as in `parallelism`.
+        read_options: how the data is read.
+        evaluation: of other data, at an interval.
+        early_stopping: ends training when the evaluation does not improve.
+        checkpoints: on storage, from which another job resumes.
+        callbacks: called on every host after each step; see `StepReport` and `Callback`.
+        log_directory: each host appends JSON lines to `<host>.jsonl` in it.
+
+    Raises:
+        CallerError: an argument is wrong.
     """
 
     def __init__(
@@ -73,129 +97,111 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         log_directory: str | Path | None = None,
     ) -> None:
-        """Checks what can be checked without a device.
-
-        Args:
-            model: a function with a parameter `rngs` that makes an `nnx.Module`, a `flax.linen.Module`, or a function
-                `init(key)` that makes a tree of arrays.
-            optimizer: any Optax transformation, with its learning-rate schedule in it: it is updated once a step.
-            loss: `loss(model, batch)` or `loss(model, batch, key)`; gives the mean over the batch, or that and a
-                dict of scalars. `model` is the `nnx` module, the bound Linen module, or the tree of arrays.
-            data: a source of examples, a Grain `MapDataset`, or a function `batch(step, index)` that gives a
-                microbatch.
-            batch_size: examples in a step, whoever lives.
-            microbatch_size: examples that one replica computes at a time; a multiple of its devices.
-            seed: of the first weights, the shuffle and all keys.
-            numerics: precision, clipping, rematerialisation, and what to do about numbers that are not finite.
-            sharing: how microbatches are shared out over hosts and added up, and how the state is kept between steps.
-            planning: search the fastest plan for the live hosts in every generation; None: replicas as in `sharing`.
-            reading: how the data is read.
-            evaluation: on other data, now and then.
-            early_stop: when the evaluation gets no better.
-            checkpoints: on storage, to go on from in another job.
-            callbacks: called on every host after each step; see `StepReport` and `Callback`.
-            log: a directory; each host appends JSON lines to `<host>.jsonl` in it.
-
-        Raises:
-            CallerError: an argument is wrong.
-        """
-        check_integers(batch_size=batch_size, microbatch_size=microbatch_size, seed=seed)
-        microbatches, rest = divmod(batch_size, microbatch_size) if microbatch_size > 0 else (0, 0)
-        if rest or microbatches < 1:
-            raise CallerError(
-                f"batch_size: found {batch_size} with microbatch_size {microbatch_size}, expected a positive multiple "
-                "of it: a step is a whole number of microbatches. Change one of them"
-            )
-        if not 0 <= seed < MAX_SEED:
-            raise CallerError(f"seed: found {seed}, expected a number from 0 to 2**32 - 1")
-        if early_stopping is not None:
-            _check_early_stop(early_stopping, evaluation)
-        if planner is not None:
-            _check_planning(parallelism)
-        training_loss = adapt_loss(loss_fn)
+        """Check what can be checked without a device."""
+        num_microbatches = _count_microbatches(batch_size, microbatch_size)
+        _check_seed(seed)
+        _check_early_stopping(early_stopping, evaluation)
+        _check_planner(planner, parallelism)
+        loss_function = adapt_loss(loss_fn)
         evaluation_loss = evaluation.loss_fn if evaluation is not None else None
-        self._evaluation_loss = training_loss if evaluation_loss is None else adapt_loss(evaluation_loss)
-        self._recipe = Recipe(
-            model=adapt_model(model),
-            optimizer=check_optimizer(optimizer),
-            loss_fn=training_loss,
-            num_microbatches=microbatches,
-            seed=seed,
-            numerics=numerics,
-            early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
-        )
-        self._data = make_microbatch_data(
-            data,
-            num_microbatches=microbatches,
+        self._config = FitConfig(
+            num_steps=0,
+            recipe=Recipe(
+                model=adapt_model(model),
+                optimizer=check_optimizer(optimizer),
+                loss_fn=loss_function,
+                num_microbatches=num_microbatches,
+                seed=seed,
+                numerics=numerics,
+                early_stopping=early_stopping.make_initial_state() if early_stopping is not None else (),
+            ),
             microbatch_size=microbatch_size,
-            seed=seed,
-            shuffle=read_options.shuffle,
+            data=make_microbatch_data(
+                data,
+                num_microbatches=num_microbatches,
+                microbatch_size=microbatch_size,
+                seed=seed,
+                shuffle=read_options.shuffle,
+            ),
+            model=model,
+            parallelism=parallelism,
+            planner=planner,
+            read_options=read_options,
+            evaluation=evaluation,
+            evaluation_loss=loss_function if evaluation_loss is None else adapt_loss(evaluation_loss),
+            early_stopping=early_stopping,
+            checkpoints=checkpoints,
+            callbacks=tuple(callbacks),
+            log_directory=log_directory,
         )
-        self._microbatch_size = microbatch_size
-        self._sharing, self._planning, self._reading = parallelism, planner, read_options
-        self._model = model
-        self._evaluation, self._early_stop, self._checkpoints = evaluation, early_stopping, checkpoints
-        self._callbacks, self._log = tuple(callbacks), log_directory
 
     def fit(self, num_steps: int) -> FitResult:
-        """Trains until `steps` steps are committed, counted from the beginning, also of an earlier job's checkpoint.
+        """Train until `num_steps` steps are committed, counted from the beginning, also of a resumed job.
 
-        Under an agent it returns when the job is done; without one it trains on this machine alone. A worker that was
-        started again, and was ready only when the others had finished, ends here.
+        Under an agent, return when the job is done; without an agent, train on this machine alone. A worker that was
+        restarted, and was ready only when the others had finished, exits here.
 
         Raises:
-            CallerError: what the model, loss or data give is not as expected.
+            CallerError: the result of the model, the loss or the data is not as expected.
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
-            Exception: whatever the loss, the data or a callback raise, unchanged.
+            Exception: an exception of the loss, the data or a callback, unchanged.
         """
         check_integers(num_steps=num_steps)
         if num_steps < 0:
             raise CallerError(f"num_steps: found {num_steps}, expected 0 or more")
-        order = FitConfig(
-            num_steps=num_steps,
-            recipe=self._recipe,
-            microbatch_size=self._microbatch_size,
-            data=self._data,
-            model=self._model,
-            parallelism=self._sharing,
-            planner=self._planning,
-            read_options=self._reading,
-            evaluation=self._evaluation,
-            evaluation_loss=self._evaluation_loss,
-            early_stopping=self._early_stop,
-            checkpoints=self._checkpoints,
-            callbacks=self._callbacks,
-            log_directory=self._log,
+        loop = FitLoop(
+            dataclasses.replace(self._config, num_steps=num_steps),
+            ProgressBar(num_steps) if is_progress_wanted() else None,
         )
-        fitting = FitLoop(order, ProgressBar(num_steps) if is_progress_wanted() else None)
+        find_checkpoint = loop.find_newest_checkpoint if self._config.checkpoints is not None else None
         try:
-            run(
-                fitting.run_generation,
-                find_latest_checkpoint=fitting.find_newest_checkpoint
-                if self._checkpoints is not None
-                else None,
-            )
+            run(loop.run_generation, find_latest_checkpoint=find_checkpoint)
         finally:
-            fitting.close()
-        if fitting.result is None:
+            loop.close()
+        if loop.result is None:
             # This worker came (back) when the others had finished: it has no weights, and nothing is left to do.
             raise SystemExit(0)
-        return fitting.result
+        return loop.result
 
 
-def _check_planning(sharing: Parallelism) -> None:
-    if sharing.replica_shape != ONE_REPLICA_PER_HOST or sharing.state != StateSharding.REPLICATED:
+def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
+    """Return how many microbatches a step has."""
+    check_integers(batch_size=batch_size, microbatch_size=microbatch_size)
+    num_microbatches, rest = divmod(batch_size, microbatch_size) if microbatch_size > 0 else (0, 0)
+    if rest or num_microbatches < 1:
         raise CallerError(
-            f"planning: found Sharing(replicas={sharing.replica_shape}, state={sharing.state!r}), expected neither to "
-            "be given: the plan says how many replicas a host has, and each host keeps the whole state, cut over its "
-            "devices. For a state that is cut over hosts leave planning out, or call rj.compile_plan in a loop"
+            f"batch_size: found {batch_size} with microbatch_size {microbatch_size}, expected a positive multiple of "
+            "it: a step has an integer number of microbatches. Change one of them"
+        )
+    return num_microbatches
+
+
+def _check_seed(seed: int) -> None:
+    check_integers(seed=seed)
+    if not 0 <= seed < MAX_SEED:
+        raise CallerError(f"seed: found {seed}, expected an integer from 0 to 2**32 - 1")
+
+
+def _check_planner(planner: Planner | None, parallelism: Parallelism) -> None:
+    is_default = parallelism.replica_shape == ONE_REPLICA_PER_HOST
+    if planner is not None and not (is_default and parallelism.state == StateSharding.REPLICATED):
+        raise CallerError(
+            f"planner: found Parallelism(replica_shape={parallelism.replica_shape}, state={parallelism.state!r}), "
+            "expected neither to be given: the plan says how many replicas a host has, and each host keeps the whole "
+            "state, sharded over its devices. For a state that is sharded over hosts leave planner out, or use "
+            "compile_plan in a loop of your own"
         )
 
 
-def _check_early_stop(early_stop: EarlyStopping, evaluation: Evaluation | None) -> None:
+def _check_early_stopping(early_stopping: EarlyStopping | None, evaluation: Evaluation | None) -> None:
+    if early_stopping is None:
+        return
     if evaluation is None:
-        raise CallerError("early_stop: found no evaluation, expected one: Evaluation(data=..., every=...)")
-    if not early_stop.metric.startswith(EVALUATION_PREFIX):
         raise CallerError(
-            f"early_stop: found the metric {early_stop.metric!r}, expected one of the evaluation, such as 'eval_loss'"
+            "early_stopping: found no evaluation, expected one: Evaluation(data=..., interval_steps=...)"
+        )
+    if not early_stopping.metric.startswith(EVALUATION_PREFIX):
+        raise CallerError(
+            f"early_stopping: found the metric {early_stopping.metric!r}, expected one of the evaluation, such as "
+            "'eval_loss'"
         )

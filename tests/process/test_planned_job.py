@@ -136,7 +136,7 @@ def test_a_host_that_the_topology_does_not_have_ends_the_job_with_what_to_do(tmp
         assert job.wait(DEADLINE_S) != ExitCode.DONE
         said = job.read_output()
     assert (
-        "planning: found the hosts host-0, host-1, expected names of topology local_4x2 (node-0, ...)" in said
+        "planner: found the hosts host-0, host-1, expected names of topology local_4x2 (node-0, ...)" in said
     )
 
 

@@ -305,15 +305,15 @@ def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> Non
         ),
         (
             {"num_microbatches": 1, "microbatch_size": 2.0},
-            r"microbatch_size: found 2\.0 \(float\), expected a whole number",
+            r"microbatch_size: found 2\.0 \(float\), expected an integer",
         ),
         (
             {"num_microbatches": "2", "microbatch_size": 2},
-            r"num_microbatches: found '2' \(str\), expected a whole number",
+            r"num_microbatches: found '2' \(str\), expected an integer",
         ),
         (
             {"num_microbatches": 1, "microbatch_size": 2, "seed": 1.5},
-            r"seed: found 1\.5 \(float\), expected a whole number",
+            r"seed: found 1\.5 \(float\), expected an integer",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_bad_lengths_and_contexts_are_refused() -> None:
         PackedDocuments([[1], [2]], 4, document_lengths=[1])
     with pytest.raises(DataError, match="context_length: found 0"):
         pack_documents([1], 0)
-    with pytest.raises(DataError, match=r"context_length: found 4\.0 \(float\), expected a whole number"):
+    with pytest.raises(DataError, match=r"context_length: found 4\.0 \(float\), expected an integer"):
         pack_documents([1], 4.0)  # pyright: ignore[reportArgumentType]
     bad_lengths: list[Any] = [[2.9], ["x"], [[1], [2, 3]], [[1, 2]]]
     for lengths in bad_lengths:

@@ -90,7 +90,7 @@ def test_a_number_out_of_its_range_is_refused(positions: list[int], n: int, seed
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"n": 5.0, "seed": 0, "epoch": 0}, r"n: found 5\.0 \(float\), expected a whole number"),
+        ({"n": 5.0, "seed": 0, "epoch": 0}, r"n: found 5\.0 \(float\), expected an integer"),
         ({"n": 5, "seed": 1.5, "epoch": 0}, r"seed: found 1\.5 \(float\)"),
         ({"n": 5, "seed": 0, "epoch": None}, r"epoch: found None \(NoneType\)"),
     ],

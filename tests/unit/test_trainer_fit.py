@@ -267,12 +267,12 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ({"batch_size": 18}, "batch_size: found 18 with microbatch_size 4"),
         ({"batch_size": 0}, "expected a positive multiple"),
         ({"microbatch_size": 0}, "expected a positive multiple"),
-        ({"batch_size": 8.0}, r"batch_size: found 8\.0 \(float\), expected a whole number"),
-        ({"batch_size": "8"}, r"batch_size: found '8' \(str\), expected a whole number"),
-        ({"microbatch_size": 4.0}, r"microbatch_size: found 4\.0 \(float\), expected a whole number"),
+        ({"batch_size": 8.0}, r"batch_size: found 8\.0 \(float\), expected an integer"),
+        ({"batch_size": "8"}, r"batch_size: found '8' \(str\), expected an integer"),
+        ({"microbatch_size": 4.0}, r"microbatch_size: found 4\.0 \(float\), expected an integer"),
         ({"seed": -1}, "seed: found -1"),
-        ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected a whole number"),
-        ({"seed": None}, r"seed: found None \(NoneType\), expected a whole number"),
+        ({"seed": 1.5}, r"seed: found 1\.5 \(float\), expected an integer"),
+        ({"seed": None}, r"seed: found None \(NoneType\), expected an integer"),
         ({"loss_fn": 3}, "loss_fn: found a int, expected a function"),
         ({"early_stopping": rj.EarlyStopping()}, "found no evaluation, expected one"),
         (
@@ -302,7 +302,7 @@ def test_wrong_arguments_are_refused_when_the_trainer_is_made(wrong, said):
 
 
 def test_a_number_of_steps_that_is_not_whole_is_refused():
-    with pytest.raises(CallerError, match=r"num_steps: found 1\.5 \(float\), expected a whole number"):
+    with pytest.raises(CallerError, match=r"num_steps: found 1\.5 \(float\), expected an integer"):
         make_trainer().fit(1.5)  # pyright: ignore[reportArgumentType]
 
 
