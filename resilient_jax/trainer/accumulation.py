@@ -1,4 +1,4 @@
-"""Brings a microbatch and the model's numbers together on a replica's mesh."""
+"""Accumulation of a step's microbatches: the function that adds one of them on a replica's mesh."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ Tree = Any
 def make_microbatch_adder(
     accumulate: Callable[..., Tree], variables: Variables, placement: Placement, key_step: int | None = None
 ) -> Callable[[Tree, Microbatch], Tree]:
-    """Adds microbatches to a sums. The variables are taken up to a replica's mesh once, not for each.
+    """Return a function that adds one microbatch to the sums. It copies the variables to a replica's mesh once.
 
     Args:
-        accumulate: the program.
+        accumulate: the compiled program.
         variables: on this host's devices.
-        placement: of variables and totals.
-        key_step: for the keys of microbatches, in place of the step.
+        placement: of variables and sums.
+        key_step: for the random keys, in place of the microbatch's step.
     """
     variables_by_mesh: dict[jax.sharding.Mesh, Variables] = {}
 
@@ -44,5 +44,5 @@ def make_microbatch_adder(
 
 
 def make_abstract(batch: Tree) -> Tree:
-    """Its shapes, as they are on devices, which may have narrower types."""
+    """Return the shapes and dtypes of a batch on devices, which may have narrower dtypes."""
     return jax.eval_shape(lambda tree: tree, batch)

@@ -1,4 +1,4 @@
-"""Which replicas compute the steps of a generation, and where their numbers lie: as the user says, or as searched."""
+"""Which replicas compute the steps of a generation, and how their arrays are placed: as given, or as planned."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +33,7 @@ from resilient_jax.trainer.fit_config import FitConfig
 from resilient_jax.worker.world import World
 
 REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
-"""Of a replica's mesh, outermost first; the first cuts examples."""
+"""Axes of a replica's mesh, outermost first; the first one shards the examples."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class Arrangement:
     """How one generation computes.
 
     Attributes:
-        shape: of its replicas.
-        placement: of parameters and totals on this host's devices.
-        plan: that it follows; None: the user's own.
+        replica_shape: of its replicas.
+        placement: of parameters and sums on this host's devices.
+        plan: that the arrangement follows; None: without a planner.
     """
 
     replica_shape: ReplicaShape
@@ -52,10 +52,10 @@ class Arrangement:
 
 
 class Arranger:
-    """Gives the arrangement of each generation of one `fit`.
+    """Makes the arrangement of each generation of one `fit`.
 
     Attributes:
-        planner: None: nothing is planned.
+        plan_searcher: None without a planner.
     """
 
     def __init__(self, config: FitConfig) -> None:
@@ -64,7 +64,7 @@ class Arranger:
         self._last: Plan | None = None
 
     def arrange(self, world: World, params: Tree) -> Arrangement:
-        """For the live hosts. All hosts find the same. A plan that differs from the last one is an event.
+        """Return the arrangement for the live hosts, the same on each. A plan that differs from the last is an event.
 
         Args:
             world: of this generation.
@@ -96,7 +96,7 @@ class Arranger:
 
 
 class PlanSearcher:
-    """Searches plans for one program, and lays out what they say; knows no world."""
+    """Searches plans for one program, and turns them into arrangements; keeps what it found."""
 
     def __init__(self, config: FitConfig) -> None:
         assert config.planner is not None
@@ -108,7 +108,11 @@ class PlanSearcher:
         self._plans: dict[tuple[HostName, ...], Plan] = {}
 
     def find_plan(self, hosts: tuple[HostName, ...]) -> Plan:
-        """The best plan for these hosts."""
+        """Return the best plan for these hosts.
+
+        Raises:
+            CallerError: a host is not in the topology; no plan fits.
+        """
         if hosts not in self._plans:
             unknown = sorted(set(hosts) - {host.name for host in self._topology.hosts})
             if unknown:
@@ -130,12 +134,12 @@ class PlanSearcher:
 
     @property
     def all_hosts(self) -> tuple[HostName, ...]:
-        """Those that may take part."""
+        """The hosts of the topology, which may join the job."""
         return tuple(host.name for host in self._topology.hosts)
 
     @property
     def program_cost(self) -> ProgramCost:
-        """Of the program; measured when first asked for."""
+        """The cost of the program; analyzed at the first access."""
         if self._program_cost is None:
             recipe = self._config.recipe
 
@@ -153,7 +157,7 @@ class PlanSearcher:
         return self._program_cost
 
     def check_device_count(self, world: World) -> None:
-        """Refuses a host that has other devices than the topology says.
+        """Check that this host has as many devices as in the topology.
 
         Raises:
             CallerError: says both numbers.
@@ -166,7 +170,7 @@ class PlanSearcher:
             )
 
     def make_arrangement(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
-        """What a plan means on a host with these devices."""
+        """Return what a plan means on a host with these devices."""
         sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
         axes = tuple((axis.value, size) for axis, size in sizes.items())
         per_host = len(devices) // plan.layout.axes.devices

@@ -1,4 +1,4 @@
-"""Where a job that has nothing in memory goes on: at the newest checkpoint that every host can read."""
+"""Resuming a job that has no state in memory: from the newest checkpoint that every host can read."""
 
 import logging
 from typing import Any
@@ -23,25 +23,27 @@ UNREADABLE_ON_ANOTHER_HOST = "another host could not read it"
 def restore_newest(
     world: World, store: OrbaxStore, checkpoints: Checkpoints, abstract: Tree, sharding: ShardingRule | None
 ) -> tuple[int, Tree] | None:
-    """The newest checkpoint that all hosts can read: its step and its state. All hosts must call this.
+    """Return the step and the state of the newest checkpoint that all hosts can read. All hosts must call this.
 
-    Each that some host cannot read is an event, on every host. None: nothing was ever saved here.
+    Each checkpoint that some host cannot read is an event, on every host. None: nothing was ever saved here.
 
     Args:
         world: the hosts.
         store: of the checkpoints.
-        checkpoints: where they are.
-        abstract: the state's shapes.
-        sharding: where each leaf shall lie; None: in host memory.
+        checkpoints: their options.
+        abstract: the shapes of the state.
+        sharding: of each leaf; None: in host memory.
 
     Raises:
         CheckpointUnreadable: there are checkpoints, but none can be read; says why each. Or there is none although the
-            job's state was lost, and it was to go on from one.
-        StateError: the hosts see different checkpoints, or other things than checkpoints are there, or the newest that
-            can be read holds another state.
+            job's state was lost, and the job was to resume from a checkpoint.
+        StateError: the hosts see different checkpoints, or the directory has other contents than checkpoints, or the
+            newest readable one holds another state.
     """
     store.wait_until_finished(world.record_event, world.raise_if_ended)
-    world.all_reduce(np.zeros(1, np.int32))  # no host still saves: now all see the same, and the newest
+    world.all_reduce(
+        np.zeros(1, np.int32)
+    )  # a barrier: no host is saving now, so all see the same checkpoints
     listing = store.list_directory()
     refused: dict[int, str] = {}
     for name in listing.unfinished:
@@ -52,7 +54,7 @@ def restore_newest(
             world, listing.find_newest_before(min(refused) if refused else None), checkpoints
         )
         if step is None:
-            _check_nothing_is_there(listing, refused, checkpoints)
+            _check_directory_is_unused(listing, refused, checkpoints)
             _check_may_begin(world.state_loss, checkpoints)
             return None
         bytes_before = store.bytes_read
@@ -88,28 +90,28 @@ def _try_load(
 
 
 def _check_may_begin(lost: StateLoss | None, checkpoints: Checkpoints) -> None:
-    """Refuses to begin anew where a lost job was to go on from a checkpoint that is gone."""
+    """Refuse to start from scratch where a lost job was to resume from a checkpoint that is gone."""
     if lost is not None and lost.checkpoint_step is not None:
         raise CheckpointUnreadable(
             f"checkpoints: found none in {checkpoints.directory}, expected that of step {lost.checkpoint_step}, which "
-            "a host saw there when the job's state was lost. Bring it back and launch the job again, or give another "
-            "directory to begin anew"
+            "a host saw there when the job's state was lost. Restore it and launch the job again, or give another "
+            "directory to start from scratch"
         )
 
 
-def _check_nothing_is_there(
+def _check_directory_is_unused(
     listing: DirectoryListing, refused: dict[int, str], checkpoints: Checkpoints
 ) -> None:
-    """Refuses to begin anew where somebody has saved something."""
+    """Refuse to start from scratch in a directory that has checkpoints, or folders of something else."""
     if refused:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in list(refused.items())[:MAX_SHOWN])
         raise CheckpointUnreadable(
             f"checkpoints: found {len(refused)} in {checkpoints.directory}, and none that every host can read "
-            f"({reasons}). Bring one back from a copy, or give another directory to begin anew"
+            f"({reasons}). Restore one from a copy, or give another directory to start from scratch"
         )
     if listing.foreign:
         raise StateError(
             f"checkpoints: found {', '.join(listing.foreign[:MAX_SHOWN])} in {checkpoints.directory}, expected folders "
-            "named by their steps, or nothing. Give the directory above the steps' folders, or an empty one to begin "
-            "anew"
+            "named by their steps, or nothing. Give the directory above the steps' folders, or an empty one to start "
+            "from scratch"
         )

@@ -1,4 +1,4 @@
-"""The checkpoints of one `fit`: what is loaded at its beginning, saved beside its steps, and waited for at its end."""
+"""The checkpoints of one `fit`: restored at its beginning, saved during its steps, complete at its end."""
 
 import numpy as np
 
@@ -12,10 +12,10 @@ from resilient_jax.worker.world import World
 
 
 class Checkpointer:
-    """Outlives generations, as a save in flight does; it holds no array.
+    """Saves and restores the training state; outlives generations, as a save in flight does, and holds no array.
 
-    The first host of a generation is_saver. When that is another one than before, the former may still have a save in
-    flight: they write into folders of their own.
+    The first host of a generation saves. When that host changes, the former one may still have a save in flight: each
+    host writes into a folder of its own.
     """
 
     def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
@@ -24,15 +24,15 @@ class Checkpointer:
         self._store = OrbaxStore(checkpoints.directory, checkpoints.max_to_keep, checkpoints.timeout_s)
 
     def find_newest(self) -> int | None:
-        """The step of the newest checkpoint that was finished, by names alone. May be called on any thread."""
+        """Return the step of the newest finished checkpoint, by the names alone. Thread-safe."""
         return self._store.find_newest_step()
 
     def restore(self, world: World, abstract: Tree, sharding: ShardingRule) -> tuple[int, Tree] | None:
-        """The step and the state to go on from, if something is on storage; see `restore_newest`."""
+        """Return the step and the state to resume from; None without a checkpoint. See `restore_newest`."""
         return restore_newest(world, self._store, self._checkpoints, abstract, sharding)
 
     def save(self, layout: StateLayout, state: TrainingState, step: int) -> None:
-        """Begins to save the committed state, if it is time. Every host must call it: all of them gather it."""
+        """Start to save the committed state if a checkpoint is due. All hosts must call this: they gather the state."""
         world = layout.world
         self._store.poll_save(world.record_event)
         if not self._checkpoints.is_due(step, self._num_steps):
@@ -49,9 +49,9 @@ class Checkpointer:
             self._store.start_save(step, replicated, layout.world.record_event)
 
     def ensure_final_saved(self, layout: StateLayout, state: TrainingState) -> None:
-        """Returns on every host when the state that training ended with, at whichever step, is on storage.
+        """Return on every host when the final state, at whichever step training ended, is on storage.
 
-        If the host that was to save it is dead, the first of the others does: nobody is done before this is.
+        If the host that was to save it is dead, the first live host saves it.
 
         Raises:
             CheckpointFailed: the last save failed.
@@ -68,5 +68,5 @@ class Checkpointer:
             world.all_reduce(np.zeros(1, np.int32))
 
     def close(self) -> None:
-        """Ends the process that writes."""
+        """End the storage process."""
         self._store.close()

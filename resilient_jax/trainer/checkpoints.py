@@ -1,4 +1,4 @@
-"""When to save the training state on storage, and where."""
+"""Options for checkpoints of the training state."""
 
 import dataclasses
 from pathlib import Path
@@ -10,22 +10,22 @@ from resilient_jax.errors import CallerError
 class Checkpoints:
     """When to save the training state, in Orbax's format.
 
-    One host copies the state to its memory, and a process beside it writes the copy while training goes on. If that is
-    not done when the next one is due, this one is skipped, which is an event; the last is waited for. A job in which
-    nothing is committed yet goes on from the newest checkpoint that every host can read, saved by this or by plain
-    Orbax (`StandardCheckpointer`, `CheckpointManager`); so does a running one whose state is lost in the memory of all
-    hosts (`state_loss_policy`). Each that cannot be read is an event; if none can, an error. A host reads of each array
-    what its devices need.
+    One host copies the state to its memory, and a process on that host writes the copy while training goes on. If that
+    save is in flight when the next one is due, the next one is skipped, which is an event; the last one is waited for.
+    A job without a committed state resumes from the newest checkpoint that every host can read, saved by this class or
+    by plain Orbax (`StandardCheckpointer`, `CheckpointManager`); so does a running job whose state is lost in the
+    memory of all hosts (`state_loss_policy`). Each checkpoint that cannot be read is an event; if none can be read,
+    that is an error. A host reads of each array what its devices need.
 
     Attributes:
-        directory: the same files on every host (a network or cluster file system), unless there is only one.
-        every: steps between two; what training ends with is saved, too, at whichever step that is.
-        keep: how many of the newest to keep.
-        timeout_s: for the writing or reading of one; then it has failed. A failed save is an event, and an error at the
-            end of training if it was the last.
+        directory: the same files on every host (a network or cluster file system), unless there is only one host.
+        save_interval_steps: steps between two checkpoints; the final state is saved at whichever step training ends.
+        max_to_keep: how many of the newest to keep.
+        timeout_s: for writing or reading one; then it has failed. A failed save is an event, and an error at the end of
+            training if it was the last.
 
     Raises:
-        CallerError: a number is below 1, or the time is not above 0.
+        CallerError: an integer is below 1, or the timeout is not above 0.
     """
 
     directory: str | Path
@@ -43,5 +43,5 @@ class Checkpoints:
             raise CallerError(f"checkpoints: found timeout_s={self.timeout_s}, expected a number above 0")
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to save when `step` steps are committed, of `last`."""
+        """Return whether to save when `step` of `num_steps` steps are committed."""
         return step % self.save_interval_steps == 0 or step == num_steps

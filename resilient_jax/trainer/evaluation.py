@@ -1,4 +1,4 @@
-"""The loss on other data, now and then: the mean over microbatches that all hosts share."""
+"""Evaluation: the mean loss on other data, over microbatches that all hosts share."""
 
 import dataclasses
 from collections.abc import Callable, Sized
@@ -24,16 +24,17 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What to evaluate, and how often. Its metrics have "eval_" in front.
+    """What to evaluate, and how often. Its metrics have the prefix "eval_".
 
     The model is in evaluation mode: `nnx` modules after `eval()`; a Linen module as the loss calls it.
 
     Attributes:
         data: as for training; a source of examples is read in its own order. A function gets step 0 each time.
-        every: evaluate before each step whose number is a multiple of it, but 0; and after the last step.
+        interval_steps: evaluate before each step whose number is a multiple of it, except 0; and after the last step.
         microbatch_size: examples in a microbatch; None: as in training.
-        microbatches: how many to evaluate; None: the whole source, which must be a multiple of the microbatch size.
-        loss: as the training's; None: the same.
+        num_microbatches: how many to evaluate; None: all of the source, which must be a multiple of the microbatch
+            size.
+        loss_fn: as the training's; None: the same.
 
     Raises:
         CallerError: a number is below 1.
@@ -51,14 +52,14 @@ class Evaluation:
                 raise CallerError(f"evaluation: found {name}={found}, expected at least 1")
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to evaluate when `step` steps are committed, of `last`."""
+        """Return whether to evaluate when `step` of `num_steps` steps are committed."""
         return step == num_steps or (step > 0 and step % self.interval_steps == 0)
 
     def count_microbatches(self, microbatch_size: int) -> int:
-        """How many microbatches of `size` examples an evaluation has.
+        """Return how many microbatches an evaluation has.
 
         Raises:
-            CallerError: it cannot be told, or the source is no multiple.
+            CallerError: the data has no length, or its length is no multiple of `microbatch_size`.
         """
         if self.num_microbatches is not None:
             return self.num_microbatches
@@ -78,7 +79,7 @@ class Evaluation:
         return count
 
     def make_data(self, microbatch_size: int, seed: int) -> MicrobatchData:
-        """The evaluation's data, the same in every step."""
+        """Return the evaluation's data, the same in every step."""
         count = self.count_microbatches(microbatch_size)
         data = make_microbatch_data(
             self.data, num_microbatches=count, microbatch_size=microbatch_size, seed=seed
@@ -91,33 +92,34 @@ class Evaluation:
 
 
 class RepeatedStepData:
-    """Data whose every step is its step 0."""
+    """Data that returns the microbatches of step 0 in every step."""
 
     def __init__(self, data: MicrobatchData) -> None:
         self._data = data
 
     def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
-        """The microbatch `index`, whatever the step."""
+        """Return microbatch `index` of step 0."""
         return self._data.batch(0, index, part)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """Of the documents of microbatch `index`, whatever the step."""
+        """Return the document lengths of microbatch `index` of step 0."""
         return self._data.lengths(0, index)
 
 
 class EvaluationSums(NamedTuple):
-    """Sums over microbatches: float32[] each."""
+    """Sums over the microbatches of an evaluation: float32[] each."""
 
     loss: Any
     metrics: dict[str, Any]
 
 
 class EvaluationProgram:
-    """The program that adds one microbatch's loss.
+    """The program that adds one microbatch's loss and metrics.
 
     Attributes:
-        accumulate: `accumulate(sums, variables, batch, where, placement=) -> EvaluationSums`, as of `Programs`.
-        abstract_sums: the shapes of a sums.
+        accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> EvaluationSums`; see
+            `StepPrograms`.
+        abstract_sums: the shapes of the sums.
     """
 
     def __init__(
@@ -129,10 +131,10 @@ class EvaluationProgram:
         variables: Variables,
         example: Tree,
     ) -> None:
-        """Traces the loss once, without a device.
+        """Trace the loss once, without a device.
 
         Raises:
-            CallerError: the loss gives no scalar.
+            CallerError: the loss returns no scalar.
         """
         self._model, self._loss, self._numerics, self._seed = model, loss_fn, numerics, seed
         self.accumulate = jax.jit(self._accumulate, static_argnames="placement")
@@ -161,7 +163,7 @@ class EvaluationProgram:
 
 
 def compute_metrics(sums: EvaluationSums, num_microbatches: int) -> dict[str, float]:
-    """The means, by their names with "eval_" in front."""
+    """Return the means, by their names with the prefix "eval_"."""
     by_name = {"loss": sums.loss, **sums.metrics}
     return {
         f"{EVALUATION_PREFIX}{name}": float(value) / num_microbatches

@@ -1,4 +1,4 @@
-"""Makes the evaluations of one `fit`."""
+"""The evaluations of one `fit`."""
 
 from resilient_jax.data.prefetcher import Prefetcher
 from resilient_jax.sharding.placements import Placement
@@ -40,13 +40,13 @@ class Evaluator:
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate when `step` steps are committed."""
+        """Return whether to evaluate when `step` steps are committed."""
         return self._evaluation.is_due(step, self._num_steps)
 
     def evaluate(
         self, world: World, variables: Variables, placement: Placement, replica_shape: ReplicaShape
     ) -> dict[str, float]:
-        """The means over all microbatches."""
+        """Return the mean of each metric over all microbatches."""
         sums = world.accumulate_microbatches(
             self._num_microbatches,
             make_microbatch_adder(self._program.accumulate, variables, placement, key_step=EVALUATION_STEP),
@@ -62,5 +62,5 @@ class Evaluator:
         return compute_metrics(sums, self._num_microbatches)
 
     def close(self) -> None:
-        """Ends the threads that read."""
+        """End the threads of the prefetcher."""
         self._data.close()

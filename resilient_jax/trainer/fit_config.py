@@ -1,4 +1,4 @@
-"""What one `fit` has to do."""
+"""The configuration of one `fit`, and options of `Trainer`."""
 
 import dataclasses
 import enum
@@ -24,28 +24,28 @@ class StateSharding(enum.StrEnum):
     REPLICATED = "replicated"
     """Every host has all of it."""
     SHARDED = "sharded"
-    """Every host has its share."""
+    """Every host has a shard of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How the microbatches of a step are shared out and added up; see `World.accumulate_microbatches`.
+    """How microbatches are assigned to hosts and reduced (see `AccumulationOptions`), and how the state is kept.
 
     Attributes:
-        unit: microbatches that one host adds up in one go.
-        reproducible: the same bits whoever lives.
-        replicas: the hosts of a replica, or the replicas of a host.
-        balance_by_speed: more for faster hosts, as measured; else evenly.
-        state: how it is kept between steps: "replicated" on every host, or "sharded" over all of them. Then a host has
-            its share of parameters and optimizer state; while it computes a step it gathers the parameters.
+        unit_size: how many consecutive microbatches one host accumulates in one go.
+        reproducible: reduce in an order that gives the same bits, whichever hosts are alive.
+        replica_shape: the hosts of a replica, or the replicas of a host.
+        balance_by_speed: assign more microbatches to faster hosts, as measured; else evenly.
+        state: between steps, "replicated" on every host or "sharded" over all of them. A host then has a shard of
+            parameters and optimizer state, and gathers the parameters to compute a step.
 
-            Sharded states have the bits of complete ones with optimizers that treat every number by itself (adam,
-            adamw, sgd, lion, rmsprop, adagrad, ...). Those that look across a leaf or all of them (lamb, lars,
-            adafactor, `clip_by_global_norm`) are right, but what they add up is added in an order that depends on the
-            number of hosts. To clip, use `Numerics(clip_norm=)`, which keeps the bits.
+            Sharded states have the bits of replicated ones with element-wise optimizers (adam, adamw, sgd, lion,
+            rmsprop, adagrad, ...). Optimizers that reduce over a leaf or all leaves (lamb, lars, adafactor,
+            `clip_by_global_norm`) are correct, but the order of their reductions depends on the number of hosts. To
+            clip, use `Numerics(clip_norm=)`, which keeps the bits.
 
     Raises:
-        CallerError: `state` is neither.
+        CallerError: `state` has another value.
     """
 
     unit_size: int = 1
@@ -66,9 +66,9 @@ class ReadOptions:
     """How the data is read.
 
     Attributes:
-        shuffle: of a source of examples: anew in each epoch, unless False. Of others: None.
-        ahead: microbatches to hold for later.
-        threads: that read.
+        shuffle: a source of examples is shuffled anew in each epoch, unless this is False. For other sources: None.
+        prefetch_buffer_size: how many microbatches to hold ready.
+        num_threads: that read.
     """
 
     shuffle: bool | None = None
@@ -78,14 +78,17 @@ class ReadOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FitConfig:
-    """All that one `fit` has to do; no arrays.
+    """The configuration of one `fit`; it holds no arrays.
 
     Attributes:
-        steps: to have committed in the end.
-        data: of the training.
+        num_steps: to have committed in the end.
+        recipe: of a step.
+        microbatch_size: examples in a microbatch.
         model: as the user gave it.
-        planning: what plans are searched for; None: the user has said how steps are computed.
-        evaluation: with its loss, data and microbatch size; None: none.
+        data: of the training.
+        planner: None: the user has said how steps are computed.
+        evaluation: its options; None: no evaluation.
+        evaluation_loss: the loss of the evaluation.
     """
 
     num_steps: int

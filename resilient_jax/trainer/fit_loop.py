@@ -1,10 +1,10 @@
-"""The loop of the trainer: what is done in every generation, and what it remembers between them.
+"""The loop of the trainer: what is done in every generation, and what outlives generations.
 
 Rules:
 - No array is kept from one generation to the next, except by the world, which holds the committed state.
-- Nothing is decided from what only this host knows, except to say it: every host makes the same collective calls in the
-  same config. What a host remembers about stopping is agreed on at the beginning of a generation.
-- The programs are traced once a process; the data, the log and the progress line live as long as `fit`.
+- No decision depends on what only one host knows: every host makes the same collective calls in the same order. Whether
+  to stop is agreed on at the beginning of a generation.
+- The programs are traced once per process; the data, the log and the progress bar live as long as `fit`.
 """
 
 import logging
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class FitLoop:
-    """One `fit`: `train` is called in every generation; the rest outlives them."""
+    """One `fit`: `run_generation` is called in every generation; all other state outlives generations."""
 
     def __init__(self, config: FitConfig, progress_bar: ProgressBar | None) -> None:
         self._config = config
@@ -59,17 +59,17 @@ class FitLoop:
         )
         self._metrics: dict[str, float] = {}
         self._stop: tuple[int, str] | None = None
-        """After which step this host was told to stop, and why."""
+        """After which step to stop, and why; None: go on."""
         self.result: FitResult | None = None
 
     def close(self) -> None:
-        """Ends the threads and closes the files."""
+        """End the threads and close the files."""
         for closable in (self._data, self._evaluator, self._checkpointer, self._log, self._progress_bar):
             if closable is not None:
                 closable.close()
 
     def run_generation(self, world: World) -> None:
-        """Trains from the last committed step to the last one, with the hosts that are there now."""
+        """Train from the last committed step to the last one, on the live hosts."""
         config = self._config
         programs = self._open(world)
         arrangement = self._arranger.arrange(world, programs.abstract_state.variables.params)
@@ -99,10 +99,10 @@ class FitLoop:
             host_index=world.host_index,
         )
 
-    # Beginning.
+    # Start of a generation.
 
     def _open(self, world: World) -> StepPrograms:
-        """What lives as long as this process; made in its first generation, for there was no device before."""
+        """Return the programs; in the first generation, the first with devices, make all that outlives it."""
         if self._programs is not None:
             return self._programs
         config = self._config
@@ -119,10 +119,10 @@ class FitLoop:
             self._log = JsonLog(config.log_directory, world.host)
         if world.host_index == 0 and jax.tree.leaves(programs.abstract_state.variables.batch_stats):
             logger.warning(
-                "the model keeps statistics over the examples of a batch (batch normalisation). Every microbatch of %d "
-                "examples is normalised by itself, and the statistics that are kept are the mean over the %d of a "
-                "step. So the weights do not depend on who computed what, but they do depend on the microbatch size: "
-                "this is not the same as one batch of all examples",
+                "the model keeps statistics over the examples of a batch (batch normalization). Every microbatch of %d "
+                "examples is normalized separately, and the running statistics are the mean over the %d microbatches "
+                "of a step. So the weights do not depend on the hosts, but they do depend on the microbatch size: the "
+                "result is not that of one batch of all examples",
                 config.microbatch_size,
                 config.recipe.num_microbatches,
             )
@@ -133,13 +133,13 @@ class FitLoop:
         return programs
 
     def find_newest_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint on storage. May be called on any thread."""
+        """Return the step of the newest checkpoint on storage. Thread-safe."""
         return self._checkpointer.find_newest() if self._checkpointer is not None else None
 
     def _load(
         self, layout: StateLayout, programs: StepPrograms, placement: Placement
     ) -> TrainingState | None:
-        """The state where nothing is committed, from storage; None: the job begins."""
+        """Return the state from storage, where none is committed; None without a checkpoint."""
         world = layout.world
         check_batch_size(world, self._config, layout.arrangement.replica_shape)
         if self._checkpointer is None:
@@ -152,19 +152,19 @@ class FitLoop:
         return state
 
     def _is_stopped(self, world: World, step: int) -> bool:
-        """Whether some host was told to stop here already: by a callback, which may not be called again."""
+        """Return whether a callback on some host stopped training at this step; it may not be called again."""
         mine = self._stop is not None and self._stop[0] == step
         num_stopped = int(world.all_reduce(np.array([mine], np.int32))[0])
         if not num_stopped:
-            self._stop = None  # of a step that was lost again
+            self._stop = None  # it was for a step that was lost since
         elif not mine:
-            self._stop = (step, "another host was told to stop")
+            self._stop = (step, "a callback on another host said so")
         return bool(num_stopped)
 
     # One step.
 
     def _evaluate(self, layout: StateLayout, state: TrainingState, step: int) -> TrainingState:
-        """Evaluates if it is time; gives the state with what early stopping remembers now."""
+        """Evaluate if an evaluation is due; return the state with the new state of early stopping."""
         config, evaluator = self._config, self._evaluator
         if evaluator is None or not evaluator.is_due(step):
             return state
@@ -176,7 +176,9 @@ class FitLoop:
             layout.arrangement.replica_shape,
         )
         if config.early_stopping is not None:
-            assert isinstance(state.early_stopping, EarlyStoppingState), "it is made together with early_stop"
+            assert isinstance(state.early_stopping, EarlyStoppingState), (
+                "it is made together with early_stopping"
+            )
             early_stopping, is_over, reason = config.early_stopping.update(
                 jax.device_get(state.early_stopping), metrics
             )
@@ -200,7 +202,7 @@ class FitLoop:
         world = layout.world
         sums, summary, metrics = self._sum(layout, programs, state.variables, zeros, step)
         state = layout.update(programs, state, sums, summary)
-        del sums  # complete, or pieces of it: nothing of a step is to be held with the next state
+        del sums  # the next state and the sums of a step are not to be in memory together
         world.commit(state, **{**self._metrics, **metrics})
         layout.snapshot(state)
         if self._checkpointer is not None:
@@ -216,7 +218,7 @@ class FitLoop:
         zeros: MicrobatchSums,
         step: int,
     ) -> tuple[tuple[Any, Any], StepSummary, dict[str, float]]:
-        """(gradients and statistics, summary) of all microbatches, as they lie in a state, and the metrics.
+        """Return ((gradients, batch_stats), summary) of all microbatches, placed as the state is, and the metrics.
 
         Raises:
             NonFiniteError: a microbatch is not finite, and the policy is to stop.
@@ -252,7 +254,7 @@ class FitLoop:
         *,
         is_evaluation: bool,
     ) -> None:
-        """Tells callbacks, log and progress line."""
+        """Report to callbacks, log and progress bar."""
         self._metrics.update(metrics)
         report = StepReport(
             step=int(state.step),

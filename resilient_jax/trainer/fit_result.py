@@ -1,4 +1,4 @@
-"""What training gives in the end."""
+"""The result of training."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ class FitResult:
     Attributes:
         step: how many steps are committed.
         metrics: of the last step and the last evaluation on this host, as floats; empty if it made none.
-        variables: numpy arrays, of a random key its data: `params`, `statistics` and `constants`. Of an `nnx` model
-            they are dicts, as `nnx.update(model, params)` takes them; of a Linen model its collections.
-        stop_reason: why it ended before the last step; None: it did not.
-        host_index: of this host in the last generation: 0 is the one that prints and saves.
+        variables: numpy arrays, of a random key its raw data. Of an `nnx` model they are dicts, as
+            `nnx.update(model, params)` takes them; of a Linen model its collections.
+        stop_reason: why training ended before the last step; None: it did not.
+        host_index: of this host in the last generation; host 0 prints and saves.
     """
 
     step: int
@@ -36,17 +36,17 @@ class FitResult:
 
     @property
     def params(self) -> Tree:
-        """The model's trained parameters."""
+        """The trained parameters of the model."""
         return self.variables.params
 
     @property
     def params_sha256(self) -> str:
-        """The digest of the parameters; see `digest`. Computed anew at each call."""
+        """The digest of the parameters, computed at each access; see `digest_tree`."""
         return digest_tree(self.params)
 
 
 def copy_to_numpy(variables: Variables) -> Variables:
-    """Copies that need no device: on a CPU `np.asarray` would be the device's own memory."""
+    """Return copies in host memory: on a CPU `np.asarray` would share the device's memory."""
     return jax.tree.map(
         lambda leaf: np.array(jax.random.key_data(leaf) if is_random_key(leaf) else leaf), variables
     )

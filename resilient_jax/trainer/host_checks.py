@@ -1,4 +1,4 @@
-"""What must be true of the hosts before the trainer begins with them."""
+"""Checks that all hosts make before training starts: batch sizes, and the newest checkpoint."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from resilient_jax.worker.world import World
 
 
 def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) -> None:
-    """Refuses microbatches that cannot be cut evenly over a replica.
+    """Check that microbatches can be sharded evenly over the devices of a replica.
 
     Raises:
         CallerError: says the numbers.
@@ -25,12 +25,12 @@ def check_microbatch_size(world: World, config: FitConfig, shape: ReplicaShape) 
         if size % cuts:
             raise CallerError(
                 f"{name}: found {size} on host {world.host}, expected a multiple of {cuts}, the devices of a "
-                "replica: its examples are cut over them. Change it, or the devices per host"
+                "replica: its examples are sharded over them. Change it, or the devices per host"
             )
 
 
 def check_batch_size(world: World, config: FitConfig, shape: ReplicaShape) -> None:
-    """Refuses a job that begins with more replicas than microbatches.
+    """Check that a new job has at least one microbatch for each replica.
 
     Raises:
         CallerError: says the numbers.
@@ -46,10 +46,10 @@ def check_batch_size(world: World, config: FitConfig, shape: ReplicaShape) -> No
 
 
 def agree_on_checkpoint(world: World, found: int | None, checkpoints: Checkpoints) -> int | None:
-    """The checkpoint that all hosts have found as the newest.
+    """Return the newest checkpoint, which must be the same on all hosts.
 
     Raises:
-        StateError: they have found different ones; names hosts and steps.
+        StateError: the hosts found different ones; names hosts and steps.
     """
     mine = np.zeros(len(world.hosts), np.int32)
     mine[world.host_index] = -1 if found is None else found

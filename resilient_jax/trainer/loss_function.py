@@ -1,4 +1,4 @@
-"""The user's loss function, with what it may give checked while it is traced."""
+"""The user's loss function, whose results are checked while it is traced."""
 
 import dataclasses
 import inspect
@@ -13,28 +13,28 @@ from resilient_jax.errors import CallerError
 Metrics = dict[str, jax.Array]
 """float32[] each."""
 RESERVED_METRICS: Final = frozenset({"loss", "grad_norm", "skipped", "self", "state"})
-"""Names that the trainer gives, or that `World.commit` has for something else."""
+"""Metrics of the trainer, and other parameters of `World.commit`."""
 EVALUATION_PREFIX: Final = "eval_"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A loss function, normalised: it takes a key and gives float32.
+    """A loss function with one signature: it takes a key and returns float32.
 
     Attributes:
-        function: `function(model, batch)` or `function(model, batch, key=...)`; gives a scalar, or a scalar and a dict
-            of scalars by name. It is the mean over the batch.
-        takes_key: whether it has a parameter `key`.
+        function: `function(model, batch)` or `function(model, batch, key=...)`; returns the mean over the batch, a
+            scalar, or that scalar and a dict of scalars by name.
+        takes_key: whether the function has a parameter `key`.
     """
 
     function: Callable[..., Any]
     takes_key: bool
 
     def __call__(self, model: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:  # noqa: ANN401
-        """(loss float32[], metrics). What the function raises is not touched.
+        """Return (loss float32[], metrics). Exceptions of the function pass unchanged.
 
         Raises:
-            CallerError: it gives something else; says what.
+            CallerError: the function returns something else; says what.
         """
         found = self.function(model, batch, key=key) if self.takes_key else self.function(model, batch)
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -42,14 +42,15 @@ class LossFunction:
 
 
 def adapt_loss(function: object) -> LossFunction:
-    """The user's loss function.
+    """Return the user's loss function as a `LossFunction`.
 
     Raises:
         CallerError: it cannot be called.
     """
     if not callable(function):
         raise CallerError(
-            f"loss_fn: found a {type(function).__name__}, expected a function loss(model, batch) that gives a scalar"
+            f"loss_fn: found a {type(function).__name__}, expected a function loss_fn(model, batch) that "
+            "returns a scalar"
         )
     try:
         takes_key = "key" in inspect.signature(function).parameters

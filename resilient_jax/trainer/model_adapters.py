@@ -1,7 +1,7 @@
 """One small interface to what Flax NNX, Flax Linen and plain functions call a model.
 
-A model's numbers are three trees. What `use(model)` does with the bound model is up to the caller: it calls the
-user's loss. Everything here is pure and traced: no array, device or mesh is kept.
+The variables of a model are three trees. What `use(model)` does with the bound model is up to the caller, which calls
+the user's loss. All functions are pure and traced; no array, device or mesh is kept.
 """
 
 import abc
@@ -20,19 +20,20 @@ from resilient_jax.errors import CallerError
 Tree = Any
 """A pytree of arrays."""
 UseModel = Callable[[Any], Any]
-"""What is done with the model once it has its numbers."""
+"""Called with the model that is bound to its variables."""
 
 BATCH_STATS = "batch_stats"
-"""Linen's collection of batch_stats that reach across the examples of a batch."""
+"""Linen's collection of statistics over the examples of a batch."""
 
 
 class Variables(NamedTuple):
-    """The numbers of a model.
+    """The variables of a model.
 
     Attributes:
-        params: what the optimizer changes.
-        batch_stats: over the examples of a batch, as of batch normalisation; a step takes their mean over microbatches.
-        non_trainable: all others. They stay as they were made; what a microbatch writes into them is dropped.
+        params: what the optimizer updates.
+        batch_stats: statistics over the examples of a batch, as of batch normalization; a step takes their mean over
+            its microbatches.
+        non_trainable: all others. They keep their initial values; updates in the loss are dropped.
     """
 
     params: Tree
@@ -41,28 +42,28 @@ class Variables(NamedTuple):
 
 
 class ModelAdapter(abc.ABC):
-    """A model without its numbers."""
+    """A model without its variables."""
 
     @abc.abstractmethod
     def init(self, key: jax.Array, use: UseModel) -> Variables:
-        """The numbers to begin with; a pure function of the key. `use` shows what the model is called with."""
+        """Return the initial variables, a pure function of the key. `use` shows what the model is called with."""
 
     @abc.abstractmethod
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
-        """What `use(model)` gives, and the batch_stats after it.
+        """Return the result of `use(model)`, and the batch_stats after it.
 
         Args:
             variables: as `init` makes them.
-            key: for whatever the model draws; the same key, the same numbers.
-            use: gets the model with its numbers.
-            training: False: in evaluation mode, where the model knows one.
+            key: for all random numbers that the model draws.
+            use: called with the bound model.
+            training: False: in evaluation mode, if the model has one.
         """
 
 
 def adapt_model(model: object) -> ModelAdapter:
-    """The model behind what the user gave.
+    """Return the adapter of the user's model.
 
     Args:
         model: a function or class that makes an `nnx.Module` and has a parameter `rngs`; a `flax.linen.Module`; or a
@@ -90,23 +91,23 @@ def adapt_model(model: object) -> ModelAdapter:
 
 
 class NnxAdapter(ModelAdapter):
-    """An `nnx.Module`, made anew in every trace by its factory.
+    """An `nnx.Module`, made in every trace by its factory.
 
-    Its random streams (`nnx.RngState`) are no state: every microbatch gets its own, from its key.
+    Its random streams (`nnx.RngState`) are not part of the state: every microbatch gets new ones, from its key.
     """
 
     def __init__(self, factory: Callable[..., object]) -> None:
         self._factory = factory
 
     def init(self, key: jax.Array, use: UseModel) -> Variables:
-        """The factory's numbers, drawn from `nnx.Rngs(key)`."""
+        """Return the variables that the factory draws from `nnx.Rngs(key)`."""
         _, params, _, batch_stats, non_trainable = _split(self._make(key))
         return Variables(params, batch_stats, non_trainable)
 
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
-        """See `Model`. Training uses the module in the mode that the factory left it in."""
+        """See `ModelAdapter`. In training the module keeps the mode in which the factory left it."""
         graph, _, streams, _, _ = self._abstract_split
         net = nnx.merge(
             graph, variables.params, _rekey(streams, key), variables.batch_stats, variables.non_trainable
@@ -118,11 +119,11 @@ class NnxAdapter(ModelAdapter):
 
     @functools.cached_property
     def _abstract_split(self) -> tuple[Any, Tree, Tree, Tree, Tree]:
-        """The module's graph and abstract values: hashable, no array in it, no device touched."""
+        """The module's graph and abstract values: hashable, without arrays; no device is touched."""
         return _split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
 
     def _make(self, key: jax.Array) -> nnx.Module:
-        # The names of axes are for whoever plans; Flax would want a mesh at once for each array that has some.
+        # Logical axis names are for the planner; Flax would need a mesh at once for each array that has some.
         with nnx.use_eager_sharding(False):
             net = self._factory(rngs=nnx.Rngs(key))
         if not isinstance(net, nnx.Module):
@@ -133,14 +134,14 @@ class NnxAdapter(ModelAdapter):
 
 
 def _split(net: nnx.Module) -> tuple[Any, Tree, Tree, Tree, Tree]:
-    """Graph, params, random streams, batch_stats, non_trainable; trees of plain dicts."""
+    """Return graph, params, random streams, batch_stats, non_trainable; trees of plain dicts."""
     graph, *states = nnx.split(net, nnx.Param, nnx.RngState, nnx.BatchStat, ...)
     params, streams, batch_stats, non_trainable = (nnx.to_pure_dict(state) for state in states)
     return graph, params, streams, batch_stats, non_trainable
 
 
 def _rekey(streams: Tree, key: jax.Array) -> Tree:
-    """Every random stream at its beginning, with a key of its own."""
+    """Return every random stream at its beginning, with a key of its own."""
     leaves, treedef = jax.tree.flatten(streams)
     fresh = [
         jax.random.split(jax.random.fold_in(key, number), leaf.shape)
@@ -152,20 +153,20 @@ def _rekey(streams: Tree, key: jax.Array) -> Tree:
 
 
 class LinenAdapter(ModelAdapter):
-    """A `flax.linen.Module`, bound while it is used. Its random numbers of all names come from the one key."""
+    """A `flax.linen.Module`, bound while it is used. All its random streams are drawn from the one key."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def init(self, key: jax.Array, use: UseModel) -> Variables:
-        """What the module makes when `use` calls it."""
+        """Return the variables that the module makes when `use` calls it."""
         made = dict(nn.init(use, self._module)({"params": key}))
         return Variables(made.pop("params", {}), made.pop(BATCH_STATS, {}), made)
 
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
-        """See `Model`. Linen has no mode: the loss says `train=` to its modules, or leaves it."""
+        """See `ModelAdapter`. Linen has no mode: the loss passes `train=` to its modules, or does not."""
         params, batch_stats, non_trainable = variables
         bound = {"params": params, BATCH_STATS: batch_stats, **non_trainable}
         # Linen draws from the stream "params" wherever one of another name is missing.
@@ -180,10 +181,10 @@ class FunctionAdapter(ModelAdapter):
         self._make = make
 
     def init(self, key: jax.Array, use: UseModel) -> Variables:
-        """The function's tree.
+        """Return the function's tree.
 
         Raises:
-            CallerError: something in it is no array.
+            CallerError: a leaf is no array.
         """
         params = self._make(key)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -198,7 +199,7 @@ class FunctionAdapter(ModelAdapter):
     def apply(
         self, variables: Variables, key: jax.Array, use: UseModel, *, training: bool
     ) -> tuple[Any, Tree]:
-        """See `Model`; the bound model is the tree."""
+        """See `ModelAdapter`; the bound model is the tree."""
         return use(variables.params), {}
 
 

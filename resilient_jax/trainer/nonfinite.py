@@ -1,4 +1,4 @@
-"""What is done about microbatches that are not finite."""
+"""The policy for microbatches that are not finite, applied."""
 
 import logging
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def handle_nonfinite(world: World, recipe: Recipe, step: int, microbatches: Sequence[int]) -> None:
-    """Does what the policy says about the microbatches `bad` of a step; the same on every host.
+    """Apply the policy to the non-finite `microbatches` of a step; the same on every host.
 
     Raises:
-        NonFiniteError: stop.
+        NonFiniteError: the policy is to stop, or no other microbatch is left.
     """
     if not microbatches:
         return

@@ -1,4 +1,4 @@
-"""How the numbers of a step are made: precision, clipping, and what is done about those that are not finite."""
+"""Numerics of a step: precision, clipping, rematerialization, and the policy for non-finite microbatches."""
 
 import dataclasses
 import enum
@@ -15,25 +15,25 @@ Tree = Any
 
 
 class NonFinitePolicy(enum.StrEnum):
-    """What is done about a microbatch whose loss, gradient or statistics have a NaN or an infinity."""
+    """What happens to a microbatch whose loss, gradient or batch_stats have a NaN or an infinity."""
 
     STOP = "stop"
-    """All hosts raise `NonFiniteError`, before anything is changed."""
+    """All hosts raise `NonFiniteError`, before the state is changed."""
     SKIP = "skip"
-    """The step is the mean over the other microbatches; stop if there is none."""
+    """The step is the mean over the other microbatches; training stops if there is none."""
     WARN = "warn"
-    """The step goes on with the numbers as they are."""
+    """The step uses the microbatch as it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """How the numbers of a step are made.
+    """Numerics of a step.
 
     Attributes:
-        clip_norm: the largest global norm of a step's gradient; None: any.
+        clip_norm: the largest global norm of a step's gradient; None: no clipping.
         compute_dtype: such as `jnp.bfloat16`: the loss gets the parameters in it, while the optimizer and the sums over
-            microbatches keep theirs. Batches are not cast: give them in this type, or they widen what they touch.
-        remat: compute activations anew in the backward pass instead of keeping them (`jax.checkpoint`).
+            microbatches keep theirs. Batches are not cast: make them in this dtype, or they widen the activations.
+        remat: recompute activations in the backward pass instead of keeping them (`jax.checkpoint`).
         non_finite: "stop", "skip" or "warn".
 
     Raises:
@@ -61,7 +61,7 @@ class Numerics:
 
 
 def cast_floats(tree: Tree, dtype: Any) -> Tree:  # noqa: ANN401 - what jnp takes for a dtype
-    """The tree with its floating-point leaves in `dtype`; None: as it is."""
+    """Return the tree with its floating-point leaves in `dtype`; None: as it is."""
     if dtype is None:
         return tree
     return jax.tree.map(
@@ -70,13 +70,13 @@ def cast_floats(tree: Tree, dtype: Any) -> Tree:  # noqa: ANN401 - what jnp take
 
 
 def clip_by_norm(gradients: Tree, norm: jax.Array, max_norm: float) -> Tree:
-    """The gradients, scaled down so that their global norm is `largest` at most: g min(1, largest / norm).
+    """Return the gradients, scaled so that their global norm is `max_norm` at most: g min(1, max_norm / norm).
 
-    As `optax.clip_by_global_norm`, but with a norm that is known: the gradients may be pieces.
+    As `optax.clip_by_global_norm`, but for a given norm: the gradients may be shards.
     """
     return jax.tree.map(lambda leaf: jnp.where(norm < max_norm, leaf, leaf / norm * max_norm), gradients)
 
 
 def is_all_finite(tree: Tree) -> jax.Array:
-    """bool[]: whether no number in it is NaN or infinite."""
+    """Return bool[]: whether no element of the tree is NaN or infinite."""
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))

@@ -1,4 +1,4 @@
-"""What the user says to have plans searched for."""
+"""The options of planning, given to `Trainer`."""
 
 import dataclasses
 from pathlib import Path
@@ -13,21 +13,22 @@ from resilient_jax.topology import Topology
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Has the trainer search the fastest plan for the hosts at hand, in every generation.
+    """Searches the fastest plan for the live hosts in every generation of a `Trainer`.
 
-    Replicas stay inside hosts, so that the loss of one leaves the others whole; inside, devices are cut along fsdp,
-    tensor and expert, and a host may have several replicas. Parameters, optimizer state and gradients are cut over a
-    replica's devices as the plan says. Where the plan's axes change, the weights are equal to those of another plan
-    within rounding, not bit for bit; where only the number of replicas changes they are the same bits.
+    Replicas stay inside hosts, so that the loss of one host leaves the replicas of the others intact. Inside a host,
+    devices are sharded along fsdp, tensor and expert, and a host may have several replicas. Parameters, optimizer state
+    and gradients are sharded over a replica's devices as the plan says. Where the plan's axes change, the weights equal
+    those of another plan within rounding, not bit for bit; where only the number of replicas changes they have the same
+    bits.
 
     Attributes:
-        topology: of all hosts that may take part, or its file; those of a job are found in it by their names.
-        naming: of parameters' dims, where the model's Flax metadata does not name them.
-        profile: of the model; None: taken from the model itself when the job begins, which compiles its gradient twice.
-        calibration: constants of the estimate.
-        axes: sizes that are given, such as {"tensor": 2}.
+        topology: of all hosts that may take part, or its file; the hosts of a job are found in it by their names.
+        logical_axis_rules: of parameters, where the model's Flax metadata does not name the dims.
+        program_cost: of the model; None: analyzed when the job begins, which compiles the model's gradient twice.
+        calibration: constants of the cost model.
+        axis_sizes: sizes that are given, such as {"tensor": 2}.
         compile_ahead: compile the programs of likely next plans (one host fewer, one back, two fewer) in the
-            background. The sums over one and two hosts fewer always are.
+            background. Reductions over one and two hosts fewer are always compiled ahead.
     """
 
     topology: Topology | Path | str

@@ -1,4 +1,4 @@
-"""A progress line for a script that runs alone on a terminal; under an agent the launcher shows one."""
+"""A progress bar for a script that runs alone on a terminal; under an agent the launcher shows one."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ REDRAWS_PER_SECOND: Final = 10
 
 
 def is_progress_wanted() -> bool:
-    """Whether a person looks, and nobody else shows them how far it is. To be asked before the run begins."""
+    """Return whether stdout is a terminal and no launcher shows progress. Call it before the run begins."""
     return AGENT_CONNECTION_VARIABLE not in os.environ and sys.stdout.isatty()
 
 
 class ProgressBar:
-    """Step, metrics and the time that is left; what is printed goes above it."""
+    """Step, metrics and remaining time; other output is printed above the bar."""
 
     def __init__(self, num_steps: int) -> None:
         self._progress = Progress(
@@ -34,11 +34,11 @@ class ProgressBar:
         self._progress.start()
 
     def show(self, report: StepReport) -> None:
-        """The run has moved."""
+        """Update the bar."""
         self._metrics.update(report.metrics)
         words = " | ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
         self._progress.update(self._task, completed=report.step, metrics=words)
 
     def close(self) -> None:
-        """Leaves the last state of the line on the terminal, and ends its thread."""
+        """Leave the last state of the bar on the terminal, and end its thread."""
         self._progress.stop()

@@ -1,4 +1,4 @@
-"""Which plans are likely next, and the programs that a step takes there: compiled while training goes on."""
+"""Speculative compilation: the programs of likely next plans are compiled while training goes on."""
 
 import functools
 import itertools
@@ -26,13 +26,13 @@ from resilient_jax.worker.world import World
 Tree = Any
 """A pytree."""
 MAX_HOSTS_FOR_ALL_PAIRS: Final = 8
-"""Of so many hosts every pair is looked at; of more, neighbours: what counts is how many are left."""
+"""Up to so many hosts every pair is a case; beyond, neighbors only: what counts is how many hosts are left."""
 
 Key = tuple[object, ...]
 
 
 class SpeculativeCompiler:
-    """What to compile ahead, for one process; remembers what it has."""
+    """Lists what to compile ahead, for one process; remembers what it has compiled."""
 
     def __init__(
         self, planner: PlanSearcher, config: FitConfig, programs: StepPrograms, example: Tree
@@ -48,11 +48,11 @@ class SpeculativeCompiler:
         """A step's, for its shape."""
 
     def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
-        """For the likely next worlds, the likeliest first.
+        """Yield the jobs for likely next worlds, the likeliest first.
 
         Args:
             world: of this generation.
-            now: which is compiled already.
+            current: the arrangement of this generation, which is compiled already.
         """
         known: set[Key] = {
             _make_key(current)
@@ -76,7 +76,7 @@ class SpeculativeCompiler:
         reduction: AccumulationCall,
         check: CancellationCheck,
     ) -> bool:
-        """False: there was nothing to do."""
+        """Compile for these hosts; return False if there was nothing to do."""
         try:
             plan = self._planner.find_plan(hosts)
         except CallerError:  # such a world is refused, with the reason, when it comes
@@ -96,7 +96,7 @@ class SpeculativeCompiler:
 def list_likely_hosts(
     hosts: tuple[HostName, ...], all_hosts: Sequence[HostName]
 ) -> Iterator[tuple[HostName, ...]]:
-    """Yields the hosts of likely next worlds: one fewer, one back, two fewer.
+    """Yield the hosts of likely next worlds: one fewer, one back, two fewer.
 
     >>> names = [HostName(name) for name in "abcd"]
     >>> [len(found) for found in list_likely_hosts(tuple(names[:3]), names)]
@@ -123,7 +123,7 @@ def compile_step(
     example: Tree,
     check: CancellationCheck,
 ) -> None:
-    """Lowers and compiles what a step of an arrangement calls on this host's devices."""
+    """Lower and compile the programs that a step of an arrangement runs on this host's devices."""
     shape, placement = arrangement.replica_shape, arrangement.placement
     seats = [ReplicaLocation((0,), slot) for slot in range(shape.count_replicas_per_host(len(devices)))]
     for replica in build_replicas(seats, [devices], 0, shape).values():

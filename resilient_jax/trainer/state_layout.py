@@ -1,8 +1,8 @@
-"""How the training state is kept between steps: complete on every host, or sharded over all of them.
+"""How the training state is kept between steps: replicated on every host, or sharded over all of them.
 
-Made anew in every generation, for it knows the mesh. A complete state lies on each host's own devices, and nothing here
-does anything. A sharded one lies on a mesh over all live hosts; what is computed in a step is complete, on each host's
-own devices, and goes to and fro by `gather` and `cut`.
+A layout is made anew in every generation, because it has the mesh. A replicated state is on each host's own devices,
+where steps are computed, so all conversions are identities. A sharded state is on a mesh over all live hosts; steps are
+computed with replicated arrays on each host's own devices, which `gather` and `shard` convert.
 """
 
 import abc
@@ -39,11 +39,11 @@ COLLECTIVE_PATTERN: Final = re.compile(
 
 
 class StateLayout(abc.ABC):
-    """What the loop does with a state, whichever way it is kept.
+    """The operations of the loop on a state, however the state is kept.
 
     Attributes:
-        arrangement: which replicas compute steps, and where parameters and totals lie on this host's devices.
-        placement: where the state's leaves lie between steps.
+        arrangement: which replicas compute steps, and how parameters and sums are placed on this host's devices.
+        placement: of the state's leaves between steps.
     """
 
     def __init__(self, world: World, placement: Placement, arrangement: Arrangement) -> None:
@@ -53,17 +53,17 @@ class StateLayout(abc.ABC):
 
     @property
     def local_sharding(self) -> NamedSharding:
-        """Whole on each of this host's devices."""
+        """The sharding that replicates an array on this host's devices."""
         return NamedSharding(self.arrangement.placement.mesh, P())
 
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
     ) -> TrainingState:
-        """The state to go on from: what was committed last, else what `load` finds on storage, else `init()`.
+        """Return the state to continue from: the committed one, else what `load` finds on storage, else `init()`.
 
         Args:
             init: as for `World.restore_or_init`.
-            load: gives the state where the placement lays it, or None; not called where something is committed.
+            load: returns the state with this placement, or None; not called if a state is committed.
         """
         if self.world.is_fresh and (found := load(self.placement)) is not None:
             return found
@@ -71,52 +71,52 @@ class StateLayout(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, tree: Tree) -> Tree:
-        """Complete copies of a state's leaves on this host's devices. Every host must call it.
+        """Return a state's leaves replicated on this host's devices. Every host must call this.
 
-        They may share memory with the state: gone when it is donated.
+        The result may share memory with the state, and is invalid once the state is donated.
         """
 
     @abc.abstractmethod
     def shard(self, tree: Tree) -> Tree:
-        """Leaves that every host has complete on its devices, as they lie in a state. Asks nobody."""
+        """Return leaves that every host has replicated, placed as the state is. No communication."""
 
     @abc.abstractmethod
     def update(
         self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """The next state; donates this one. Sums and summary lie as `cut` lays them."""
+        """Return the next state; donate this one. Sums and summary are placed as `shard` places them."""
 
     @abc.abstractmethod
     def snapshot(self, state: TrainingState) -> None:
-        """Does what else there is to do for a state that was committed, so that failures do not lose it."""
+        """Protect a committed state against failures."""
 
 
 class ReplicatedLayout(StateLayout):
-    """Every host has all of it, and is all that a failure may leave."""
+    """Every host has all of the state, so that any one live host can continue."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
         super().__init__(world, arrangement.placement, arrangement)
 
     def gather(self, tree: Tree) -> Tree:
-        """It is complete here."""
+        """Return the leaves, which are replicated."""
         return tree
 
     def shard(self, tree: Tree) -> Tree:
-        """It lies so."""
+        """Return the leaves, which are placed right."""
         return tree
 
     def update(
         self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """On this host's devices."""
+        """Return the next state, computed on this host's devices."""
         return programs.update(state, sums, summary, placement=self.placement.with_abstract_mesh())
 
     def snapshot(self, state: TrainingState) -> None:
-        """The other hosts have it."""
+        """Do nothing: the other hosts have the state."""
 
 
 class ShardedLayout(StateLayout):
-    """Every host has its share; snapshots hold what a dead host had."""
+    """Every host has its shards; snapshots hold those of a dead host."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
         mesh = world.mesh({HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1})
@@ -126,23 +126,23 @@ class ShardedLayout(StateLayout):
     def restore(
         self, init: Callable[[], TrainingState], load: Callable[[Placement], TrainingState | None]
     ) -> TrainingState:
-        """The state to go on from, and an event that says how evenly it could be cut."""
+        """Return the state to continue from, and record how evenly it is sharded."""
         state = super().restore(init, load)
         _record_shard_sizes(self.world, state)
         return state
 
     def gather(self, tree: Tree) -> Tree:
-        """From all hosts."""
+        """Gather from all hosts."""
         return resharding.replicate_tree(tree, self.local_sharding)
 
     def shard(self, tree: Tree) -> Tree:
-        """Each device takes its pieces."""
+        """Keep each device's shards."""
         return resharding.shard_tree(tree, self.placement)
 
     def update(
         self, programs: StepPrograms, state: TrainingState, sums: tuple[Any, Any], summary: StepSummary
     ) -> TrainingState:
-        """Each device its pieces, when the last snapshot's copy is over."""
+        """Update each device's shards, once the last snapshot's copy is finished."""
         if self._update is None:
             placement = self.placement.with_abstract_mesh()
             self._update = programs.update.lower(state, sums, summary, placement=placement).compile()
@@ -156,28 +156,28 @@ class ShardedLayout(StateLayout):
         self.world.record_event(EventKind.UPDATE_HAS_COLLECTIVES, collectives=", ".join(found))
         if self.world.host_index == 0:
             logger.warning(
-                "the optimizer's update of a sharded state looks across devices (%s): what it adds up is added in an "
+                "the optimizer's update of a sharded state communicates between devices (%s): it reduces in an "
                 "order that depends on the number of hosts, so the weights are equal within rounding only, and the "
                 "committed state is lost on all hosts if one dies in the update: they go back to the last snapshot. "
-                "Optimizers that treat every number by itself, such as adamw, do not; clip with Numerics(clip_norm=)",
+                "Element-wise optimizers, such as adamw, do not; clip with Numerics(clip_norm=)",
                 ", ".join(found),
             )
 
     def snapshot(self, state: TrainingState) -> None:
-        """Takes a snapshot, if it is time for one."""
+        """Take a snapshot, if one is due."""
         self.world.snapshot(state)
 
 
 def make_state_layout(
     world: World, state_sharding: StateSharding | str, arrangement: Arrangement
 ) -> StateLayout:
-    """The state's keeping in this generation."""
+    """Return the layout of the state in this generation."""
     kind = ShardedLayout if state_sharding == StateSharding.SHARDED else ReplicatedLayout
     return kind(world, arrangement)
 
 
 def _record_shard_sizes(world: World, state: TrainingState) -> None:
-    """Says how much of the state this host has, and how much of that every host has: what could not be cut."""
+    """Record how much of the state this host has, and how much of that every host has: what could not be sharded."""
     leaves = [jax.random.key_data(leaf) if is_random_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
     here = [_count_local_bytes(leaf) for leaf in leaves]
     world.record_event(
@@ -189,7 +189,7 @@ def _record_shard_sizes(world: World, state: TrainingState) -> None:
 
 
 def _count_local_bytes(leaf: jax.Array) -> int:
-    """Of the different pieces of a leaf that this host has."""
+    """Return the bytes of the distinct shards of a leaf on this host."""
     pieces = {
         tuple(cut.indices(size) for cut, size in zip(shard.index, leaf.shape, strict=True)): shard.data.nbytes
         for shard in leaf.addressable_shards

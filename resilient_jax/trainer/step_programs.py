@@ -1,19 +1,19 @@
-"""The three programs of a step, and that which begins it.
+"""The three programs of a step, and the one that makes the initial state.
 
-- *accumulate* adds one microbatch to a sums, on the mesh of one replica.
-- *measure* finds the count, norm and means of a sums, on the devices of one host.
-- *update* divides the sum by the count, clips, and makes the next state, where the state lies: on the devices of one
-  host, or, of a sharded state, each device its pieces.
+- *accumulate* adds one microbatch to the sums, on the mesh of one replica.
+- *summarize* computes the count, norm and means of the sums, on the devices of one host.
+- *update* divides the sums by the count, clips, and makes the next state with the sharding of the state: on the devices
+  of one host, or, of a sharded state, each device its shards.
 
 They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
-device or mesh is in them. Of the mesh they know its shape alone, as a static argument; the step and the microbatch's
-index are arguments. *measure* and *update* are two programs also where both run on one host, so that numbers are
-rounded at the same places.
+device or mesh is in them. They know the shape of the mesh as a static argument; the step and the microbatch's index are
+traced arguments. *summarize* and *update* are two programs even where both run on one host, so that rounding happens at
+the same places.
 
-Totals are never donated: a failure in the reduction falls back to them. *update* donates the committed state. On this
-host's devices alone it cannot fail because of others, and its result is committed with nothing in between: either this
-host dies with both states, or it has the new one, and those that have not come so far fetch it. Of a sharded state what
-is lost comes from a snapshot.
+Sums are never donated: a failure in the reduction falls back to them. *update* donates the committed state. On this
+host's devices alone it cannot fail because of other hosts, and its result is committed with nothing in between: either
+this host dies with both states, or it has the new one, and hosts that are behind fetch it. Lost shards of a sharded
+state come from a snapshot.
 """
 
 import dataclasses
@@ -40,17 +40,17 @@ from resilient_jax.trainer.training_state import (
 Tree = Any
 """A pytree of arrays."""
 EVALUATION_STEP: Final = 2**32 - 1
-"""In place of the step in an evaluation's keys: it draws the same numbers each time, and never a step's."""
+"""In place of the step in an evaluation's keys: the same each time, and different from those of every step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a step is made of; no arrays.
+    """The parts of a step; it holds no arrays.
 
     Attributes:
-        microbatches: B, in a step.
-        seed: of the initial numbers, and of every microbatch's key.
-        patience: what early stopping remembers at first; () without.
+        num_microbatches: B, in a step.
+        seed: of the initial variables, and of every microbatch's key.
+        early_stopping: the initial state of early stopping; () without.
     """
 
     model: ModelAdapter
@@ -67,25 +67,25 @@ class StepPrograms:
 
     Attributes:
         init: `init() -> TrainingState` before step 0, the same on every host.
-        accumulate: `accumulate(sums, variables, batch, where, placement=) -> Total`; `where` is `locate(step, index)`,
-            `laid` says where the sums lies, without devices.
-        measure: `measure(sums) -> (Measures, metrics)`.
-        update: `update(state, (gradients, batch_stats), summary, where=) -> TrainingState`; it takes sums, and divides
-            them; `where` is the state's placement, without devices.
+        accumulate: `accumulate(sums, variables, batch, microbatch_id, placement=) -> MicrobatchSums`, where
+            `microbatch_id` is of `make_microbatch_id(step, index)`, and `placement`, without devices, of the sums.
+        summarize: `summarize(sums) -> (StepSummary, metrics)`.
+        update: `update(state, (gradients, batch_stats), summary, placement=) -> TrainingState`; takes sums, which it
+            divides; `placement`, without devices, is that of the state.
         abstract_state: the shapes of a state.
-        abstract_sums: the shapes of a sums.
+        abstract_sums: the shapes of the sums.
     """
 
     def __init__(self, recipe: Recipe, example: Tree) -> None:
-        """Traces everything once, without a device, so that a wrong recipe is refused before the first step.
+        """Trace all programs once, without a device, so that a wrong recipe is refused before the first step.
 
         Args:
             recipe: what to compile.
-            example: a microbatch's abstract arrays.
+            example: the abstract arrays of a microbatch.
 
         Raises:
             CallerError: the loss, the optimizer or the model are not as expected.
-            Exception: whatever the model or the loss raise.
+            Exception: an exception of the model or the loss.
         """
         self._recipe = recipe
         self._example = example
@@ -102,7 +102,7 @@ class StepPrograms:
 
     def _init(self) -> TrainingState:
         recipe = self._recipe
-        # Linen makes its numbers when the loss calls it: any batch of the right shape will do.
+        # Linen makes its variables when the loss calls it: any batch of the right shape will do.
         batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._example)
         key = jax.random.key(recipe.seed)
         variables = recipe.model.init(key, lambda model: recipe.loss_fn(model, batch, key))
@@ -133,7 +133,7 @@ class StepPrograms:
     def _loss(
         self, params: Tree, variables: Variables, batch: Tree, key: jax.Array
     ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-        """(loss, (metrics, batch_stats)) of a microbatch, as a function of the parameters."""
+        """Return (loss, (metrics, batch_stats)) of a microbatch, as a function of the parameters."""
         recipe = self._recipe
         model_key, loss_key = jax.random.split(key)
         bound = variables._replace(params=cast_floats(params, recipe.numerics.compute_dtype))
@@ -165,11 +165,11 @@ class StepPrograms:
         if self._recipe.numerics.non_finite == NonFinitePolicy.SKIP:
             new = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), new)
         new = new._replace(non_finite=new.non_finite.at[microbatch_id[1]].set(jnp.where(finite, 0, 1)))
-        # The compiler would else be free to cut results as batches are cut.
+        # Without the constraint the compiler may shard results as batches are sharded.
         return constrain_sharding(jax.tree.map(jnp.add, sums, new), placement)
 
     def _summarize(self, sums: MicrobatchSums) -> tuple[StepSummary, Metrics]:
-        """Of the mean: sums / B. Without the microbatches that are skipped."""
+        """Return the means, sums / B, without the microbatches that are skipped."""
         skips, skipped = self._recipe.numerics.non_finite == NonFinitePolicy.SKIP, sums.non_finite.sum()
         count = jnp.float32(self._recipe.num_microbatches)
         if skips:
@@ -187,7 +187,7 @@ class StepPrograms:
         *,
         placement: Placement | None,
     ) -> TrainingState:
-        """gradient = sum / count, clipped, through the optimizer; batch_stats are the mean."""
+        """Update with gradient = sum / count, clipped; the new batch_stats are the mean over microbatches."""
         recipe, params = self._recipe, state.variables.params
         gradients, batch_stats = _divide(sums, summary.num_microbatches)
         if recipe.numerics.clip_norm is not None:
@@ -208,10 +208,10 @@ class StepPrograms:
 
 
 def check_optimizer(optimizer: object) -> optax.GradientTransformation:
-    """The user's optimizer.
+    """Return the user's optimizer.
 
     Raises:
-        CallerError: it is not Optax's.
+        CallerError: it is not an Optax transformation.
     """
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer  # pyright: ignore[reportReturnType] - a pair of functions is all that Optax asks for
@@ -222,17 +222,17 @@ def check_optimizer(optimizer: object) -> optax.GradientTransformation:
 
 
 def make_microbatch_id(step: int, index: int) -> np.ndarray:
-    """uint32[2]: which microbatch it is, as the programs take it: a change of either compiles nothing."""
+    """Return uint32[2], the step and the index, as the programs take them: other values compile nothing."""
     return np.array([step, index], np.uint32)
 
 
 def make_microbatch_key(seed: int, microbatch_id: jax.Array) -> jax.Array:
-    """The key of one microbatch: a pure function of (seed, step, index)."""
+    """Return the key of one microbatch, a pure function of (seed, step, index)."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), microbatch_id[0]), microbatch_id[1])
 
 
 def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
-    """The tree as a placement says, which has no devices."""
+    """Return the tree with the shardings of a placement, which has no devices."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.lax.with_sharding_constraint(
             leaf, placement(jax.tree_util.keystr(path), leaf)
@@ -242,7 +242,7 @@ def constrain_sharding(tree: Tree, placement: Placement) -> Tree:
 
 
 def make_zeros(abstract: Tree, placement: Placement) -> Tree:
-    """Zeros in these shapes. Made on the host: no program, so nothing to compile in a new generation."""
+    """Return zeros in these shapes. They are made on the host: no program, so a new generation compiles nothing."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.device_put(
             np.zeros(leaf.shape, leaf.dtype), placement(jax.tree_util.keystr(path), leaf)
@@ -252,7 +252,7 @@ def make_zeros(abstract: Tree, placement: Placement) -> Tree:
 
 
 def _widen_dtype(dtype: Any) -> Any:  # noqa: ANN401 - whatever JAX takes for one
-    """In which numbers of a type are added up: float32 at least, and what they have beyond that."""
+    """Return the dtype in which a dtype is summed: float32 at least."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -261,7 +261,7 @@ def _divide(tree: Tree, count: jax.Array) -> Tree:
 
 
 def _cast_like(like: Tree, tree: Tree) -> Tree:
-    """The tree in the types of another; whole numbers are rounded to."""
+    """Return the tree in the dtypes of another; integers are rounded."""
 
     def cast(origin: Any, leaf: jax.Array) -> jax.Array:  # noqa: ANN401 - any array
         is_whole = jnp.issubdtype(origin.dtype, jnp.integer)

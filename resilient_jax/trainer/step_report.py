@@ -1,4 +1,4 @@
-"""What a run says of itself: to callbacks, and to a JSON-lines log."""
+"""Reports of a run: to callbacks, and to a JSON-lines log."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,15 +16,15 @@ class StepReport:
 
     Attributes:
         step: how many steps are committed.
-        metrics: "loss", "grad_norm" and the loss's own; of an evaluation those with "eval_" in front, alone. Means over
-            the microbatches, the same bits on every host.
-        seconds: that it took on this host.
-        host_index: 0 is the one that prints and saves.
+        metrics: "loss", "grad_norm" and the metrics of the loss; of an evaluation only those with the prefix "eval_".
+            Means over the microbatches, the same bits on every host.
+        duration_s: on this host.
+        host_index: host 0 prints and saves.
         generation: number of the membership.
-        is_evaluation: whether an evaluation was made, rather than a step.
-        state: the training state, as it is kept: whole on this host's devices, or, if sharded, on a mesh over all
-            hosts, of which this one has pieces. Read it, but keep nothing of it: the devices go away when the
-            membership changes, and whoever holds arrays on them holds their memory.
+        is_evaluation: whether this is an evaluation, rather than a step.
+        state: the training state, as it is kept: replicated on this host's devices, or sharded on a mesh over all
+            hosts. Read it, but keep no reference: devices go away when the membership changes, and a reference holds
+            their memory.
     """
 
     step: int
@@ -39,28 +39,28 @@ class StepReport:
 Callback = Callable[[StepReport], object]
 """Called on every host after each committed step and each evaluation.
 
-True (and nothing else) stops the training: it must be decided from the step and the metrics alone, so that all hosts
-decide alike; one that goes on alone waits for the others. A host that fetches a state instead of computing it, because
-it was behind, is not called for that step.
+Returning True (and nothing else) stops training. Decide by the step and the metrics alone, so that all hosts decide
+alike; a host that goes on alone would wait for the others. A host that was behind, and fetches the state of a step
+instead of computing it, does not call its callbacks for that step.
 """
 
 
 class JsonLog:
-    """One JSON line a report, appended to `<host>.jsonl`. A disk that is full does not stop the training."""
+    """A log with one JSON line per report, in `<host>.jsonl`. A full disk does not stop training."""
 
     def __init__(self, directory: str | Path, host: str) -> None:
         self._file = LogFile(Path(directory) / f"{host}.jsonl")
 
     def write(self, report: StepReport) -> None:
-        """Appends a report. Numbers that are not finite are null: JSON has no others."""
+        """Append a report. Non-finite numbers become null: JSON has none."""
         line = {
             "step": report.step,
             **report.metrics,
-            "seconds": round(report.duration_s, 6),
+            "duration_s": round(report.duration_s, 6),
             "generation": report.generation,
         }
         self._file.write(msgspec.json.encode(line))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()

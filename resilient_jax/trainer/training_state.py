@@ -1,4 +1,4 @@
-"""What training keeps from step to step, and what is summed within one."""
+"""The training state, which is kept from step to step, and the sums of one step."""
 
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ Tree = Any
 
 
 class EarlyStoppingState(NamedTuple):
-    """What early stopping remembers.
+    """The state of early stopping.
 
     Attributes:
-        best: float32[]: the best value so far.
-        bad: int32[]: how many evaluations in a row have not bettered it.
+        best_metric: float32[]: the best value so far.
+        patience_count: int32[]: how many evaluations in a row have not improved on it.
     """
 
     best_metric: Any
@@ -28,10 +28,10 @@ class TrainingState(NamedTuple):
     """All that a failure must not lose.
 
     Attributes:
-        step: int32[]: how many steps are in it.
+        step: int32[]: how many steps are committed.
         variables: of the model.
-        optimizer: as `optax` makes it.
-        patience: of early stopping; () without.
+        opt_state: of the Optax optimizer.
+        early_stopping: its state; () without.
     """
 
     step: jax.Array
@@ -45,10 +45,11 @@ class MicrobatchSums(NamedTuple):
 
     Attributes:
         gradients: in the shapes of the parameters.
-        statistics: in the shapes of the model's.
+        batch_stats: in the shapes of the model's.
         loss: [].
         metrics: [] each.
-        bad: [B]: 1 at each microbatch that had a number that is not finite. So all hosts know, and nobody asks.
+        non_finite: [B]: 1 at each microbatch that has a non-finite element. So all hosts know without communicating
+            again.
     """
 
     gradients: Tree
@@ -59,12 +60,12 @@ class MicrobatchSums(NamedTuple):
 
 
 class StepSummary(NamedTuple):
-    """What the update needs to know of a whole step. So it looks across no leaf itself, and may have pieces of them.
+    """What the update needs to know of all leaves. The update itself is element-wise, so it can run on shards.
 
     Attributes:
-        count: float32[]: the microbatches in the mean: B without those that are skipped.
-        norm: float32[]: of the mean gradient, before it is clipped.
-        loss: float32[]: the mean.
+        num_microbatches: float32[]: in the mean: B without those that are skipped.
+        grad_norm: float32[]: of the mean gradient, before it is clipped.
+        mean_loss: float32[]: over the microbatches.
     """
 
     num_microbatches: Any
@@ -73,10 +74,10 @@ class StepSummary(NamedTuple):
 
 
 def check_same_types(before: Tree, after: Tree, what: str) -> None:
-    """Refuses a state whose types change in a step: it would be compiled again, and could not be handed over.
+    """Check that a state keeps its types in a step; else it would be recompiled, and could not be handed over.
 
     Raises:
-        CallerError: names the first leaf that does.
+        CallerError: names the first leaf that changes.
     """
     old, new = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
     if jax.tree.structure(before) != jax.tree.structure(after):

@@ -1,4 +1,4 @@
-"""A short name for all the bits of a tree."""
+"""A digest of all the bits of a tree."""
 
 import hashlib
 from typing import Any
@@ -10,15 +10,17 @@ from resilient_jax.state.flat_state import is_random_key
 
 
 def digest_tree(tree: Any) -> str:  # noqa: ANN401 - any pytree
-    """SHA-256, in hex, of a tree's numbers with their paths, dtypes and shapes: equal only if they are, bit for bit.
+    """Return the SHA-256, in hex, of a tree's elements with their paths, dtypes and shapes.
+
+    Two digests are equal only if the trees are, bit for bit.
 
     Args:
         tree: arrays, or numbers; each complete on this host.
 
     >>> import numpy as np
-    >>> digest({"a": np.zeros(2)}) == digest({"a": np.zeros(2)})
+    >>> digest_tree({"a": np.zeros(2)}) == digest_tree({"a": np.zeros(2)})
     True
-    >>> digest({"a": np.zeros(2)}) == digest({"b": np.zeros(2)})
+    >>> digest_tree({"a": np.zeros(2)}) == digest_tree({"b": np.zeros(2)})
     False
     """
     found = hashlib.sha256()

@@ -160,7 +160,7 @@ def test_bad_lengths_and_contexts_are_refused() -> None:
     ("pad", "message"),
     [
         (2**40, f"pad: found {2**40}, expected a 32-bit token"),
-        (1.7, r"pad: found 1\.7 \(float\), expected a whole"),
+        (1.7, r"pad: found 1\.7 \(float\), expected an integer"),
     ],
 )
 def test_a_pad_that_is_no_token_is_refused(pad: Any, message: str) -> None:

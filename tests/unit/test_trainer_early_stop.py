@@ -38,7 +38,7 @@ def test_nan_betters_nothing():
     st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30),
     st.integers(1, 5),
 )
-def test_it_stops_where_the_last_patience_values_have_not_bettered_those_before(values, patience):
+def test_it_stops_where_the_last_patience_values_improve_on_none_before(values, patience):
     expected = next(
         (
             last
@@ -52,5 +52,5 @@ def test_it_stops_where_the_last_patience_values_have_not_bettered_those_before(
 
 @pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -1.0}, {"min_delta": np.nan}], ids=str)
 def test_impossible_values_are_refused(wrong):
-    with pytest.raises(CallerError, match="early stop: found"):
+    with pytest.raises(CallerError, match="early_stopping: found"):
         EarlyStopping(**wrong)

@@ -155,7 +155,7 @@ def test_early_stopping_ends_when_patience_is_over():
     ).fit(100)
     assert result.step == 8  # the best at 2; no better at 4, 6, 8
     assert result.stop_reason is not None
-    assert "eval_loss has not bettered" in result.stop_reason
+    assert "eval_loss has not improved on" in result.stop_reason
 
 
 def test_the_log_has_a_json_line_for_each_step_and_evaluation(tmp_path):
@@ -163,7 +163,7 @@ def test_the_log_has_a_json_line_for_each_step_and_evaluation(tmp_path):
     (file,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(1, False), (2, False), (2, True)]
-    assert all(line["seconds"] > 0 for line in lines)
+    assert all(line["duration_s"] > 0 for line in lines)
     assert file.name == "localhost.jsonl"
 
 
