@@ -1,19 +1,19 @@
-"""Everything that touches private parts of JAX; nothing else in the project may.
+"""The only package that uses private parts of JAX: joining, interrupting and leaving worlds, and the compile cache.
 
-This file imports neither jax nor jaxlib, so that `service` starts in 0.4 s. Import the modules:
+This file imports neither jax nor jaxlib, so that `coordination_service` starts in 0.4 s. Import the modules:
 
-- `flags`: what an agent sets in a worker's environment before it imports jax (no jax).
-- `service`: the coordination service of one world as a process of its own (jaxlib only).
-- `distributed`: `connect` and `disconnect`, as often as wanted in one OS process.
-- `backend_gate`: has other threads wait for JAX's devices while there is no world.
-- `forming`: the state of a world that is being formed, and `interrupt_forming` for the guard thread.
-- `gloo`: which sockets are gloo's, and what it publishes while it forms a clique (no jax).
-- `cliques`: ends the wait of a first collective for peers that will never come.
-- `local_clique`: keeps the clique of our own devices through an abort.
+- `worker_environment`: what an agent sets in a worker's environment before it imports jax (no jax).
+- `coordination_service`: the coordination service of one world as a process of its own (jaxlib only).
+- `distributed`: `connect` and `disconnect`, any number of times in one OS process.
+- `backend_gate`: makes other threads wait for JAX's devices while there is no world.
+- `world_forming`: an attempt to form a world, and `interrupt_forming` for the guard thread.
+- `gloo`: which sockets are gloo's (no jax).
+- `clique_interruption`: ends the wait of a first collective for peers that will never come.
+- `local_clique`: keeps the clique of a process's own devices through an abort.
 - `abort`: `abort_collectives`, for the guard thread (no jax).
-- `handles`: the one import of jaxlib's extension module.
-- `failures`: `is_collective_failure` and our own errors (jaxlib only).
-- `traces`: what JAX traced outlives its backend.
+- `jaxlib_types`: the one import of jaxlib's extension module.
+- `failures`: `is_collective_failure` and the errors of this package (jaxlib only).
+- `trace_cache`: keeps what JAX traced when its backend is destroyed.
 - `compile_cache`: a persistent compilation cache that every process writes and hits.
 
 Private parts used, and why a public one does not do:

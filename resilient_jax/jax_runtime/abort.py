@@ -15,16 +15,16 @@ from resilient_jax.jax_runtime.gloo import (
 
 
 def abort_collectives(gloo: GlooSockets) -> int:
-    """Shuts gloo's connections down, so that whoever waits in a collective gets an exception at once.
+    """Shut gloo's connections down, so that a thread that waits in a collective gets an exception at once.
 
-    For the guard thread: JAX holds no interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
-    until the main thread has unwound, for a collective that begins after the first call opens or finds
+    For the guard thread: JAX does not hold the interpreter lock while it waits. Idempotent; repeat it (every 20 ms)
+    until the main thread has unwound, because a collective that begins after the first call opens or finds
     other connections. Listeners are left alone (gloo terminates the process when one fails), and so is
-    every socket that is not gloo's. After it the cliques of this world are broken for good; arrays and
+    every socket that is not gloo's. Afterwards the cliques of this world are broken for good; arrays and
     compiled programs stay valid.
 
     Returns:
-        How many connections were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
+        The number of connections that were shut; 0 on GPU, where NCCL's sockets are not ours to touch.
     """
 
     def is_gloos(here: Endpoint | None, there: Endpoint | None) -> bool:
@@ -36,7 +36,7 @@ def abort_collectives(gloo: GlooSockets) -> int:
 
 
 def shut_connections_to(endpoint: Endpoint) -> int:
-    """Shuts this process's connections to `endpoint`; gives how many."""
+    """Shut this process's connections to `endpoint`; return how many."""
     return _shut_connections(lambda _, there: there == endpoint)
 
 
@@ -55,5 +55,5 @@ def _try_shut(descriptor: int, chosen: Callable[[Endpoint | None, Endpoint | Non
         try:
             copy.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return False  # not connected any more: nothing left to interrupt
+            return False  # no longer connected: nothing left to interrupt
         return True

@@ -1,7 +1,7 @@
 """Where JAX asks for its CPU backend: other threads of the process wait here while there is no world.
 
 A user's thread, one that reads data say, may use JAX at any moment. Between two worlds JAX has no backend and would
-make one by itself, of no world, and the world that is just being joined could not be put in its place.
+make one by itself, outside of any world, and the world that is being joined could not replace it.
 """
 
 import threading
@@ -14,7 +14,7 @@ from resilient_jax.jax_runtime.jaxlib_types import Backend
 class BackendGate:
     """JAX's factory of CPU backends, once this process has begun to join worlds.
 
-    Who waits holds JAX's lock of backends: between worlds the thread that joins them must not take it.
+    A waiting thread holds JAX's lock of backends: between worlds the thread that joins them must not take that lock.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class BackendGate:
 
     @property
     def is_installed(self) -> bool:
-        """Whether JAX asks here."""
+        """Whether JAX calls this gate for its backend."""
         with self._changed:
             return self._joiner is not None
 
     def install(self) -> None:
-        """Has JAX ask here from now on. The calling thread is the one that joins worlds, and never waits.
+        """Make JAX call this gate for its backend. The calling thread is the one that joins worlds, and never waits.
 
         Raises:
             RuntimeError: JAX has a backend.
@@ -41,21 +41,21 @@ class BackendGate:
             self._joiner = threading.current_thread()
 
     def set_backend(self, backend: Backend) -> None:
-        """There is a world: who waits, or whoever asks next, takes its backend to JAX."""
+        """Set the backend of a world; the next thread that uses JAX, or one that waits, takes it."""
         with self._changed:
             self._backend = backend
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No other world will come: who waits, and holds JAX's lock, gets a backend of this process alone."""
+        """End all waiting: no other world will come, and threads get a backend of this process alone."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def take_backend(self) -> Backend:
-        """The backend of the world, given away and not kept: a reference would outlive it.
+        """Return the backend of the world, and keep no reference, which would outlive the world.
 
-        Between worlds the thread that joins them gets one of this process alone, and so do all after the last.
+        Between worlds the thread that joins them gets a backend of this process alone; after the last, all threads do.
         """
         with self._changed:
             while self._backend is None:

@@ -1,21 +1,22 @@
 """Ends the wait for a clique that will never be complete: the third wait of forming a world.
 
-A clique is formed by the first program that has a collective over its devices, on whichever thread runs
-it, so unlike `forming` this cannot be left behind: the wait itself must end. Per process and clique, gloo
+A clique is formed by the first program that has a collective over its devices, on the thread that runs that
+program, so unlike in `world_forming` the thread cannot be abandoned: the wait itself must end. Per process and clique,
+gloo
 1. publishes under `cpu:gloo/<device ids>/<rank>` its listener and one number per pair,
 2. waits for the same of all others: a peer that died before step 1 is waited for 30 minutes,
 3. connects every pair; one side opens the connection to the other's listener and writes the number,
    the other waits for it: a peer that died after step 1 is waited for 30 s.
 
-Step 2 ends when we publish something unreadable for those that have not published. Step 3 ends when we
-connect to our own listener under the number that the pair waits for, and hang up. (A pair that opens the
-connection itself gets one, or a refusal, from the kernel; `abort_collectives` does for the former.)
-All this is harmless to a complete clique. It spoils an incomplete one for good, on all processes: so it must
+Step 2 ends when we publish an unreadable value for the peers that have not published. Step 3 ends when we
+connect to our own listener under the number that the pair waits for, and close the connection. (A pair that opens the
+connection itself gets one, or a refusal, from the kernel; `abort_collectives` shuts the former.)
+All this is harmless to a complete clique. It breaks an incomplete one for good, on all processes: so it must
 have ended on every process before the next generation begins in the same world.
 
 When the service is dead nothing can be published, not by gloo either, which waits for that, too. Then our own
-client detaches: that asks nobody, cancels the waits for keys, and from then on its connection may be hung up
-without harm, which ends the rest. This world forms no clique any more; without its service it could not anyway.
+client shuts down: that needs no answer, cancels the waits for keys, and from then on its connection may be shut
+without harm, which ends the other waits. This world forms no clique any more; without its service it could not anyway.
 """
 
 import logging
@@ -34,12 +35,12 @@ GLOO_KEY_DIRECTORY: Final = "cpu:gloo"
 UNREADABLE_VALUE: Final = b"\xff" * 8 + b" resilient_jax: this world was given up"
 """For gloo a host name of 2**64 - 1 bytes, for protobuf an endless number: both refuse it cleanly."""
 PROBE_TIMEOUT_MS: Final = 100
-"""The one request to the service that has a deadline; without an answer no other is made."""
+"""Timeout of the one request that can have one; without an answer no other is made."""
 PUBLISH_DELAY_S: Final = 0.04
-"""Shutting connections is enough for complete cliques; only who still waits after that needs more."""
+"""Shutting connections is enough for complete cliques; only a thread that still waits after that needs more."""
 HANG_UP_DELAY_S: Final = 0.12
 SERIES_GAP_S: Final = 1.0
-"""Calls further apart than this belong to different interruptions."""
+"""Calls that are further apart belong to different interruptions."""
 CONNECT_TIMEOUT_S: Final = 0.2
 """Our own listener is on this host: it answers at once or not at all."""
 _WORD: Final = struct.Struct("<Q")
@@ -49,13 +50,19 @@ Published = dict[str, dict[int, bytes]]
 
 
 class CliqueInterrupter:
-    """Escalates, over repeated calls, what it takes to end the waits of one world's cliques."""
+    """Ends the waits for one world's cliques, with stronger means at each repeated call.
+
+    Args:
+        client: of the world.
+        service: the service's address as the client reaches it: the relay's.
+        gloo: the world's sockets.
+        known_key: a key that is in the service's store: whether it can be read says whether the service is alive.
+
+    Attributes:
+        is_detached: whether the service was found dead: this world forms no clique any more.
+    """
 
     def __init__(self, client: RuntimeClient, service: Endpoint, gloo: GlooSockets, known_key: str) -> None:
-        """`known_key` is a key that is in the service's store: whether it can be read says if the service lives.
-
-        `service` is the service's address as our client reaches it, the relay's.
-        """
         self._client = client
         self._service = service
         self._gloo = gloo
@@ -63,17 +70,16 @@ class CliqueInterrupter:
         self._began_s = -math.inf
         self._last_s = -math.inf
         self.is_detached = False
-        """Whether the service was found dead: this world forms no clique any more."""
         self._called: set[int] = set()
 
     def interrupt(self, now_s: float) -> int:
-        """Ends the waits of this process for cliques that are being formed.
+        """End the waits of this process for cliques that are being formed.
 
         Repeat it, as `abort_collectives`, until the waiting thread has unwound. Does nothing at first, then
-        publishes, then hangs up. Blocks for 0.1 s, once, when the service is dead.
+        publishes, then connects and closes. Blocks for 0.1 s, once, when the service is dead.
 
         Returns:
-            How many waits it may have ended.
+            The number of waits that it may have ended.
         """
         if now_s - self._last_s > SERIES_GAP_S:
             self._began_s = now_s
@@ -93,9 +99,9 @@ class CliqueInterrupter:
         return released
 
     def _hang_up(self, published: Published) -> int:
-        """Connects to our own listener in the place of each missing peer, once, and closes.
+        """Connect to our own listener in the place of each missing peer, once, and close.
 
-        Once is enough: gloo keeps a connection that nobody waits for yet.
+        Once is enough: gloo keeps a connection that no pair waits for yet.
         """
         calls = 0
         for value in (value for by_rank in published.values() for value in by_rank.values()):
@@ -109,7 +115,7 @@ class CliqueInterrupter:
 
 
 def is_service_alive(client: RuntimeClient, known_key: str) -> bool:
-    """Is the service alive? Blocks no longer than `PROBE_TIMEOUT_MS`, unlike all other requests but this."""
+    """Return whether the service is alive. Blocks for `PROBE_TIMEOUT_MS` at most, unlike all other requests."""
     try:
         client.blocking_key_value_get(known_key, PROBE_TIMEOUT_MS)
     except JaxRuntimeError:
@@ -118,7 +124,7 @@ def is_service_alive(client: RuntimeClient, known_key: str) -> bool:
 
 
 def find_missing_keys(published: Published) -> list[str]:
-    """Gives the keys that somebody waits for."""
+    """Return the keys that are waited for: of the ranks of each clique, those that have not published."""
     return [
         f"{GLOO_KEY_DIRECTORY}/{clique}/{rank}"
         for clique, by_rank in published.items()
@@ -128,7 +134,7 @@ def find_missing_keys(published: Published) -> list[str]:
 
 
 def parse_rank(value: bytes) -> tuple[Endpoint, tuple[int, ...]] | None:
-    """Gives listener and pair numbers of what gloo published, None if it is not laid out as expected.
+    """Return listener and pair numbers from what gloo published, None if the layout is not the expected one.
 
     Layout (gloo `tcp::Rank`, 64-bit little endian): length of host name, host name, length of address (136),
     `sockaddr_storage` (128), a sequence number, then one number per pair.
@@ -164,7 +170,7 @@ def _try_publish(client: RuntimeClient, key: str) -> bool:
     try:
         client.key_value_set_bytes(key, UNREADABLE_VALUE, False)
     except JaxRuntimeError:
-        return False  # it came meanwhile
+        return False  # the peer has published meanwhile
     return True
 
 

@@ -1,17 +1,17 @@
 """A persistent compilation cache that every process writes and every process hits.
 
-JAX's own is written by process 0 alone, and on CPU its key contains the device ids and a fingerprint of the
-whole topology, so it misses whenever a world is re-formed or a worker comes back under another index.
+JAX's own cache is written by process 0 alone, and on CPU its key contains the device ids and a fingerprint of the
+topology, so it misses whenever a world is re-formed or a worker comes back under another index.
 Here, on CPU:
 
 - the key holds the number and kind of the devices, and which of them share a process, in place of their ids, and the
   processor's features, so that a machine never loads code for another;
-- the program is loaded for the devices of now: `deserialize_executable` takes the new device assignment. What was
+- the program is loaded for the present devices: `deserialize_executable` takes the new device assignment. What was
   compiled for any three of four hosts serves any other three.
 
-On other platforms the key is JAX's own. Entries appear whole or not at all (a rename), whoever is killed while writing;
-several processes may share the folder. The folder is bounded: what was used longest ago goes first. What is not in it
-may be fetched from another host.
+On other platforms the key is JAX's own. Entries are written atomically (by a rename), so a process that is killed while
+writing leaves none; several processes may share the directory. The directory is bounded: the entries that were used
+longest ago are evicted first. A missing entry may be fetched from another host.
 """
 
 import contextlib
@@ -43,44 +43,44 @@ EXPECTED_SIGNATURES: Final = (
     (lru_cache.LRUCache.put, ("self", "key", "value")),
     (lru_cache.LRUCache.get, ("self", "key")),
 )
-"""What is replaced, and how it must begin to be what this was written for."""
+"""The functions of JAX that are replaced, with the first parameters that they must have to be the known ones."""
 
 Untyped: TypeAlias = Any
-"""An object of JAX's or jaxlib's that has no usable type; the parameter's name says which."""
+"""An object of JAX's or jaxlib's that has no usable type; the name of the parameter says which."""
 
 CACHE_SUFFIX: Final = lru_cache._CACHE_SUFFIX
 ABANDONED_AFTER_S: Final = 3600.0
-"""A file that has been half written for so long never will be whole."""
+"""After this time a partly written file has been abandoned by its writer."""
 _shared = False
-_of_thread = threading.local()
+_thread_state = threading.local()
 
 
 class CacheHooks(Protocol):
-    """What the cache asks and tells; on whichever thread compiles."""
+    """What the cache calls, on the thread that compiles."""
 
     def fetch(self, key: str) -> bytes | None:
-        """An entry that is not in the folder, from elsewhere; None: it is nowhere."""
+        """Return an entry that is not in the directory, from another host; None: no host has it."""
 
     def missed(self, name: str, seconds: float) -> None:
-        """A program had to be compiled."""
+        """Called when a program had to be compiled."""
 
 
 class NullCacheHooks:
-    """For a process on its own: nobody else has programs, and nobody is told."""
+    """For a process without other hosts: nothing is fetched, and nothing is reported."""
 
     def fetch(self, key: str) -> bytes | None:
-        """It is nowhere."""
+        """Return None: no other host has entries."""
 
     def missed(self, name: str, seconds: float) -> None:
-        """Nobody listens."""
+        """Drop the report."""
 
 
 def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
-    """Makes JAX's persistent cache work for every process; once per process, before the first compilation.
+    """Make JAX's persistent cache work for every process; once per process, before the first compilation.
 
     Args:
-        hooks: for what is not in the folder.
-        limit_bytes: of the folder.
+        hooks: for entries that are not in the directory.
+        limit_bytes: of the directory.
 
     Returns:
         None when it is on; else why not, for the caller's event: JAX's own cache then stays as it is.
@@ -126,12 +126,12 @@ def share_compilation_cache(hooks: CacheHooks, limit_bytes: int) -> str | None:
 
 
 def has_portable_keys(device: Untyped) -> bool:
-    """Whether the key of a program for devices like this one is the same for others, as many on as many processes."""
+    """Return whether the key of a program for devices like this one does not depend on the ids of the devices."""
     return _shared and device.platform == "cpu"
 
 
 def is_portable_cache_on(device: Untyped) -> bool:
-    """Whether a program that is compiled for devices like this one is kept, and found again for others."""
+    """Return whether a program that is compiled for devices like this one is cached, and found for other devices."""
     config: Untyped = jax.config
     is_kept = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir is not None
     return is_kept and has_portable_keys(device)
@@ -166,7 +166,7 @@ def _hash_accelerators(original: Untyped, hash_obj: Untyped, accelerators: Untyp
 
 @functools.cache
 def _processor() -> str:
-    """What this machine's processors can do, as a digest."""
+    """Return a digest of the features of this machine's processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -185,23 +185,23 @@ def _write(
     executable: Untyped,
     *rest: Untyped,
 ) -> None:
-    """As JAX's own, by whatever process."""
+    """Write as JAX does, but from any process."""
     hooks.missed(name, seconds)
     with _as_process_0():
         original(key, seconds, name, backend, executable, *rest)
 
 
 class _StateForWriter:
-    """JAX's `global_state` as its compiler sees it: who writes to the cache is process 0. Each thread sees its own."""
+    """JAX's `global_state` as its compiler sees it: a thread that writes to the cache sees process 0."""
 
     def __getattr__(self, name: str) -> Untyped:
-        if name == "process_id" and getattr(_of_thread, "writes", False):
+        if name == "process_id" and getattr(_thread_state, "writes", False):
             return 0
         return getattr(jax_distributed.global_state, name)
 
 
 class _DistributedForWriter:
-    """The module `distributed`, with that state."""
+    """JAX's module `distributed` with that state."""
 
     global_state: Final = _StateForWriter()
 
@@ -211,11 +211,11 @@ class _DistributedForWriter:
 
 @contextlib.contextmanager
 def _as_process_0() -> Iterator[None]:
-    _of_thread.writes = True
+    _thread_state.writes = True
     try:
         yield
     finally:
-        _of_thread.writes = False
+        _thread_state.writes = False
 
 
 def _put(
@@ -225,9 +225,11 @@ def _put(
     value: bytes,
     limit_bytes: int,
 ) -> None:
-    """As JAX's own, but the entry appears whole or not at all, and takes the place of one that was of no use."""
+    """Write as JAX does, but atomically, and replace an entry that could not be read."""
     if cache.eviction_enabled or "://" in str(cache.path):
-        original(cache, key, value)  # under its lock, or on an object store, where a write is atomic
+        original(
+            cache, key, value
+        )  # JAX writes under its lock, or to an object store, where a write is atomic
         return
     path = Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}"
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -235,7 +237,7 @@ def _put(
         with temporary.open("wb") as file:
             file.write(value)
             file.flush()
-            os.fsync(file.fileno())  # else a crash of the machine may leave the name alone
+            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file under the name
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -244,31 +246,33 @@ def _put(
 
 def _touch(cache: Untyped, key: str) -> None:
     if "://" not in str(cache.path):
-        with contextlib.suppress(OSError):  # another process dropped it meanwhile, or the folder is read-only
+        with contextlib.suppress(
+            OSError
+        ):  # another process evicted it meanwhile, or the directory is read-only
             os.utime(Path(str(cache.path)) / f"{key}{CACHE_SUFFIX}")
 
 
-def evict_oldest(folder: Path, limit_bytes: int) -> int:
-    """Removes entries, those used longest ago first, until the rest fits; gives how many. The newest one stays.
+def evict_oldest(directory: Path, limit_bytes: int) -> int:
+    """Remove entries, those used longest ago first, until the rest fits; return how many. The newest entry stays.
 
-    What processes that were killed had half written goes, too.
+    Files that were abandoned partly written are removed, too.
     """
-    for path in folder.glob(f".*{CACHE_SUFFIX}.*"):
+    for path in directory.glob(f".*{CACHE_SUFFIX}.*"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - ABANDONED_AFTER_S:
                 path.unlink()
     entries = []
-    for path in folder.glob(f"*{CACHE_SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):  # dropped by another process
+    for path in directory.glob(f"*{CACHE_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # evicted by another process
             found = path.stat()
             entries.append((found.st_mtime_ns, found.st_size, path))
     entries.sort()
     size = sum(entry[1] for entry in entries)
-    dropped = 0
+    evicted = 0
     for _, bytes_here, path in entries[:-1]:
         if size <= limit_bytes:
             break
         path.unlink(missing_ok=True)
         size -= bytes_here
-        dropped += 1
-    return dropped
+        evicted += 1
+    return evicted

@@ -17,15 +17,15 @@ from typing import Final
 from resilient_jax.jax_runtime.jaxlib_types import RuntimeService, jaxlib_runtime
 
 HEARTBEAT_TIMEOUT_S: Final = 86400
-"""JAX's own failure detector kills every client when it fires: ours decides instead."""
+"""A day: JAX's own failure detector kills every client when it fires, so the agents' detector decides instead."""
 SHUTDOWN_TIMEOUT_S: Final = 1
 PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Serves one world until stdin ends; never returns."""
+    """Serve one world until stdin ends; never return."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _say("ready")
+    _print_line("ready")
     order = sys.stdin.readline()
     if not order.strip():
         os._exit(0)
@@ -34,9 +34,9 @@ def main() -> None:
         address = _free_address(address)
         service = _start(address, nodes)
     except (ValueError, OSError, RuntimeError) as error:
-        _say(f"failed {' '.join(str(error).split())}")
+        _print_line(f"failed {' '.join(str(error).split())}")
         os._exit(1)
-    _say(f"serving {address}")
+    _print_line(f"serving {address}")
     while sys.stdin.readline():
         pass
     # No orderly end: `service.shutdown()` would abort clients that are still connected directly.
@@ -52,9 +52,9 @@ def _parse(order: str) -> tuple[str, int]:
 
 
 def _free_address(address: str) -> str:
-    """Gives `address` with a real port, or raises OSError if somebody listens there.
+    """Return `address` with a real port; raise OSError if another process listens there.
 
-    gRPC binds with SO_REUSEPORT: two services on one port would share its clients without a word.
+    gRPC binds with SO_REUSEPORT: two services on one port would share its clients without an error.
     """
     host, _, port = address.rpartition(":")
     name = host.strip("[]")
@@ -79,7 +79,7 @@ def _start(address: str, nodes: int) -> RuntimeService:
     )
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,8 +1,8 @@
 """Join and leave worlds, any number of times in one OS process.
 
-`jax.distributed.initialize` refuses a second call and aborts the process when a peer is missing, so this
-does by hand what it does: a client of the coordination service, the CPU backend on gloo, and their places
-in JAX's global state; and undoes it.
+`jax.distributed.initialize` refuses a second call and aborts the process when a peer is missing, so `connect` does
+the same by hand: it makes a client of the coordination service and the CPU backend on gloo, and puts both into JAX's
+global state; `disconnect` undoes it.
 """
 
 import atexit
@@ -44,7 +44,7 @@ from resilient_jax.jax_runtime.world_forming import FormingAttempt, FormingStage
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_MS: Final = 200
-"""How long an abandoned attempt goes on waiting for a peer's endpoints."""
+"""How long an abandoned attempt continues to wait for a peer's endpoints."""
 MAX_LISTENER_ATTEMPTS: Final = 5
 
 ABORT_INTERVAL_S: Final = 0.02
@@ -53,12 +53,12 @@ JOIN_AT_EXIT_TIMEOUT_S: Final = 1.0
 _gate: Final = BackendGate()
 _abandoned: list[threading.Thread] = []
 _clients: list[Callable[[], object]] = []
-"""Weak references to the client of the world we are in; written where the world is joined and left."""
+"""Weak references to the client of the present world; written where the world is joined and left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConnection:
-    """This process's place in a world. It holds no device, so that it can outlive the backend."""
+    """This process's place in a world. Holds no device, so that it can outlive the backend."""
 
     address: str
     process_index: int
@@ -67,7 +67,7 @@ class WorldConnection:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices of the world, dead ones included."""
+        """All devices of the world, those of dead processes included."""
         return jax.devices()
 
     @property
@@ -78,32 +78,32 @@ class WorldConnection:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeakCounts:
-    """What `disconnect` could not free because somebody still refers to it."""
+    """The number of objects that `disconnect` could not free because there are references to them."""
 
     backends: int
     clients: int
 
 
 def is_backend_initialized() -> bool:
-    """Whether JAX has made its devices, which `connect` then cannot."""
+    """Return whether JAX has made its devices; `connect` must be the first to do so."""
     return xla_bridge.backends_are_initialized()
 
 
 def close_backend_gate() -> None:
-    """This process joins no other world: threads that wait for JAX's devices wait no longer."""
+    """Let threads that wait for JAX's devices continue: this process joins no other world."""
     _gate.close()
 
 
 def connect(
     address: str, process_index: int, process_count: int, *, timeout_s: float, bind_host: str | None
 ) -> WorldConnection:
-    """Joins the world whose coordination service is reached at `address`; JAX then sees its devices.
+    """Join the world whose coordination service is reached at `address`; JAX then sees its devices.
 
     Args:
         address: host and port of the service, or of the relay in front of it.
         process_index: this process's index in the world.
         process_count: the size of the world; the service was started with the same number.
-        timeout_s: when to give up.
+        timeout_s: after which the attempt fails.
         bind_host: the address of this host that gloo binds; None takes what the host name resolves to.
 
     Raises:
@@ -133,7 +133,7 @@ def connect(
             formings.end_attempt(attempt)
             raise formings.make_forming_error(attempt, attempt.stage, None)
         if attempt.interrupted:
-            raise FormingInterrupted(f"{attempt}: given up while {attempt.stage}")
+            raise FormingInterrupted(f"{attempt}: abandoned while {attempt.stage}")
         if attempt.error is not None:
             raise formings.make_forming_error(attempt, attempt.stage, attempt.error) from attempt.error
     except (FormingInterrupted, FormingFailed):
@@ -151,9 +151,9 @@ def connect(
 
 
 def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCounts:
-    """Leaves the world: its backend, client and programs are dropped, and `connect` works again.
+    """Leave the world: its backend, client and programs are dropped, and `connect` works again.
 
-    What was traced is kept, if no device is in it: a function that was jitted once is compiled again for the
+    Traces are kept, if no device is in them: a function that was jitted once is compiled again for the
     new backend, not traced again. Every array, device, executable and caught exception (its traceback holds
     frames) that the caller still refers to keeps the old backend in memory, invisible to JAX; the returned
     counts say so. Arrays that should outlive it must be copied to host memory first. Collectives in flight
@@ -164,8 +164,8 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
 
     Args:
         gloo: of the world.
-        is_borrowed: another thread still compiles for its devices, and then lets go of them. It is what keeps the
-            backend, so nothing traced is given up to free it.
+        is_backend_in_use: another thread still compiles for the world's devices, and then drops them. That thread keeps
+            the backend, so no traces are dropped to free it.
     """
     backends = [weakref.ref(backend) for backend in xla_bridge._backends.values()]
     clients = _clients.copy()
@@ -178,9 +178,9 @@ def disconnect(gloo: GlooSockets, *, is_backend_in_use: bool = False) -> LeakCou
             _forget()
         gc.collect()
         if _alive(backends):
-            gc.collect()  # the first pass ended functions; their traces, and what those held, go with the second
+            gc.collect()  # the first pass frees functions; their traces, and what those hold, are freed by the second
         if _alive(backends) and not is_backend_in_use:
-            clear_traces()  # a constant in one of them may be what holds it
+            clear_traces()  # a constant in a trace may hold the backend
             gc.collect()
     finally:
         left.set()
@@ -194,7 +194,7 @@ def _alive(references: Sequence[Callable[[], object]]) -> int:
 
 
 def _keep_aborting(gloo: GlooSockets, left: threading.Event) -> None:
-    """Destroying a backend waits for its collectives in flight on every local device, so none may hang."""
+    """Abort collectives until the backend is destroyed, which waits for its collectives in flight on every device."""
     while True:
         abort_collectives(gloo)
         formings.interrupt_forming()
@@ -203,7 +203,7 @@ def _keep_aborting(gloo: GlooSockets, left: threading.Event) -> None:
 
 
 def _forget() -> None:
-    """Takes everything out of JAX's global state."""
+    """Take everything out of JAX's global state."""
     try:
         jax.extend.backend.clear_backends()
     except JaxRuntimeError:
@@ -216,11 +216,11 @@ def _forget() -> None:
 
 
 def _form(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConnection]) -> None:
-    """Runs on a thread of its own, which may be abandoned at any line."""
+    """Form the world, on a thread of its own, which may be abandoned at any line."""
     try:
         _join(attempt, bind_host, found)
     except (JaxRuntimeError, RuntimeError, FormingInterrupted, ValueError, OSError) as error:
-        # Without its traceback: the frames hold the client, and a client must not outlive its world.
+        # Without the traceback: its frames hold the client, which must not outlive its world.
         attempt.settle(error.with_traceback(None))
     finally:
         attempt.client = None
@@ -235,10 +235,10 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
         attempt.client = client
     client.connect()
     attempt.enter_stage(FormingStage.EXCHANGING_TOPOLOGY)
-    # Alone, XLA's own in-process collectives do: nobody can die in them, and gloo between the devices of one
-    # process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
-    alone = attempt.process_count == 1
-    collectives, own = (None, frozenset()) if alone else _make_collectives(client, bind_host)
+    # A single process uses XLA's own in-process collectives: no peer can die in them, and gloo between the devices of
+    # one process has been seen to hang (two threads, one in waitSend and one in waitRecv) after some hundred steps.
+    is_alone = attempt.process_count == 1
+    collectives, own = (None, frozenset()) if is_alone else _make_collectives(client, bind_host)
     client.key_value_set(attempt.listener_key, json.dumps(sorted(own)))
     peers = _peer_endpoints(attempt, client)
     backend = _make_cpu_backend(attempt, client, collectives)
@@ -261,7 +261,7 @@ def _join(attempt: FormingAttempt, bind_host: str | None, found: list[WorldConne
 def _make_collectives(
     client: RuntimeClient, bind_host: str | None
 ) -> tuple[Collectives, frozenset[Endpoint]]:
-    """Gives gloo and its listener: the one endpoint that this process began to listen on meanwhile."""
+    """Return gloo and its listener: the one endpoint that this process began to listen on meanwhile."""
     opened: frozenset[Endpoint] = frozenset()
     for _ in range(MAX_LISTENER_ATTEMPTS):
         before = find_listening_endpoints()
@@ -269,14 +269,14 @@ def _make_collectives(
         opened = find_listening_endpoints() - before
         if len(opened) == 1:
             return collectives, opened
-        del collectives  # another thread opened one too: which is gloo's cannot be told, so again
+        del collectives  # another thread opened one, too, and gloo's cannot be told apart: try again
     raise RuntimeError(
-        f"gloo's listener cannot be told in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}"
+        f"gloo's listener cannot be told apart in {MAX_LISTENER_ATTEMPTS} tries; found {sorted(opened)}"
     )
 
 
 def _peer_endpoints(attempt: FormingAttempt, client: RuntimeClient) -> frozenset[Endpoint]:
-    """Waits until every peer has published; so nobody exchanges topology before all are here."""
+    """Wait until every peer has published, so that no process exchanges topology before all are there."""
     found: set[Endpoint] = set()
     for index in range(attempt.process_count):
         if index == attempt.process_index:
@@ -300,7 +300,7 @@ def _wait_for(attempt: FormingAttempt, client: RuntimeClient, key: str) -> str:
 
 
 def _make_cpu_backend(attempt: FormingAttempt, client: RuntimeClient, collectives: Collectives) -> Backend:
-    """Gives what `xla_bridge.make_cpu_client` gives, from arguments and not from JAX's global state."""
+    """Return what `xla_bridge.make_cpu_client` returns, from arguments and not from JAX's global state."""
     minutes = max(1, math.ceil(attempt.remaining_s() / 60))
     count = xla_bridge.num_cpu_devices.value
     return xla_client.make_cpu_client(
@@ -317,7 +317,7 @@ def _make_cpu_backend(attempt: FormingAttempt, client: RuntimeClient, collective
 
 
 def _install(attempt: FormingAttempt, client: RuntimeClient, backend: Backend) -> None:
-    """Puts client and backend where JAX looks for them."""
+    """Put client and backend where JAX looks for them."""
     state = jax_distributed.global_state
     state.client = client
     state.process_id, state.num_processes = attempt.process_index, attempt.process_count
@@ -327,6 +327,6 @@ def _install(attempt: FormingAttempt, client: RuntimeClient, backend: Backend) -
 
 @atexit.register
 def _await_abandoned() -> None:
-    """A thread that comes back from C++ while the interpreter is being torn down ends the process badly."""
+    """Join abandoned threads: one that returns from C++ while the interpreter shuts down would crash the process."""
     for thread in _abandoned:
         thread.join(JOIN_AT_EXIT_TIMEOUT_S)

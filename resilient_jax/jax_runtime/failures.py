@@ -1,4 +1,4 @@
-"""Which errors mean that a peer is gone, and the errors this package raises itself."""
+"""Tells errors that a lost peer causes from others, and defines the errors of this package."""
 
 import re
 from collections.abc import Iterator
@@ -13,31 +13,37 @@ class FormingInterrupted(PeerError):
 
 
 class FormingFailed(PeerError):
-    """The world was not complete before its deadline, or a step of joining it failed."""
+    """The world was not complete in time, or a step of joining it failed."""
 
 
-_STATUS: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+_PEER_STATUS: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Status codes that XLA gives only to waits on other processes."""
 
-_TEXTS: Final = re.compile(
+_PATTERN: Final = re.compile(
     r"gloo|connection (closed|reset|refused)|broken pipe|socket closed|"
     r"nccl|communicator|clique|coordination service|rendezvous",
     re.IGNORECASE,
 )
-_STATUS_THAT_MAY_CARRY_THEM: Final = ("UNKNOWN", "INTERNAL", "FAILED_PRECONDITION", "ALREADY_EXISTS")
-_NEVER: Final = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE", "NOT_FOUND")
+_AMBIGUOUS_STATUS: Final = ("UNKNOWN", "INTERNAL", "FAILED_PRECONDITION", "ALREADY_EXISTS")
+_UNRELATED_STATUS: Final = (
+    "RESOURCE_EXHAUSTED",
+    "INVALID_ARGUMENT",
+    "UNIMPLEMENTED",
+    "OUT_OF_RANGE",
+    "NOT_FOUND",
+)
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Is `error`, or one it came from, what a dead peer, an aborted collective or a lost service causes?
+    """Return whether a dead peer, an aborted collective or a lost service caused `error`, or one in its chain.
 
-    False for the user's own errors, out-of-memory, invalid arguments and shapes. It is a reading of
-    messages: a false answer in either direction costs a re-form or a report, never a wrong result.
+    False for the user's own errors, out-of-memory, invalid arguments and shapes. The decision is made from messages and
+    status codes: a wrong decision in either direction costs a re-form or a report, never a wrong result.
     """
-    return any(_is_one(link) for link in _chain(error))
+    return any(_is_collective_failure(error) for error in _chain(error))
 
 
-def _is_one(error: BaseException) -> bool:
+def _is_collective_failure(error: BaseException) -> bool:
     if isinstance(error, FormingInterrupted | FormingFailed):
         return True
     # jit's C++ fast path raises the same texts as a ValueError or RuntimeError.
@@ -45,11 +51,11 @@ def _is_one(error: BaseException) -> bool:
         return False
     text = str(error)
     status = text.partition(":")[0].strip()
-    if status in _NEVER:
+    if status in _UNRELATED_STATUS:
         return False
-    if status in _STATUS:
+    if status in _PEER_STATUS:
         return True
-    return status in _STATUS_THAT_MAY_CARRY_THEM and _TEXTS.search(text) is not None
+    return status in _AMBIGUOUS_STATUS and _PATTERN.search(text) is not None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

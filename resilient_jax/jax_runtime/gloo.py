@@ -1,8 +1,8 @@
 """Which TCP sockets of this process are gloo's. Imports no jax.
 
-The rule: gloo opens one listening socket when its collectives object is made. Every connection of its
-has, at one end, such a listener: ours, or a peer's whose address the peer published. A socket that fits
-neither belongs to somebody else and is never touched.
+The rule: gloo opens one listening socket when its collectives object is made. Every connection of gloo
+has, at one end, such a listener: ours, or a peer's whose address the peer published. Any other socket is not gloo's
+and is never touched.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ Endpoint = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GlooSockets:
-    """What tells gloo's connections of one world from all other sockets of this process."""
+    """Distinguishes gloo's connections of one world from all other sockets of this process."""
 
     own_listeners: frozenset[Endpoint] = frozenset()
     """Our listeners."""
@@ -27,7 +27,7 @@ class GlooSockets:
 
 
 def find_listening_endpoints() -> frozenset[Endpoint]:
-    """Gives the TCP endpoints that this process listens on now."""
+    """Return the TCP endpoints that this process listens on now."""
     found = set()
     for descriptor in list_socket_descriptors():
         with DuplicateSocket(descriptor) as copy:
@@ -39,7 +39,7 @@ def find_listening_endpoints() -> frozenset[Endpoint]:
 
 
 def find_self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoint]]:
-    """Gives gloo's connections of this process with itself, both ends of each."""
+    """Return gloo's connections of this process with itself, both ends of each."""
     found = set()
     for descriptor in list_socket_descriptors():
         with DuplicateSocket(descriptor) as copy:
@@ -56,7 +56,7 @@ def find_self_connections(gloo: GlooSockets) -> frozenset[tuple[Endpoint, Endpoi
 
 
 def list_socket_descriptors() -> Iterator[int]:
-    """Gives the numbers of this process's socket descriptors; some may be gone when you look."""
+    """Yield this process's socket descriptors; some may be closed by the time they are used."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -66,10 +66,10 @@ def list_socket_descriptors() -> Iterator[int]:
 
 
 class DuplicateSocket:
-    """A socket object on a duplicate of `descriptor`, or None if it is gone or no TCP socket.
+    """A context that gives a socket object on a duplicate of `descriptor`, or None if that is closed or no TCP socket.
 
-    The duplicate pins the socket that is looked at: the number itself may be closed and given to
-    another file at any time by other threads.
+    The duplicate pins the socket: other threads may close the descriptor itself, and open another file under its
+    number, at any time.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -95,12 +95,12 @@ class DuplicateSocket:
 
 
 def is_listener(endpoint: socket.socket) -> bool:
-    """Does the socket accept connections?"""
+    """Return whether the socket accepts connections."""
     return bool(endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def find_local_endpoint(connection: socket.socket) -> Endpoint | None:
-    """Gives the socket's own end, None if it has none."""
+    """Return the socket's own end, None if it has none."""
     try:
         return normalize_endpoint(connection.getsockname())
     except OSError:
@@ -108,7 +108,7 @@ def find_local_endpoint(connection: socket.socket) -> Endpoint | None:
 
 
 def find_remote_endpoint(connection: socket.socket) -> Endpoint | None:
-    """Gives the socket's other end, None if it is not connected."""
+    """Return the socket's other end, None if it is not connected."""
     try:
         return normalize_endpoint(connection.getpeername())
     except OSError:
@@ -116,5 +116,5 @@ def find_remote_endpoint(connection: socket.socket) -> Endpoint | None:
 
 
 def normalize_endpoint(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
-    """Gives a socket name as an endpoint, without IPv6 flow and scope."""
+    """Return a socket name as an endpoint, without IPv6 flow and scope."""
     return name[0].removeprefix("::ffff:"), name[1]

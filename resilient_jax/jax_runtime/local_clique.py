@@ -1,11 +1,11 @@
 """Keeps the clique of this process's own devices alive through an abort.
 
-On CPU even devices of one process talk through gloo, over TCP connections of the process with itself. An
+On CPU even devices of one process communicate through gloo, over TCP connections of the process with itself. An
 abort must break the cliques that span processes, self-connections included (a rank that waits for its
-neighbour in the same process would wait for ever), but not the clique of the local devices alone: JAX
-caches it, and local programs, which have lost nothing, would fail after a shrink. Connections do not say to
-which clique they belong. So this clique is formed first, while no other exists, and its connections are
-remembered.
+neighbor in the same process would wait for ever), but not the clique of the local devices alone: JAX
+caches it, and local programs, which have lost nothing, would fail after a shrink. Connections do not tell to
+which clique they belong. So the local clique is formed first, while no other exists, and its connections are
+recorded.
 
 Cliques of a *part* of the local devices are formed later and do not survive an abort; the next use fails,
 and the world is re-formed.
@@ -22,7 +22,7 @@ from resilient_jax.jax_runtime.gloo import GlooSockets, find_self_connections
 
 
 def form_local_clique(gloo: GlooSockets) -> GlooSockets:
-    """Forms the clique of the local devices; gives `gloo` with its connections marked to be spared.
+    """Form the clique of the local devices; return `gloo` with its connections as those that an abort spares.
 
     Call it right after `connect`, before any other collective. Costs one tiny program.
     """
@@ -31,10 +31,10 @@ def form_local_clique(gloo: GlooSockets) -> GlooSockets:
         return gloo
     mesh = Mesh(np.array(devices), ("local",))
     ones = np.ones((len(devices),), np.float32)
-    cut = NamedSharding(mesh, P("local"))
-    spread = jax.make_array_from_callback(ones.shape, cut, lambda index: ones[index])
+    sharded = NamedSharding(mesh, P("local"))
+    values = jax.make_array_from_callback(ones.shape, sharded, lambda index: ones[index])
     before = find_self_connections(gloo)
-    total = jax.jit(_total, out_shardings=NamedSharding(mesh, P()))(spread)
+    total = jax.jit(_total, out_shardings=NamedSharding(mesh, P()))(values)
     total.block_until_ready()
     return dataclasses.replace(gloo, local_clique=find_self_connections(gloo) - before)
 

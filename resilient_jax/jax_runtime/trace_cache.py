@@ -1,7 +1,7 @@
-"""Keeps what JAX traced when a world is left.
+"""Keeps JAX's traces when a world is left.
 
-A traced function is a jaxpr: no device is in it, unless the user closed over an array or a mesh. Tracing is
-half of what the first step in a new world costs, and all of it under Python's lock.
+A traced function is a jaxpr: it holds no device, unless the user closed over an array or a mesh. Tracing is
+half of the cost of the first step in a new world, and all of it holds Python's lock.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from jax._src.interpreters import partial_eval
 
 @contextlib.contextmanager
 def keep_traces() -> Iterator[None]:
-    """While this lasts, `jax.extend.backend.clear_backends` clears every cache but that of traces."""
+    """A context in which `jax.extend.backend.clear_backends` clears every cache but that of traces."""
     name = util._caches.pop(partial_eval.trace_to_jaxpr)
     try:
         yield
@@ -22,5 +22,5 @@ def keep_traces() -> Iterator[None]:
 
 
 def clear_traces() -> None:
-    """Drops them after all: one of them holds a device, if anything of JAX does."""
+    """Drop all traces: if anything of JAX still holds a device, one of them does."""
     partial_eval.trace_to_jaxpr.cache_clear()

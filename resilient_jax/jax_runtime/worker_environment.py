@@ -12,7 +12,7 @@ DEVICE_COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 _DEVICE_COUNT = re.compile(rf"(?<!\S){DEVICE_COUNT_FLAG}=\S*\s*")
 
 GPU_XLA_FLAGS: Final = {
-    # Leads from documentation and source; not run on a GPU by this project yet.
+    # From documentation and source; not run on a GPU by this project yet.
     "--xla_gpu_nccl_terminate_on_error": "false",
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
@@ -32,16 +32,16 @@ def make_worker_environment(
     collective_timeout_s: float,
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """Gives the variables to add to `base` for a worker that has to survive its peers.
+    """Return the variables to add to `base` for a worker that has to survive its peers.
 
-    What the user has set in `base` wins, in `XLA_FLAGS` flag by flag, except for the number of CPU devices that was
-    asked for, and for the three settings without which nothing survives: recoverability, gloo, and the preemption
-    service (which swallows SIGTERM) switched off.
+    What the user has set in `base` takes precedence, in `XLA_FLAGS` flag by flag, except for the number of CPU devices
+    that was asked for, and for the three settings without which nothing survives: recoverability, gloo, and the
+    preemption service (which swallows SIGTERM) switched off.
 
     Args:
-        platform: where the worker computes; None leaves the choice to JAX.
-        devices_per_host: number of CPU devices to make, also where `XLA_FLAGS` has another; on GPU the devices to show;
-            None for all.
+        platform: of the worker's devices; None leaves the choice to JAX.
+        devices_per_host: number of CPU devices to make, even if `XLA_FLAGS` has another; on GPU the number of visible
+            devices; None for all.
         cache_dir: the persistent compilation cache; None for no cache.
         collective_timeout_s: of a collective between CPUs.
         base: the environment that the worker inherits; read, not changed.
@@ -89,17 +89,17 @@ def make_worker_environment(
 
 
 def has_device_count(environment: Mapping[str, str]) -> bool:
-    """Whether the user's `XLA_FLAGS` say how many CPU devices a process makes."""
+    """Return whether the user's `XLA_FLAGS` say how many CPU devices a process makes."""
     return _DEVICE_COUNT.search(environment.get("XLA_FLAGS", "")) is not None
 
 
 def set_device_count(flags: str, count: int) -> str:
-    """Gives XLA's flags with so many CPU devices, whatever number of them they had."""
+    """Return XLA's flags with `count` CPU devices in place of any other number."""
     return merge_xla_flags({DEVICE_COUNT_FLAG: str(count)}, _DEVICE_COUNT.sub("", flags))
 
 
 def merge_xla_flags(ours: Mapping[str, str], theirs: str) -> str:
-    """Gives `theirs` with those of `ours` that it does not mention in front."""
+    """Return `theirs`, preceded by those of `ours` that `theirs` does not mention."""
     mentioned = {flag.split("=", 1)[0] for flag in theirs.split()}
     added = [f"{name}={value}" for name, value in ours.items() if name not in mentioned]
     return " ".join([*added, theirs.strip()]).strip()

@@ -1,18 +1,18 @@
-"""A world that is being formed, and how to end the attempt from another thread.
+"""An attempt to form a world, and how to end it from another thread.
 
 Forming waits in C++ for other processes, in two places that no Python signal reaches:
 
 - *registering*: `client.connect()` is a barrier of all processes of the world;
-- *exchanging topology*: process 0 waits for everybody's devices, everybody else for process 0's answer.
+- *exchanging topology*: process 0 waits for the devices of all processes, the others for process 0's answer.
 
-So both happen on a thread of their own, and the thread that called `connect` waits in Python. To
-interrupt is to let that one go at once, and then to end the C++ wait so that the abandoned thread ends
-too: a second client that registers under our own index makes the service refuse the first; an unreadable
-answer under the topology key ends the exchange. If the service is dead the abandoned thread ends when its
-own timeout does, and harms nobody meanwhile, provided that nothing closes its connection: a relay must
-hold a client's side open, for a client whose connection ends aborts its process.
+So both happen on a thread of their own, and the thread that called `connect` waits in Python. An interruption
+releases the latter at once, and then ends the C++ wait so that the abandoned thread ends, too: a second client that
+registers under our own index makes the service refuse the first; an unreadable answer under the topology key ends the
+exchange. If the service is dead the abandoned thread ends when its own timeout does, and does no harm meanwhile,
+provided that its connection stays open: a relay must keep a client's side open, because a client whose connection ends
+aborts its process.
 
-A third wait, for the peers in a clique's first collective, is on the main thread itself: see `cliques`.
+A third wait, for the peers in a clique's first collective, is on the main thread itself: see `clique_interruption`.
 """
 
 import enum
@@ -34,10 +34,10 @@ from resilient_jax.jax_runtime.jaxlib_types import JaxRuntimeError, RuntimeClien
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S: Final = 86400
-"""JAX's own failure detector kills the process when it fires: ours decides instead."""
+"""A day: JAX's own failure detector kills the process when it fires, so the agents' detector decides instead."""
 SHUTDOWN_TIMEOUT_S: Final = 5
 STAND_IN_TIMEOUT_S: Final = 1
-"""For the client that pushes ours out; it ends 5 s later than this (the agent's own grace)."""
+"""Of the client that replaces ours at the service; it ends 5 s later than this (the coordination agent's grace)."""
 CPU_GLOBAL_TOPOLOGY_KEY: Final = "cpu:global_topology/cpu"
 CPU_LOCAL_TOPOLOGY_KEY: Final = "cpu:local_topology/cpu"
 
@@ -46,7 +46,7 @@ GLOO_LISTENERS_KEY: Final = "resilient_jax/gloo"
 
 
 class FormingStage(enum.StrEnum):
-    """How far the forming of a world has come."""
+    """The stage that the forming of a world has reached."""
 
     REGISTERING = "registering"
     EXCHANGING_TOPOLOGY = "exchanging_topology"
@@ -54,7 +54,7 @@ class FormingStage(enum.StrEnum):
 
 
 class FormingAttempt:
-    """One attempt to join a world; shared by the caller, the thread that forms, and the guard."""
+    """One attempt to join a world; shared by the caller, the forming thread and the guard."""
 
     def __init__(self, address: str, process_index: int, process_count: int, deadline_s: float) -> None:
         self.address = address
@@ -64,7 +64,7 @@ class FormingAttempt:
         """On `time.monotonic`."""
         self.client: RuntimeClient | None = None
         self.lock = threading.Lock()
-        """Guards `stage`, `error`, `interrupted`, `client`, and everything done only if not interrupted."""
+        """Guards `stage`, `error`, `interrupted`, `client`, and all that is done only if not interrupted."""
         self.stage = FormingStage.REGISTERING
         self.error: BaseException | None = None
         self.interrupted = False
@@ -72,25 +72,26 @@ class FormingAttempt:
 
     @property
     def listener_key(self) -> str:
-        """Where we publish our gloo listener before we wait for anything."""
+        """The key under which this process publishes its gloo listener before it waits for anything."""
         return f"{GLOO_LISTENERS_KEY}/{self.process_index}"
 
     def remaining_s(self) -> float:
+        """Return the time until the deadline, 0 if it has passed."""
         return max(0.0, self.deadline_s - time.monotonic())
 
     def enter_stage(self, stage: FormingStage) -> None:
-        """Notes progress; raises FormingInterrupted if nobody waits for it any more."""
+        """Enter a stage; raise FormingInterrupted if the attempt was abandoned."""
         with self.lock:
             self.raise_if_interrupted()
             self.stage = stage
 
     def raise_if_interrupted(self) -> None:
-        """Raises FormingInterrupted if the attempt was given up; hold the lock."""
+        """Raise FormingInterrupted if the attempt was abandoned; hold the lock."""
         if self.interrupted:
-            raise FormingInterrupted(f"{self}: given up while {self.stage}")
+            raise FormingInterrupted(f"{self}: abandoned while {self.stage}")
 
     def give_up(self) -> bool:
-        """Lets the caller of `connect` go; False if it has been let go already."""
+        """Release the caller of `connect`; return False if it has been released already."""
         with self.lock:
             if self.settled.is_set():
                 return False
@@ -99,7 +100,7 @@ class FormingAttempt:
             return True
 
     def settle(self, error: BaseException | None) -> None:
-        """Ends the attempt with success (None) or `error`; nothing if it was given up."""
+        """End the attempt with success (None) or `error`, unless it was abandoned."""
         with self.lock:
             if not self.settled.is_set():
                 self.error = error
@@ -111,18 +112,18 @@ class FormingAttempt:
 
 _living: list[Callable[[], object]] = []
 _current: FormingAttempt | CliqueInterrupter | None = None
-_current_lock = threading.Lock()  # guards _current, and is held while cliques are released
+_current_lock = threading.Lock()  # guards _current, and is held while the waits for cliques are ended
 
 
 def set_current_wait(forming: FormingAttempt | CliqueInterrupter | None) -> None:
-    """Says what `interrupt_forming` would end: an attempt, or the cliques of a world."""
+    """Set what `interrupt_forming` ends: an attempt, or the waits for cliques of a world."""
     global _current
     with _current_lock:
         _current = forming
 
 
 def interrupt_forming() -> bool:
-    """Makes a thread of this process that waits for a world or a clique to be complete raise.
+    """Make a thread of this process raise that waits for a world or a clique to be complete.
 
     For the guard thread, every 20 ms until the main thread has unwound, together with `abort_collectives`. A
     `connect` that waits raises FormingInterrupted within milliseconds, and the process can connect to another
@@ -130,11 +131,11 @@ def interrupt_forming() -> bool:
     after the first call. Blocks for 0.1 s at most. A call before `connect` has begun has no effect: the
     caller of `connect` checks its own orders first.
 
-    A clique that was incomplete is spoilt for the whole world, so no process may begin the world's next
+    A clique that was incomplete is broken for all processes of the world, so no process may begin the world's next
     generation before all have stopped calling this.
 
     Returns:
-        Was anything interrupted?
+        Whether anything was interrupted.
     """
     with _current_lock:
         current = _current
@@ -147,14 +148,14 @@ def interrupt_forming() -> bool:
 
 
 def is_detached() -> bool:
-    """Whether an interruption found the service dead and gave it up: go on in a new world only."""
+    """Return whether an interruption found the service dead: only a new world can follow."""
     with _current_lock:
         return isinstance(_current, CliqueInterrupter) and _current.is_detached
 
 
 def end_attempt(forming: FormingAttempt) -> None:
-    """Ends the C++ wait of an abandoned attempt as well as can be, without blocking."""
-    threading.Thread(target=_release, args=(forming,), name="resilient-jax-release", daemon=True).start()
+    """End the C++ wait of an abandoned attempt as far as possible, without blocking."""
+    threading.Thread(target=_release, args=(forming,), name="resilient-jax-end-forming", daemon=True).start()
 
 
 def _release(forming: FormingAttempt) -> None:
@@ -166,16 +167,16 @@ def _release(forming: FormingAttempt) -> None:
                 stand_in, _ = new_client(forming.address, forming.process_index, STAND_IN_TIMEOUT_S)
                 stand_in.connect()
             case FormingStage.EXCHANGING_TOPOLOGY:
-                _spoil_topology(forming)
+                _break_topology_exchange(forming)
             case FormingStage.FORMED:
                 pass
             case _:
                 assert_never(stage)
     except (JaxRuntimeError, RuntimeError) as error:
-        logger.debug("releasing %s: %s", forming, error)
+        logger.debug("ending %s: %s", forming, error)
 
 
-def _spoil_topology(forming: FormingAttempt) -> None:
+def _break_topology_exchange(forming: FormingAttempt) -> None:
     client = forming.client
     if client is None or not is_service_alive(client, forming.listener_key):
         return
@@ -187,9 +188,9 @@ def _spoil_topology(forming: FormingAttempt) -> None:
 def new_client(
     address: str, process_index: int, init_timeout_s: int
 ) -> tuple[RuntimeClient, Callable[[], object]]:
-    """Gives an unconnected client whose failed `connect` raises instead of ending the process.
+    """Return an unconnected client whose failed `connect` raises instead of ending the process.
 
-    The second value gives None once the client is gone in C++ too (the client itself takes no weak
+    The second value returns None once the client is freed in C++, too (the client itself takes no weak
     reference, but it owns its callback, which does).
 
     Without a callback a failure to register is LOG(FATAL). With a Python one jaxlib cannot translate the
@@ -198,7 +199,7 @@ def new_client(
     """
 
     def never_called(*_: object) -> None:
-        """Exists so that jaxlib does not install its own callback, which ends the process."""
+        """Take the place of jaxlib's own callback, which ends the process."""
 
     client = jaxlib_runtime.get_distributed_runtime_client(
         address,
@@ -216,9 +217,9 @@ def new_client(
 
 
 def count_living_clients() -> int:
-    """How many clients this process has, those of abandoned attempts and of leaked worlds included.
+    """Return how many clients this process has, those of abandoned attempts and of leaked worlds included.
 
-    While there is one, its connection must not be closed by anybody else: that would end the process.
+    While there is one, no other process may close its connection: that would end this process.
     """
     _living[:] = [reference for reference in _living if reference() is not None]
     return len(_living)
@@ -227,8 +228,8 @@ def count_living_clients() -> int:
 def make_forming_error(
     forming: FormingAttempt, stage: FormingStage, error: BaseException | None
 ) -> FormingFailed:
-    """Gives the error for an attempt that did not come through."""
-    reason = "not everybody came in time" if error is None else f"{type(error).__name__}: {error}"
+    """Return the error for an attempt that failed."""
+    reason = "not all processes came in time" if error is None else f"{type(error).__name__}: {error}"
     return FormingFailed(
         f"{forming}: {reason} (while {stage}); expected all {forming.process_count} processes of this world "
         "before the deadline. Join the next world."
