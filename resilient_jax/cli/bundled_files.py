@@ -9,7 +9,7 @@ from resilient_jax.errors import CallerError
 def find_bundled_file(path: str) -> Path:
     """Return a file below `examples`, `configs` or `meshes`.
 
-    A wheel has these folders inside the package (see `setup.py`), a checkout beside it. Either way they are
+    A wheel has these folders inside the package (see `pyproject.toml`), a checkout beside it. Either way they are
     neighbors, so that paths between them such as `../meshes/local_4x2.toml` hold.
 
     Raises:

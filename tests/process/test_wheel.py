@@ -1,9 +1,9 @@
 """What the wheel contains: every module, and the scripts and settings that commands run."""
 
-import importlib.metadata
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUNDLED = ("examples", "configs", "meshes")
 BUILD_TIMEOUT_S = 120.0
-MIN_SETUPTOOLS = 77
-"""As pyproject.toml has it, for the build and for developers."""
 FIND = """
 import sys
 from resilient_jax.cli.bundled_files import find_bundled_file
@@ -23,23 +21,20 @@ for path in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel is made from."""
-    if int(importlib.metadata.version("setuptools").split(".")[0]) < MIN_SETUPTOOLS:
-        pytest.skip(f"needs setuptools {MIN_SETUPTOOLS} or later: pip install -e '.[dev]'")
-    folder = tmp_path_factory.mktemp("build")
-    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
-    command += ["build_py", "--build-lib", str(folder / "lib")]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    """A folder with the content of the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)],
         cwd=ROOT,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=BUILD_TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "lib")
     return folder / "lib"
 
 
