@@ -25,7 +25,7 @@ from resilient_jax.sharding.logical_axes import LogicalAxisRules, Tree
 from resilient_jax.sharding.state_tensors import (
     ParameterInfo,
     describe_parameters,
-    find_divisors,
+    make_divisibility_rules,
     make_state_tensors,
 )
 
@@ -93,7 +93,7 @@ def analyze_program(
         gradient_bytes=max((info.itemsize for info in parameters), default=4),
         tensors=tensors,
         parts=split_cost(traced, remat, measured),
-        divisibility_rules=find_divisors(tensors, traced.num_layers, sequence_tokens),
+        divisibility_rules=make_divisibility_rules(tensors, traced.num_layers, sequence_tokens),
         fixed_bytes=measured.fixed_bytes,
         backend=jax.default_backend(),
         can_remat=remat is not None,

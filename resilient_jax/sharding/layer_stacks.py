@@ -1,7 +1,7 @@
-"""Which parameters belong to equal layers, seen from their paths.
+"""Stacks of equal layers among a model's parameters, found by the parameters' paths.
 
-Either each layer has a place of its own (`blocks/0/...`, `Block_0/...`), or their parameters are stacked over a dim
-that is named "layers". A stack of layers is the longest run of such places that hold the same.
+Either each layer has a path of its own (`blocks/0/...`, `Block_0/...`), or the parameters of all layers are stacked
+over a dim with the logical name "layers". The layers are the largest family of numbered paths with equal parameters.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ from resilient_jax.planning.axes import LAYERS
 from resilient_jax.sharding.logical_axes import LogicalNames
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
-"""A part of a path that ends with a number: `7`, `Block_7`."""
+"""A component of a path that ends with a number: `7`, `Block_7`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPosition:
-    """Where a parameter stands among equal layers.
+    """The position of a parameter among equal layers.
 
     Attributes:
-        path: with `*` for the number of the layer.
-        layer: its number; None: it is in no layer, or in all of them.
-        copies: layers that it stands for.
-        dim: over which layers are stacked; None: they are not.
+        path: of the parameter, with `*` for the number of the layer.
+        layer: number of the layer; None: the parameter is in no layer, or in all of them.
+        copies: number of layers that have such a parameter; 1 outside of layers.
+        stack_dim: the dim over which layers are stacked; None: they are not.
     """
 
     path: str
@@ -34,14 +34,14 @@ class LayerPosition:
 
     @property
     def is_in_layer(self) -> bool:
-        """Whether it belongs to the layers."""
+        """Whether the parameter belongs to the layers."""
         return self.layer is not None or self.stack_dim is not None
 
 
 def find_layer_positions(
     shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, LogicalNames]
 ) -> dict[str, LayerPosition]:
-    """Gives the place of each parameter.
+    """Return the position of each parameter.
 
     Args:
         shapes: of all parameters, by path.
@@ -50,17 +50,17 @@ def find_layer_positions(
     stacked = {path: dims.index(LAYERS) for path, dims in names.items() if LAYERS in dims}
     if stacked:
         count = max(shapes[path][dim] for path, dim in stacked.items())
-        places = {path: LayerPosition(path=path) for path in shapes}
+        positions = {path: LayerPosition(path=path) for path in shapes}
         for path, dim in stacked.items():
             if shapes[path][dim] == count:
-                places[path] = LayerPosition(path=path, copies=count, stack_dim=dim)
-        return places
-    run = _longest_run(shapes)
-    return {path: run.get(path, LayerPosition(path=path)) for path in shapes}
+                positions[path] = LayerPosition(path=path, copies=count, stack_dim=dim)
+        return positions
+    family = _find_largest_family(shapes)
+    return {path: family.get(path, LayerPosition(path=path)) for path in shapes}
 
 
-def _longest_run(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LayerPosition]:
-    """The places of all parameters in the largest family of equal numbered places; none if there are not two."""
+def _find_largest_family(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LayerPosition]:
+    """Return the positions of the parameters in the largest family of equal numbered paths; none if all differ."""
     families: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for path in shapes:
         parts = path.split("/")
@@ -71,13 +71,13 @@ def _longest_run(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LayerPositi
                 families[stem][int(match[2])][rest] = path
                 break  # the outermost number is the layer's
     best: dict[str, LayerPosition] = {}
-    most = 1
+    best_count = 1
     for stem, members in families.items():
-        alike = {
+        contents = {
             frozenset((rest, shapes[path]) for rest, path in inside.items()) for inside in members.values()
         }
-        if len(alike) == 1 and len(members) > most:
-            most = len(members)
+        if len(contents) == 1 and len(members) > best_count:
+            best_count = len(members)
             best = {
                 path: LayerPosition(path=f"{stem}/{rest}".rstrip("/"), layer=number, copies=len(members))
                 for number, inside in members.items()

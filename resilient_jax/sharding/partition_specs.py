@@ -1,9 +1,8 @@
-"""How the arrays of a training state and of a batch are cut over a plan's mesh.
+"""Partition specs of the arrays of a training state and of a batch over a plan's mesh.
 
-By `planning.tensor_partition.cut`, which the estimate of memory and traffic uses too. Which dims a leaf has is known
-from, in
-this order: the plan's profile (by the end of the path, and the shape), so that what was estimated is what runs; rules
-on the ends of paths; the leaf's own Flax metadata.
+`planning.tensor_partition` decides, as it does for the estimates of memory and traffic. The logical names of a leaf's
+dims come from, in this order: the plan's program cost (matched by the end of the path, and the shape), so that what was
+estimated is what runs; rules on the ends of paths; the leaf's own Flax metadata.
 """
 
 import dataclasses
@@ -27,14 +26,21 @@ from resilient_jax.sharding.logical_axes import LogicalAxisRules, LogicalNames, 
 from resilient_jax.sharding.state_tensors import ParameterInfo, make_tensor
 
 BATCH_AXES: Final = (Axis.REPLICA.value, Axis.FSDP.value)
-"""They cut the examples of a batch."""
+"""Mesh axes that shard the batch dim."""
 STATE_AXES: Final = (Axis.TENSOR, Axis.EXPERT, Axis.FSDP)
-"""They cut tensors of the state."""
+"""Mesh axes that shard tensors of the state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLeaf:
-    """An array of a state: its path without what Flax wraps around it, its shape, the names in its metadata."""
+    """An array of a state.
+
+    Attributes:
+        path: without the wrappers that Flax adds.
+        shape: of the array.
+        names: in its metadata.
+        is_key: whether it holds random keys, which are never sharded.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -43,26 +49,29 @@ class NamedLeaf:
 
 
 class StatePartitioner:
-    """Gives the `PartitionSpec` of each array of a state that belongs to a profile's program.
+    """Makes the `PartitionSpec` of each array of a program's state.
 
     Args:
-        profile: whose tensors name the dims.
+        program_cost: of the program; its tensors name the dims.
         sizes: of a plan's axes.
-        naming: for what the profile does not have.
+        logical_axis_rules: for what the program cost does not have.
     """
 
     def __init__(
-        self, profile: ProgramCost, sizes: Mapping[Axis, int], naming: LogicalAxisRules | None = None
+        self,
+        program_cost: ProgramCost,
+        sizes: Mapping[Axis, int],
+        logical_axis_rules: LogicalAxisRules | None = None,
     ) -> None:
         self._sizes = {axis: sizes.get(axis, 1) for axis in STATE_AXES}
-        self._naming = naming or LogicalAxisRules()
-        self._tensors = [(_pattern_of(tensor.path), tensor) for tensor in profile.tensors]
+        self._rules = logical_axis_rules or LogicalAxisRules()
+        self._tensors = [(_compile_pattern(tensor.path), tensor) for tensor in program_cost.tensors]
 
     def specs(self, state: Tree) -> Tree:
-        """The state's tree, each array replaced by its spec.
+        """Return the state's tree, each array replaced by its spec.
 
         Raises:
-            CallerError: an axis of the plan cuts no array; names do not fit.
+            CallerError: an axis of the plan shards no array, or names do not fit.
         """
         leaves = list_leaves(state)
         specs = [self.spec(leaf) for leaf in leaves]
@@ -70,25 +79,25 @@ class StatePartitioner:
         for axis, size in self._sizes.items():
             if size > 1 and axis not in used:
                 raise CallerError(
-                    f"shardings: found no array in the state that {axis} {size} cuts, expected at least one among "
+                    f"shardings: found no array in the state that {axis} {size} shards, expected at least one among "
                     f"{', '.join(leaf.path for leaf in leaves[:3])}, ... Give dims names: Flax metadata in the model, "
-                    "Naming(rules=...), or a plan for profile_of(model, ...), which knows them"
+                    "LogicalAxisRules(names_by_path=...), or a plan for analyze_program(model, ...), which knows them"
                 )
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
     def spec(self, leaf: NamedLeaf) -> PartitionSpec:
-        """Of one array; what nobody names is cut by FSDP alone."""
+        """Return the spec of one array; an array without names is sharded by FSDP alone."""
         if leaf.is_key:
             return PartitionSpec()
-        tensor = self._tensor_of(leaf)
-        dims = [_as_entry(axes) for axes in partition_tensor(tensor, self._sizes)]
+        tensor = self._get_tensor(leaf)
+        dims = [_make_entry(axes) for axes in partition_tensor(tensor, self._sizes)]
         if tensor.stacked_dim is not None:
             dims.insert(tensor.stacked_dim, None)
         while dims and dims[-1] is None:
             dims.pop()
         return PartitionSpec(*dims)
 
-    def _tensor_of(self, leaf: NamedLeaf) -> StateTensor:
+    def _get_tensor(self, leaf: NamedLeaf) -> StateTensor:
         fitting = [
             tensor
             for pattern, tensor in self._tensors
@@ -96,36 +105,38 @@ class StatePartitioner:
         ]
         if fitting:
             return max(fitting, key=lambda tensor: len(tensor.path))
-        # Optimizers keep a parameter's metadata on what has fewer dims than it.
+        # Optimizers keep a parameter's metadata also on arrays with fewer dims.
         own = leaf.names if len(leaf.names) <= len(leaf.shape) else ()
         ruled = self._find_rule(leaf)
-        return self._tensor_of_names(leaf, own if ruled is None else ruled)
+        return self._make_tensor(leaf, own if ruled is None else ruled)
 
     def _find_rule(self, leaf: NamedLeaf) -> LogicalNames | None:
-        """Rules are for parameters; optimizer state has the names of the parameter that ends its path, the longest that
-        a rule knows."""
+        """Return the names by the first rule that matches an end of the path, the longest end first.
+
+        Rules are written for parameters, and the path of optimizer state ends with its parameter's.
+        """
         keys = leaf.path.split("/")
         for start in range(len(keys)):
             end = "/".join(keys[start:])
-            for pattern, names in self._naming.names_by_path:
+            for pattern, names in self._rules.names_by_path:
                 if len(names) <= len(leaf.shape) and fnmatch.fnmatchcase(end, pattern):
                     return names
         return None
 
-    def _tensor_of_names(self, leaf: NamedLeaf, given: LogicalNames) -> StateTensor:
-        plain = dataclasses.replace(self._naming, names_by_path=())
-        names = name_dims(leaf.path, leaf.shape, {leaf.path: given}, plain)
+    def _make_tensor(self, leaf: NamedLeaf, metadata_names: LogicalNames) -> StateTensor:
+        plain = dataclasses.replace(self._rules, names_by_path=())
+        names = name_dims(leaf.path, leaf.shape, {leaf.path: metadata_names}, plain)
         dim = names.index(LAYERS) if LAYERS in names else None
-        place = LayerPosition(path=leaf.path, copies=1 if dim is None else leaf.shape[dim], stack_dim=dim)
-        info = ParameterInfo(path=leaf.path, shape=leaf.shape, itemsize=1, names=names, position=place)
-        return make_tensor(info, leaf.path, TensorRole.OTHER, (ModelPart.LAYER,), self._naming)
+        position = LayerPosition(path=leaf.path, copies=1 if dim is None else leaf.shape[dim], stack_dim=dim)
+        info = ParameterInfo(path=leaf.path, shape=leaf.shape, itemsize=1, names=names, position=position)
+        return make_tensor(info, leaf.path, TensorRole.OTHER, (ModelPart.LAYER,), self._rules)
 
 
 def list_leaves(state: Tree) -> list[NamedLeaf]:
-    """Gives the arrays of a state, in the order of the tree's leaves."""
+    """Return the arrays of a state, in the order of the tree's leaves."""
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_wrapper):
-        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]  # of a variable without a value: none
+        arrays = jax.tree.leaves(node) if _is_wrapper(node) else [node]  # a variable without a value has none
         found.extend(
             NamedLeaf(
                 path=format_path(path),
@@ -139,38 +150,38 @@ def list_leaves(state: Tree) -> list[NamedLeaf]:
 
 
 def make_batch_specs(batch: Tree, sizes: Mapping[Axis, int], sequence_tokens: int | None) -> Tree:
-    """Gives the spec of each array of a batch: examples over replica and fsdp, tokens over sequence.
+    """Return the spec of each array of a batch: examples over replica and fsdp, tokens over sequence.
 
     Args:
-        batch: arrays or their shapes; the first dim of each is the examples'.
+        batch: arrays or their shapes; the first dim of each is the batch dim.
         sizes: of the plan's axes.
-        sequence_tokens: of an example; dims of this size are those that the axis `sequence` cuts.
+        sequence_tokens: of an example; the axis `sequence` shards second dims of this size.
 
     Raises:
-        CallerError: an axis does not divide the examples, or the sequence axis finds no dim.
+        CallerError: an axis does not divide the examples, or the sequence axis shards no array.
     """
     examples = sizes.get(Axis.REPLICA, 1) * sizes.get(Axis.FSDP, 1)
     sequence = sizes.get(Axis.SEQUENCE, 1)
-    cuts_tokens = False
+    shards_tokens = False
 
     def spec(path: Sequence[Any], leaf: Any) -> PartitionSpec:  # noqa: ANN401 - an array or its shape
-        nonlocal cuts_tokens
+        nonlocal shards_tokens
         shape = tuple(jnp.shape(leaf))
         if not shape or shape[0] % examples:
             raise CallerError(
                 f"batch/{format_path(path)}: found the shape {shape}, expected a first dim that replica x fsdp = "
-                f"{examples} divides: the examples that all replicas compute at a time"
+                f"{examples} divides: the examples of all replicas' microbatches"
             )
         dims: list[Any] = [BATCH_AXES]
         is_sequence = sequence > 1 and len(shape) > 1 and shape[1] == sequence_tokens
-        cuts_tokens |= is_sequence
+        shards_tokens |= is_sequence
         return PartitionSpec(*dims, *([Axis.SEQUENCE.value] if is_sequence else []))
 
     specs = jax.tree_util.tree_map_with_path(spec, batch)
-    if sequence > 1 and not cuts_tokens:
+    if sequence > 1 and not shards_tokens:
         raise CallerError(
             f"batch: found no array whose second dim has {sequence_tokens} tokens, expected at least one for the axis "
-            f"sequence {sequence} to cut. Give inputs and targets as two arrays of whole sequences"
+            f"sequence {sequence} to shard. Give inputs and targets as two arrays of complete sequences"
         )
     return specs
 
@@ -193,8 +204,8 @@ def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 
 
-def _pattern_of(path: str) -> re.Pattern[str]:
-    """Finds the profile's path at the end of another; `*` stands for the number of a layer."""
+def _compile_pattern(path: str) -> re.Pattern[str]:
+    """Return a pattern of paths that end with a tensor's path; `*` stands for the number of a layer."""
     return re.compile(r"(^|/)" + re.escape(path).replace(r"\*", r"\d+") + "$")
 
 
@@ -205,7 +216,7 @@ def _stacked_shape(tensor: StateTensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _as_entry(axes: tuple[Axis, ...]) -> Any:  # noqa: ANN401 - an entry of a PartitionSpec
+def _make_entry(axes: tuple[Axis, ...]) -> Any:  # noqa: ANN401 - an entry of a PartitionSpec
     values = tuple(axis.value for axis in axes)
     return None if not values else values[0] if len(values) == 1 else values
 

@@ -25,10 +25,10 @@ class PlannedProgram:
 
     Attributes:
         mesh: of the plan, or of one of its replicas.
-        state_shardings, batch_shardings: where its arguments must lie: for `jax.device_put`,
+        state_shardings, batch_shardings: of the arguments, for `jax.device_put`,
             `World.restore_or_init(sharding=)`, `jax.make_array_from_process_local_data`.
-        compiled: JAX's own, with `memory_analysis()` and `cost_analysis()`.
-        compile_s: seconds that compiling took here.
+        compiled: JAX's compiled program, with `memory_analysis()` and `cost_analysis()`.
+        compile_s: seconds that the compilation took on this host.
     """
 
     mesh: Mesh
@@ -37,8 +37,8 @@ class PlannedProgram:
     compiled: Compiled
     compile_s: float
 
-    def __call__(self, state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function gives
-        """What the function gives; numpy batches are placed first."""
+    def __call__(self, state: Tree, batch: Tree) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Run the program; a batch of numpy arrays is placed on the devices first."""
         return self.compiled(state, jax.tree.map(_place, batch, self.batch_shardings))
 
 
@@ -70,7 +70,7 @@ def make_mesh(plan: Plan, devices: Sequence[Any], replica: int | None = None) ->
 
 
 def get_mesh_sizes(plan: Plan) -> dict[Axis, int]:
-    """Gives the size of each axis of a plan's mesh, outermost first."""
+    """Return the size of each axis of a plan's mesh, outermost first."""
     return {axis: plan.axis_sizes[axis] for axis in MESH_AXES}
 
 
@@ -149,7 +149,7 @@ def compile_plan(
 
 
 def check_no_pipeline(plan: Plan) -> None:
-    """Refuses what is planned and priced but does not run.
+    """Refuse a plan with a pipeline, which is searched and estimated but does not run.
 
     Raises:
         CallerError: the plan has stages.
@@ -163,12 +163,12 @@ def check_no_pipeline(plan: Plan) -> None:
 
 
 def _out_shardings(function: Callable[[Tree, Tree], Any], state: Tree, batch: Tree, where: Tree) -> Tree:
-    """A result that is a state lies where the state lies; the compiler chooses for all else."""
+    """Return the state's shardings for each result that is a state; None, the compiler's choice, for others."""
     wanted = _shapes_of(state)
     found = jax.eval_shape(function, wanted, _shapes_of(batch))
 
     def is_state(part: Tree) -> bool:
-        """Metrics may come in the state's tree, too: then their shapes differ."""
+        """Compare shapes, too: metrics may have the tree of the state."""
         return jax.tree.structure(part) == jax.tree.structure(wanted) and all(
             (one.shape, one.dtype) == (other.shape, other.dtype)
             for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(wanted), strict=True)
@@ -184,7 +184,7 @@ def _shardings(specs: Tree, mesh: Mesh) -> Tree:
 
 
 def _shapes_of(tree: Tree) -> Tree:
-    """Shapes without where arrays lie: the program says it."""
+    """Return shapes without shardings, which the program defines."""
     return jax.eval_shape(lambda same: same, tree)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a training state as the planner sees them: equal layers once, every dim with its name and axis."""
+"""The tensors of a training state for the planner: equal layers once, every dim with its logical name and axis."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ from resilient_jax.sharding.logical_axes import (
 )
 
 OPTIONAL_DIMS = frozenset({"kv_heads", "vocab"})
-"""Dims that stay whole where an axis does not divide them, and the program runs all the same."""
+"""Logical names of dims that stay replicated where an axis does not divide them, without an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +30,10 @@ class ParameterInfo:
 
     Attributes:
         path: in the tree of parameters.
-        shape: of it, with a dim of layers if it has one.
-        itemsize: bytes of one number.
-        names: of all its dims.
-        place: among the layers.
+        shape: with the dim over which layers are stacked, if there is one.
+        itemsize: bytes of one element.
+        names: of all dims.
+        position: among the layers.
     """
 
     path: str
@@ -46,17 +46,17 @@ class ParameterInfo:
 def describe_parameters(
     params: Tree, metadata_names: Mapping[str, LogicalNames], logical_axis_rules: LogicalAxisRules
 ) -> tuple[ParameterInfo, ...]:
-    """Gives each parameter its names and its place, in the order of the tree's leaves."""
+    """Return the parameters with their names and positions, in the order of the tree's leaves."""
     leaves = [(format_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     names = {path: name_dims(path, leaf.shape, metadata_names, logical_axis_rules) for path, leaf in leaves}
-    places = find_layer_positions({path: leaf.shape for path, leaf in leaves}, names)
+    positions = find_layer_positions({path: leaf.shape for path, leaf in leaves}, names)
     return tuple(
         ParameterInfo(
             path=path,
             shape=leaf.shape,
             itemsize=leaf.dtype.itemsize,
             names=names[path],
-            position=places[path],
+            position=positions[path],
         )
         for path, leaf in leaves
     )
@@ -68,14 +68,14 @@ def make_state_tensors(
     others: Sequence[tuple[Tree, TensorRole]],
     logical_axis_rules: LogicalAxisRules,
 ) -> tuple[StateTensor, ...]:
-    """Gives the tensors of a state; of equal layers one stands for all.
+    """Return the tensors of a state; one tensor stands for all equal layers.
 
     Args:
         parameters: of the model.
-        parts: where each is used, by path.
-        others: trees of the optimizer's state and of what is no parameter. A leaf in them whose path ends with a
-            parameter's, and whose shape is its, has its names.
-        naming: of dims.
+        parts: that use each parameter, by path.
+        others: trees of the optimizer state and of other variables. A leaf of them whose path ends with the path of a
+            parameter of the same shape has the names of that parameter.
+        logical_axis_rules: mesh axes of the names.
     """
     tensors = {}
     for info in parameters:
@@ -97,7 +97,7 @@ def make_tensor(
     parts: tuple[ModelPart, ...],
     logical_axis_rules: LogicalAxisRules,
 ) -> StateTensor:
-    """Gives an array of a state as a tensor: without the dim over which its layers are stacked."""
+    """Return an array of a state as a tensor, without the dim over which its layers are stacked."""
     kept = [dim for dim in range(len(info.shape)) if dim != info.position.stack_dim]
     shape, names = tuple(info.shape[dim] for dim in kept), tuple(info.names[dim] for dim in kept)
     return StateTensor(
@@ -122,13 +122,13 @@ def _other_tensor(
     role: TensorRole,
     parameters: Sequence[ParameterInfo],
     parts: Mapping[str, tuple[ModelPart, ...]],
-    naming: LogicalAxisRules,
+    logical_axis_rules: LogicalAxisRules,
 ) -> StateTensor:
     for info in parameters:
         if leaf.shape == info.shape and (path == info.path or path.endswith(f"/{info.path}")):
             stem = path[: len(path) - len(info.path)] + info.position.path
             same = dataclasses.replace(info, itemsize=leaf.dtype.itemsize)
-            return make_tensor(same, stem, role, parts[info.path], naming)
+            return make_tensor(same, stem, role, parts[info.path], logical_axis_rules)
     unknown = ParameterInfo(
         path=path,
         shape=leaf.shape,
@@ -136,13 +136,13 @@ def _other_tensor(
         names=(None,) * len(leaf.shape),
         position=LayerPosition(path=path),
     )
-    return make_tensor(unknown, path, role, (ModelPart.EMBEDDING,), naming)
+    return make_tensor(unknown, path, role, (ModelPart.EMBEDDING,), logical_axis_rules)
 
 
-def find_divisors(
+def make_divisibility_rules(
     tensors: Sequence[StateTensor], num_layers: int, sequence_tokens: int | None
 ) -> tuple[DivisibilityRule, ...]:
-    """Gives what axes have to divide: of dims with the same name, the greatest common divisor."""
+    """Return the sizes that axes must divide: of dims with the same name, the greatest common divisor."""
     units: dict[tuple[Axis, str], int] = collections.defaultdict(int)
     for tensor in tensors:
         for axis, name, number in zip(tensor.axes, tensor.logical_names, tensor.units, strict=True):
