@@ -148,7 +148,9 @@ def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
 def test_a_state_in_which_an_axis_cuts_nothing_is_refused():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
-    with pytest.raises(CallerError, match=r"found no array in the state that tensor 4 shards.*LogicalAxisRules"):
+    with pytest.raises(
+        CallerError, match=r"found no array in the state that tensor 4 shards.*LogicalAxisRules"
+    ):
         make_state_shardings(plan, {"w": np.zeros((64, 64))}, make_mesh(plan, jax.devices()))
 
 
