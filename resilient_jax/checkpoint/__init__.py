@@ -1,4 +1,4 @@
-"""Checkpoints on storage, in Orbax's format, written and read by a process of its own, which needs little of this."""
+"""Checkpoints on storage, in Orbax's format, written and read by a process of its own."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""A bound on bytes that are in the air at once, for coroutines of one event loop."""
+"""A bound on the bytes that the coroutines of one event loop hold at once."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 
 class ByteBudget:
-    """So many bytes; whoever needs more than all of them gets all, and is alone."""
+    """So many bytes; a request for more than all of them gets all, and runs alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = self._left = limit_bytes
@@ -14,7 +14,7 @@ class ByteBudget:
 
     @contextlib.asynccontextmanager
     async def spend(self, nbytes: int) -> AsyncIterator[None]:
-        """Waits until so much is left, and takes it while the block lasts."""
+        """Wait until `nbytes` are left, and hold them in the body of the context manager."""
         share = min(nbytes, self._limit)
         async with self._changed:
             await self._changed.wait_for(lambda: self._left >= share)

@@ -1,4 +1,4 @@
-"""What lies in a directory of checkpoints, by the names of its entries."""
+"""The contents of a directory of checkpoints, by the names of its entries."""
 
 import dataclasses
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Final
 METADATA_FILE: Final = "_METADATA"
 """Orbax's description of the tree, one of the last files of a checkpoint."""
 TEMPORARY_MARK: Final = ".orbax-checkpoint-tmp"
-"""In the names of checkpoints that were never finished, Orbax's and ours."""
+"""In the names of unfinished checkpoints, Orbax's and ours."""
 MANAGER_ITEM: Final = "default"
-"""Where Orbax's `CheckpointManager` puts the tree, inside of the folder of a step."""
+"""The folder in which Orbax's `CheckpointManager` puts the tree, inside of the folder of a step."""
 MAX_SHOWN: Final = 5
-"""How many foreign names are told of."""
+"""How many foreign names an error lists."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class DirectoryListing:
     Attributes:
         steps: that have a folder, newest first; whether it can be read is another question.
         unfinished: names of folders that a save has left, or is filling.
-        foreign: names that have nothing to do with steps, but look as if somebody's checkpoints were here: folders,
-            and files of Orbax. Other files, as a log, and hidden ones may be there.
+        foreign: names of other things that may be checkpoints: folders, and files of Orbax. Other files, such as a log,
+            and hidden files are ignored.
     """
 
     steps: tuple[int, ...] = ()
@@ -30,12 +30,12 @@ class DirectoryListing:
     foreign: tuple[str, ...] = ()
 
     def find_newest_before(self, step: int | None) -> int | None:
-        """The newest step below `step`; of all, if that is None. None: there is none."""
+        """Return the newest step below `step`, or the newest of all if `step` is None; None: there is none."""
         return max((s for s in self.steps if step is None or s < step), default=None)
 
 
 def list_directory(directory: Path) -> DirectoryListing:
-    """The entries of a directory; none if it does not exist."""
+    """Return the entries of a directory; none if it does not exist."""
     if not directory.is_dir():
         return DirectoryListing()
     steps: list[int] = []
@@ -52,7 +52,7 @@ def list_directory(directory: Path) -> DirectoryListing:
 
 
 def find_tree_folder(folder: Path) -> Path | None:
-    """Where the tree of a checkpoint is, written by a `Checkpointer` or a `CheckpointManager`; None: there is none."""
+    """Return the folder with the tree of a `Checkpointer` or a `CheckpointManager`; None: there is none."""
     return next(
         (place for place in (folder, folder / MANAGER_ITEM) if (place / METADATA_FILE).is_file()), None
     )

@@ -1,8 +1,8 @@
-"""A digest of every file of a checkpoint, beside them.
+"""A digest of every file of a checkpoint, in a file beside them.
 
-Orbax 0.12.8 and its OCDBT files find damage in their own tables, by CRC32C, but not in the numbers: of 60 single bits
-flipped in the file that holds an array, Orbax restored all 60 without a word. Plain Orbax ignores the digests; they are
-in the format of `sha256sum`, so anybody can check a checkpoint: `sha256sum -c resilient_jax.sha256`.
+Orbax 0.12.8 and its OCDBT files find damage in their own tables, by CRC32C, but not in the arrays: of 60 single bits
+flipped in the file that holds an array, Orbax restored all 60 without an error. Plain Orbax ignores the digests; they
+are in the format of `sha256sum`, so a checkpoint can be checked by hand: `sha256sum -c resilient_jax.sha256`.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ SEPARATOR: Final = "  "
 
 
 def write_digests(folder: Path) -> int:
-    """Writes the digests of all files below `folder`; gives how many bytes these have."""
+    """Write the digests of all files below `folder`; return the bytes of these files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{_digest(path)}{SEPARATOR}{path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / DIGESTS_FILE).write_text("".join(lines), "utf-8")
@@ -23,12 +23,12 @@ def write_digests(folder: Path) -> int:
 
 
 def has_digests(folder: Path) -> bool:
-    """Whether there are any: plain Orbax writes none."""
+    """Return whether there are digests: plain Orbax writes none."""
     return (folder / DIGESTS_FILE).is_file()
 
 
 def find_damage(folder: Path) -> str | None:
-    """What differs from the digests, for a person; None: nothing does. Only files that they name are looked at."""
+    """Return what differs from the digests, as text; None: nothing does. Only files with a digest are read."""
     try:
         lines = (folder / DIGESTS_FILE).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Reads a checkpoint with Orbax: what is in it, and boxes of its arrays. Only the storage process does this.
+"""Reads a checkpoint with Orbax: its contents, and boxes of its arrays. Only the storage process does this.
 
-Of an array nothing is decoded but the chunks that a box touches, and so many bytes at once: so a host that needs a
-share of a state never has the whole of it, nor of a large array. Our own chunks are small (see writing.py); plain Orbax
-makes an array, or what one device had of it, a single chunk, and that is whole for a moment.
+Of an array only the chunks that a box touches are decoded, within a budget of bytes: a host that needs a shard of a
+state never holds all of the state, nor all of a large array. Our own chunks are small (see `orbax_writer`); plain Orbax
+writes an array, or the shard of one device, as a single chunk, which is decoded as a whole.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from resilient_jax.state.tree_match import list_leaf_specs
 
 REASON_CHARACTERS: Final = 300
 MAX_DECODED_BYTES: Final = 128 * 2**20
-"""Of chunks, at once; a chunk that is larger comes alone. Enough to keep all cores busy."""
+"""Of decoded chunks, at once; a larger chunk is decoded alone. Enough to keep all cores busy."""
 
 TakeBox = Callable[[np.ndarray], None]
-"""Is given a box's numbers."""
+"""Takes the elements of a box."""
 
 
 def inspect_checkpoint(folder: Path) -> tuple[list[LeafSpec], bool]:
@@ -52,10 +52,10 @@ def inspect_checkpoint(folder: Path) -> tuple[list[LeafSpec], bool]:
 
 
 def read_boxes(folder: Path, boxes: Sequence[StoredBox], memory: mmap.mmap) -> None:
-    """Puts boxes of a checkpoint's arrays where they belong in this memory.
+    """Read boxes of a checkpoint's arrays into this memory.
 
     Raises:
-        CheckpointUnreadable: its numbers cannot be read.
+        CheckpointUnreadable: the arrays cannot be read.
     """
     wanted: dict[str, list[tuple[IndexBox, TakeBox]]] = {}
     for stored in boxes:
@@ -79,27 +79,27 @@ def check_readable(folder: Path) -> None:
 
 @dataclasses.dataclass
 class _BoxArgs(ocp.RestoreArgs):
-    """Which boxes of an array are wanted, and who takes them."""
+    """Which boxes of an array to read, and what takes each."""
 
     boxes: Sequence[tuple[IndexBox, TakeBox]] = ()
 
 
 class _BoxHandler(ocp.type_handlers.NumpyHandler):
-    """Orbax's reader of arrays, asked for boxes: it gives nothing back."""
+    """Orbax's handler of arrays, which reads boxes and returns nothing."""
 
     async def deserialize(
         self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
     ) -> Sequence[np.ndarray]:
         budget = ByteBudget(MAX_DECODED_BYTES)
-        ends = await asyncio.gather(
+        results = await asyncio.gather(
             *(
                 _read_array(info, wanted.boxes, budget)
                 for info, wanted in zip(infos, args or (), strict=True)
                 if isinstance(wanted, _BoxArgs) and wanted.boxes
             ),
-            return_exceptions=True,  # none goes on when Orbax has closed its loop
+            return_exceptions=True,  # no coroutine may run on after Orbax has closed its loop
         )
-        for error in ends:
+        for error in results:
             if error is not None:
                 raise error
         return [np.empty(0)] * len(infos)
@@ -116,7 +116,7 @@ async def _read_array(
 
 
 def _decoded_bytes(array: ts.TensorStore, box: IndexBox) -> int:
-    """Of the chunks that a box touches, and of its own numbers."""
+    """Return the bytes of the chunks that a box touches, and of its own elements."""
     chunk = array.chunk_layout.read_chunk.shape or array.shape
     touched = 1
     for start, stop, size, length in zip(box.start, box.stop, chunk, array.shape, strict=True):
@@ -127,32 +127,34 @@ def _decoded_bytes(array: ts.TensorStore, box: IndexBox) -> int:
 
 @contextlib.contextmanager
 def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], None], Any]]:
-    """What restores a tree of arguments, and the tree as Orbax describes it; what fails inside is our error."""
-    place = find_tree_folder(folder)
-    assert place is not None, "it was described before"
-    # Whatever is stored was written by one of these; all arrays and numbers are read by ours.
+    """Yield a function that restores a tree of arguments, and the tree as Orbax describes it; wrap all errors."""
+    tree_folder = find_tree_folder(folder)
+    assert tree_folder is not None, "it was inspected before"
+    # Every stored leaf was written by one of these handlers; all arrays and numbers are read by ours.
     types = ocp.type_handlers
-    scalars, arrays, texts = types.ScalarHandler(), types.ArrayHandler(), types.StringHandler()
+    scalars, arrays, strings = types.ScalarHandler(), types.ArrayHandler(), types.StringHandler()
     registry = types.create_type_handler_registry(
-        *((of, scalars) for of in (int, float, bytes, np.number)),
+        *((kind, scalars) for kind in (int, float, bytes, np.number)),
         (np.ndarray, handler),
         (jax.Array, arrays),
-        (str, texts),
+        (str, strings),
     )
     orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     try:
         with contextlib.closing(ocp.Checkpointer(orbax)) as checkpointer:
-            metadata: Any = checkpointer.metadata(place).item_metadata
+            metadata: Any = checkpointer.metadata(tree_folder).item_metadata
             if metadata is None:
                 raise CheckpointUnreadable(f"its {METADATA_FILE} does not describe a tree")
 
             def restore(arguments: Any) -> None:  # noqa: ANN401 - a tree
-                checkpointer.restore(place, args=ocp.args.PyTreeRestore(restore_args=arguments))
+                checkpointer.restore(tree_folder, args=ocp.args.PyTreeRestore(restore_args=arguments))
 
             yield restore, metadata.tree
     except CheckpointUnreadable:
         raise
-    except Exception as error:  # whatever Orbax and its readers say to bytes that are not theirs
+    except (
+        Exception
+    ) as error:  # Orbax and its readers raise all kinds of errors for bytes that are not theirs
         raise CheckpointUnreadable(
             f"Orbax cannot read it: {type(error).__name__}: {_shorten(error)}"
         ) from error

@@ -1,8 +1,9 @@
-"""Checkpoints in Orbax's format. This process copies the state; a process of its own does the rest.
+"""Checkpoints in Orbax's format. This process copies the state; the storage process does the rest.
 
-Rules: at most one save is in flight; what becomes of it is an event, seen by the next call of any method that takes
-`note`. The copy lies in memory of ours, so the arrays may be donated and their devices left while it is written. A save
-outlives generations, but not this process: a writer without its worker is killed, and leaves nothing that counts.
+Rules: at most one save is in flight; its outcome is an event, recorded by the next call of any method that takes
+`record_event`. The copy is in memory of its own, so the arrays may be donated and their devices left while it is
+written. A save outlives generations, but not this process: a storage process without its worker is killed, and leaves
+only an unfinished folder.
 """
 
 import dataclasses
@@ -44,22 +45,22 @@ RecordEvent = Callable[..., object]
 TIMEOUT_S: Final = 1800.0
 POLL_INTERVAL_S: Final = 0.1
 CLOSE_TIMEOUT_S: Final = 60.0
-"""What a save in flight gets when training has failed."""
+"""How long a save in flight may take after training has failed."""
 
 
 def ignore_event(kind: EventKind, **detail: object) -> None:
-    """For whoever keeps no events."""
+    """Record nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _InFlight:
+class _SaveInFlight:
     step: int
     started_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Patience:
-    """How long a load is waited for: since when, and what may end it before its time."""
+class _LoadWait:
+    """How long to wait for a load: its start, and a check that may end it early."""
 
     since_s: float
     check: Callable[[], None] | None
@@ -70,7 +71,7 @@ class OrbaxStore:
 
     Args:
         directory: of the checkpoints; made by the first save.
-        keep: how many of the newest to keep.
+        max_to_keep: how many of the newest to keep.
         timeout_s: for one save or load; then it has failed.
     """
 
@@ -78,67 +79,72 @@ class OrbaxStore:
         self._directory = Path(directory).absolute()
         self._keep = max_to_keep
         self._timeout_s = timeout_s
-        self._line: StorageConnection | None = None
+        self._connection: StorageConnection | None = None
         self._copy = HostCopy()
-        self._in_flight: _InFlight | None = None
+        self._save_in_flight: _SaveInFlight | None = None
         self._failure: str | None = None
-        """Of the last save."""
+        """The reason why the last save failed."""
         self._distrusted: set[int] = set()
         self.bytes_read = 0
-        """Of arrays, by all loads."""
+        """Bytes of arrays, by all loads."""
 
-    # Looking.
+    # Listing.
 
     def list_directory(self) -> DirectoryListing:
-        """What is in the directory, by names alone."""
+        """Return the contents of the directory, by names alone."""
         return list_directory(self._directory)
 
     def find_newest_step(self) -> int | None:
-        """The step of the newest checkpoint, by names alone; None: there is none."""
+        """Return the step of the newest checkpoint, by names alone; None: there is none."""
         return max((step for step in self.list_directory().steps if self.has_checkpoint(step)), default=None)
 
     def has_checkpoint(self, step: int) -> bool:
-        """Whether a checkpoint of this step was finished; that it can be read is another question."""
+        """Return whether a checkpoint of this step was finished; whether it can be read is another question."""
         return find_tree_folder(self.get_folder(step)) is not None
 
     def get_folder(self, step: int) -> Path:
-        """The folder of a step's checkpoint."""
+        """Return the folder of a step's checkpoint."""
         return self._directory / str(step)
 
     # Saving.
 
     @property
     def process_id(self) -> int | None:
-        """The id of the storage process; None: it was not needed yet, or has ended."""
-        return self._line.pid if self._line is not None else None
+        """The id of the storage process; None: it has not started yet, or has ended."""
+        return self._connection.pid if self._connection is not None else None
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in flight, as far as was seen."""
-        return self._in_flight is not None
+        """Whether a save is in flight, as of the last call."""
+        return self._save_in_flight is not None
 
     def start_save(self, step: int, state: Tree, record_event: RecordEvent = ignore_event) -> bool:
-        """Copies the state into memory of ours, and has it written. Returns when it is copied.
+        """Copy the state, and have the copy written. Return once it is copied.
 
-        Gives False, and an event, if the save before is still in flight: then this one is skipped.
+        Return False, and record an event, if the previous save is still in flight: then this one is skipped.
 
         Args:
-            step: how many steps are in the state. If a whole checkpoint of it is on storage, that one stays.
-            state: arrays of which this process's devices have all.
-            note: takes events.
+            step: how many steps are in the state. If a complete checkpoint of it is on storage, that one stays.
+            state: arrays of which this process's devices have all shards.
+            record_event: records events.
         """
         self.poll_save(record_event)
-        if self._in_flight is not None:
-            since_s = time.monotonic() - self._in_flight.started_s
-            logger.warning("step %d: no checkpoint, that of step %d is not done", step, self._in_flight.step)
+        if self._save_in_flight is not None:
+            since_s = time.monotonic() - self._save_in_flight.started_s
+            logger.warning(
+                "step %d: no checkpoint, that of step %d is not done", step, self._save_in_flight.step
+            )
             record_event(
-                EventKind.CHECKPOINT_SKIPPED, step=step, in_flight=self._in_flight.step, in_flight_s=since_s
+                EventKind.CHECKPOINT_SKIPPED,
+                step=step,
+                in_flight=self._save_in_flight.step,
+                in_flight_s=since_s,
             )
             return False
         started_s = time.monotonic()
         leaves, descriptor = self._copy.copy(state)
-        self._in_flight = _InFlight(step, started_s)
-        order = SaveRequest(
+        self._save_in_flight = _SaveInFlight(step, started_s)
+        request = SaveRequest(
             directory=str(self._directory),
             step=step,
             max_to_keep=self._keep,
@@ -146,26 +152,26 @@ class OrbaxStore:
             leaves=leaves,
         )
         try:
-            self._connect().send(order, descriptor)
+            self._connect().send(request, descriptor)
         except CheckpointFailed as error:
-            self._drop_line()
+            self._disconnect()
             self._end_save(FailureReply(reason=str(error)), record_event)
         return True
 
     def poll_save(self, record_event: RecordEvent = ignore_event) -> None:
-        """Notes what has become of the save in flight, if that is known. Waits for nothing."""
+        """Record the outcome of the save in flight, if it has one. Does not wait."""
         self._wait_save(record_event, timeout_s=0.0)
 
     def wait_until_finished(
         self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None
     ) -> None:
-        """Returns when no save is in flight.
+        """Return when no save is in flight.
 
         Args:
-            note: takes events.
-            check: called while it waits; may raise, to wait no longer.
+            record_event: records events.
+            check: called while waiting; may raise to end the wait.
         """
-        while self._in_flight is not None:
+        while self._save_in_flight is not None:
             self._wait_save(record_event, POLL_INTERVAL_S)
             if check is not None:
                 check()
@@ -173,7 +179,7 @@ class OrbaxStore:
     def wait_until_saved(
         self, record_event: RecordEvent = ignore_event, check: Callable[[], None] | None = None
     ) -> None:
-        """Returns when no save is in flight, and the last one is on storage; arguments as those of `wait`.
+        """Return when no save is in flight, and the last one is on storage; arguments as of `wait_until_finished`.
 
         Raises:
             CheckpointFailed: the last save failed; says why.
@@ -181,58 +187,58 @@ class OrbaxStore:
         self.wait_until_finished(record_event, check)
         if self._failure is not None:
             newest = self.find_newest_step()
-            there = (
+            on_storage = (
                 "there is none on storage" if newest is None else f"the newest on storage is of step {newest}"
             )
             raise CheckpointFailed(
-                f"checkpoints in {self._directory}: the last save failed ({self._failure}); {there}. Make the storage "
-                "work again and start the job anew: it goes on from there"
+                f"checkpoints in {self._directory}: the last save failed ({self._failure}); {on_storage}. Make the "
+                "storage work again and launch the job again: it resumes from there"
             )
 
     def save(self, step: int, state: Tree) -> None:
-        """Saves, and returns when it is on storage.
+        """Save, and return when the checkpoint is on storage.
 
         Raises:
-            CheckpointFailed: it is not; says why.
+            CheckpointFailed: the save failed; says why.
         """
         self.wait_until_finished()
         self.start_save(step, state)
         self.wait_until_saved()
 
     def close(self) -> None:
-        """Ends the process, which may finish its save, and frees the memory."""
+        """End the storage process, which may finish its save first, and free the memory."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         try:
             self.wait_until_finished(check=lambda: _check_deadline(deadline_s))
         except CheckpointFailed as error:
             logger.warning("checkpoints in %s: %s", self._directory, error)
-        self._drop_line()
+        self._disconnect()
         self._copy.free()
 
     def _wait_save(self, note: RecordEvent, timeout_s: float) -> None:
-        if self._in_flight is None:
+        if self._save_in_flight is None:
             return
-        answer = self._receive(timeout_s, self._in_flight.started_s)
-        if answer is not None:
-            self._end_save(answer, note)
+        reply = self._receive(timeout_s, self._save_in_flight.started_s)
+        if reply is not None:
+            self._end_save(reply, note)
 
-    def _end_save(self, answer: Reply, note: RecordEvent) -> None:
-        assert self._in_flight is not None
-        step, self._in_flight = self._in_flight.step, None
+    def _end_save(self, reply: Reply, note: RecordEvent) -> None:
+        assert self._save_in_flight is not None
+        step, self._save_in_flight = self._save_in_flight.step, None
         path = str(self.get_folder(step))
-        if isinstance(answer, SaveReply):
+        if isinstance(reply, SaveReply):
             self._failure = None
             self._distrusted.discard(step)
             note(
                 EventKind.CHECKPOINT_SAVED,
                 step=step,
                 path=path,
-                bytes=answer.nbytes,
-                seconds=answer.duration_s,
-                existed=answer.existed,
+                bytes=reply.nbytes,
+                seconds=reply.duration_s,
+                existed=reply.existed,
             )
         else:
-            reason = answer.reason if isinstance(answer, FailureReply) else "an answer to another order"
+            reason = reply.reason if isinstance(reply, FailureReply) else "a reply to another request"
             self._failure = f"step {step}: {reason}"
             logger.warning("the checkpoint %s could not be written: %s", path, reason)
             note(EventKind.CHECKPOINT_FAILED, step=step, path=path, reason=reason)
@@ -246,39 +252,37 @@ class OrbaxStore:
         sharding: ShardingRule | None = None,
         check: Callable[[], None] | None = None,
     ) -> Tree:
-        """The state of a checkpoint. Of each array nothing is read but what this host's devices need.
+        """Return the state of a checkpoint. Of each array only what this host's devices need is read.
 
         Args:
             step: of the checkpoint.
-            abstract: the state's shapes.
-            sharding: where each leaf shall lie, on any mesh; None: whole, in host memory.
-            check: called while it waits; may raise, to wait no longer.
+            abstract: the shapes of the state.
+            sharding: of each leaf, on any mesh; None: all of it in host memory.
+            check: called while waiting; may raise to end the load.
 
         Raises:
-            CheckpointUnreadable: it is incomplete or damaged; says how. It is not counted among those to keep.
-            StateError: it is whole, but holds another state; names a leaf.
+            CheckpointUnreadable: it is incomplete or damaged; says how. It no longer counts among those to keep.
+            StateError: it is complete, but holds another state; names leaves.
         """
         self.wait_until_finished(check=check)
-        patience = _Patience(time.monotonic(), check)
+        wait = _LoadWait(time.monotonic(), check)
         try:
-            found = self._ask(VerifyRequest(folder=str(self.get_folder(step))), patience)
+            found = self._ask(VerifyRequest(folder=str(self.get_folder(step))), wait)
             if not isinstance(found, VerifyReply):
                 raise _unreadable(found)
             if not found.has_digests:
                 logger.warning(
-                    "the checkpoint %s has no digests: damaged numbers would not be seen",
+                    "the checkpoint %s has no digests: damaged arrays would not be noticed",
                     self.get_folder(step),
                 )
             tree, reads = plan_reads(found.arrays, abstract, sharding, self.get_folder(step))
-            return tree.build(self._read(step, reads, patience))
+            return tree.build(self._read(step, reads, wait))
         except CheckpointUnreadable as error:
             self._distrusted.add(step)
             raise CheckpointUnreadable(f"the checkpoint {self.get_folder(step)}: {error}") from error
 
-    def _read(
-        self, step: int, arrays: Sequence[ArrayRead], patience: _Patience
-    ) -> list[np.ndarray | jax.Array]:
-        """The arrays, batch by batch through one piece of memory."""
+    def _read(self, step: int, arrays: Sequence[ArrayRead], wait: _LoadWait) -> list[np.ndarray | jax.Array]:
+        """Return the arrays, read batch by batch through one piece of memory."""
         size = max(map(count_bytes, split_into_batches(arrays)), default=0)
         descriptor = allocate_memory(size)
         try:
@@ -286,64 +290,64 @@ class OrbaxStore:
             placed: list[np.ndarray | jax.Array] = []
             for batch in split_into_batches(arrays):
                 boxes = [box for array in batch for box in array.boxes]
-                answer = self._ask(
-                    ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=boxes), patience, descriptor
+                reply = self._ask(
+                    ReadBoxesRequest(folder=str(self.get_folder(step)), boxes=boxes), wait, descriptor
                 )
-                if not isinstance(answer, ReadBoxesReply):
-                    raise _unreadable(answer)
+                if not isinstance(reply, ReadBoxesReply):
+                    raise _unreadable(reply)
                 placed += [array.build_array(memory) for array in batch]
                 self.bytes_read += sum(box.nbytes for box in boxes)
             return placed
         finally:
             os.close(descriptor)
 
-    def _ask(self, order: Request, patience: _Patience, descriptor: int | None = None) -> Reply:
-        """Gives an order, and waits for its answer. If that is broken off the process ends, too: it owes an answer."""
+    def _ask(self, request: Request, wait: _LoadWait, descriptor: int | None = None) -> Reply:
+        """Return the reply to a request. If the wait is broken off, the process ends, because it owes a reply."""
         try:
-            self._connect().send(order, descriptor)
-            while (answer := self._receive(POLL_INTERVAL_S, patience.since_s)) is None:
-                if patience.check is not None:
-                    patience.check()
+            self._connect().send(request, descriptor)
+            while (reply := self._receive(POLL_INTERVAL_S, wait.since_s)) is None:
+                if wait.check is not None:
+                    wait.check()
         except CheckpointFailed as error:
-            self._drop_line()
-            answer = FailureReply(reason=str(error))
+            self._disconnect()
+            reply = FailureReply(reason=str(error))
         except BaseException:
-            self._drop_line()
+            self._disconnect()
             raise
-        return answer
+        return reply
 
     # The process.
 
     def _connect(self) -> StorageConnection:
-        """The line for a new order: one whose process has died since the last is replaced."""
-        if self._line is not None and self._line.has_ended:
-            self._drop_line()
-        if self._line is None:
-            self._line = StorageConnection()
-        return self._line
+        """Return the connection for a new request; one whose process has died is replaced."""
+        if self._connection is not None and self._connection.has_ended:
+            self._disconnect()
+        if self._connection is None:
+            self._connection = StorageConnection()
+        return self._connection
 
-    def _drop_line(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _receive(self, timeout_s: float, started_s: float) -> Reply | None:
-        """The answer to the order in flight; that the process died, or took too long, is one, too."""
-        assert self._line is not None, "an order is in flight"
+        """Return the reply to the request in flight; the death of the process and a timeout are failures, too."""
+        assert self._connection is not None, "a request is in flight"
         try:
-            answer = self._line.receive(timeout_s)
+            reply = self._connection.receive(timeout_s)
         except CheckpointFailed as error:
-            self._drop_line()
+            self._disconnect()
             return FailureReply(reason=str(error))
-        if answer is None and time.monotonic() - started_s > self._timeout_s:
-            self._drop_line()
-            return FailureReply(reason=f"it took more than {self._timeout_s:g} s, and was given up")
-        return answer
+        if reply is None and time.monotonic() - started_s > self._timeout_s:
+            self._disconnect()
+            return FailureReply(reason=f"it took more than {self._timeout_s:g} s, and was canceled")
+        return reply
 
 
-def _unreadable(answer: Reply) -> CheckpointUnreadable:
+def _unreadable(reply: Reply) -> CheckpointUnreadable:
     return CheckpointUnreadable(
-        answer.reason if isinstance(answer, FailureReply) else "an answer to another order"
+        reply.reason if isinstance(reply, FailureReply) else "a reply to another request"
     )
 
 

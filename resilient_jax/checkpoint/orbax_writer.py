@@ -1,8 +1,8 @@
-"""Writes a checkpoint with plain Orbax, and clears away old ones. Only the storage process does this.
+"""Writes a checkpoint with plain Orbax, and removes old ones. Only the storage process does this.
 
-A checkpoint is written in a temporary folder, with its digests, and everything is flushed; then one rename makes it
-count. A writer that dies before leaves a folder whose name says that it is unfinished. The writer held a lock on it, so
-the next one knows that it is dead, and clears it away.
+A checkpoint is written in a temporary folder, with its digests, and flushed; then one rename makes it count. A writer
+that dies before leaves a folder whose name says that it is unfinished. The writer holds a lock on that folder, so the
+next writer knows that the folder is abandoned, and removes it.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from resilient_jax.errors import CheckpointUnreadable
 LOCK_FILE: Final = "lock"
 CONTENT_FOLDER: Final = "content"
 CHUNK_BYTES: Final = 8 * 2**20
-"""Of an array, at most, in one chunk: a host that reads a share of it decodes the chunks that the share touches. Orbax
-cuts the largest dims first; much smaller ones cost time for each."""
+"""The most bytes of an array in one chunk: a host that reads a shard decodes the chunks that the shard touches. Orbax
+splits the largest dims first; each chunk costs time, so much smaller ones are slower."""
 
 
 def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
-    """Writes the checkpoint of a step; gives its bytes. None: a whole one was there.
+    """Write the checkpoint of a step; return its bytes, or None if a complete one exists.
 
     Raises:
         OSError: the storage cannot take it.
     """
     final = directory / str(step)
-    if final.exists() and _is_whole(final):
+    if final.exists() and _is_readable(final):
         return None
     directory.mkdir(parents=True, exist_ok=True)
     with _temporary(directory, step) as folder:
@@ -46,7 +46,7 @@ def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
         _save(content, tree)
         nbytes = write_digests(content)
         _flush(content)
-        if final.exists():  # and damaged: it gives way, now that there is a better one
+        if final.exists():  # and damaged: replace it, now that there is a better one
             final.rename(folder / "damaged")
         content.rename(final)
         _flush_one(directory)
@@ -54,12 +54,12 @@ def write_checkpoint(directory: Path, step: int, tree: Tree) -> int | None:
 
 
 def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrusted: Collection[int]) -> None:
-    """Drops old checkpoints, and what dead writers have left.
+    """Remove old checkpoints, and what dead writers have left.
 
     Args:
         directory: of the checkpoints.
-        step: that was just saved. Newer ones, of a run that was not gone on with, are neither counted nor dropped.
-        keep: how many to keep; the newest of those up to `step`.
+        step: that was just saved. Newer ones, of a run that was not resumed, are neither counted nor removed.
+        max_to_keep: the newest of those up to `step`.
         distrusted: steps that do not count as kept.
     """
     found = [
@@ -69,7 +69,7 @@ def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrus
     ]
     kept = [s for s in found if s not in distrusted][:max_to_keep]
     for old in (s for s in found if s < min(kept, default=0)):
-        # Renamed first: half of a checkpoint must not look like one.
+        # Renamed first: a half-removed checkpoint must not look like one.
         (directory / str(old)).rename(directory / f"{old}{TEMPORARY_MARK}-old")
     for name in list_directory(directory).unfinished:
         if not _is_being_written(directory / name):
@@ -77,17 +77,19 @@ def remove_old_checkpoints(directory: Path, step: int, max_to_keep: int, distrus
 
 
 def _save(folder: Path, tree: Tree) -> None:
-    # No copy of the numbers: nobody changes them before this is done. Without an entry for jax.Array Orbax warns.
-    numbers = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    # No copy of the arrays: they do not change before the save is done. Without an entry for jax.Array Orbax warns.
+    handler_of_numpy = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     arrays = ocp.type_handlers.ArrayHandler()
-    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, numbers), (jax.Array, arrays))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, handler_of_numpy), (jax.Array, arrays)
+    )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
         how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
         checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=how))
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_readable(folder: Path) -> bool:
     try:
         check_readable(folder)
     except CheckpointUnreadable:
@@ -97,12 +99,14 @@ def _is_whole(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _temporary(directory: Path, step: int) -> Iterator[Path]:
-    """A folder of this process alone, locked while it lasts."""
+    """Yield a folder of this process alone, locked in the body of the context manager."""
     folder = directory / f"{step}{TEMPORARY_MARK}-{socket.gethostname()}-{os.getpid()}"
     folder.mkdir()
     try:
         with (folder / LOCK_FILE).open("w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: others may take us for dead
+            with contextlib.suppress(
+                OSError
+            ):  # on a file system without locks other writers may remove the folder
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
     finally:
@@ -115,7 +119,7 @@ def _is_being_written(folder: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock: Orbax's own, or half cleared away
+    except OSError:  # no lock: Orbax's own, or half removed
         return False
     return False
 

@@ -1,10 +1,10 @@
-"""The worker's line to its storage process.
+"""The worker's connection to its storage process.
 
-Why a process, and not a thread with Orbax in it: Orbax takes the worker's JAX world for its own, dead hosts included.
-There, NumPy arrays are written by process 0 alone, without a word on the others; arrays of JAX must lie on several
-processes; threads of a save meet through JAX's coordination service; and caches keep devices of a world that was left,
-while the main thread clears the backends under them. In a process where JAX has one CPU and no world, plain Orbax does
-as it is documented. It costs 1.3 s of processor time at the first save or load, beside the training.
+Orbax runs in a process, not in a thread of the worker, because it takes the worker's JAX world for its own, dead hosts
+included: in the worker, NumPy arrays are written by process 0 alone, silently; JAX arrays must be on several processes;
+the threads of a save meet through JAX's coordination service; and caches keep devices of a world that was left, while
+the main thread clears the backends under them. In a process where JAX has one CPU and no world, plain Orbax works as
+documented. The process costs 1.3 s of CPU time at the first save or load, in parallel to training.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from resilient_jax.protocol.connection import Connection
 
 MODULE: Final = "resilient_jax.checkpoint.storage_process"
 FOREIGN_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "RESILIENT_JAX_")
-"""Of environment variables that are about the worker's devices and world."""
+"""Prefixes of environment variables for the worker's devices and world."""
 EXIT_TIMEOUT_S: Final = 10.0
-"""Between the end of a process's socket and its own."""
+"""How long the process may live on after its socket has closed."""
 
 
 class StorageConnection:
-    """A storage process and the socket to it; whoever made it ends it, on the same thread: then it dies."""
+    """A storage process and the socket to it. Close it on the thread that made it, with which it dies."""
 
     def __init__(self) -> None:
         mine, theirs = socket.socketpair()
@@ -39,9 +39,9 @@ class StorageConnection:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the worker's to answer
+                start_new_session=True,  # Ctrl-C is for the worker
             )
-        self._link = Connection[Request, Reply](mine.detach(), REPLY_DECODER)
+        self._connection = Connection[Request, Reply](mine.detach(), REPLY_DECODER)
 
     @property
     def pid(self) -> int:
@@ -50,39 +50,39 @@ class StorageConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone; an answer may still be there to be read."""
+        """Whether the process has ended; a reply may still be there to be received."""
         return self._process.poll() is not None
 
-    def send(self, order: Request, descriptor: int | None = None) -> None:
-        """Gives an order; does not wait for it, nor for the process to be up.
+    def send(self, request: Request, descriptor: int | None = None) -> None:
+        """Send a request; do not wait for its reply, nor for the process to start.
 
         Raises:
-            CheckpointFailed: the process is gone.
+            CheckpointFailed: the process has ended.
         """
         try:
-            self._link.send(order, [descriptor] if descriptor is not None else [])
+            self._connection.send(request, [descriptor] if descriptor is not None else [])
         except OSError as error:
-            raise CheckpointFailed(self._why_gone()) from error
+            raise CheckpointFailed(self._describe_exit()) from error
 
     def receive(self, timeout_s: float) -> Reply | None:
-        """The next answer; None: not within the time.
+        """Return the next reply; None: none within the timeout.
 
         Raises:
-            CheckpointFailed: the process is gone.
+            CheckpointFailed: the process has ended.
         """
         try:
-            replies = self._link.receive(timeout_s)
+            replies = self._connection.receive(timeout_s)
         except EOFError as error:
-            raise CheckpointFailed(self._why_gone()) from error
+            raise CheckpointFailed(self._describe_exit()) from error
         return replies[0].message if replies else None  # one request at a time, one reply
 
     def close(self) -> None:
-        """Ends the process, whatever it does. A save that was not answered yet then leaves nothing that counts."""
-        self._link.close()
+        """Kill the process. A save without a reply then leaves only an unfinished folder."""
+        self._connection.close()
         self._process.kill()
         self._process.wait()
 
-    def _why_gone(self) -> str:
+    def _describe_exit(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_TIMEOUT_S)
         return (
@@ -91,6 +91,6 @@ class StorageConnection:
 
 
 def _environment(mine: Mapping[str, str]) -> dict[str, str]:
-    """For a process with one CPU device, and no other process in its world."""
+    """Return the environment of a process with one CPU device, and no other process in its world."""
     kept = {name: value for name, value in mine.items() if not name.startswith(FOREIGN_PREFIXES)}
     return {**kept, "JAX_PLATFORMS": "cpu"}

@@ -1,6 +1,6 @@
-"""The storage process: Orbax's only home. It carries out one order after the other.
+"""The storage process, the only one that imports Orbax. It serves one request after the other.
 
-Usage: process.py SOCKET PARENT. It ends when its worker does: the socket closes, and the kernel kills it.
+Usage: storage_process.py SOCKET PARENT. It ends with its worker: the socket closes, and the kernel kills it.
 """
 
 import contextlib
@@ -39,60 +39,60 @@ REASON_CHARACTERS: Final = 500
 
 
 def run_storage_process(descriptor: int, parent_pid: int) -> None:
-    """Serves until the worker is gone."""
+    """Serve until the worker has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        return  # it died before the kernel knew to tell us
+        return  # the worker died before the call to prctl
     with contextlib.suppress(OSError):  # training goes first
         os.nice(NICENESS)
-    link = Connection[Reply, Request](descriptor, REQUEST_DECODER)
-    for received in link:
-        _answer(link, received)
+    connection = Connection[Reply, Request](descriptor, REQUEST_DECODER)
+    for received in connection:
+        _reply_to(connection, received)
         gc.collect()  # Orbax has cycles, and they hold the state
 
 
-def _answer(link: Connection[Reply, Request], received: Received[Request]) -> None:
-    order = received.message
-    has_memory = isinstance(order, SaveRequest | ReadBoxesRequest)
+def _reply_to(connection: Connection[Reply, Request], received: Received[Request]) -> None:
+    request = received.message
+    has_memory = isinstance(request, SaveRequest | ReadBoxesRequest)
     memory = received.take_descriptors(1)[0] if has_memory else None
     try:
-        answer = _carry_out(order, memory)
+        reply = _execute(request, memory)
     except ResilientJaxError as error:
-        answer = FailureReply(reason=str(error))
+        reply = FailureReply(reason=str(error))
     except Exception as error:  # the process boundary
         traceback.print_exc()
-        answer = FailureReply(reason=f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
+        reply = FailureReply(reason=f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
     if memory is not None:
         os.close(memory)
-    link.send(answer)
+    connection.send(reply)
 
 
-def _carry_out(order: Request, memory: int | None) -> Reply:
-    match order:
+def _execute(request: Request, memory: int | None) -> Reply:
+    match request:
         case SaveRequest():
-            assert memory is not None, "it came with the order"
-            return _save(order, memory)
+            assert memory is not None, "it comes with the request"
+            return _save(request, memory)
         case VerifyRequest():
-            arrays, is_verified = inspect_checkpoint(Path(order.folder))
+            arrays, is_verified = inspect_checkpoint(Path(request.folder))
             return VerifyReply(arrays=arrays, has_digests=is_verified)
         case ReadBoxesRequest():
-            assert memory is not None, "it came with the order"
-            read_boxes(Path(order.folder), order.boxes, mmap.mmap(memory, 0))
+            assert memory is not None, "it comes with the request"
+            read_boxes(Path(request.folder), request.boxes, mmap.mmap(memory, 0))
             return ReadBoxesReply()
         case _:
-            assert_never(order)
+            assert_never(request)
 
 
-def _save(order: SaveRequest, memory: int) -> SaveReply:
+def _save(request: SaveRequest, memory: int) -> SaveReply:
     started_s = time.monotonic()
-    directory = Path(order.directory)
-    numbers = mmap.mmap(memory, 0, prot=mmap.PROT_READ)  # unmapped with the last array on it
+    directory = Path(request.directory)
+    mapped = mmap.mmap(memory, 0, prot=mmap.PROT_READ)  # unmapped with the last array over it
     nbytes = write_checkpoint(
-        directory, order.step, build_tree((leaf.path, view_leaf(leaf, numbers)) for leaf in order.leaves)
+        directory, request.step, build_tree((leaf.path, view_leaf(leaf, mapped)) for leaf in request.leaves)
     )
-    remove_old_checkpoints(directory, order.step, order.max_to_keep, order.distrusted)
+    remove_old_checkpoints(directory, request.step, request.max_to_keep, request.distrusted)
     return SaveReply(
-        step=order.step, nbytes=nbytes or 0, existed=nbytes is None, duration_s=time.monotonic() - started_s
+        step=request.step, nbytes=nbytes or 0, existed=nbytes is None, duration_s=time.monotonic() - started_s
     )
 
 

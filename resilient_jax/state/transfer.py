@@ -109,7 +109,7 @@ class StateServer:
             )
             if not found or self._offer is None or self._offer[0] != generation:
                 raise PeerUnreachable(
-                    f"state of generation {generation} asked for, but this worker offers "
+                    f"state of generation {generation} was requested, expected it to be offered; this worker offers "
                     f"{'none' if self._offer is None else f'that of generation {self._offer[0]}'}"
                 )
             return self._offer[1]

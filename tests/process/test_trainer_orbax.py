@@ -86,7 +86,7 @@ def to_bytes(tree):
 
 @contextlib.contextmanager
 def open_store(directory, **options):
-    with contextlib.closing(OrbaxStore(directory, **{"keep": 2, **options})) as store:
+    with contextlib.closing(OrbaxStore(directory, **{"max_to_keep": 2, **options})) as store:
         yield store
 
 
@@ -517,7 +517,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(saved, tmp_path
     for step in (5, 9):
         flip_a_bit(tmp_path / str(step))
     world: Any = OneHost()
-    with open_store(tmp_path, keep=2) as store:
+    with open_store(tmp_path, max_to_keep=2) as store:
         found = resume(world, store, tmp_path)
         assert found is not None
         assert found[0] == 1
@@ -642,7 +642,7 @@ def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
 def test_a_storage_process_that_died_while_it_had_nothing_to_do_costs_no_checkpoint(tmp_path):
     def kill_idle(store):
         os.kill(store.process, signal.SIGKILL)
-        wait_until(lambda: store._line.has_ended)
+        wait_until(lambda: store._connection.has_ended)
 
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
