@@ -1,1 +1,1 @@
-"""The training data as a pure function: microbatch `index` of step `step`, whoever computes it."""
+"""The training data as a pure function of (step, index), the same on every host."""

@@ -1,7 +1,7 @@
-"""The layout of an example: its tree, shapes and dtypes, which must be the first one's in all others.
+"""The layout of an example: its tree, shapes and dtypes, which must be the same for all examples.
 
-A program is compiled for one layout. A second one would compile again on one host while the others wait, or, worse,
-train on something else; so it is refused here, where the item that has it can still be named.
+A program is compiled for one layout. A second layout would compile again on one host while the others wait, or, worse,
+train on something else; so it is refused here, where the error can still name the item that has it.
 """
 
 import dataclasses
@@ -15,33 +15,33 @@ import numpy as np
 from resilient_jax.errors import DataError
 
 Tree = Any
-"""A pytree of numpy arrays; which tree is up to the user."""
+"""A pytree of numpy arrays; the user chooses its structure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleLayout:
     """Tree, shapes and dtypes."""
 
-    structure: Any  # a PyTreeDef, which to a type checker is a variable, not a type
+    structure: Any  # a PyTreeDef, which type checkers take for a variable, not for a type
     leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
 
 class LayoutChecker:
-    """Remembers the layout it sees first, and holds all others to it."""
+    """Remembers the first layout, and refuses all others."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _first: threads read ahead, and one of them is first
+        self._lock = threading.Lock()  # guards _first: several threads read ahead
         self._first: tuple[str, ExampleLayout] | None = None
 
     def check(self, tree: Tree, name: str) -> list[np.ndarray]:
-        """The leaves of `tree` as arrays, in the order that `rebuild` takes them.
+        """Return the leaves of `tree` as arrays, in the order that `rebuild` takes them.
 
         Args:
             tree: arrays and numbers.
-            name: what to call it in a message: "item 7 of list".
+            name: of the example, for the error: "item 7 of list".
 
         Raises:
-            DataError: a leaf is no array of numbers, there is none, or the layout is not the first one's.
+            DataError: a leaf is no array of numbers, there is no leaf, or the layout is not the first one's.
         """
         leaves, structure = jax.tree.flatten(tree)
         arrays = [_to_array(leaf, tree, position, name) for position, leaf in enumerate(leaves)]
@@ -62,7 +62,7 @@ class LayoutChecker:
         return arrays
 
     def rebuild(self, leaves: Sequence[np.ndarray]) -> Tree:
-        """The tree that has these leaves. Something must have been checked before."""
+        """Return the tree that has these leaves. `check` must have been called before."""
         assert self._first is not None
         return jax.tree.unflatten(self._first[1].structure, leaves)
 
@@ -101,5 +101,5 @@ def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
 
 
 def _paths(tree: Tree) -> list[str]:
-    """How to get at each leaf: `['image']`, `[0]`; empty for a tree that is one leaf."""
+    """Return the path of each leaf: `['image']`, `[0]`; empty for a tree that is one leaf."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -10,28 +10,29 @@ from resilient_jax.errors import DataError
 
 
 class FunctionData:
-    """Microbatches that a function computes: `function(step, index)` gives all rows of one.
+    """Microbatches from a function: `function(step, index)` returns all rows of one.
 
-    It must give the same for the same arguments on every host and after a restart; nobody can check that.
+    The function must return the same for the same arguments on every host and after a restart; that is not checked.
     """
 
     def __init__(self, function: Callable[[int, int], Tree], *, microbatch_size: int | None = None) -> None:
-        """Calls nothing yet.
+        """Keep the function; do not call it yet.
 
         Args:
-            function: its result is a tree of arrays, whose first dimension counts the examples.
-            size: how many examples it gives; None: as many as it gives the first time.
+            function: returns a tree of arrays, whose first dimension counts the examples.
+            microbatch_size: how many examples it returns; None: as many as in the first call.
         """
         self._function = function
         self._size = microbatch_size
         self._layout = LayoutChecker()
 
     def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
-        """The function's result; of a part its rows, though the whole is computed.
+        """Return the function's result, or the rows of a part of it.
 
         Raises:
-            DataError: the result is no tree of arrays with one first dimension, is laid out differently from the
-                first one, or cannot be divided.
+            DataError: the result is no tree of arrays with one first dimension, has another layout than the first one,
+            or
+                cannot be divided.
         """
         name = f"step {step}, microbatch {index}"
         leaves = self._layout.check(self._function(step, index), name)
@@ -39,11 +40,11 @@ class FunctionData:
         return self._layout.rebuild([leaf[run] for leaf in leaves])
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """None: a function tells no lengths."""
+        """Return None: the document lengths are unknown."""
         return None
 
     def _count(self, leaves: list[np.ndarray], name: str) -> int:
-        """How many examples the arrays hold."""
+        """Return how many examples the arrays hold."""
         counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         count = counts.pop()
         if counts or count < 1 or self._size not in (None, count):

@@ -1,24 +1,26 @@
-"""Which rows belong to a microbatch, and which of them to one of the hosts that share it."""
+"""Which rows belong to a microbatch, and which of them to each of the hosts that share it."""
 
 from numbers import Integral
 
 from resilient_jax.errors import DataError
 
 RowPart = tuple[int, int]
-"""(k, n): the k-th of n equal runs of a microbatch's rows."""
+"""(k, n): the k-th of n equal parts of a microbatch's rows."""
 
 ALL_ROWS: RowPart = (0, 1)
 
 
 def slice_rows(rows: int, part: RowPart) -> slice:
-    """The rows of `part`, among `rows` of them.
+    """Return the rows of `part`, of `rows` in all.
 
     Raises:
-        DataError: `part` is none, or its number of runs does not divide the rows.
+        DataError: `part` is invalid, or its number of parts does not divide the rows.
     """
     k, n = part
     if not 0 <= k < n:
-        raise DataError(f"part: found {part}, expected (k, n) with 0 <= k < n: the k-th of n runs of rows")
+        raise DataError(
+            f"part: found {part}, expected (k, n) with 0 <= k < n: the k-th of n parts of the rows"
+        )
     if rows % n:
         raise DataError(
             f"part {part}: found a microbatch of {rows} rows, expected a multiple of {n}, the hosts that share it. "
@@ -30,9 +32,9 @@ def slice_rows(rows: int, part: RowPart) -> slice:
 def list_positions(
     step: int, index: int, part: RowPart, *, num_microbatches: int, microbatch_size: int
 ) -> range:
-    """Positions, counted from the first row of step 0, of the rows of one part of a microbatch.
+    """Return the positions, counted from the first row of step 0, of the rows of one part of a microbatch.
 
-    Position `(step * microbatches + index) * size + k` is row k. No two microbatches share a position.
+    Row k has position `(step * num_microbatches + index) * microbatch_size + k`. No two microbatches share a position.
 
     Raises:
         DataError: there is no such step, microbatch or part.
@@ -47,10 +49,10 @@ def list_positions(
 
 
 def check_integers(**numbers: object) -> None:
-    """Refuses what is no integer: a float would be cut, or fail where nobody can tell which it was.
+    """Check that the values are integers: a float would be truncated, or fail far from its origin.
 
     Raises:
-        DataError: names the first of them.
+        DataError: names the first that is not.
     """
     for name, found in numbers.items():
         if not isinstance(found, Integral):
@@ -58,10 +60,10 @@ def check_integers(**numbers: object) -> None:
 
 
 def check_positive_integers(**numbers: int) -> None:
-    """Refuses numbers below 1, and what is no integer.
+    """Check that the values are integers of at least 1.
 
     Raises:
-        DataError: names the first of them.
+        DataError: names the first that is not.
     """
     check_integers(**numbers)
     for name, found in numbers.items():

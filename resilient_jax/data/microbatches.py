@@ -1,4 +1,4 @@
-"""What the trainer asks of the data, and how it is made of what the user has."""
+"""The data as the trainer reads it, and how it is made from the user's source."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from resilient_jax.data.random_access import RandomAccessData
 from resilient_jax.errors import DataError
 
 EXPECTED_SOURCES = (
-    "expected (1) a function batch(step, index) that gives a microbatch, (2) a source with __len__ and __getitem__, "
+    "expected (1) a function batch(step, index) that returns a microbatch, (2) a source with __len__ and __getitem__, "
     "such as a list, an array or a map-style dataset, (3) a Grain MapDataset, or (4) an object with the methods "
     "batch(step, index, part) and lengths(step, index)"
 )
@@ -22,21 +22,21 @@ EXPECTED_SOURCES = (
 class MicrobatchData(Protocol):
     """The data of a training run: any microbatch of any step, in any order, from any thread.
 
-    Pure: the same arguments give the same numbers, on every host and after every restart.
+    Pure: the same arguments return the same arrays, on every host and after every restart.
     """
 
     def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
-        """A pytree of numpy arrays whose first dimension counts the examples.
+        """Return a pytree of numpy arrays whose first dimension counts the examples.
 
         Args:
             step: from 0.
             index: of the microbatch in its step.
-            part: (k, n): the k-th of n equal runs of rows. A replica that spans n hosts reads on each only its own.
+            part: (k, n): the k-th of n equal parts of the rows. A replica on n hosts reads only its own part on each.
         """
         ...
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """int32: document lengths of a packed microbatch, for whoever predicts its time; None if it has none."""
+        """Return int32: document lengths of a packed microbatch, which predict its time; None: unknown."""
         ...
 
 
@@ -48,20 +48,19 @@ def make_microbatch_data(
     seed: int = 0,
     shuffle: bool | None = None,
 ) -> MicrobatchData:
-    """Microbatches from what the user has: a source of examples, a function, a Grain dataset.
+    """Return microbatches from a source of examples, a function, or a Grain dataset.
 
     Args:
-        source: a function `batch(step, index)`; anything with `__len__` and `__getitem__`; a Grain `MapDataset`; or an
-            object that is `MicrobatchData` already, which is given back.
-        microbatches: in a step.
-        size: examples in a microbatch. None: the source decides, because its elements (Grain) or results (function)
-            are microbatches.
-        seed: of the shuffle of a random-access source; the others have an order of their own.
-        shuffle: of a random-access source: whether to shuffle it anew in each epoch, which is done unless it says
-            False. Of the others: None.
+        source: a function `batch(step, index)`; a source with `__len__` and `__getitem__`; a Grain `MapDataset`; or
+            `MicrobatchData`, which is returned as it is.
+        num_microbatches: in a step.
+        microbatch_size: examples in a microbatch. None: the source decides, because its elements (Grain) or results
+            (function) are microbatches.
+        seed: of the shuffle of a random-access source; other sources have their own order.
+        shuffle: whether to shuffle a random-access source anew in each epoch; None: yes. For other sources: None.
 
     Raises:
-        DataError: the source is none of these, is empty, or does not go with the other arguments.
+        DataError: the source is none of these, is empty, or does not fit the other arguments.
 
     >>> data = make_microbatch_data([10, 11, 12, 13, 14], num_microbatches=2, microbatch_size=2, shuffle=False)
     >>> data.batch(step=1, index=0), data.batch(step=1, index=0, part=(1, 2))
@@ -118,6 +117,6 @@ def _describe_refusal(source: object) -> str:
     if isinstance(source, Mapping):
         return found + "Give one of its values, or a list of examples, each a mapping"
     return found + (
-        "An iterator cannot be asked for a microbatch that a dead host has read, so it will not do; in Grain, give the "
-        "MapDataset that the IterDataset was made from"
+        "An iterator cannot return again a microbatch that a dead host has read; in Grain, give the MapDataset that "
+        "the IterDataset was made from"
     )

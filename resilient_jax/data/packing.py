@@ -1,8 +1,9 @@
-"""Documents laid end to end into rows of one length, so that little is computed for padding.
+"""Packing: documents concatenated into rows of one length, so that little is computed for padding.
 
-Rows are filled in the order of the documents: a row is closed when the next one does not fit (next-fit). First-fit
-decreasing leaves less padding, but sorts by length: a row then holds documents of like length, and a microbatch of such
-rows is no random sample. In order, neighbours stay neighbours, and documents appended later change no finished row.
+Rows are filled in the order of the documents: a row is closed when the next document does not fit (next-fit). First-fit
+decreasing leaves less padding, but sorts by length: a row then has documents of similar length, and a microbatch of
+such rows is not a random sample. In order, neighbors stay neighbors, and documents appended later change no finished
+row.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ TOKEN_RANGE = np.iinfo(np.int32)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Which pieces of documents go into which row. A document that fits into a row is one piece.
+    """Which pieces of documents are in which row. A document that fits into a row is one piece.
 
     Attributes:
-        documents: int64[pieces], the document's number.
+        documents: int64[pieces], the index of the document.
         starts: int64[pieces], where in the document the piece begins, in tokens.
         lengths: int32[pieces], in tokens, at least 1.
-        bounds: int64[rows + 1]; row i has the pieces from `bounds[i]` up to `bounds[i + 1]`, exclusive.
+        row_bounds: int64[rows + 1]; row i has the pieces from `row_bounds[i]` up to `row_bounds[i + 1]`, exclusive.
     """
 
     documents: npt.NDArray[np.int64]
@@ -39,21 +40,21 @@ class Packing:
         return len(self.row_bounds) - 1
 
     def list_pieces(self, row: int) -> range:
-        """The numbers of the pieces in a row."""
+        """Return the indices of the pieces in a row."""
         return range(int(self.row_bounds[row]), int(self.row_bounds[row + 1]))
 
 
 def pack_documents(lengths: npt.ArrayLike, context_length: int) -> Packing:
-    """Which documents go into which row of `context` tokens, in their order.
+    """Return which documents are in which row of `context_length` tokens, in their order.
 
-    A document longer than the context is cut into pieces of that length and a rest. An empty one goes nowhere.
+    A document longer than a row is split into pieces of that length and a rest. An empty one is in no row.
 
     Args:
         lengths: int[documents], in tokens.
-        context: length of a row, in tokens.
+        context_length: length of a row, in tokens.
 
     Raises:
-        DataError: the context is below 1, or a length below 0; one of them is not whole.
+        DataError: the context length is below 1, or a length below 0; one of them is not an integer.
     """
     check_positive_integers(context_length=context_length)
     whole = _read_lengths(lengths)
@@ -72,22 +73,24 @@ def pack_documents(lengths: npt.ArrayLike, context_length: int) -> Packing:
 
 
 def _read_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """int64[documents]."""
+    """Return int64[documents]."""
     try:
         found = np.array(lengths, ndmin=1)
     except ValueError as error:
         raise _refuse_lengths(str(error)) from error
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):  # an empty list is one of floats
+    if found.ndim != 1 or (
+        found.size and found.dtype.kind not in "iu"
+    ):  # numpy makes an empty list an array of floats
         raise _refuse_lengths(f"{found.dtype}{list(found.shape)}")
     return found.astype(np.int64)
 
 
 def _refuse_lengths(found: str) -> DataError:
-    return DataError(f"document lengths: found {found}, expected whole numbers, one for each document")
+    return DataError(f"document lengths: found {found}, expected integers, one for each document")
 
 
 def _fill(pieces: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
-    """int64[rows + 1]: the first piece of each row, and the number of pieces."""
+    """Return int64[rows + 1]: the first piece of each row, and the number of pieces."""
     ends = np.cumsum(pieces)
     bounds = [0]
     while bounds[-1] < len(pieces):
@@ -99,8 +102,8 @@ def _fill(pieces: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
 class PackedDocuments:
     """A random-access source of packed rows.
 
-    Each is a dict of int32[context]: `tokens`; `segments`, 0 in padding, else 1, 2, ... by document in this row (attend
-    only within one); `positions`, counted from 0 in each piece, 0 in padding.
+    Each row is a dict of int32[context_length]: `tokens`; `segments`, 0 in padding, else 1, 2, ... by document in this
+    row (attend only within one); `positions`, counted from 0 in each piece, 0 in padding.
     """
 
     def __init__(
@@ -111,17 +114,17 @@ class PackedDocuments:
         *,
         document_lengths: Sequence[int] | None = None,
     ) -> None:
-        """Packs; for that it needs the length of every document.
+        """Pack the documents, which needs the length of each.
 
         Args:
-            documents: each of integers, of one dimension.
-            context: length of a row, in tokens.
-            pad: the token in padding.
-            document_lengths: in tokens, of all documents, if they are known. Else each document is read here once, in
-                every start of a worker.
+            documents: each one-dimensional, of integers.
+            context_length: length of a row, in tokens.
+            pad_token: the token in padding.
+            document_lengths: in tokens, of all documents, if known. Else each document is read here once, at every
+                start of a worker.
 
         Raises:
-            DataError: a document is no row of integers; more or fewer lengths than documents; a bad number.
+            DataError: a document is no row of integers; more or fewer lengths than documents; an invalid number.
         """
         check_integers(pad=pad_token)
         if not TOKEN_RANGE.min <= pad_token <= TOKEN_RANGE.max:
@@ -159,7 +162,7 @@ class PackedDocuments:
         return {"tokens": tokens, "segments": segments, "positions": positions}
 
     def lengths(self, row: int) -> npt.NDArray[np.int32]:
-        """int32: lengths of the pieces in a row, in tokens. Reads no document."""
+        """Return int32: lengths of the pieces in a row, in tokens. Reads no document."""
         pieces = self._packing.list_pieces(row)
         return self._packing.lengths[pieces.start : pieces.stop]
 
@@ -185,7 +188,7 @@ class PackedDocuments:
                 "dimension"
             ) from error
         if document.ndim == 1 and not document.size:
-            return document.astype(np.int32)  # an empty list has no dtype of its own
+            return document.astype(np.int32)  # numpy makes an empty list an array of floats
         if document.ndim != 1 or document.dtype.kind not in "iu":
             raise DataError(
                 f"{describe_item(self._documents, number)}: found {document.dtype}{list(document.shape)}, expected "

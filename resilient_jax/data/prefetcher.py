@@ -1,13 +1,16 @@
 """Reads microbatches ahead on threads, so that the accelerator does not wait for them.
 
 Rules, all under `_changed`:
-- a read begins when somebody puts a `Future` into `_reads`; so it begins once, and whoever asks waits for that one.
-- a thread begins the next expected one while fewer than `ahead` reads have been begun that nobody asked for.
-- whoever asks for one that is not begun reads it on their own thread: nobody waits for room, so nothing deadlocks.
-- a read ahead that failed is done again by whoever asks: JAX's devices may have changed under it, and what fails for
-  good fails there, with the stack of the caller.
-- `expect` drops what is no longer wanted. A read under way cannot be stopped; its result goes to those who wait for it,
-  and nowhere else.
+- a read begins when its `Future` is put into `_reads`; so it begins once, and all callers of `get` wait for that
+future.
+- a thread begins the next expected read while fewer than `buffer_size` reads have begun that `get` has not requested.
+- a `get` of a microbatch whose read has not begun reads on the caller's thread: no caller waits for room in the buffer,
+  so there is no deadlock.
+- a read ahead that failed is repeated by `get`: JAX's devices may have changed during it, and a persistent error is
+then
+  raised with the stack of the caller.
+- `expect` drops what is no longer wanted. A read under way cannot be stopped; only callers that wait already get its
+  result.
 """
 
 import logging
@@ -27,7 +30,7 @@ from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import DataError
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for reads under way: a source that takes longer hangs."""
+"""How long `close` waits for reads under way; a source that takes longer hangs."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +39,19 @@ MicrobatchKey = tuple[int, int, RowPart]
 
 
 class Prefetcher:
-    """Microbatches, read before they are asked for.
+    """Microbatches that are read before they are requested.
 
-    At most `ahead` of those that were not asked for yet are in memory, or being read. Those that were asked for stay
-    until the next `expect`, so that a step can be repeated: call it in each step.
-    Any method may be called from any thread.
+    At most `buffer_size` unrequested microbatches are in memory, or being read. Requested ones stay until the next
+    `expect`, so that a step can be repeated: call `expect` in each step. All methods are thread-safe.
     """
 
     def __init__(self, data: MicrobatchData, *, buffer_size: int = 8, num_threads: int = 2) -> None:
-        """Starts the threads, which wait for `expect`.
+        """Start the threads, which wait for `expect`.
 
         Args:
             data: read from all threads at once.
-            ahead: how many microbatches to hold for later.
-            threads: how many to read at once.
+            buffer_size: how many microbatches to hold ready.
+            num_threads: how many microbatches to read at once.
 
         Raises:
             DataError: a number is below 1.
@@ -71,10 +73,10 @@ class Prefetcher:
             thread.start()
 
     def expect(self, wanted: Sequence[MicrobatchKey]) -> None:
-        """Says what will be asked for, in that order; replaces what was said before.
+        """Set what will be requested, in that order, in place of the last call's.
 
-        What is read or being read and still wanted is kept, unless its read has failed; the rest is forgotten. So after
-        a failure only the microbatches that are new to this host are read.
+        What is read or being read and still wanted is kept, unless its read has failed; the rest is dropped. So after a
+        failure only the microbatches that are new to this host are read.
 
         Raises:
             DataError: closed.
@@ -92,14 +94,14 @@ class Prefetcher:
             self._changed.notify_all()
 
     def get(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
-        """The microbatch; waits until it is read, as long as the source takes.
+        """Return the microbatch; wait until it is read, as long as the source takes.
 
-        Asked again before the next `expect`, it is the same arrays: do not write into them. One that nobody expected is
-        read here and now, and not kept.
+        A second `get` before the next `expect` returns the same arrays: do not write into them. An unexpected
+        microbatch is read in the call, and not kept.
 
         Raises:
             DataError: closed.
-            Exception: what the source raised for this microbatch, unchanged. Asked again, it is read again.
+            Exception: what the source raised for this microbatch, unchanged. The next `get` reads again.
         """
         key = (step, index, part)
         while True:
@@ -159,13 +161,13 @@ class Prefetcher:
         return read
 
     def _read_ahead(self) -> None:
-        """A thread's life."""
+        """Run a thread until the prefetcher is closed."""
         while (begun := self._wait_next()) is not None:
             self._read(*begun)
             del begun  # else an idle thread would hold the last microbatch in memory
 
     def _wait_next(self) -> tuple[MicrobatchKey, Future[Tree]] | None:
-        """The next expected microbatch, begun; None: closed."""
+        """Begin the next expected read; return None when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._queue and self._has_room()))
             if self._closed:
@@ -179,7 +181,9 @@ class Prefetcher:
     def _read(self, key: MicrobatchKey, read: Future[Tree]) -> None:
         try:
             read.set_result(self._data.batch(*key))
-        except BaseException as error:  # the thread's boundary: whoever waits must get it, or waits for ever
+        except (
+            BaseException
+        ) as error:  # the thread's boundary: callers that wait for the future get the error
             read.set_exception(error)
 
     def _forget_unless_wanted(self, key: MicrobatchKey, read: Future[Tree]) -> None:

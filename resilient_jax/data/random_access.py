@@ -1,4 +1,4 @@
-"""Microbatches from anything that has a length and gives an item by its number."""
+"""Microbatches from a source that has a length and returns an item by its index."""
 
 from typing import Protocol
 
@@ -26,8 +26,10 @@ class RandomAccessSource(Protocol):
 class RandomAccessData:
     """Microbatches of examples from a random-access source, shuffled anew in each epoch.
 
-    Row `p = (step * microbatches + index) * size + k` is item `permutation(seed, p // n)(p % n)` of the n items: one
-    epoch follows the other without a gap, so a microbatch may hold the end of one and the begin of the next.
+    Row `p = (step * num_microbatches + index) * microbatch_size + k` is item `permutation(seed, p // n)(p % n)` of the
+    n
+    items: epochs follow each other without a gap, so a microbatch may have the end of one and the beginning of the
+        next.
     """
 
     def __init__(
@@ -39,22 +41,22 @@ class RandomAccessData:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        """Takes the source's length as it is now.
+        """Take the source's present length.
 
         Args:
             source: its items are arrays, numbers or trees of them, all of one layout.
-            microbatches: in a step.
-            size: examples in a microbatch.
+            num_microbatches: in a step.
+            microbatch_size: examples in a microbatch.
             seed: of the shuffle, from 0 to 2**64 - 1.
             shuffle: False: the source's own order in every epoch.
 
         Raises:
-            DataError: the source is empty, or has no length; a number is below 1, or not whole.
+            DataError: the source is empty, or has no length; a number is below 1, or not an integer.
         """
         check_positive_integers(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         check_integers(seed=seed)
         self._source = source
-        self._length = count_at_least_one_item(source)
+        self._length = check_nonempty(source)
         self._microbatches = num_microbatches
         self._size = microbatch_size
         self._seed = seed
@@ -62,23 +64,23 @@ class RandomAccessData:
         self._layout = LayoutChecker()
 
     def batch(self, step: int, index: int, part: RowPart = ALL_ROWS) -> Tree:
-        """Each leaf of the examples, stacked: [rows, ...].
+        """Return each leaf of the examples, stacked: [rows, ...].
 
         Raises:
-            DataError: no such microbatch or part, or the source breaks its promise.
+            DataError: there is no such microbatch or part, or the source lacks an item or changes its layout.
         """
-        return read_examples(self._source, self._numbers(step, index, part), self._length, self._layout)
+        return read_examples(self._source, self._item_indices(step, index, part), self._length, self._layout)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """int32: lengths of the documents in all rows, if the source tells them (see `PackedDocuments`)."""
+        """Return int32: document lengths in all rows, if the source has a method `lengths` (see `PackedDocuments`)."""
         lengths_of = getattr(self._source, "lengths", None)
         if not callable(lengths_of):
             return None
-        numbers = self._numbers(step, index, ALL_ROWS)
+        numbers = self._item_indices(step, index, ALL_ROWS)
         return np.concatenate([np.asarray(lengths_of(number), np.int32) for number in numbers])
 
-    def _numbers(self, step: int, index: int, part: RowPart) -> list[int]:
-        """The source's numbers of the items, row by row."""
+    def _item_indices(self, step: int, index: int, part: RowPart) -> list[int]:
+        """Return the source's indices of the items, row by row."""
         positions = list_positions(
             step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size
         )
@@ -94,10 +96,10 @@ class RandomAccessData:
 
 
 def count_items(source: RandomAccessSource) -> int:
-    """The length of a source, which may be 0.
+    """Return the length of a source, which may be 0.
 
     Raises:
-        DataError: it has none, such as an array of no dimension.
+        DataError: the source has no length, such as an array without dimensions.
     """
     try:
         return len(source)
@@ -108,11 +110,11 @@ def count_items(source: RandomAccessSource) -> int:
         ) from error
 
 
-def count_at_least_one_item(source: RandomAccessSource) -> int:
-    """The length of a source.
+def check_nonempty(source: RandomAccessSource) -> int:
+    """Return the length of a source, which must have items.
 
     Raises:
-        DataError: it is empty, or has none.
+        DataError: the source is empty, or has no length.
     """
     length = count_items(source)
     if length < 1:
@@ -124,10 +126,10 @@ def count_at_least_one_item(source: RandomAccessSource) -> int:
 
 
 def read_item(source: RandomAccessSource, number: int, length: int) -> Tree:
-    """Item `number` of a source.
+    """Return item `number` of a source.
 
     Raises:
-        DataError: the source, which promised `length` items, does not have this one.
+        DataError: the source, which has `length` items, does not have this one.
     """
     try:
         item = source[number]
@@ -147,7 +149,7 @@ def read_item(source: RandomAccessSource, number: int, length: int) -> Tree:
 
 
 def read_examples(source: RandomAccessSource, numbers: list[int], length: int, layout: LayoutChecker) -> Tree:
-    """The items of these numbers, at least one, stacked leaf by leaf.
+    """Return the items at these indices, at least one, stacked leaf by leaf.
 
     Raises:
         DataError: an item is missing, is no tree of arrays, or has another layout than the first.
@@ -159,5 +161,5 @@ def read_examples(source: RandomAccessSource, numbers: list[int], length: int, l
 
 
 def describe_item(source: object, number: int) -> str:
-    """What to call an item in a message."""
+    """Return the name of an item, for an error."""
     return f"item {number} of {type(source).__name__}"

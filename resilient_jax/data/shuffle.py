@@ -1,13 +1,13 @@
 """A permutation of range(n) that is computed, not stored: O(1) memory for any n.
 
-A Feistel network permutes [0, 2**bits), the first power of two that holds n, whatever its round function is; positions
-that land outside of range(n) are sent through again until they land inside (cycle walking: Black and Rogaway, "Ciphers
-with arbitrary finite domains", CT-RSA 2002). That takes fewer than two passes on average. An odd number of bits has
-halves that differ by one bit; equal halves would need a power of four, and twice the passes. The round function is the
-finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). This is a
-shuffle, not a cipher.
+A Feistel network permutes [0, 2**bits), the first power of two that is at least n, whatever its round function is;
+positions that are mapped outside of range(n) are mapped again until they are inside (cycle walking: Black and Rogaway,
+"Ciphers with arbitrary finite domains", CT-RSA 2002). That takes fewer than two passes on average. An odd number of
+bits has halves that differ by one bit; equal halves would need a power of four, and twice the passes. The round function is
+the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). This is
+a shuffle, not a cipher.
 
-The order of the training data hangs on every constant here: the tests pin it, and it may never change.
+The order of the training data depends on every constant here: the tests pin it, and it may never change.
 """
 
 import numpy as np
@@ -17,7 +17,8 @@ from resilient_jax.data.microbatch_rows import check_integers
 from resilient_jax.errors import DataError
 
 ROUNDS = 12
-"""Four make a good shuffle of a large range (Luby and Rackoff); a range of five needs twelve for all orders alike."""
+"""Four make a good shuffle of a large range (Luby and Rackoff); a range of five needs twelve to make all orders equally
+likely."""
 WEYL_INCREMENT = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2**64 divided by the golden ratio, made odd."""
 MAX_UINT64 = 2**64 - 1
@@ -28,21 +29,21 @@ Uint64Array = npt.NDArray[np.uint64]
 
 
 def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where the permutation of range(n) that belongs to (seed, epoch) sends each of the positions.
+    """Return where the permutation of range(n) for (seed, epoch) maps each of the positions.
 
     A pure function of its arguments, the same on every machine and in every version.
 
     Args:
-        positions: integers in range(n), of one dimension.
+        positions: integers in range(n), one-dimensional.
         n: length of the range, from 1 to 2**62.
         seed: from 0 to 2**64 - 1.
-        epoch: from 0; each one has an order of its own.
+        epoch: from 0; each epoch has its own order.
 
     Returns:
         int64, as many as there are positions. For all of range(n) together: each of range(n) once.
 
     Raises:
-        DataError: a number is not in its range, or not whole.
+        DataError: a number is out of its range, or not an integer.
 
     >>> permute(range(6), 6, seed=0, epoch=0).tolist()
     [3, 5, 4, 1, 0, 2]
@@ -62,7 +63,7 @@ def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.N
 
 
 def _encipher(words: Uint64Array, bits: int, keys: Uint64Array) -> Uint64Array:
-    """Permutes [0, 2**bits): each round changes one half by what the other is, so it can be undone."""
+    """Permute [0, 2**bits): each round changes one half as a function of the other, so it is invertible."""
     right_bits = bits // 2
     left_bits = bits - right_bits
     shift, right_mask, left_mask = (np.uint64(n) for n in (right_bits, 2**right_bits - 1, 2**left_bits - 1))
@@ -81,7 +82,7 @@ def _round_keys(seed: int, epoch: int) -> Uint64Array:
 
 
 def mix_words(words: Uint64Array) -> Uint64Array:
-    """SplitMix64's finaliser, a permutation of the 64-bit words. uint64[n] with n >= 1 to uint64[n]."""
+    """Apply SplitMix64's finalizer, a permutation of the 64-bit words. uint64[n] with n >= 1 to uint64[n]."""
     # Arrays wrap around silently, as this needs; scalars would warn.
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
