@@ -1,9 +1,9 @@
-"""A tiny job for campaigns of `resilient-jax chaos`: seconds to start, the same bits whoever dies.
+"""A tiny job for campaigns of `resilient-jax chaos`: it starts in seconds, and gives the same bits under any failures.
 
     resilient-jax chaos configs/chaos/process.toml -- examples/chaos_job.py
     resilient-jax chaos configs/chaos/snapshots.toml -- examples/chaos_job.py --state sharded
 
-It trains until the file that RESILIENT_JAX_CHAOS_STOP_STEP names says at which step to stop; without one for `--steps`.
+It trains until the step in the file that RESILIENT_JAX_CHAOS_END names; without one for `--steps`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Total = tuple[jax.Array, Arrays]
 
 
 def read_end(default: int) -> int:
-    """The step at which to stop. Written whole and well ahead, so that all hosts stop at the same."""
+    """Return the step at which to stop. The file is written well ahead, so all hosts stop at the same one."""
     path = os.environ.get(STOP_STEP_VARIABLE)
     if path is None:
         return default
@@ -44,7 +44,7 @@ def read_end(default: int) -> int:
 
 
 def init_state() -> State:
-    """Parameters and what the optimizer remembers."""
+    """Return the initial parameters and optimizer state."""
     random = np.random.default_rng(0)
     params = {name: jnp.asarray(random.standard_normal((SIZE, SIZE), np.float32)) for name in "ab"}
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -52,19 +52,19 @@ def init_state() -> State:
 
 
 def loss_of(params: Arrays, rows: jax.Array) -> jax.Array:
-    """Of one microbatch: each row is to become the row shifted by one."""
+    """Return the loss of a microbatch: each row is to become the row shifted by one."""
     return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - jnp.roll(rows, 1, axis=1)) ** 2)
 
 
 @jax.jit
 def accumulate(total: Total, params: Arrays, rows: jax.Array) -> Total:
-    """The total with one microbatch's loss and gradient in it."""
+    """Return the total with the loss and the gradient of one microbatch added."""
     return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
 
 
 @jax.jit
 def update(state: State, gradients: Arrays) -> State:
-    """RMSProp with momentum: each number for itself, so that it does not matter how they are cut."""
+    """Return the next state, by RMSProp with momentum: element-wise, so the result does not depend on the sharding."""
     gradients = jax.tree.map(lambda g: g / MICROBATCHES, gradients)
     mean = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, state["mean"], gradients)
     square = jax.tree.map(lambda s, g: DECAY * s + (1 - DECAY) * g * g, state["square"], gradients)
@@ -73,19 +73,19 @@ def update(state: State, gradients: Arrays) -> State:
 
 
 def train(world: rj.World, options: argparse.Namespace) -> None:
-    """Called again in every generation."""
-    whole = NamedSharding(world.local_mesh("data"), P())
+    """Train in one generation."""
+    replicated = NamedSharding(world.local_mesh("data"), P())
     is_sharded = options.state == "sharded"
-    rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1})) if is_sharded else whole
+    rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1})) if is_sharded else replicated
     state = world.restore_or_init(init_state, sharding=rule)
     zeros = jax.device_put(
-        (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), whole
+        (jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(init_state)["params"])), replicated
     )
     is_watched = world.host != "localhost"
     for step in world.steps(options.steps):
         if step >= read_end(options.steps):
             return
-        params = replicate_tree(state["params"], whole) if is_sharded else state["params"]
+        params = replicate_tree(state["params"], replicated) if is_sharded else state["params"]
 
         def add(total: Total, microbatch: rj.Microbatch, params: Arrays = params) -> Total:
             key = (microbatch.step, microbatch.index)
@@ -107,11 +107,11 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the job."""
+    """Run the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=NEVER)
-    parser.add_argument("--state", choices=("whole", "sharded"), default="whole")
-    parser.add_argument("--snapshots", action="store_true", help="take snapshots of a whole state, too")
+    parser.add_argument("--state", choices=("replicated", "sharded"), default="replicated")
+    parser.add_argument("--snapshots", action="store_true", help="take snapshots of a replicated state, too")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of rest after each step")
     options = parser.parse_args()
     rj.run(lambda world: train(world, options))

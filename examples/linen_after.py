@@ -21,17 +21,17 @@ SIDE = 12
 
 
 class Net(nn.Module):
-    """A convolution, and a layer over all it sees."""
+    """A convolution and a dense layer."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float32[batch, SIDE, SIDE, 1] to logits float32[batch, 2]."""
+        """Return logits float32[batch, 2] of float32[batch, SIDE, SIDE, 1]."""
         x = nn.relu(nn.Conv(8, (3, 3))(images))
         return nn.Dense(2)(x.reshape(len(x), -1))
 
 
 def make_examples(count: int) -> list[dict[str, np.ndarray]]:
-    """Filled circles (0) and squares (1) of random size and place, with noise."""
+    """Return filled circles (0) and squares (1) of random size and position, with noise."""
     random = np.random.default_rng(0)
     rows, columns = np.mgrid[:SIDE, :SIDE]
     examples = []
@@ -45,13 +45,13 @@ def make_examples(count: int) -> list[dict[str, np.ndarray]]:
 
 
 def cost(model: nn.Module, batch: dict[str, Any]) -> jax.Array:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
 def main() -> None:
-    """Trains, and says how well."""
+    """Train, and print the loss."""
     data = make_examples(512)
     trainer = rj.Trainer(
         model=Net(), optimizer=optax.adam(0.01), loss_fn=cost, data=data, batch_size=BATCH, microbatch_size=8

@@ -21,17 +21,17 @@ SIDE = 12
 
 
 class Net(nn.Module):
-    """A convolution, and a layer over all it sees."""
+    """A convolution and a dense layer."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float32[batch, SIDE, SIDE, 1] to logits float32[batch, 2]."""
+        """Return logits float32[batch, 2] of float32[batch, SIDE, SIDE, 1]."""
         x = nn.relu(nn.Conv(8, (3, 3))(images))
         return nn.Dense(2)(x.reshape(len(x), -1))
 
 
 def make_examples(count: int) -> list[dict[str, np.ndarray]]:
-    """Filled circles (0) and squares (1) of random size and place, with noise."""
+    """Return filled circles (0) and squares (1) of random size and position, with noise."""
     random = np.random.default_rng(0)
     rows, columns = np.mgrid[:SIDE, :SIDE]
     examples = []
@@ -45,14 +45,14 @@ def make_examples(count: int) -> list[dict[str, np.ndarray]]:
 
 
 def cost(model: nn.Module, batch: dict[str, Any]) -> jax.Array:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
 @jax.jit
 def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, jax.Array]:
-    """Gives the next state, and the loss before."""
+    """Return the next state, and the loss before the update."""
 
     def cost_of_params(params: dict) -> jax.Array:
         return cost(Net().bind({"params": params}), batch)
@@ -62,7 +62,7 @@ def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, ja
 
 
 def main() -> None:
-    """Trains, and says how well."""
+    """Train, and print the loss."""
     data = make_examples(512)
     params = Net().init(jax.random.key(0), jnp.zeros((1, SIDE, SIDE, 1)))["params"]
     state = TrainState.create(apply_fn=Net().apply, params=params, tx=optax.adam(0.01))

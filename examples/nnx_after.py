@@ -21,30 +21,30 @@ BATCH = 64
 
 
 class Net(nnx.Module):
-    """Two layers."""
+    """Two dense layers."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(1, 32, rngs=rngs)
         self.output = nnx.Linear(32, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32[batch, 1] to the same."""
+        """Return float32[batch, 1] of float32[batch, 1]."""
         return self.output(jnp.tanh(self.hidden(x)))
 
 
 def make_examples(count: int) -> list[dict[str, np.ndarray]]:
-    """Points of a sine."""
+    """Return points of a sine."""
     x = np.linspace(-3, 3, count, dtype=np.float32)
     return [{"x": x[i : i + 1], "y": np.sin(x[i : i + 1])} for i in range(count)]
 
 
 def mse(model: Net, batch: dict[str, Any]) -> jax.Array:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
 def main() -> None:
-    """Trains, and says how well."""
+    """Train, and print the loss."""
     data = make_examples(1024)
     trainer = rj.Trainer(
         model=Net, optimizer=optax.adamw(0.01), loss_fn=mse, data=data, batch_size=BATCH, microbatch_size=8

@@ -19,38 +19,38 @@ BATCH = 64
 
 
 class Net(nnx.Module):
-    """Two layers."""
+    """Two dense layers."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(1, 32, rngs=rngs)
         self.output = nnx.Linear(32, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32[batch, 1] to the same."""
+        """Return float32[batch, 1] of float32[batch, 1]."""
         return self.output(jnp.tanh(self.hidden(x)))
 
 
 def make_examples(count: int) -> list[dict[str, np.ndarray]]:
-    """Points of a sine."""
+    """Return points of a sine."""
     x = np.linspace(-3, 3, count, dtype=np.float32)
     return [{"x": x[i : i + 1], "y": np.sin(x[i : i + 1])} for i in range(count)]
 
 
 def mse(model: Net, batch: dict[str, Any]) -> jax.Array:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
 @nnx.jit
 def train_step(model: Net, optimizer: nnx.Optimizer, batch: dict[str, Any]) -> jax.Array:
-    """Updates the model in place; gives the loss before."""
+    """Update the model in place; return the loss before the update."""
     loss, gradients = nnx.value_and_grad(mse)(model, batch)
     optimizer.update(model, gradients)
     return loss
 
 
 def main() -> None:
-    """Trains, and says how well."""
+    """Train, and print the loss."""
     data = make_examples(1024)
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)

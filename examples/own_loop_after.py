@@ -23,44 +23,44 @@ OPTIMIZER = optax.adam(0.03)
 
 
 class State(NamedTuple):
-    """What is kept from step to step."""
+    """The training state."""
 
     matrix: jax.Array
     opt_state: optax.OptState
 
 
 def init_state() -> State:
-    """Before step 0."""
+    """Return the state before step 0."""
     matrix = jnp.zeros((SIZE, SIZE))
     return State(matrix, OPTIMIZER.init(matrix))
 
 
 def draw(step: int, index: int) -> np.ndarray:
-    """float32[ROWS, SIZE]: microbatch `index` of a step, the same wherever it is made."""
+    """Return float32[ROWS, SIZE]: microbatch `index` of a step, the same on every host."""
     return np.random.default_rng((step, index)).normal(size=(ROWS, SIZE)).astype(np.float32)
 
 
 def compute_loss(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    """How far the matrix is from one that turns rows around."""
+    """Return how far the matrix is from one that reverses rows."""
     return jnp.mean((rows @ matrix - rows[:, ::-1]) ** 2)
 
 
 @jax.jit
 def add_loss(total: tuple, matrix: jax.Array, rows: jax.Array) -> tuple:
-    """The sums of loss and gradient, with one more microbatch in them."""
+    """Return the sums of loss and gradient, with one more microbatch."""
     return jax.tree.map(jnp.add, total, jax.value_and_grad(compute_loss)(matrix, rows))
 
 
 @jax.jit
 def apply(state: State, total: tuple) -> tuple[State, jax.Array]:
-    """The next state, and the loss before."""
+    """Return the next state, and the loss before the update."""
     loss, gradient = jax.tree.map(lambda summed: summed / MICROBATCHES, total)
     updates, opt_state = OPTIMIZER.update(gradient, state.opt_state)
     return State(jax.tree.map(jnp.add, state.matrix, updates), opt_state), loss
 
 
 def train(world: rj.World) -> None:
-    """Trains, and says how well."""
+    """Train, and print the loss."""
     state = world.restore_or_init(init_state)
     zeros = (jnp.zeros(()), jnp.zeros((SIZE, SIZE)))
     for step in world.steps(STEPS):

@@ -3,8 +3,8 @@
     resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
     resilient-jax launch --hosts 4 examples/train_lm.py --checkpoints /tmp/lm --checkpoint-every 20
 
-The loss is written for one microbatch, as for one device; the trainer does the rest. Kill any host: the weights in
-the end are the same bits.
+The loss is written for one microbatch, as for one device; the trainer does the rest. Kill any host: the final weights
+are the same bits.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from byte_lm.learning import loss, make_optimizer
+from byte_lm.objective import loss, make_optimizer
 from byte_lm.model import ByteLM
 from byte_lm.settings import Settings
 from byte_lm.text import Bytes, draw_microbatch, read_standard_library
@@ -27,7 +27,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml
 def make_trainer(
     settings: Settings, text: Bytes, folder: Path, checkpoints: rj.Checkpoints | None = None
 ) -> rj.Trainer:
-    """The whole of the training; touches no device. Files that the settings name are beside them, in `folder`."""
+    """Return the trainer; touches no device. `folder` is that of the files that the settings name."""
 
     def draw(step: int, index: int) -> Bytes:
         key = (settings.seed, step, index)
@@ -43,42 +43,42 @@ def make_trainer(
         seed=settings.seed,
         numerics=rj.Numerics(clip_norm=settings.optimizer.clip_norm),
         checkpoints=checkpoints,
-        **share_work(settings, folder),
+        **choose_parallelism(settings, folder),
     )
 
 
-def share_work(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Says how devices work together, or that a plan is to be searched for those at hand."""
+def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Return how devices work together, or the planner that searches a plan for the live hosts."""
     if settings.plan.topology is not None:
         topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
         return {"planner": rj.Planner(topology=topology, compile_ahead=ahead)}
-    # The model is small: each device takes microbatches of its own, and has nothing to say to the others.
+    # The model is small: each device is a replica, without communication inside a microbatch.
     replicas = rj.ReplicaShape(per_host="devices")
     return {"parallelism": rj.Parallelism(replica_shape=replicas, state=settings.state.parallelism)}
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """Gives the settings of the file, with those that flags replace."""
+    """Return the settings of the file, with those that flags replace."""
     flags = {name: getattr(arguments, name) for name in ("steps", "seed")}
     changes = {name: value for name, value in flags.items() if value is not None}
     return override_values(load_toml(arguments.config, Settings), changes, source="command line")
 
 
 def read_checkpoints(arguments: argparse.Namespace) -> rj.Checkpoints | None:
-    """Gives when to save the state, and where, if it is to be saved."""
+    """Return the checkpoint options; None without `--checkpoints`."""
     if arguments.checkpoints is None:
         return None
     return rj.Checkpoints(directory=arguments.checkpoints, save_interval_steps=arguments.checkpoint_every)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a byte-level language model that survives kills.")
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="TOML file (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps to train, instead of the file's")
     parser.add_argument("--seed", type=int, help="seed of parameters and data, instead of the file's")
     parser.add_argument(
-        "--checkpoints", metavar="FOLDER", help="keep checkpoints there, and go on from the newest"
+        "--checkpoints", metavar="FOLDER", help="keep checkpoints there, and resume from the newest"
     )
     parser.add_argument(
         "--checkpoint-every", type=int, default=50, metavar="STEPS", help="default: %(default)s"
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the example; gives its exit code."""
+    """Run the example; return its exit code."""
     arguments = parse_arguments()
     try:
         settings = read_settings(arguments)

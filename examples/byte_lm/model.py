@@ -18,7 +18,7 @@ EMBEDDING_STDDEV = 0.02
 
 
 class Attention(nnx.Module):
-    """Each position looks back, in H ways, at those before it."""
+    """Causal self-attention with H heads."""
 
     def __init__(self, settings: ModelSettings, rngs: nnx.Rngs) -> None:
         self.heads = settings.heads
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a two-layer network of four times the width; each adds to its input."""
+    """Attention, then a two-layer network of four times the width; each with a residual connection."""
 
     def __init__(self, settings: ModelSettings, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.RMSNorm(settings.width, rngs=rngs)

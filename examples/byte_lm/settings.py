@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to read."""
+    """The text to train on."""
 
     max_bytes: Annotated[int, Meta(ge=65_536, le=1_000_000_000)]
     """How much of the standard library's sources to learn from."""
@@ -20,7 +20,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     layers: Annotated[int, Meta(ge=1, le=64)]
     heads: Annotated[int, Meta(ge=1, le=64)]
     context: Annotated[int, Meta(ge=8, le=4_096)]
-    """Bytes that a sequence has, and that attention can look back."""
+    """Length of a sequence, and how far attention looks back, in bytes."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -41,25 +41,25 @@ class StateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How parameters and optimizer state are kept between steps."""
 
     parallelism: Literal["replicated", "sharded"] = "replicated"
-    """On every host, or cut over all of them; see `rj.Sharing`."""
+    """On every host, or sharded over all of them; see `rj.Parallelism`."""
 
 
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the trainer searches how to use the hosts' devices."""
 
     topology: str | None = None
-    """What the hosts are, a file beside the settings'; without it each device computes microbatches of its own."""
+    """The file of the topology, beside the settings; without it each device is a replica."""
     compile_ahead: bool = True
     """Compile the programs of the likely next worlds while training goes on."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the example can be told."""
+    """All settings of the example."""
 
     steps: Annotated[int, Meta(ge=1, le=10_000_000)]
     seed: Annotated[int, Meta(ge=0, lt=2**32)]
     microbatches: Annotated[int, Meta(ge=1, le=65_536)]
-    """In each step, however many hosts there are; they share them."""
+    """In each step, however many hosts share them."""
     sequences: Annotated[int, Meta(ge=1, le=65_536)]
     """In a microbatch."""
     text: TextSettings

@@ -11,13 +11,13 @@ from resilient_jax.errors import ConfigError
 Bytes = npt.NDArray[np.uint8]
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Folders that are not the library itself: what was installed into it, and its tests."""
+"""Folders that are not part of the library itself: installed packages, and tests."""
 
 
 def read_standard_library(max_bytes: int) -> Bytes:
-    """Gives the first `max_bytes` of the library's sources, in the order of their paths.
+    """Return the first `max_bytes` of the library's sources, in the order of their paths.
 
-    The same on hosts with the same Python build. Hosts whose Pythons differ would train on
+    The result is the same on hosts with the same Python build. Hosts whose Pythons differ would train on
     different text; give them all one image.
 
     Raises:
@@ -41,9 +41,9 @@ def read_standard_library(max_bytes: int) -> Bytes:
 
 
 def draw_microbatch(text: Bytes, key: tuple[int, int, int], *, sequences: int, context: int) -> Bytes:
-    """Gives one microbatch: random stretches of the text, each one byte longer than the context.
+    """Return one microbatch: random stretches of the text, each one byte longer than the context.
 
-    A pure function of its arguments: whichever host draws it, and whenever, it is the same. It uses the
+    A pure function of its arguments: on whichever host, and at any time, the result is the same. It uses the
     raw output of Philox, which numpy promises never to change (NEP 19), not a method of `Generator`.
 
     Args:

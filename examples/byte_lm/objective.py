@@ -1,4 +1,4 @@
-"""What the network learns from, and how: the loss of a microbatch, and the optimizer."""
+"""The training objective: the loss of a microbatch, and the optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from byte_lm.settings import OptimizerSettings
 
 
 def loss(model: ByteLM, batch: jax.Array) -> jax.Array:
-    """The mean cross-entropy, in nats, of the byte that follows each.
+    """Return the mean cross-entropy, in nats, of each next byte.
 
     Args:
         model: the network.
@@ -20,7 +20,7 @@ def loss(model: ByteLM, batch: jax.Array) -> jax.Array:
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """Gives AdamW; only matrices decay, not norms and biases."""
+    """Return AdamW with weight decay of matrices only, not of norms and biases."""
     rate = optax.linear_schedule(0.0, settings.learning_rate, settings.warmup_steps)
     return optax.adamw(
         rate,
