@@ -146,9 +146,7 @@ def test_bad_lengths_and_contexts_are_refused() -> None:
         pack_documents([1], 4.0)  # pyright: ignore[reportArgumentType]
     bad_lengths: list[Any] = [[2.9], ["x"], [[1], [2, 3]], [[1, 2]]]
     for lengths in bad_lengths:
-        with pytest.raises(
-            DataError, match=r"document lengths: found .*, expected integers, one for each"
-        ):
+        with pytest.raises(DataError, match=r"document lengths: found .*, expected integers, one for each"):
             PackedDocuments([[1, 2]], 4, document_lengths=lengths)
     with pytest.raises(DataError, match=r"the source \(ndarray\): found no length"):
         PackedDocuments(np.array(3), 4)
