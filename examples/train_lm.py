@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from byte_lm.objective import loss, make_optimizer
 from byte_lm.model import ByteLM
+from byte_lm.objective import loss, make_optimizer
 from byte_lm.settings import Settings
 from byte_lm.text import Bytes, draw_microbatch, read_standard_library
 

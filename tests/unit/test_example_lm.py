@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import train_lm
-from byte_lm.objective import loss
 from byte_lm.model import ByteLM
+from byte_lm.objective import loss
 from byte_lm.settings import ModelSettings, Settings
 from byte_lm.text import draw_microbatch, read_standard_library
 from flax import nnx
