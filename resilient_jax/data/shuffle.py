@@ -4,8 +4,8 @@ A Feistel network permutes [0, 2**bits), the first power of two that is at least
 positions that are mapped outside of range(n) are mapped again until they are inside (cycle walking: Black and Rogaway,
 "Ciphers with arbitrary finite domains", CT-RSA 2002). That takes fewer than two passes on average. An odd number
 of bits has halves that differ by one bit; equal halves would need a power of four, and twice the passes. The round
-function is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
-This is a shuffle, not a cipher.
+function is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
+2014). This is a shuffle, not a cipher.
 
 The order of the training data depends on every constant here: the tests pin it, and it may never change.
 """
