@@ -1,4 +1,4 @@
-"""Whole blocks of one host's part, verified, in the first way that gives them."""
+"""Reads verified blocks of one host's part from the first source that has them."""
 
 import enum
 from collections import Counter
@@ -16,12 +16,12 @@ from resilient_jax.snapshot.stripe_decoder import StripeDecoder
 from resilient_jax.snapshot.survivors import Survivors
 
 MAX_EXCLUDED_SETS = 64
-"""Sets of survivors that are left out, one after the other, when shards that all passed make a wrong block."""
+"""Sets of survivors that are excluded, one after the other, when shards that passed their checks give a wrong block."""
 MAX_LEAVES_LISTED = 8
 
 
 class BlockOrigin(enum.StrEnum):
-    """Where a block came from."""
+    """The source of a block."""
 
     LOCAL = "local"
     PEER = "peer"
@@ -29,11 +29,11 @@ class BlockOrigin(enum.StrEnum):
 
 
 BlockSource = tuple[BlockOrigin, Callable[[int, memoryview], None]]
-"""Fills a run of blocks from an offset of the part, verified, or raises."""
+"""A source, and a function that fills a run of blocks from an offset of the part, verified, or raises."""
 
 
 class BlockReader:
-    """Gives blocks of a part; safe to share between threads."""
+    """Reads blocks of a part; safe to share between threads."""
 
     def __init__(
         self,
@@ -41,38 +41,38 @@ class BlockReader:
         group: ParityGroup,
         survivors: Survivors,
         own: OwnPart | None,
-        get_group_reader: Callable[[], StripeDecoder],
+        get_decoder: Callable[[], StripeDecoder],
     ) -> None:
-        """Reads nothing yet.
+        """Read nothing yet.
 
         Args:
             manifest: of the part.
-            group: that its host is in.
-            survivors: to ask.
+            group: the parity group of its host.
+            survivors: the hosts to read from.
             own: the part itself, if it is this host's and in memory.
-            get_group_reader: for the group; called only if it has parity.
+            get_decoder: for the group; called only if it has parity.
         """
         self.manifest = manifest
         self._group = group
         self._survivors = survivors
         self._own = own
-        self._get_group_reader = get_group_reader
+        self._get_decoder = get_decoder
         self._checksum = choose_checksum(manifest.checksum)
 
     def read_into(self, offset: int, out: memoryview) -> Counter[BlockOrigin]:
-        """Fills whole blocks; says how many bytes came from where.
+        """Fill a run of complete blocks; return how many bytes came from each source.
 
         Args:
             offset: in the part, of the first block.
             out: as long as these blocks.
 
         Raises:
-            SnapshotLost: there is no way left to get one of them; says what is lost.
+            SnapshotLost: no source is left for one of the blocks; the message lists what is lost.
         """
         size = self.manifest.block_bytes
         if len(out) <= size:
             return Counter({self._fill_block(offset, out): len(out)})
-        origin = self._try_run(offset, out)
+        origin = self._try_fill_run(offset, out)
         if origin is not None:
             return Counter({origin: len(out)})
         given: Counter[BlockOrigin] = Counter()
@@ -81,21 +81,21 @@ class BlockReader:
             given[self._fill_block(offset + start, block)] += len(block)
         return given
 
-    def _try_run(self, offset: int, out: memoryview) -> BlockOrigin | None:
-        """Fills several blocks in one way. None: a block is damaged or lost, so take them one by one."""
-        for origin, try_fill in self._ways(self._rebuild):
+    def _try_fill_run(self, offset: int, out: memoryview) -> BlockOrigin | None:
+        """Fill several blocks from one source; return None if one is corrupt or lost, to read them one by one."""
+        for origin, try_fill in self._sources(self._decode):
             try:
                 try_fill(offset, out)
             except ChecksumMismatch:
                 return None
             except ResilientJaxError:
-                continue  # an event said so
+                continue  # an event has recorded the error
             return origin
         return None
 
     def _fill_block(self, offset: int, out: memoryview) -> BlockOrigin:
         reasons: list[str] = []
-        for origin, try_fill in self._ways(self._rebuild_block):
+        for origin, try_fill in self._sources(self._decode_block):
             try:
                 try_fill(offset, out)
             except ResilientJaxError as error:
@@ -104,26 +104,26 @@ class BlockReader:
                 return origin
         raise SnapshotLost(self._describe_loss(offset, offset + len(out), reasons))
 
-    def _ways(self, rebuild: Callable[[int, memoryview], None]) -> Iterator[BlockSource]:
+    def _sources(self, decode: Callable[[int, memoryview], None]) -> Iterator[BlockSource]:
         host, survivors = self.manifest.host, self._survivors
         reason = ""
         if self._own is not None:
             yield BlockOrigin.LOCAL, self._copy
-            reason = "its memory on this host is damaged"
+            reason = "its memory on this host is corrupt"
         elif host in survivors:
             if not survivors.is_suspect(host):
                 yield BlockOrigin.PEER, self._read
-            reason = survivors.failure_reason(host) if survivors.is_suspect(host) else "its memory is damaged"
+            reason = survivors.failure_reason(host) if survivors.is_suspect(host) else "its memory is corrupt"
         else:
             reason = survivors.failure_reason(host)
         if self._group.parity:
             survivors.record_event(
                 EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PARITY, reason=reason
             )
-            yield BlockOrigin.PARITY, rebuild
+            yield BlockOrigin.PARITY, decode
         if self._own is None and survivors.is_suspect(host):
             survivors.record_event(
-                EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PEER, reason="no other way is left"
+                EventKind.SNAPSHOT_FALLBACK, part=host, to=BlockOrigin.PEER, reason="no other source is left"
             )
             yield BlockOrigin.PEER, self._read
 
@@ -132,51 +132,51 @@ class BlockReader:
         try:
             self._own.copy_into(offset, out)
         except ChecksumMismatch as error:
-            self._note_bad(self.manifest.host, "its memory", str(error))
+            self._record_corrupt(self.manifest.host, "its memory", str(error))
             raise
 
     def _read(self, offset: int, out: memoryview) -> None:
         self._survivors.read_into(self.manifest.host, offset, out)
         try:
             self._verify(offset, out)
-        except ChecksumMismatch as error:  # its server did not see it
-            self._note_bad(self.manifest.host, "its part", str(error))
+        except ChecksumMismatch as error:  # the server was not asked to verify, or failed to
+            self._record_corrupt(self.manifest.host, "its part", str(error))
             raise
 
-    def _rebuild(self, offset: int, out: memoryview) -> None:
-        """Verifies what comes out, not what goes in: seven bytes or more went in for each."""
-        self._get_group_reader().decode_into(self.manifest.host, offset, out)
+    def _decode(self, offset: int, out: memoryview) -> None:
+        """Decode a run of blocks and verify only the result, which is a small part of the bytes that were read."""
+        self._get_decoder().decode_into(self.manifest.host, offset, out)
         self._verify(offset, out)
 
-    def _rebuild_block(self, offset: int, out: memoryview) -> None:
-        """Computes one block, and finds out whom not to believe if shards without a known fault make it wrong."""
-        rebuild, host = self._get_group_reader().decode_into, self.manifest.host
-        rebuild(host, offset, out, verify=True)
+    def _decode_block(self, offset: int, out: memoryview) -> None:
+        """Decode one block, and find the corrupt shards if shards without a known fault give a wrong block."""
+        decode, host = self._get_decoder().decode_into, self.manifest.host
+        decode(host, offset, out, verify=True)
         try:
             self._verify(offset, out)
         except ChecksumMismatch:
-            wrong = self._rebuild_without_some(offset, out)
+            wrong = self._decode_excluding(offset, out)
             if wrong is None:
                 raise
-            reason = f"the block of {host}'s part at {offset} is wrong with them, and right without"
-            self._note_bad(", ".join(wrong), "shards", reason)
+            reason = f"the block of {host}'s part at {offset} is wrong with them, and correct without"
+            self._record_corrupt(", ".join(wrong), "shards", reason)
 
-    def _rebuild_without_some(self, offset: int, out: memoryview) -> tuple[HostName, ...] | None:
-        """Computes the block without some survivors, until it is right; says without whom."""
+    def _decode_excluding(self, offset: int, out: memoryview) -> tuple[HostName, ...] | None:
+        """Decode the block without some survivors until it is correct; return the excluded survivors."""
         others = [host for host in self._group.hosts if host != self.manifest.host]
         sets = chain.from_iterable(combinations(others, count + 1) for count in range(self._group.parity))
-        for without in islice(sets, MAX_EXCLUDED_SETS):
+        for excluded in islice(sets, MAX_EXCLUDED_SETS):
             try:
-                self._get_group_reader().decode_into(
-                    self.manifest.host, offset, out, excluded=frozenset(without), verify=True
+                self._get_decoder().decode_into(
+                    self.manifest.host, offset, out, excluded=frozenset(excluded), verify=True
                 )
                 self._verify(offset, out)
             except (SnapshotLost, ChecksumMismatch):
                 continue
-            return without
+            return excluded
         return None
 
-    def _note_bad(self, source: str, asked: str, reason: str) -> None:
+    def _record_corrupt(self, source: str, asked: str, reason: str) -> None:
         self._survivors.record_event(
             EventKind.SNAPSHOT_BLOCK_CORRUPT, source=source, asked=asked, reason=reason
         )
@@ -184,10 +184,10 @@ class BlockReader:
     def _verify(self, offset: int, out: memoryview) -> None:
         bad = find_corrupt_block(self.manifest, self._checksum, offset, out)
         if bad is not None:
-            raise ChecksumMismatch(f"block {bad} of {self.manifest.host}'s part is not what it was")
+            raise ChecksumMismatch(f"block {bad} of {self.manifest.host}'s part is corrupt")
 
     def _describe_loss(self, start: int, stop: int, reasons: list[str]) -> str:
-        """What is lost, with the leaves that have bytes there, and why."""
+        """Describe what is lost, with the leaves that have bytes there, and why."""
         manifest = self.manifest
         pieces = sorted(manifest.contents.slices, key=lambda piece: piece.offset)
         ends = [piece.offset for piece in pieces[1:]] + [manifest.part_bytes]

@@ -1,7 +1,6 @@
-"""What the root counts: which hosts are complete, and with the last of them that a snapshot is committed.
+"""The votes of all hosts on each snapshot, counted by the root, which commits a snapshot once all hosts are complete.
 
-The first outcome stands. A host that says it is complete never drops the snapshot, so no drop can come after all have
-said so.
+The first outcome stands. A host that has voted complete never drops the snapshot, so no drop can follow a commit.
 """
 
 import collections
@@ -13,43 +12,44 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.messages import CommitOutcome, CompleteReply
 
 MAX_SNAPSHOTS_KEPT: Final = 64
-"""Snapshots whose outcome is kept, for hosts that ask late."""
+"""Snapshots whose votes and outcome are kept, for hosts that ask late."""
 
 
 class CommitVotes:
-    """State only: the caller guards it with a lock."""
+    """Votes and outcomes of the newest snapshots. The caller guards them with a lock."""
 
     def __init__(self) -> None:
+        """Start without votes."""
         self._complete: collections.OrderedDict[SnapshotId, set[HostName]] = collections.OrderedDict()
         self._outcomes: collections.OrderedDict[SnapshotId, CompleteReply] = collections.OrderedDict()
 
     def record_complete(self, id: SnapshotId, host: HostName) -> None:
-        """A host has its part and its parity."""
+        """Record that a host has its part and its parity."""
         self._complete.setdefault(id, set()).add(host)
-        _forget_oldest(self._complete)
+        _evict_oldest(self._complete)
 
     def record_dropped(self, id: SnapshotId, reason: str) -> None:
-        """A host never will."""
+        """Record that a host will never complete the snapshot, which drops it unless it is committed."""
         self._decide(id, CompleteReply(outcome=CommitOutcome.DROPPED, reason=reason))
 
     def is_complete(self, id: SnapshotId, hosts: Collection[HostName]) -> bool:
-        """Whether all of them have said so."""
+        """Return whether all of these hosts have voted complete."""
         return self._complete.get(id, set()).issuperset(hosts)
 
     def commit(self, id: SnapshotId) -> CompleteReply:
-        """Decides, unless it was decided before; gives the outcome."""
+        """Commit the snapshot unless its outcome is decided; return the outcome."""
         self._decide(id, CompleteReply(outcome=CommitOutcome.COMMITTED))
         return self.outcome(id)
 
     def outcome(self, id: SnapshotId) -> CompleteReply:
-        """What is known."""
+        """Return the outcome, WAITING if it is undecided or forgotten."""
         return self._outcomes.get(id, CompleteReply(outcome=CommitOutcome.WAITING))
 
     def _decide(self, id: SnapshotId, outcome: CompleteReply) -> None:
         self._outcomes.setdefault(id, outcome)
-        _forget_oldest(self._outcomes)
+        _evict_oldest(self._outcomes)
 
 
-def _forget_oldest(table: collections.OrderedDict[SnapshotId, Any]) -> None:  # whatever is kept
+def _evict_oldest(table: collections.OrderedDict[SnapshotId, Any]) -> None:
     while len(table) > MAX_SNAPSHOTS_KEPT:
         table.popitem(last=False)

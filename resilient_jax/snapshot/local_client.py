@@ -1,4 +1,4 @@
-"""A worker's line to the snapshot server of its host: synchronous, for any of its threads."""
+"""A worker's synchronous client of the snapshot server on its own host."""
 
 import contextlib
 import itertools
@@ -33,36 +33,36 @@ from resilient_jax.snapshot.messages import (
 )
 from resilient_jax.transport.error_codec import ERROR_CLASSES
 
-ANSWER_TIMEOUT_S: Final = 60.0
+REPLY_TIMEOUT_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 600.0
-"""Memory is touched for the first time: a second for a GB."""
+"""Longer, because the memory is prefaulted: about a second for a GB."""
 CHECK_INTERVAL_S: Final = 0.1
 MAX_SETTLED_KEPT: Final = 64
-"""Snapshots whose end is kept for those who ask after it."""
+"""Snapshots whose outcome is kept for late questions."""
 
-AnswerT = TypeVar("AnswerT", bound=ServerReply)
+ReplyT = TypeVar("ReplyT", bound=ServerReply)
 
 
 class LocalServerClient:
-    """What the worker asks of its server; any thread may.
+    """Sends requests to the server and waits for the replies; safe to share between threads.
 
-    The view that `begin` gives is the worker's until `finish` or `abandon`, which release it: write nothing after that.
-    The server may start later than the worker: then the first answer is waited for.
+    The worker owns the view that `begin` returns until `finish` or `abandon` releases it, and must not write to it
+    after that. The server may start later than the worker; the first request then waits for it.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Takes the worker's end of the socket pair."""
-        self._link = Connection[WorkerRequest, ServerReply | ServerNotification](
+        """Take ownership of the worker's end of the socket pair."""
+        self._connection = Connection[WorkerRequest, ServerReply | ServerNotification](
             descriptor, SERVER_MESSAGE_DECODER
         )
         self._changed = threading.Condition()  # guards what follows
-        self._calls = itertools.count()
-        self._answers: dict[int, tuple[ServerReply, tuple[int, ...]] | None] = {}
+        self._request_ids = itertools.count()
+        self._replies: dict[int, tuple[ServerReply, tuple[int, ...]] | None] = {}
         self._mapped: dict[int, mmap.mmap] = {}
         self._writing: dict[SnapshotId, memoryview] = {}
         self._settled: dict[SnapshotId, bool] = {}
         self._is_closed = False
-        threading.Thread(target=self._listen, name="rj-snapshot-line", daemon=True).start()
+        threading.Thread(target=self._listen, name="rj-snapshot-client", daemon=True).start()
 
     def open_layout(
         self,
@@ -71,64 +71,66 @@ class LocalServerClient:
         restored: SnapshotId | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has memory ready for snapshots of this layout; before the first step of its generation.
+        """Allocate memory for snapshots of this layout; to be called before the first step of its generation.
 
         Args:
             layout: the same on every host.
-            restored: the snapshot that the generation goes on from, the same on every host. It counts as committed
-                from now on, and newer ones of older generations are dropped. None if none is known.
-            check: called several times a second meanwhile; what it raises ends the wait.
+            restored: the snapshot that the generation resumes from, the same on every host. It counts as committed
+                from now on, and newer ones of older generations are dropped. None if it is unknown.
+            check: called several times a second meanwhile; an exception that it raises ends the wait.
 
         Raises:
-            SnapshotRefused: there is too little memory; says how much is needed and free.
+            SnapshotRefused: the host has too little memory; the message has the required and the free amount.
             StaleGeneration: a newer generation has a layout already.
             PeerUnreachable: the server is gone, or does not answer.
         """
-        call = next(self._calls)
-        request = OpenLayout(request_id=call, layout=layout, restored=restored)
-        answer, descriptors = self._ask(request, SlotsReady, OPEN_TIMEOUT_S, check)
-        for slot, descriptor in zip(answer.slots, descriptors, strict=True):
+        request_id = next(self._request_ids)
+        request = OpenLayout(request_id=request_id, layout=layout, restored=restored)
+        reply, descriptors = self._call(request, SlotsReady, OPEN_TIMEOUT_S, check)
+        for slot, descriptor in zip(reply.slots, descriptors, strict=True):
             self._map(slot, descriptor)
 
     def begin(self, id: SnapshotId) -> memoryview:
-        """Where this host's part of a new snapshot goes: writable, exactly as long as the part.
+        """Begin a snapshot; return writable memory for this host's part, exactly as long as the part.
 
         Raises:
-            SnapshotDropped: it is not to be taken; says why.
+            SnapshotDropped: the server refuses the snapshot; the message has the reason.
             StaleGeneration: a newer generation has a layout already.
             PeerUnreachable: the server is gone, or does not answer.
         """
         try:
-            answer, (descriptor,) = self._ask(
-                BeginSnapshot(request_id=next(self._calls), id=id), PartLocation
+            reply, (descriptor,) = self._call(
+                BeginSnapshot(request_id=next(self._request_ids), id=id), PartLocation
             )
-            mapped = self._map(answer.slot, descriptor)
+            mapped = self._map(reply.slot, descriptor)
         except (PeerUnreachable, OSError):
-            with contextlib.suppress(OSError):  # a slot that it gave, or may give later, must not wait for us
-                self._link.send(AbandonSnapshot(request_id=next(self._calls), id=id))
+            with contextlib.suppress(
+                OSError
+            ):  # a slot that the server gives, now or later, must not stay blocked
+                self._connection.send(AbandonSnapshot(request_id=next(self._request_ids), id=id))
             raise
-        view = memoryview(mapped)[answer.offset :][: answer.part_bytes]
+        view = memoryview(mapped)[reply.offset :][: reply.part_bytes]
         with self._changed:
             self._writing[id] = view
         return view
 
     def finish(self, id: SnapshotId, contents: PartContents) -> None:
-        """The part is written: from now on this host's snapshot outlives the worker. Checksums and parity come next.
+        """Finish a part that is written, which from now on outlives the worker. Checksums and parity follow.
 
         Raises:
-            SnapshotDropped: another host, or the next generation, has given it up meanwhile.
+            SnapshotDropped: another host, or the next generation, has dropped the snapshot meanwhile.
             PeerUnreachable: the server is gone, or does not answer.
         """
         self._end_writing(id)
-        self._ask(FinishSnapshot(request_id=next(self._calls), id=id, contents=contents), RequestDone)
+        self._call(FinishSnapshot(request_id=next(self._request_ids), id=id, contents=contents), RequestDone)
 
     def abandon(self, id: SnapshotId) -> None:
-        """The part will not be finished; on other hosts the snapshot is dropped, too."""
+        """Abandon a part that will not be finished, which drops the snapshot on all hosts."""
         self._end_writing(id)
-        self._ask(AbandonSnapshot(request_id=next(self._calls), id=id), RequestDone)
+        self._call(AbandonSnapshot(request_id=next(self._request_ids), id=id), RequestDone)
 
     def wait_committed(self, id: SnapshotId, timeout_s: float) -> bool:
-        """Whether all hosts have it complete before the time is over. False at once if it was dropped.
+        """Return whether the snapshot is committed before the timeout; False at once if it was dropped.
 
         Raises:
             PeerUnreachable: the server is gone.
@@ -138,7 +140,7 @@ class LocalServerClient:
             return self._settled.get(id, False)
 
     def wait_settled(self, id: SnapshotId, timeout_s: float) -> bool:
-        """Whether it is committed on all hosts, or dropped, before the time is over.
+        """Return whether the snapshot is committed or dropped before the timeout.
 
         Raises:
             PeerUnreachable: the server is gone.
@@ -150,72 +152,74 @@ class LocalServerClient:
             return id in self._settled
 
     def open_own_part(self, id: SnapshotId) -> tuple[PartManifest, memoryview] | None:
-        """This host's own part, to read; None if it is not complete here.
+        """Return the manifest and a read-only view of this host's own part, or None if it is not complete here.
 
-        The view shows the slot, which a later snapshot overwrites once it has begun: copy before that.
+        The view shows the slot, which a later snapshot may overwrite: copy before one begins.
 
         Raises:
             PeerUnreachable: the server is gone, or does not answer.
         """
         try:
-            answer, (descriptor,) = self._ask(OpenOwnPart(request_id=next(self._calls), id=id), PartLocation)
+            reply, (descriptor,) = self._call(
+                OpenOwnPart(request_id=next(self._request_ids), id=id), PartLocation
+            )
         except SnapshotMissing:
             return None
         try:
             mapped = mmap.mmap(
                 descriptor,
-                answer.slot.mapped_bytes,
+                reply.slot.mapped_bytes,
                 flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
                 prot=mmap.PROT_READ,
             )
         finally:
             os.close(descriptor)
-        return decode_manifest(answer.manifest), memoryview(mapped)[answer.offset :][: answer.part_bytes]
+        return decode_manifest(reply.manifest), memoryview(mapped)[reply.offset :][: reply.part_bytes]
 
     def close(self) -> None:
-        """Ends the line. What was begun and not finished is dropped."""
-        self._link.shut_down()
+        """Close the connection, which drops every snapshot that was begun and not finished."""
+        self._connection.shut_down()
 
-    # Asking.
+    # Requests.
 
-    def _ask(
+    def _call(
         self,
         request: WorkerRequest,
-        expected: type[AnswerT],
-        timeout_s: float = ANSWER_TIMEOUT_S,
+        expected: type[ReplyT],
+        timeout_s: float = REPLY_TIMEOUT_S,
         check: Callable[[], None] = lambda: None,
-    ) -> tuple[AnswerT, tuple[int, ...]]:
+    ) -> tuple[ReplyT, tuple[int, ...]]:
         end_s = time.monotonic() + timeout_s
         with self._changed:
-            self._answers[request.request_id] = None
+            self._replies[request.request_id] = None
         try:
-            with contextlib.suppress(OSError):  # gone: which the listener notices, too
-                self._link.send(request)
-            while not self._wait_answer(request.request_id) and time.monotonic() < end_s:
+            with contextlib.suppress(OSError):  # the server is gone, which the receiving thread notices, too
+                self._connection.send(request)
+            while not self._wait_reply(request.request_id) and time.monotonic() < end_s:
                 check()
         finally:
             with self._changed:
-                answered = self._answers.pop(request.request_id)
+                received = self._replies.pop(request.request_id)
         name = type(request).__name__
-        if answered is None:
+        if received is None:
             why = "is gone" if self._is_closed else f"did not answer {name} within {timeout_s} s"
             raise PeerUnreachable(f"the snapshot server of this host {why}", is_refused=self._is_closed)
-        answer, descriptors = answered
-        if isinstance(answer, RequestFailed):
-            raise ERROR_CLASSES.get(answer.error, InternalError)(answer.message)
-        if not isinstance(answer, expected):
-            raise InternalError(f"the snapshot server answered {name} with {answer}, expected {expected}")
-        return answer, descriptors
+        reply, descriptors = received
+        if isinstance(reply, RequestFailed):
+            raise ERROR_CLASSES.get(reply.error, InternalError)(reply.message)
+        if not isinstance(reply, expected):
+            raise InternalError(f"the snapshot server replied to {name} with {reply}, expected {expected}")
+        return reply, descriptors
 
-    def _wait_answer(self, call: int) -> bool:
-        """Whether there is one soon, or will be none."""
+    def _wait_reply(self, request_id: int) -> bool:
+        """Wait for at most `CHECK_INTERVAL_S`; return whether the reply has arrived or never will."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._answers[call] is not None or self._is_closed, CHECK_INTERVAL_S
+                lambda: self._replies[request_id] is not None or self._is_closed, CHECK_INTERVAL_S
             )
 
     def _map(self, slot: SlotInfo, descriptor: int) -> mmap.mmap:
-        """The slot's memory, mapped once and whole, so that copying into it never waits for the kernel."""
+        """Return the mapping of a slot, made once and populated, so that copying into it never waits for the kernel."""
         try:
             with self._changed:
                 mapped = self._mapped.get(slot.number)
@@ -230,23 +234,23 @@ class LocalServerClient:
         with self._changed:
             view = self._writing.pop(id, None)
         if view is not None:
-            with contextlib.suppress(BufferError):  # arrays on it are still alive; they are the caller's care
+            with contextlib.suppress(BufferError):  # arrays on the view are still alive; the caller owns them
                 view.release()
 
-    # Listening.
+    # Replies and notifications.
 
     def _listen(self) -> None:
         try:
-            for received in self._link:
-                self._hear(received)
+            for received in self._connection:
+                self._handle(received)
         finally:
             with self._changed:
                 self._is_closed = True
                 self._mapped.clear()
                 self._changed.notify_all()
-            self._link.close()
+            self._connection.close()
 
-    def _hear(self, received: Received[ServerReply | ServerNotification]) -> None:
+    def _handle(self, received: Received[ServerReply | ServerNotification]) -> None:
         message = received.message
         with self._changed:
             if isinstance(message, SnapshotSettled):
@@ -259,14 +263,14 @@ class LocalServerClient:
                 descriptors: tuple[int, ...] = ()
                 try:
                     descriptors = received.take_descriptors(_count_descriptors(message))
-                except MessageError as error:  # the kernel drops those that this process has no room for
+                except MessageError as error:  # the kernel drops descriptors above the limit of a process
                     text = f"{error}: this process can open no more (ulimit -n). Raise its limit"
                     message = RequestFailed(
                         request_id=message.request_id, error=PeerUnreachable.__name__, message=text
                     )
-                if message.request_id in self._answers:
-                    self._answers[message.request_id] = (message, descriptors)
-                else:  # whoever asked has given up
+                if message.request_id in self._replies:
+                    self._replies[message.request_id] = (message, descriptors)
+                else:  # the caller no longer waits
                     for descriptor in descriptors:
                         os.close(descriptor)
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""What a host's part holds: which boxes of which leaves at which offset, and the checksum of every block.
+"""The manifest of a host's part: the slices of leaves in it, with their offsets, and the checksum of every block.
 
-The pieces of all hosts' manifests of a snapshot together cover every leaf exactly once. On the wire and in a slot a
-manifest stands behind a header of its own (magic, version, length, CRC-32 of all but itself), so that a torn or damaged
-one is never believed. That checksum is zlib's on every machine; the one of the blocks is named inside.
+The slices in the manifests of all hosts together cover every leaf exactly once. On the wire and in a slot a manifest
+follows a header of its own (magic, version, length, CRC-32 of all but itself), so that a torn or corrupt one is never
+accepted. That checksum is zlib's on every machine; the algorithm for the blocks is named in the manifest.
 """
 
 import struct
@@ -29,7 +29,7 @@ _CHECKED_BYTES = struct.calcsize("<4sIQ")
 
 
 class LeafSlice(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a leaf and where it lies in the part, in C order.
+    """A box of a leaf and its offset in the part, in C order.
 
     Attributes:
         leaf: index into the manifest's leaves.
@@ -45,12 +45,12 @@ class LeafSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartContents(msgspec.Struct, frozen=True):
-    """What the worker says of the part that it wrote.
+    """The worker's description of the part that it wrote.
 
     Attributes:
         leaves: all leaves of the state, the same on every host.
-        pieces: what is in this part.
-        texts: leaves that are no arrays, by path; the same on every host.
+        slices: the contents of this part.
+        strings: leaves that are not arrays, by path; the same on every host.
     """
 
     leaves: tuple[LeafSpec, ...] = ()
@@ -64,11 +64,11 @@ class PartManifest(msgspec.Struct, frozen=True):
     Attributes:
         id: of the snapshot.
         host: whose part it is.
-        contents: what the worker said of it.
+        contents: the worker's description of the part.
         part_bytes: length of the part.
-        checksum: the algorithm of `blocks`.
-        block_bytes: length of a block; the last one is as long as what is left of the part.
-        blocks: checksum of each block, in order.
+        checksum: the algorithm of `block_checksums`.
+        block_bytes: length of a block; the last one may be shorter.
+        block_checksums: of each block, in order.
     """
 
     id: SnapshotId
@@ -81,7 +81,7 @@ class PartManifest(msgspec.Struct, frozen=True):
 
 
 def count_blocks(part_bytes: int, block_bytes: int) -> int:
-    """How many blocks a part has."""
+    """Return the number of blocks of a part."""
     return -(-part_bytes // block_bytes)
 
 
@@ -104,7 +104,7 @@ def checksum_blocks(
 
 
 def find_corrupt_block(manifest: PartManifest, checksum: Checksum, offset: int, data: Buffer) -> int | None:
-    """The first block of a run of whole blocks that is not what it was when the snapshot was taken, if there is one.
+    """Return the index of the first corrupt block in a run of complete blocks, or None.
 
     Args:
         manifest: of the part.
@@ -124,18 +124,18 @@ def find_corrupt_block(manifest: PartManifest, checksum: Checksum, offset: int, 
 
 
 def encode_manifest(manifest: PartManifest) -> bytes:
-    """The manifest behind its header."""
+    """Encode a manifest with its header."""
     body = msgspec.msgpack.encode(manifest)
     header = _HEADER.pack(MAGIC, VERSION, len(body), 0)[:_CHECKED_BYTES]
     return header + struct.pack("<I", zlib.crc32(body, zlib.crc32(header))) + body
 
 
 def decode_manifest(data: Buffer) -> PartManifest:
-    """The manifest in `data`, which holds nothing else.
+    """Decode a manifest with its header.
 
     Raises:
-        ChecksumMismatch: a byte is not what it was, or some are missing.
-        MessageError: whole, but of another version, or its numbers contradict each other.
+        ChecksumMismatch: the data is corrupt or truncated.
+        MessageError: the manifest is intact, but of another version, or its sizes contradict each other.
     """
     view = memoryview(data)
     if len(view) < _HEADER.size:
@@ -145,7 +145,7 @@ def decode_manifest(data: Buffer) -> PartManifest:
     found = zlib.crc32(body, zlib.crc32(view[:_CHECKED_BYTES]))
     if magic != MAGIC or length != len(body) or found != expected:
         raise ChecksumMismatch(
-            f"manifest is damaged: found magic {magic!r}, {len(body)} bytes and CRC-32 {found:08x}, expected "
+            f"manifest is corrupt: found magic {magic!r}, {len(body)} bytes and CRC-32 {found:08x}, expected "
             f"{MAGIC!r}, {length} bytes and {expected:08x}"
         )
     if version != VERSION:
@@ -153,10 +153,10 @@ def decode_manifest(data: Buffer) -> PartManifest:
             f"manifest has version {version}, this resilient_jax reads version {VERSION}; "
             "run the same version everywhere"
         )
-    return _checked(body)
+    return _decode_body(body)
 
 
-def _checked(body: memoryview) -> PartManifest:
+def _decode_body(body: memoryview) -> PartManifest:
     try:
         manifest = msgspec.msgpack.decode(body, type=PartManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

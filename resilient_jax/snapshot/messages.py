@@ -1,4 +1,4 @@
-"""What is said to and by a snapshot server: to its agent, to its host's worker, between servers.
+"""The messages of a snapshot server: with its agent, with its host's worker, and between servers.
 
 Between servers (gRPC, service `snapshot`) every call may be repeated: it asks for a level, never for a change by one.
 On the two links (socket pairs, one frame a message) descriptors travel beside the frame that names them.
@@ -26,10 +26,10 @@ SETTINGS_ENV_VARIABLE = "RESILIENT_JAX_SNAPSHOT_SERVER"
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent tells its server once, at start.
+    """The settings that an agent passes to its server at start.
 
     Attributes:
-        address: of the host, where the server finds itself a port.
+        address: of the host; the server chooses the port.
         token: of the job.
         tls: paths of certificate, key and authority; None for plain TCP.
         connection_fd: the server's end of a socket pair with its agent. When it closes the server ends.
@@ -43,36 +43,36 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The server listens there. Said once, first."""
+    """The first message of a server: the endpoint where it listens."""
 
     endpoint: str
 
 
 class CompleteSnapshots(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the host's server holds complete, whenever that changes."""
+    """The snapshots that are complete on the host, sent at every change."""
 
     snapshots: tuple[SnapshotStatus, ...]
 
 
 class NewWorker(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The host has a new worker; one descriptor comes with it: the server's end of a socket pair with that worker."""
+    """The host has a new worker. One descriptor is attached: the server's end of a socket pair with that worker."""
 
 
 ServerToAgent = ServerReady | CompleteSnapshots | EventOccurred
-"""Server to agent. The other way there is only `NewWorker`."""
+"""Messages from a server to its agent. The agent sends only `NewWorker`."""
 
 SERVER_TO_AGENT_DECODER: msgspec.msgpack.Decoder[ServerToAgent] = msgspec.msgpack.Decoder(ServerToAgent)
 NEW_WORKER_DECODER: msgspec.msgpack.Decoder[NewWorker] = msgspec.msgpack.Decoder(NewWorker)
 
 
-# Between the host's worker and the server. `call` numbers a worker's requests; the answer has its number.
+# Between the host's worker and the server. A reply has the `request_id` of its request.
 
 
 class OpenLayout(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """From now on snapshots have this layout. Answer: `Slots`, with a descriptor of each.
+    """Open a layout for all later snapshots. Reply: `Slots`, with a descriptor of each.
 
     Attributes:
-        restored: the snapshot that the generation goes on from, the same on every host.
+        restored: the snapshot that the generation resumes from, the same on every host.
     """
 
     request_id: int
@@ -81,14 +81,14 @@ class OpenLayout(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class BeginSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Gives the worker a slot to write its part to. Answer: `PartLocation`, with the slot's descriptor."""
+    """Ask for a slot to write a part to. Reply: `PartLocation`, with the slot's descriptor."""
 
     request_id: int
     id: SnapshotId
 
 
 class FinishSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The part is there and will not change any more. Answer: `Done`."""
+    """The part is written and will not change any more. Reply: `Done`."""
 
     request_id: int
     id: SnapshotId
@@ -96,7 +96,7 @@ class FinishSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AbandonSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The part will not be finished, and the worker writes to it no more. Answer: `Done`."""
+    """The part will not be finished, and the worker no longer writes to it. Reply: `Done`."""
 
     request_id: int
     id: SnapshotId
@@ -110,10 +110,10 @@ class OpenOwnPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot that exists.
+    """A slot that has memory.
 
     Attributes:
-        number: never given out twice by a server.
+        number: unique for the lifetime of a server.
         mapped_bytes: of its memory, for the worker to map.
     """
 
@@ -122,17 +122,17 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotsReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The slots that are ready; one descriptor each, in order."""
+    """The slots that have memory, with one descriptor each, in order."""
 
     request_id: int
     slots: tuple[SlotInfo, ...]
 
 
 class PartLocation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Where a part lies: so many bytes from an offset of a slot.
+    """The location of a part: a range of bytes in a slot.
 
     Attributes:
-        manifest: encoded; empty for a part that is yet to be written.
+        manifest: encoded; empty for a part that is not written yet.
     """
 
     request_id: int
@@ -143,13 +143,13 @@ class PartLocation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class RequestDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """There is nothing more to say."""
+    """The request succeeded and has no result."""
 
     request_id: int
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The request failed with this error of ours, by the name of its class."""
+    """The request failed with a class of `resilient_jax.errors`, given by name."""
 
     request_id: int
     error: str
@@ -157,7 +157,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SnapshotSettled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Unasked: a snapshot is committed, or it was dropped."""
+    """A notification that a snapshot is committed, or was dropped."""
 
     id: SnapshotId
     committed: bool
@@ -165,7 +165,7 @@ class SnapshotSettled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SlotRetired(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Unasked: the slot is used no more; its memory is freed when the worker, too, lets go of it."""
+    """A notification that a slot is no longer used: its memory is freed once the worker unmaps it."""
 
     number: int
 
@@ -184,44 +184,44 @@ SERVER_MESSAGE_DECODER: msgspec.msgpack.Decoder[ServerReply | ServerNotification
 
 
 class Region(enum.StrEnum):
-    """What a read is of."""
+    """The region of a slot that a read is of."""
 
     PART = "part"
     PARITY = "parity"
 
 
 class ManifestRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the manifest of a member of the server's group, its own or another's."""
+    """Ask for the manifest of a member of the server's group, its own or another's."""
 
     id: SnapshotId
     host: HostName
 
 
 class ManifestReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The encoded manifest, with its checksum in front."""
+    """An encoded manifest, which begins with its checksum."""
 
     data: bytes
 
 
 class BulkAddressRequest(msgspec.Struct, frozen=True):
-    """Asks where to read."""
+    """Ask for the address of the server's `BulkServer`."""
 
 
 class BulkAddressReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the server's `BulkServer` is: a port of the same host, and what admits there."""
+    """The port of the server's `BulkServer` on the same host, and the ticket that authenticates a client there."""
 
     port: int
     ticket: bytes
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """To the bulk server: asks for bytes of the host's own part, or of a parity chunk that it keeps.
+    """Ask the bulk server for bytes of the host's own part, or of a parity chunk that it keeps.
 
     Attributes:
         row: of the parity chunk.
         offset: in the part, or in the chunk.
-        verify: the server compares the blocks with their checksums, and what comes has a digest. Without it the asker
-            must find out whether what it makes of the bytes is right: one pass over them instead of three.
+        verify: the server verifies the blocks and sends a digest of the bytes. Otherwise the client must verify what it
+            computes from the bytes, which takes one pass over them instead of three.
     """
 
     id: SnapshotId
@@ -253,20 +253,20 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """Done, or it had been done before."""
+    """The request succeeded, now or before."""
 
 
 class CommitOutcome(enum.StrEnum):
-    """What the root knows of a snapshot."""
+    """The outcome of a snapshot, as known to the root."""
 
     WAITING = "waiting"
-    """Somebody is not complete yet."""
+    """Not all hosts are complete yet."""
     COMMITTED = "committed"
     DROPPED = "dropped"
 
 
 class CompleteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """To the root: this host is complete, or only asks. Said again until the outcome is known."""
+    """Report to the root that this host is complete, or only ask for the outcome. Repeated until that is known."""
 
     id: SnapshotId
     host: HostName
@@ -274,14 +274,14 @@ class CompleteRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompleteReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of the snapshot."""
+    """The outcome of the snapshot, and the reason for a drop."""
 
     outcome: CommitOutcome
     reason: str = ""
 
 
 class DropNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """To the root: this host will never be complete, so nobody can be."""
+    """Report to the root that this host will never complete the snapshot, which can then never commit."""
 
     id: SnapshotId
     host: HostName
@@ -295,4 +295,4 @@ COMPLETE = Method("complete", CompleteRequest, CompleteReply)
 DROPPED = Method("dropped", DropNotice, Ack)
 
 PARITY_PIECE_BYTES = 4 * MAX_BLOCK_BYTES
-"""Of parity in one message: whole blocks, however large they are. So many are in flight that more gains nothing."""
+"""Of parity in one message: a multiple of every block size. Larger pieces are not faster."""

@@ -1,4 +1,7 @@
-"""Tells agent and worker what happens, in order, from a thread of its own: no lock is held while a socket is full."""
+"""Sends events and notifications to agent and worker, in order, on a thread of its own.
+
+So no lock is held while a socket's buffer is full.
+"""
 
 import contextlib
 import queue
@@ -22,15 +25,15 @@ from resilient_jax.snapshot.messages import (
 )
 
 RETRY_INTERVAL_S: Final = 0.1
-"""Between two tries to tell something."""
+"""Between two attempts to send a message while memory is short."""
 
 
 class Notifier:
-    """An arena's listener.
+    """The listener of the snapshot slots.
 
     Attributes:
-        statuses: what the arena holds, when it is asked; set before the first change.
-        on_dropped: has the root told of a drop; must return at once. Set before the first one.
+        list_statuses: returns the complete snapshots; to be set before the first change.
+        on_dropped: starts a report to the root and returns at once; to be set before the first drop.
     """
 
     def __init__(self, host: HostName, agent: Connection[ServerToAgent, NewWorker]) -> None:
@@ -40,7 +43,7 @@ class Notifier:
         self._agent = agent
         self._worker: Connection[ServerReply | ServerNotification, WorkerRequest] | None = None
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._tell, name="rj-snapshot-reports", daemon=True).start()
+        threading.Thread(target=self._send_all, name="rj-snapshot-reports", daemon=True).start()
 
     def record_event(
         self, kind: EventKind, id: SnapshotId | None = None, **detail: str | float | bool
@@ -59,7 +62,7 @@ class Notifier:
 
     def notify_agent(self) -> None:
         """Send the agent the snapshots that are complete now."""
-        # Asked for when it is sent: so the last one sent is the newest.
+        # The list is made when it is sent, so the last one sent is the newest.
         self._waiting.put(lambda: self._agent.send(CompleteSnapshots(snapshots=self.list_statuses())))
 
     def notify_worker(self, notice: ServerNotification) -> None:
@@ -71,25 +74,25 @@ class Notifier:
         self.on_dropped(id, layout, reason)
 
     def serve_worker(self, worker: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:
-        """Notices go there from now on."""
+        """Send notifications to this worker from now on."""
         self._waiting.put(lambda: setattr(self, "_worker", worker))
 
     def _send_worker(self, notice: ServerNotification) -> None:
         if self._worker is not None:
-            with contextlib.suppress(OSError):  # it is dead, which its line tells
+            with contextlib.suppress(OSError):  # the worker died, which its session notices
                 self._worker.send(notice)
 
-    def _tell(self) -> None:
+    def _send_all(self) -> None:
         while True:
             send = self._waiting.get()
             try:
                 self._send_patiently(send)
-            except OSError:  # nobody decides for this process any more: the main thread ends it
+            except OSError:  # the agent is gone: the main thread ends this process
                 self._agent.shut_down()
                 return
 
     def _send_patiently(self, send: Callable[[], None]) -> None:
-        """What is never told is decided wrongly: a shortage of memory is waited out."""
+        """Send a message, and wait out a shortage of memory: without the message others would decide wrongly."""
         while True:
             try:
                 return send()

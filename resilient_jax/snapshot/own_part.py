@@ -1,4 +1,4 @@
-"""This host's own part, in memory that it shares with its snapshot server: read in place, each block verified once."""
+"""This host's own part, in memory shared with its snapshot server, read in place with each block verified once."""
 
 import ctypes
 
@@ -11,13 +11,13 @@ _UNKNOWN, _GOOD, _BAD = range(3)
 
 
 class OwnPart:
-    """A part whose memory nobody changes while it is read; safe to share between threads."""
+    """A part whose memory does not change while it is read; safe to share between threads."""
 
     def __init__(self, manifest: PartManifest, view: memoryview) -> None:
-        """Takes the part over.
+        """Take ownership of the view of a part.
 
         Raises:
-            ChecksumMismatch: manifest and memory are not of one length.
+            ChecksumMismatch: manifest and memory differ in length.
             KernelUnavailable: no library here computes the manifest's checksum.
         """
         if len(view) != manifest.part_bytes:
@@ -27,18 +27,18 @@ class OwnPart:
         self.manifest = manifest
         self._view = view
         self._checksum: Checksum = choose_checksum(manifest.checksum)
-        self._verdicts = bytearray(len(manifest.block_checksums))  # threads may find the same one twice
+        self._verdicts = bytearray(len(manifest.block_checksums))  # two threads may both verify a block
 
     def copy_into(self, offset: int, out: memoryview) -> None:
-        """Copies bytes of the part; afterwards nothing of `out` is shared memory.
+        """Copy bytes of the part from shared memory into `out`.
 
         Raises:
-            ChecksumMismatch: a block that has some of them is damaged. Nothing was written.
+            ChecksumMismatch: a block that has some of the bytes is corrupt. Nothing was written.
         """
         self._verify(offset, offset + len(out))
         source = self._view[offset : offset + len(out)]
         if len(out):
-            # Unlike a slice assignment it lets other threads run meanwhile.
+            # Unlike a slice assignment, ctypes.memmove releases the GIL.
             operands = check_operands([source], [out])
             ctypes.memmove(operands.destination_addresses[0], operands.source_addresses[0], len(out))
 
@@ -50,10 +50,8 @@ class OwnPart:
                 bad = find_corrupt_block(self.manifest, self._checksum, block * size, data)
                 self._verdicts[block] = _GOOD if bad is None else _BAD
             if self._verdicts[block] == _BAD:
-                raise ChecksumMismatch(
-                    f"block {block} of {self.manifest.host}'s own part is not what it was when the snapshot was taken"
-                )
+                raise ChecksumMismatch(f"block {block} of {self.manifest.host}'s own part is corrupt")
 
     def close(self) -> None:
-        """Lets the memory go."""
+        """Release the view."""
         self._view.release()

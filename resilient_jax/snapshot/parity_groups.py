@@ -1,8 +1,8 @@
-"""Which hosts keep parity for each other: groups as equal as they can be, failure domains spread over them.
+"""The groups of hosts that keep parity for each other: nearly equal in size, with failure domains spread over them.
 
-The hosts, sorted by failure domain, are dealt to the groups like cards. So sizes differ by one at most, and of a domain
-of d hosts no group of g gets more than ceil(d / g): as few as any way to make g groups could give. Domains that lie in
-a wider one carry its name in front (pod-1/rack-3), so the same is true of the wider one.
+The hosts, sorted by failure domain, are assigned to the groups round robin. So sizes differ by one at most, and of a
+domain of d hosts none of g groups gets more than ceil(d / g), which is optimal. The name of a domain begins with that
+of the wider domain that contains it (pod-1/rack-3), so the same is true of the wider one.
 """
 
 from collections import Counter
@@ -13,11 +13,11 @@ from resilient_jax.ids import HostName
 from resilient_jax.protocol.snapshots import ParityGroup
 
 DEFAULT_GROUP_SIZE = 8
-"""With parity 2 a third more memory; a lost part is decoded from six hosts."""
+"""With parity 2 it costs a third more memory, and a lost part is decoded from six hosts."""
 MAX_GROUP_SIZE = 255
 """Shards of a Reed-Solomon code over GF(2^8), see `erasure/code.py`."""
 
-_MEMBERS_SAID = 6
+_MAX_HOSTS_LISTED = 6
 """How many hosts of a domain a message lists."""
 
 
@@ -28,42 +28,41 @@ def form_parity_groups(
     group_size: int = DEFAULT_GROUP_SIZE,
     domain_of: Mapping[HostName, str] | None = None,
 ) -> tuple[ParityGroup, ...]:
-    """Groups of about `group_size` hosts, every one with more hosts than parity.
+    """Form groups of about `group_size` hosts, each with more hosts than parity.
 
-    No failure domain has more than `parity` hosts in a group wherever any way to group the hosts can do that; groups
-    are made smaller for it. What could not be had, `describe_weaknesses` says in words, for an event.
+    No failure domain has more than `parity` hosts in a group if any grouping achieves that; groups are made smaller for
+    it. `describe_weaknesses` describes what could not be achieved.
 
     Args:
         hosts: all different; the same order on every host gives the same groups.
-        parity: m, how many hosts of a group may be lost. Lowered to one less than there are hosts.
+        parity: m, how many hosts of a group may be lost; lowered to the number of hosts minus 1.
         group_size: hosts in a group, as nearly as equal sizes allow; more than `parity`.
-        domain_of: the rack or slice whose failure takes its hosts together. A host that is not named is a domain
-            of its own.
+        domain_of: the rack or slice that each host fails together with. A host without one is a domain of its own.
 
     Raises:
-        SnapshotRefused: the numbers fit no groups; says which would.
+        SnapshotRefused: no groups satisfy the arguments; the message proposes ones that do.
     """
     _check(hosts, parity, group_size)
     if not hosts:
         return ()
     parity = min(parity, len(hosts) - 1)
-    domains = _domains(hosts, domain_of or {})
+    domains = _list_domains(hosts, domain_of or {})
     count = _count_groups(len(hosts), parity, group_size, [len(domain) for domain in domains])
-    dealt = [host for domain in domains for host in domain]
+    ordered = [host for domain in domains for host in domain]
     place = {host: index for index, host in enumerate(hosts)}
-    groups = (sorted(dealt[first::count], key=place.__getitem__) for first in range(count))
+    groups = (sorted(ordered[first::count], key=place.__getitem__) for first in range(count))
     return tuple(ParityGroup(hosts=tuple(group), parity=parity) for group in groups)
 
 
 def describe_weaknesses(
     groups: Sequence[ParityGroup], parity: int, domain_of: Mapping[HostName, str] | None = None
 ) -> tuple[str, ...]:
-    """In words, how the groups protect less than was asked for; empty if they do not.
+    """Describe in sentences how the groups protect less than requested; return none if they protect as requested.
 
     Args:
-        groups: of `form_parity_groups`.
-        parity: that was asked for.
-        domain_of: as it was given to `form_parity_groups`.
+        groups: from `form_parity_groups`.
+        parity: the requested parity.
+        domain_of: as passed to `form_parity_groups`.
     """
     found = min((group.parity for group in groups), default=parity)
     lowered: tuple[str, ...] = ()
@@ -87,9 +86,9 @@ def _describe_exposed(group: ParityGroup, domain_of: Mapping[HostName, str]) -> 
 
 def _members(group: ParityGroup, domain: str, domain_of: Mapping[HostName, str]) -> str:
     members = [host for host in group.hosts if domain_of.get(host) == domain]
-    more = ", ..." if len(members) > _MEMBERS_SAID else ""
+    listed = ", ".join(members[:_MAX_HOSTS_LISTED]) + (", ..." if len(members) > _MAX_HOSTS_LISTED else "")
     return (
-        f"it has {len(members)} hosts of a group of {len(group.hosts)} ({', '.join(members[:_MEMBERS_SAID])}{more}), "
+        f"it has {len(members)} hosts of a group of {len(group.hosts)} ({listed}), "
         f"whose parity covers {group.parity}"
     )
 
@@ -107,8 +106,8 @@ def _check(hosts: Sequence[HostName], parity: int, group_size: int) -> None:
         )
 
 
-def _domains(hosts: Sequence[HostName], domain_of: Mapping[HostName, str]) -> list[list[HostName]]:
-    """The hosts of each failure domain; neighbours by name, such as racks of one pod, come one after the other."""
+def _list_domains(hosts: Sequence[HostName], domain_of: Mapping[HostName, str]) -> list[list[HostName]]:
+    """Return the hosts of each failure domain; domains of a wider one, such as racks of one pod, are adjacent."""
     named: dict[str, list[HostName]] = {}
     alone: list[list[HostName]] = []
     for host in hosts:
@@ -128,6 +127,6 @@ def _count_groups(hosts: int, parity: int, group_size: int, domains: Sequence[in
             f"hosts; lower the parity to {hosts // fewest - 1}"
         )
     nearest = (2 * hosts + group_size) // (2 * group_size)
-    # A domain that no number of groups can spread thin enough asks for none.
+    # A domain that no number of groups can spread thinly enough does not count.
     spread = [-(-domain // parity) for domain in domains if parity and domain <= parity * most]
     return min(most, max(fewest, nearest, 1, *spread))

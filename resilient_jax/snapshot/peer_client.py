@@ -1,4 +1,4 @@
-"""Another host's snapshot server, as its clients call it: small messages through gRPC, bytes through bulk reads."""
+"""The client of another host's snapshot server: small messages through gRPC, bytes through bulk reads."""
 
 import threading
 
@@ -20,15 +20,15 @@ class PeerClient:
         self._closed = False
 
     def call(self, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
-        """The answer; raises as `SyncChannel.call`."""
+        """Call a method and return the reply; raise as `SyncChannel.call`."""
         return self._grpc.call(SERVICE, method, request, timeout_s=timeout_s)
 
     def read_into(self, request: ReadRequest, out: memoryview, *, timeout_s: float) -> None:
-        """Fills `out` with what is asked for; raises as `SyncChannel.call` and `BulkChannel.read_into`."""
-        self._find_bulk(timeout_s).read_into(request, out, timeout_s=timeout_s)
+        """Fill `out` with the requested bytes; raise as `SyncChannel.call` and `BulkChannel.read_into`."""
+        self._open_bulk_channel(timeout_s).read_into(request, out, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Ends the connections and every call on them."""
+        """Close the connections, which ends every call on them."""
         with self._lock:
             self._closed = True
             bulk = self._bulk
@@ -36,15 +36,15 @@ class PeerClient:
         if bulk is not None:
             bulk.close()
 
-    def _find_bulk(self, timeout_s: float) -> BulkChannel:
+    def _open_bulk_channel(self, timeout_s: float) -> BulkChannel:
         with self._lock:
             if self._bulk is not None:
                 return self._bulk
-        place = self.call(BULK_ADDRESS, BulkAddressRequest(), timeout_s=timeout_s)
+        reply = self.call(BULK_ADDRESS, BulkAddressRequest(), timeout_s=timeout_s)
         host = self._address.rpartition(":")[0]
         with self._lock:
             if self._closed:
                 raise PeerUnreachable(f"our channel to {self._address} was closed")
             if self._bulk is None:
-                self._bulk = BulkChannel(f"{host}:{place.port}", place.ticket, self._credentials)
+                self._bulk = BulkChannel(f"{host}:{reply.port}", reply.ticket, self._credentials)
             return self._bulk

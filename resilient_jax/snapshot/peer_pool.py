@@ -1,4 +1,4 @@
-"""The other servers, as one of them calls them, with a deadline on every call."""
+"""The clients of all other snapshot servers, with a timeout on every call."""
 
 import threading
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from resilient_jax.transport import Credentials, Method
 from resilient_jax.transport.method import RequestT, ResponseT
 
 CALL_TIMEOUT_S: Final = 15.0
-"""Of one call, of a MiB at most; whoever calls tries again."""
+"""Of one call, which transfers a MiB at most and is repeated by its caller."""
 
 
 class PeerPool:
-    """By address, made when first used; safe to share between threads."""
+    """Clients by address, created when first used; safe to share between threads."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -23,16 +23,16 @@ class PeerPool:
         self._peers: dict[str, PeerClient] = {}
 
     def call(self, address: str, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
-        """The answer; raises as `Peer.call`."""
+        """Call a method of a server and return the reply; raise as `Peer.call`."""
         return self._peer(address).call(method, request, timeout_s=CALL_TIMEOUT_S)
 
     def read_part(self, address: str, id: SnapshotId, offset: int, out: memoryview) -> None:
-        """Fills `out` with bytes of a part, for the caller to verify; raises as `Peer.read_into`."""
+        """Fill `out` with bytes of a part, for the caller to verify; raise as `Peer.read_into`."""
         request = ReadRequest(id=id, region=Region.PART, offset=offset, length=len(out), verify=False)
         self._peer(address).read_into(request, out, timeout_s=CALL_TIMEOUT_S)
 
     def keep_only(self, addresses: Iterable[str]) -> None:
-        """Closes the channels to all others."""
+        """Close the clients of all other addresses."""
         kept = set(addresses)
         with self._lock:
             gone = [self._peers.pop(address) for address in list(self._peers) if address not in kept]

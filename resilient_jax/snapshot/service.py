@@ -1,4 +1,4 @@
-"""What other servers, and readers, may ask of a server: the handlers of its gRPC service, and bulk reads."""
+"""The gRPC service of a snapshot server, and its bulk reads, for other servers and for readers of snapshots."""
 
 from resilient_jax.errors import (
     CallerError,
@@ -37,14 +37,14 @@ from resilient_jax.transport.sync_server import SyncUnaryHandler
 
 
 class SnapshotService:
-    """Answers from what the arena holds; waits for nothing, so callers ask again.
+    """Answers from the present contents of the slots. No handler waits, so clients repeat their calls.
 
     Attributes:
-        bulk: serves the reads; to be started by whoever starts the gRPC server.
+        bulk: serves the reads; to be started together with the gRPC server.
     """
 
     def __init__(self, context: ExchangeContext, host: str, credentials: Credentials) -> None:
-        """Listens to nothing yet; `host` is an address of this machine."""
+        """Create the servers without starting them; `host` is an address of this machine."""
         self._context = context
         self._slots = context.slots
         self.bulk = BulkServer(
@@ -68,13 +68,13 @@ class SnapshotService:
             return ManifestReply(data=contents.read_manifest_bytes(request.host))
 
     def read(self, request: ReadRequest) -> BulkResponse:
-        """Bytes in their slot.
+        """Return a view of bytes in their slot.
 
         Raises:
-            SnapshotMissing: they are not here, or not any more.
-            SnapshotDropped: they never will be.
-            ChecksumMismatch: a block is damaged, if that is to be verified.
-            CallerError: there are no such bytes.
+            SnapshotMissing: the snapshot is not here, not yet, or no longer.
+            SnapshotDropped: this host dropped the snapshot.
+            ChecksumMismatch: the request asks for verification, and a block is corrupt.
+            CallerError: the range is outside of the region.
         """
         is_part = request.region is Region.PART
         contents = self._slots.find(request.id, SlotPhase.PART if is_part else SlotPhase.COMPLETE)
@@ -86,11 +86,13 @@ class SnapshotService:
                     request.row, request.offset, request.length, verify=request.verify
                 )
             return BulkResponse(data, request.verify)
-        except ValueError:  # the slot's memory was given back just now
+        except ValueError:  # the slot's memory was freed meanwhile
             self._check_held(contents)
             raise
         except ChecksumMismatch as error:
-            self._check_held(contents)  # else it is no damage: the slot was taken meanwhile
+            self._check_held(
+                contents
+            )  # otherwise the slot was taken meanwhile, and its bytes are not corrupt
             self._context.listener.record_event(EventKind.SNAPSHOT_CORRUPT, request.id, error=str(error))
             raise
 

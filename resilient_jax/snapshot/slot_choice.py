@@ -1,4 +1,4 @@
-"""Which slot the next snapshot takes: a pure decision, with its reason."""
+"""The choice of the slot that the next snapshot takes: a pure decision, with its reason."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -9,23 +9,28 @@ from resilient_jax.snapshot.slot_memory import SlotPhase
 
 
 class SnapshotProgress(Protocol):
-    """What decides whether a snapshot's slot may be taken."""
+    """The facts about a snapshot that decide whether its slot may be taken."""
 
     @property
-    def id(self) -> SnapshotId: ...
+    def id(self) -> SnapshotId:
+        """Identity of the snapshot."""
+        ...
+
     @property
-    def phase(self) -> SlotPhase: ...
+    def phase(self) -> SlotPhase:
+        """Phase that the snapshot has reached."""
+        ...
 
 
 def choose_slot(
     contents: Sequence[SnapshotProgress | None], generation: GenerationNumber
 ) -> tuple[int | None, str]:
-    """The index of the slot that the next snapshot of a generation takes; None, and why, if it can take none.
+    """Return the index of the slot that the next snapshot takes, or None and the reason why no slot is free.
 
-    Never that of the newest committed snapshot, nor of one that may still become it.
+    The slot of the newest committed snapshot is never chosen, nor that of one that may still be committed.
 
     Args:
-        contents: of each slot; None for an empty one.
+        contents: the snapshot in each slot; None for an empty slot.
         generation: of the next snapshot.
     """
     for index, held in enumerate(contents):
@@ -35,8 +40,8 @@ def choose_slot(
     for index, held in enumerate(everything):
         if is_outdated(held, everything):
             return index, ""
-    # Complete here when its generation ended, and nobody said since that it counts. It may go where something else
-    # is left to fall back on.
+    # An orphan was complete here when its generation ended, and no later generation has restored it. Its slot may be
+    # taken if another snapshot is left to fall back on.
     orphans = [h for h in everything if h.phase is SlotPhase.COMPLETE and h.id.generation < generation]
     if orphans and (
         len(orphans) == len(everything) > 1 or any(h.phase is SlotPhase.COMMITTED for h in everything)
@@ -50,7 +55,7 @@ def choose_slot(
 
 
 def is_outdated(held: SnapshotProgress, everything: Iterable[SnapshotProgress]) -> bool:
-    """Whether something newer is committed, and the snapshot itself is settled or of a generation that has ended."""
+    """Return whether a newer snapshot is committed, and this one is too or belongs to an older generation."""
     return any(
         other.phase is SlotPhase.COMMITTED
         and recency_key(other.id) > recency_key(held.id)
@@ -63,10 +68,13 @@ def is_outdated(held: SnapshotProgress, everything: Iterable[SnapshotProgress]) 
 
 
 def recency_key(id: SnapshotId) -> tuple[int, int]:
-    """Greater for the later one: a generation that goes back some steps takes later snapshots of fewer steps."""
+    """Return a sort key that is greater for the later snapshot.
+
+    Steps alone do not order snapshots: a generation that goes back some steps takes later snapshots of fewer steps.
+    """
     return (id.generation, id.step)
 
 
 def format_snapshot_id(id: SnapshotId) -> str:
-    """For people."""
+    """Return the name of a snapshot for messages."""
     return f"snapshot of step {id.step} (generation {id.generation})"

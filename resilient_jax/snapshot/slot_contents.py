@@ -1,7 +1,7 @@
-"""One snapshot in a slot: its regions, stored with their checksums and read back verified.
+"""The contents of one slot, a snapshot whose regions are stored with their checksums and verified when read.
 
-The arena's lock guards what changes here; reading the bytes takes no lock, so whoever reads asks the arena afterwards
-whether the snapshot was still there.
+The lock of `SnapshotSlots` guards every change. Reading bytes takes no lock, so a reader asks `SnapshotSlots.is_held`
+afterwards whether the snapshot was still in its slot.
 """
 
 import functools
@@ -25,14 +25,14 @@ from resilient_jax.snapshot.messages import PARITY_PIECE_BYTES, ParityPiece
 from resilient_jax.snapshot.slot_memory import CHECKSUM_BYTES, SlotHeader, SlotLayout, SlotMemory, SlotPhase
 from resilient_jax.snapshot.stripes import cut_grid, stripe_of_row
 
-_DIGEST = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<I")
 
 get_checksum: Final = functools.cache(choose_checksum)
-"""The algorithm of digests that came from elsewhere."""
+"""Return the algorithm of checksums that another host computed."""
 
 
 def compute_slot_layout(layout: SnapshotLayout, host: HostName) -> SlotLayout:
-    """What a host's slots must hold."""
+    """Return the layout of a host's slots."""
     group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
     return SlotLayout(
@@ -43,7 +43,7 @@ def compute_slot_layout(layout: SnapshotLayout, host: HostName) -> SlotLayout:
 
 
 class SlotContents:
-    """What this host has of one snapshot.
+    """The data that this host has of one snapshot.
 
     Attributes:
         layout: that it belongs to.
@@ -57,7 +57,7 @@ class SlotContents:
     def __init__(
         self, id: SnapshotId, layout: SnapshotLayout, host: HostName, memory: SlotMemory, writer: object
     ) -> None:
-        """Makes the slot dirty: what it held before is gone."""
+        """Overwrite the header of the slot, which invalidates its previous contents."""
         self.id = id
         self.layout = layout
         self.host = host
@@ -75,36 +75,36 @@ class SlotContents:
         self._own_crc = 0
         self._pieces: list[set[int]] = [set() for _ in range(self.slot_layout.parity_rows)]
         self._algorithms: list[ChecksumName] = [ChecksumName.CRC32] * self.slot_layout.parity_rows
-        memory.write_header(self._mark())
+        memory.write_header(self._make_header())
 
     @property
     def nbytes(self) -> int:
-        """Of memory, manifests included."""
+        """Bytes of memory, manifests included."""
         return self.slot_layout.mapped_bytes + self._manifests_end - self.memory.mapped_bytes
 
     def advance(self, phase: SlotPhase, wall_s: float = 0.0) -> None:
-        """Writes the mark: all that it vouches for must be there."""
+        """Write a header with this phase; everything that the phase stands for must be stored."""
         self.phase = phase
         self.wall_s = wall_s or self.wall_s
-        self.memory.write_header(self._mark())
+        self.memory.write_header(self._make_header())
 
     def check_header(self) -> None:
-        """Raises ChecksumMismatch if the slot does not say what it should."""
+        """Raise ChecksumMismatch unless the slot's header is the one written last."""
         found = self.memory.read_header()
-        if found != self._mark():
+        if found != self._make_header():
             raise ChecksumMismatch(
-                f"{self.host}: the mark of slot {self.memory.number} was overwritten: found {found}, expected "
-                f"{self._mark()}"
+                f"{self.host}: the header of slot {self.memory.number} was overwritten: found {found}, expected "
+                f"{self._make_header()}"
             )
 
     # Manifests.
 
     def store_manifest(self, host: HostName, data: bytes) -> None:
-        """Keeps the encoded manifest of a member.
+        """Store the encoded manifest of a member; storing it again changes nothing.
 
         Raises:
-            ChecksumMismatch: it is damaged.
-            CallerError: it is of another snapshot or host, or not as the layout says.
+            ChecksumMismatch: the manifest is corrupt.
+            CallerError: the manifest belongs to another snapshot or host, or contradicts the layout.
         """
         manifest = decode_manifest(data)
         found = (manifest.id, manifest.host, manifest.part_bytes)
@@ -119,8 +119,8 @@ class SlotContents:
             manifest.contents.strings,
         ):
             raise CallerError(
-                f"{host} snapshots another state than {self.host}: leaves or texts differ; expected the same on every "
-                "host. What differs from host to host belongs outside of the state"
+                f"{host} snapshots another state than {self.host}: leaves or strings differ; expected the same on "
+                "every host. Keep values that differ between hosts outside of the state"
             )
         written = os.pwrite(self.memory.descriptor, data, self._manifests_end)
         assert written == len(data), "memory takes all or raises"
@@ -131,10 +131,10 @@ class SlotContents:
             self._own_crc = zlib.crc32(data)
 
     def read_manifest_bytes(self, host: HostName) -> bytes:
-        """The encoded manifest of a member.
+        """Return the encoded manifest of a member.
 
         Raises:
-            SnapshotMissing: it is not here, or not yet.
+            SnapshotMissing: the manifest is not here, or not yet.
         """
         where = self._manifests.get(host)
         if where is None:
@@ -142,28 +142,29 @@ class SlotContents:
         return os.pread(self.memory.descriptor, where[1], where[0])
 
     def get_manifest(self, host: HostName) -> PartManifest:
-        """The manifest of a member, which is here."""
+        """Return the manifest of a member, which must have been stored."""
         return self._decoded[host]
 
     def list_missing_manifests(self) -> list[HostName]:
-        """Of which members there is none yet."""
+        """Return the members whose manifest is not stored yet."""
         return [host for host in self.group.hosts if host not in self._manifests]
 
     # The part.
 
     @property
     def part(self) -> memoryview:
+        """View of the part."""
         return self.memory.view[self.slot_layout.part_offset :][: self.slot_layout.part_bytes]
 
     def build_manifest(
         self, contents: PartContents, checksum: Checksum, check_cancelled: Callable[[], None]
     ) -> PartManifest:
-        """The manifest of the part as it lies there. Takes no lock.
+        """Compute the checksums of the blocks and return the manifest of the part, without a lock.
 
         Args:
-            contents: what the worker says of it.
+            contents: the description of the part by the worker.
             checksum: of the blocks.
-            go_on: called between blocks; what it raises ends it.
+            go_on: called between blocks; an exception that it raises ends the work.
         """
         part, size = self.part, self.slot_layout.block_bytes
         return PartManifest(
@@ -177,10 +178,11 @@ class SlotContents:
         )
 
     def view_part(self, offset: int, length: int, *, verify: bool = True) -> memoryview:
-        """Bytes of the part, as they lie.
+        """Return a view of bytes of the part.
 
         Raises:
-            ChecksumMismatch: a block is not what the worker wrote, if that is to be verified.
+            ChecksumMismatch: `verify` is set and a block is corrupt.
+            CallerError: the range is outside of the part.
         """
         manifest = self._decoded[self.host]
         part, size = self.part, manifest.block_bytes
@@ -199,17 +201,17 @@ class SlotContents:
     # Parity.
 
     def parity_chunk(self, row: int) -> memoryview:
-        """The chunk of a row."""
+        """Return a view of the parity chunk of a row."""
         return self.memory.view[self.slot_layout.parity_offset + row * self.slot_layout.chunk_bytes :][
             : self.slot_layout.chunk_bytes
         ]
 
     def check_parity(self, piece: ParityPiece) -> None:
-        """Takes no lock.
+        """Check a piece of parity before it is stored, without a lock.
 
         Raises:
-            CallerError: the piece is not of a row that this host keeps, or not on the grid.
-            ChecksumMismatch: it is damaged.
+            CallerError: the piece is not of a row that this host keeps, or is not aligned to the grid.
+            ChecksumMismatch: the piece is corrupt.
         """
         expected = min(PARITY_PIECE_BYTES, self.slot_layout.chunk_bytes - piece.offset)
         fits = (
@@ -223,7 +225,7 @@ class SlotContents:
         if not fits:
             raise CallerError(
                 f"parity for {self.host}: found stripe {piece.stripe}, row {piece.row}, {len(piece.data)} bytes at "
-                f"{piece.offset} with {len(piece.checksums)} digests, which {self.slot_layout} has no place for"
+                f"{piece.offset} with {len(piece.checksums)} checksums, expected a piece that fits {self.slot_layout}"
             )
         checksum = get_checksum(piece.checksum)
         for index, block in enumerate(cut_blocks(piece.data, self.slot_layout.block_bytes)):
@@ -231,29 +233,30 @@ class SlotContents:
                 checksum,
                 block,
                 piece.checksums[index],
-                f"block {index} of parity at {piece.offset} that came",
+                f"block {index} of parity at {piece.offset} as received",
             )
 
     def store_parity(self, piece: ParityPiece) -> None:
-        """Keeps a piece that was checked."""
+        """Store a piece that was checked."""
         self.parity_chunk(piece.row)[piece.offset : piece.offset + len(piece.data)] = piece.data
         first = piece.row * self.slot_layout.blocks_per_row + piece.offset // self.slot_layout.block_bytes
         at = self.slot_layout.checksums_offset + first * CHECKSUM_BYTES
-        digests = b"".join(map(_DIGEST.pack, piece.checksums))
-        self.memory.view[at : at + len(digests)] = digests
+        encoded = b"".join(map(_CHECKSUM.pack, piece.checksums))
+        self.memory.view[at : at + len(encoded)] = encoded
         self._algorithms[piece.row] = piece.checksum
         self._pieces[piece.row].add(piece.offset)
 
     def has_parity(self) -> bool:
-        """Whether every row is there whole."""
+        """Return whether all pieces of every row are stored."""
         pieces = -(-self.slot_layout.chunk_bytes // PARITY_PIECE_BYTES)
         return all(len(row) == pieces for row in self._pieces)
 
     def view_parity(self, row: int, offset: int, length: int, *, verify: bool = True) -> memoryview:
-        """Bytes of a parity chunk, as they lie.
+        """Return a view of bytes of a parity chunk.
 
         Raises:
-            ChecksumMismatch: a block is not what was stored, if that is to be verified.
+            ChecksumMismatch: `verify` is set and a block is corrupt.
+            CallerError: there is no such row, or the range is outside of the chunk.
         """
         _check_range(row, 1, self.slot_layout.parity_rows)
         _check_range(offset, length, self.slot_layout.chunk_bytes)
@@ -264,12 +267,12 @@ class SlotContents:
                 self.slot_layout.checksums_offset
                 + (row * self.slot_layout.blocks_per_row + index) * CHECKSUM_BYTES
             )
-            (expected,) = _DIGEST.unpack_from(self.memory.view, at)
+            (expected,) = _CHECKSUM.unpack_from(self.memory.view, at)
             block = chunk[index * size : (index + 1) * size]
             self._verify(checksum, block, expected, f"block {index} of parity row {row}")
         return chunk[offset : offset + length]
 
-    def _mark(self) -> SlotHeader:
+    def _make_header(self) -> SlotHeader:
         return SlotHeader(
             id=self.id,
             phase=self.phase,
@@ -288,7 +291,7 @@ class SlotContents:
 
 
 def cut_blocks(data: Buffer, block_bytes: int) -> list[memoryview]:
-    """The blocks of a piece of parity."""
+    """Cut a piece of parity into its blocks."""
     view = memoryview(data)
     return [view[at : at + block_bytes] for at in range(0, len(view), block_bytes)]
 

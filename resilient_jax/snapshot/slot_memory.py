@@ -1,12 +1,12 @@
-"""A slot: sealed memory without a name, touched once so that no later write has to wait for the kernel.
+"""The memory of a slot: a sealed memfd, prefaulted so that no later write waits for the kernel, and its header.
 
-A slot holds one snapshot of its host: the mark, the part, the parity chunks that the host keeps for others, and the
+A slot holds one snapshot of its host: the header, the part, the parity chunks that the host keeps for others, and the
 checksums of their blocks; behind them, in memory that no worker maps, the manifests of the group. Only the server
-writes the mark, and writes it after all that it vouches for. It has a checksum of itself, so a damaged mark vouches
-for nothing.
+writes the header, and only after everything that the header vouches for. The header has a checksum of its own, so a
+corrupt header vouches for nothing.
 
-The memory is a memfd: it has no name in any file system, only who is given the descriptor can open it, and the kernel
-frees it when the last process that has it is gone. It is sealed against shrinking, so that nobody who maps it can be
+A memfd has no name in any file system, only a process that is given the descriptor can open it, and the kernel frees
+it when the last process that has it is gone. It is sealed against shrinking, so that no process that maps it can be
 killed by a bus error.
 """
 
@@ -28,32 +28,32 @@ from resilient_jax.snapshot.stripes import Grid
 PAGE_BYTES: Final = 4096
 CHECKSUM_BYTES: Final = 4
 MEMFD_NAME: Final = "resilient_jax_snapshot"
-"""As `/proc/PID/fd` shows it, for people and tests."""
+"""The name that `/proc/PID/fd` shows, for operators and tests."""
 MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14; Python 3.11 has no name for it."""
 PREFAULT_CHUNK_BYTES: Final = 16 * 2**20
-"""At a time: `madvise` holds the GIL, and other hosts are to be answered meanwhile."""
+"""Prefaulted by one call: `madvise` holds the GIL, and requests of other hosts must be answered meanwhile."""
 
-_MARK = struct.Struct("<8sHHIqqQIQQId")
+_HEADER = struct.Struct("<8sHHIqqQIQQId")
 _MAGIC: Final = b"RJSLOT\r\n"
 _VERSION: Final = 2
-_CHECK = struct.Struct("<I")
+_HEADER_CRC = struct.Struct("<I")
 
 
 class SlotPhase(enum.IntEnum):
-    """How far the snapshot in a slot is; the first two are not reported."""
+    """The phase of the snapshot in a slot; the first two are not reported."""
 
     WRITING = 1
-    """The worker writes its part: nothing of it may be believed."""
+    """The worker writes its part, so nothing in the slot can be trusted."""
     PART = 2
-    """The part is there, the parity is not."""
+    """The part is sealed, the parity is incomplete."""
     COMPLETE = 3
     COMMITTED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotLayout:
-    """Where the regions of a snapshot lie in its slot.
+    """The offsets of the regions of a snapshot in its slot.
 
     Attributes:
         part_bytes: of this host's part.
@@ -77,30 +77,33 @@ class SlotLayout:
 
     @property
     def part_offset(self) -> int:
+        """Of the part; the header is before it."""
         return PAGE_BYTES
 
     @property
     def parity_offset(self) -> int:
+        """Of the first row of parity."""
         return self.part_offset + _whole_pages(self.part_bytes)
 
     @property
     def checksums_offset(self) -> int:
+        """Of the checksums of parity blocks."""
         return self.parity_offset + self.parity_rows * self.chunk_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """All of it but the manifests."""
+        """Of all regions but the manifests."""
         return self.checksums_offset + _whole_pages(self.parity_rows * self.blocks_per_row * CHECKSUM_BYTES)
 
     @property
     def blocks_per_row(self) -> int:
-        """Blocks of a parity chunk, each under a checksum."""
+        """Blocks of a parity chunk, each with a checksum."""
         return self.chunk_bytes // self.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHeader:
-    """What is in a slot, as its first page says.
+    """The contents of a slot, as recorded on its first page.
 
     Attributes:
         phase: of the snapshot.
@@ -123,14 +126,14 @@ class SlotMemory:
         number: never given out twice by a server.
         mapped_bytes: of memory that the worker may map; the manifests come behind it.
         descriptor: of the memfd; closed by `close`.
-        memory: all that is mapped.
+        view: of all mapped memory.
     """
 
     def __init__(self, number: int, mapped_bytes: int) -> None:
-        """Takes the memory, all of it.
+        """Allocate and prefault the memory.
 
         Raises:
-            SnapshotRefused: the kernel does not give it.
+            SnapshotRefused: the kernel does not give the memory.
         """
         self.number = number
         self.mapped_bytes = mapped_bytes
@@ -150,9 +153,9 @@ class SlotMemory:
         self.view = memoryview(self._mapped)
 
     def write_header(self, header: SlotHeader) -> None:
-        """From now on the slot holds that. Write first what the mark vouches for."""
+        """Record the contents of the slot, which must be written before the header that vouches for them."""
         shape = header.layout
-        page = _MARK.pack(
+        page = _HEADER.pack(
             _MAGIC,
             _VERSION,
             header.phase,
@@ -165,20 +168,20 @@ class SlotMemory:
             header.manifest_crc,
             header.wall_s,
         )
-        self.view[: _MARK.size + _CHECK.size] = page + _CHECK.pack(zlib.crc32(page))
+        self.view[: _HEADER.size + _HEADER_CRC.size] = page + _HEADER_CRC.pack(zlib.crc32(page))
 
     def read_header(self) -> SlotHeader:
-        """What the slot holds.
+        """Return the recorded contents of the slot.
 
         Raises:
-            ChecksumMismatch: the mark is not one of ours, or is damaged.
+            ChecksumMismatch: the header is missing or corrupt.
         """
         return parse_header(self.view, f"slot {self.number}")
 
     def close(self) -> None:
-        """Lets go of the memory, whoever still knows this object; freed when the worker, too, lets go of it.
+        """Release the memory, which is freed when the worker has unmapped it, too.
 
-        A peer may just be reading: then with its view. Afterwards `memory` raises ValueError.
+        A read that is in progress keeps its view alive until it ends. Afterwards `view` raises ValueError.
         """
         self.view.release()
         with contextlib.suppress(BufferError):
@@ -187,18 +190,20 @@ class SlotMemory:
 
 
 def parse_header(memory: bytes | memoryview, where: str = "a slot") -> SlotHeader:
-    """The mark at the beginning of a slot's memory.
+    """Return the header at the beginning of a slot's memory.
 
     Raises:
-        ChecksumMismatch: it is not one of ours, or is damaged.
+        ChecksumMismatch: the header is missing or corrupt.
     """
-    page, check = bytes(memory[: _MARK.size]), bytes(memory[_MARK.size :][: _CHECK.size])
-    magic, version, phase, rows, step, generation, part, block, chunk, *manifest, wall_s = _MARK.unpack(page)
-    (expected,) = _CHECK.unpack(check)
+    page, check = bytes(memory[: _HEADER.size]), bytes(memory[_HEADER.size :][: _HEADER_CRC.size])
+    magic, version, phase, rows, step, generation, part, block, chunk, *manifest, wall_s = _HEADER.unpack(
+        page
+    )
+    (expected,) = _HEADER_CRC.unpack(check)
     found = zlib.crc32(page)
     if magic != _MAGIC or version != _VERSION or found != expected:
         raise ChecksumMismatch(
-            f"mark of {where} is damaged: found magic {magic!r}, version {version} and CRC-32 "
+            f"header of {where} is corrupt: found magic {magic!r}, version {version} and CRC-32 "
             f"{found:08x}, expected {_MAGIC!r}, {_VERSION} and {expected:08x}"
         )
     return SlotHeader(
@@ -217,7 +222,9 @@ def _prefault(mapped: mmap.mmap) -> None:
         try:
             mapped.madvise(MADV_POPULATE_WRITE, start, length)
         except OSError as error:
-            if error.errno != 22:  # EINVAL: a kernel before 5.14, where a write to each page does the same
+            if (
+                error.errno != 22
+            ):  # EINVAL: a kernel before 5.14, where a write to each page has the same effect
                 raise
             for page in range(start, start + length, PAGE_BYTES):
                 mapped[page] = 0

@@ -1,7 +1,7 @@
-"""Which snapshot training can go on from, and why none, in words: pure, from what the servers report.
+"""The choice of the snapshot that training resumes from, or the reason why none can be rebuilt; pure.
 
 A snapshot can be rebuilt if in every group of n hosts with m parity at least n - m have it complete, that is their
-part and the parity that they keep: each stripe then has n - m of its shards, which give the rest.
+part and the parity that they keep: each stripe then has n - m of its shards, from which the others can be decoded.
 """
 
 import dataclasses
@@ -16,17 +16,18 @@ from resilient_jax.protocol.snapshots import (
     SnapshotSource,
     SnapshotStatus,
 )
+from resilient_jax.snapshot.slot_choice import format_snapshot_id
 
 ReportedStatuses = Mapping[HostName, tuple[str, tuple[SnapshotStatus, ...]]]
-"""Of every host that answers: where its snapshot server listens, and what is complete there."""
+"""For every host that answers: the endpoint of its snapshot server, and its complete snapshots."""
 
 MAX_EXPLAINED = 2
-"""As many as a host has slots: the newest snapshots that there can be."""
+"""Snapshots that `explain_loss` describes: as many as a host has slots."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Reported:
-    """A snapshot, who has it complete, and whether one of them knows that all had."""
+    """A snapshot, the hosts that have it complete, and whether one of them knows it to be committed."""
 
     id: SnapshotId
     groups: tuple[ParityGroup, ...]
@@ -35,13 +36,13 @@ class _Reported:
 
     @property
     def spare(self) -> int:
-        """So many more hosts may be lost, whichever; negative: it cannot be rebuilt."""
+        """How many more hosts, whichever they are, may be lost; negative if the snapshot cannot be rebuilt."""
         return min(
             group.parity - sum(host not in self.holders for host in group.hosts) for group in self.groups
         )
 
     def short(self) -> list[ParityGroup]:
-        """The groups that have lost more hosts than they have parity."""
+        """Return the groups that have lost more hosts than they have parity."""
         return [
             group
             for group in self.groups
@@ -50,12 +51,12 @@ class _Reported:
 
 
 def choose_snapshot(statuses: ReportedStatuses) -> SnapshotPlan | None:
-    """The newest snapshot that can be rebuilt, with everyone who has it complete; None if there is none.
+    """Return the newest snapshot that can be rebuilt, with all hosts that have it complete, or None.
 
-    One that was never complete on all its hosts may stand fewer further losses than the one before, which is the better
-    choice then: what training goes on from is all there is until the next one is safe.
+    A snapshot that was never complete on all its hosts may tolerate fewer further losses than the one before, which is
+    then the better choice, since training has no other snapshot until the next one is committed.
 
-    A host that reports it and is in none of its groups counts for nothing.
+    A host that reports a snapshot but is in none of its groups is ignored.
     """
     chosen: _Reported | None = None
     for reported in _newest_first(statuses):
@@ -75,11 +76,11 @@ def choose_snapshot(statuses: ReportedStatuses) -> SnapshotPlan | None:
 
 
 def explain_loss(statuses: ReportedStatuses) -> str:
-    """Why `choose_snapshot` finds nothing: what is lost and what survives, of the newest snapshots, for the user."""
+    """Explain why `choose_snapshot` finds nothing: what is lost and what survives of the newest snapshots."""
     found = [reported for reported in _newest_first(statuses) if reported.short()]
     if not found:
         hosts = f"none of the {len(statuses)} hosts that answer has one" if statuses else "no host answers"
-        return f"there is no complete snapshot in host memory: {hosts}; training can go on from a checkpoint only"
+        return f"there is no complete snapshot in host memory: {hosts}; training can only resume from a checkpoint"
     sentences = [_explain(reported) for reported in found[:MAX_EXPLAINED]]
     if len(found) > MAX_EXPLAINED:
         older = len(found) - MAX_EXPLAINED
@@ -88,29 +89,22 @@ def explain_loss(statuses: ReportedStatuses) -> str:
 
 
 def _explain(reported: _Reported) -> str:
-    texts, short = [], reported.short()
+    sentences, short = [], reported.short()
     for group in short:
         lost = [host for host in group.hosts if host not in reported.holders]
         left = [host for host in group.hosts if host in reported.holders]
-        texts.append(
+        sentences.append(
             f"of a group of {len(group.hosts)} hosts {_count(group.parity)} may be lost, and "
             f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'}; {', '.join(left) or 'none'} survive"
             f"{'s' if len(left) < 2 else ''}"
         )
-    whole = len(reported.groups) - len(short)
+    num_intact = len(reported.groups) - len(short)
     rest = (
-        f"; {whole} of its {len(reported.groups)} groups can be rebuilt" if len(reported.groups) > 1 else ""
+        f"; {num_intact} of its {len(reported.groups)} groups can be rebuilt"
+        if len(reported.groups) > 1
+        else ""
     )
-    return f"{name_snapshot(reported.id)}: {'; '.join(texts)}{rest}"
-
-
-def name_snapshot(snapshot_id: SnapshotId) -> str:
-    """A snapshot in a message for people.
-
-    >>> name_snapshot(SnapshotId(step=12, generation=GenerationNumber(3)))
-    'the snapshot of step 12 (generation 3)'
-    """
-    return f"the snapshot of step {snapshot_id.step} (generation {snapshot_id.generation})"
+    return f"the {format_snapshot_id(reported.id)}: {'; '.join(sentences)}{rest}"
 
 
 def _count(hosts: int) -> str:
@@ -118,9 +112,9 @@ def _count(hosts: int) -> str:
 
 
 def _newest_first(statuses: ReportedStatuses) -> list[_Reported]:
-    # One layout has one id; should hosts report an id with different groups, none counts for the other's.
+    # One layout has one id. Should hosts report an id with different groups, they count as different snapshots.
     found: dict[tuple[SnapshotId, tuple[ParityGroup, ...]], _Reported] = {}
-    for host, status in _each(statuses):
+    for host, status in _list_reports(statuses):
         reported = found.setdefault(
             (status.id, status.groups), _Reported(id=status.id, groups=status.groups, holders=set())
         )
@@ -129,5 +123,5 @@ def _newest_first(statuses: ReportedStatuses) -> list[_Reported]:
     return sorted(found.values(), key=lambda reported: reported.id, reverse=True)
 
 
-def _each(statuses: ReportedStatuses) -> Iterable[tuple[HostName, SnapshotStatus]]:
+def _list_reports(statuses: ReportedStatuses) -> Iterable[tuple[HostName, SnapshotStatus]]:
     return ((host, status) for host, (_, held) in statuses.items() for status in held)

@@ -1,8 +1,8 @@
-"""Any bytes of any host's part of a snapshot: from memory here, else from that host, else from the stripes.
+"""Reads bytes of any host's part of a snapshot: from memory here, else from that host, else decoded from parity.
 
-Rules. Nothing is given that was not verified against its block's checksum. A damaged block is as good as lost, and only
-that block. What one way does not give, the next one is asked for, with an event; what none gives is `SnapshotLost`.
-Reading works in units of whole blocks, several at a time, so memory is bounded whatever is asked for.
+Rules. All bytes are verified against the checksums of their blocks. A corrupt block counts as lost, and only that
+block. If one source fails the next one is used, with an event; if all fail the error is `SnapshotLost`. Reading works
+in units of complete blocks, several at a time, so that memory is bounded for reads of any size.
 """
 
 import functools
@@ -20,30 +20,30 @@ from resilient_jax.protocol.snapshots import ParityGroup, SnapshotId, SnapshotPl
 from resilient_jax.snapshot.block_reader import BlockOrigin, BlockReader
 from resilient_jax.snapshot.manifest import PartManifest
 from resilient_jax.snapshot.own_part import OwnPart
-from resilient_jax.snapshot.snapshot_choice import name_snapshot
+from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.stripe_decoder import StripeDecoder
 from resilient_jax.snapshot.survivors import RecordEvent, Survivors
 from resilient_jax.transport import Credentials
 
 UNIT_BYTES = 4 * 2**20
-"""Read in one go: large enough that requests cost nothing, small enough that several units are little memory."""
+"""Read by one request: large enough to make requests cheap, small enough that several units take little memory."""
 CONCURRENT_UNITS = 4
 CONCURRENT_FETCHES = 16
-"""Of the shards of all units: they mostly wait for somebody else's machine."""
+"""Concurrent fetches of shards, for all units: they mostly wait for other hosts."""
 MAX_EDGE_BLOCKS = 32
-"""Blocks of which only some bytes were wanted: the next leaf often lies in the same one."""
+"""Cached blocks of which only some bytes were requested: the next leaf is often in the same block."""
 CHECK_INTERVAL_S = 0.1
 
 ResultT = TypeVar("ResultT")
 
 
 class PartRead(NamedTuple):
-    """What to read.
+    """A range of a host's part to read.
 
     Attributes:
-        host: whose part; in any of the snapshot's groups.
+        host: in any of the snapshot's groups.
         offset: in the part.
-        target: memory of the caller's own; as many bytes are read as it has.
+        target: memory that the bytes are copied to; its length is that of the range.
     """
 
     host: HostName
@@ -52,15 +52,15 @@ class PartRead(NamedTuple):
 
 
 class OwnPartOpener(Protocol):
-    """Whoever gives this host's own part: `LocalServerClient`."""
+    """Opens this host's own part; implemented by `LocalServerClient`."""
 
     def open_own_part(self, id: SnapshotId, /) -> tuple[PartManifest, memoryview] | None:
-        """Manifest and read-only memory of this host's own complete part, if it is there."""
+        """Return manifest and read-only memory of this host's own complete part, or None."""
         ...
 
 
 class SnapshotReader:
-    """Reads one snapshot, for one thread at a time. After an error that it raised it may only be closed."""
+    """Reads one snapshot, for one thread at a time. After an error it may only be closed."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class SnapshotReader:
         check: Callable[[], None],
         record_event: RecordEvent,
     ) -> None:
-        """Opens this host's own part, if it has one.
+        """Open this host's own part, if it has one.
 
         Args:
-            plan: which snapshot, and who has it.
+            plan: the snapshot, and the hosts that have it.
             host: this one.
-            local: gives its own part; without it, its server is asked like another's.
+            local: opens the host's own part; without it, the host's server is used like that of another host.
             credentials: of the job.
-            check: called several times a second while the caller waits; raises what should end the reading.
-            note: `note(kind, **detail)` makes an event; called from several threads, one at a time.
+            check: called several times a second while the caller waits; an exception that it raises ends the reading.
+            record_event: called as `record_event(kind, **detail)` from several threads, one at a time.
         """
         self._plan = plan
         self._check = check
@@ -91,64 +91,64 @@ class SnapshotReader:
         """Guards what follows; never held while something is read."""
         self._manifests: dict[HostName, PartManifest] = {}
         self._parts: dict[HostName, BlockReader] = {}
-        self._group_readers: dict[ParityGroup, StripeDecoder] = {}
+        self._decoders: dict[ParityGroup, StripeDecoder] = {}
         self._edges: OrderedDict[tuple[HostName, int], tuple[memoryview, BlockOrigin]] = OrderedDict()
-        self._given: Counter[BlockOrigin] = Counter()
+        self._bytes_read: Counter[BlockOrigin] = Counter()
         self._own = self._open_own(host, local)
 
     @property
     def local_host(self) -> HostName | None:
-        """Whose part is in memory here, if one is."""
+        """This host, if its own part is in memory here."""
         return self._own.manifest.host if self._own is not None else None
 
     @property
     def bytes_local(self) -> int:
-        """Given so far from this host's own memory."""
-        return self._given[BlockOrigin.LOCAL]
+        """Bytes read so far from this host's own memory."""
+        return self._bytes_read[BlockOrigin.LOCAL]
 
     @property
     def bytes_peer(self) -> int:
-        """Given so far as another host had them."""
-        return self._given[BlockOrigin.PEER]
+        """Bytes read so far from the parts of other hosts."""
+        return self._bytes_read[BlockOrigin.PEER]
 
     @property
     def bytes_decoded(self) -> int:
-        """Given so far as computed from the shards of others."""
-        return self._given[BlockOrigin.PARITY]
+        """Bytes decoded so far from the shards of other hosts."""
+        return self._bytes_read[BlockOrigin.PARITY]
 
     def read_manifests(self) -> dict[HostName, PartManifest]:
-        """Every host's, each from the first member of its group that gives it whole.
+        """Return the manifests of all hosts, each from the first member of its group that has it intact.
 
         Raises:
-            SnapshotLost: nobody in a host's group gives its manifest.
+            SnapshotLost: no member of a host's group has its manifest.
         """
         hosts = [host for group in self._plan.groups for host in group.hosts]
-        found = self._run([lambda host=host: self._manifest(host) for host in hosts])
+        found = self._run([lambda host=host: self._read_manifest(host) for host in hosts])
         return dict(zip(hosts, found, strict=True))
 
     def read_all(self, reads: Iterable[PartRead]) -> None:
-        """Copies bytes of parts, several reads at a time.
+        """Copy bytes of parts into the targets, several reads at a time.
 
         Raises:
-            SnapshotLost: more is gone than parity covers; says what is lost, and what survives. The targets then hold
-                anything, but nobody writes to them any more.
+            SnapshotLost: more is lost than parity covers; the message lists what is lost and what survives. The
+                contents of the targets are then undefined, but no thread writes to them any more.
         """
-        self._run([job for read in reads for job in self._units_of(read)])
+        self._run([job for read in reads for job in self._split_units(read)])
 
     def close(self) -> None:
-        """Ends what is still running, closes connections, lets the own part's memory go."""
+        """End running reads, close connections, and release the memory of the own part."""
         self._survivors.close()
         self._fetching.shutdown(cancel_futures=True)
         self._units.shutdown(cancel_futures=True)
         if self._own is not None:
             self._own.close()
 
-    def _units_of(self, read: PartRead) -> Iterator[Callable[[], None]]:
-        """A read in pieces of bounded size."""
+    def _split_units(self, read: PartRead) -> Iterator[Callable[[], None]]:
+        """Split a read into jobs of bounded size."""
         offset, out = read.offset, memoryview(read.target).cast("B")
         if not len(out):
             return
-        part = self._part(read.host)
+        part = self._open_part(read.host)
         stop, size = offset + len(out), part.manifest.block_bytes
         assert 0 <= offset < stop <= part.manifest.part_bytes, (
             read.host,
@@ -174,55 +174,55 @@ class SnapshotReader:
             self._manifests[host] = own.manifest
         return own
 
-    def _part(self, host: HostName) -> BlockReader:
+    def _open_part(self, host: HostName) -> BlockReader:
         if host not in self._parts:
-            (manifest,) = self._run([lambda: self._manifest(host)])
+            (manifest,) = self._run([lambda: self._read_manifest(host)])
             group = self._group_of(host)
             own = self._own if self._own is not None and self._own.manifest is manifest else None
             self._parts[host] = BlockReader(
-                manifest, group, self._survivors, own, lambda: self._group_reader(group)
+                manifest, group, self._survivors, own, lambda: self._open_decoder(group)
             )
         return self._parts[host]
 
     def _group_of(self, host: HostName) -> ParityGroup:
         return next(group for group in self._plan.groups if host in group.hosts)
 
-    def _group_reader(self, group: ParityGroup) -> StripeDecoder:
-        manifests = {host: self._manifest(host) for host in group.hosts}
+    def _open_decoder(self, group: ParityGroup) -> StripeDecoder:
+        manifests = {host: self._read_manifest(host) for host in group.hosts}
         own = self._own if self._own is not None and self._own.manifest.host in group.hosts else None
         reader = StripeDecoder(group, manifests, self._survivors, own, self._fetching)
         with self._lock:
-            return self._group_readers.setdefault(group, reader)
+            return self._decoders.setdefault(group, reader)
 
-    def _manifest(self, host: HostName) -> PartManifest:
+    def _read_manifest(self, host: HostName) -> PartManifest:
         with self._lock:
             if host in self._manifests:
                 return self._manifests[host]
         members = self._group_of(host).hosts
         # The host itself first, suspects last.
-        keepers = sorted(
+        members_by_preference = sorted(
             (member for member in members if member in self._survivors),
             key=lambda member: (self._survivors.is_suspect(member), member != host),
         )
-        for keeper in keepers:
+        for member in members_by_preference:
             try:
-                manifest = self._survivors.fetch_manifest(keeper, host)
+                manifest = self._survivors.fetch_manifest(member, host)
             except ResilientJaxError:
-                continue  # an event said so
+                continue  # an event has recorded the error
             with self._lock:
                 return self._manifests.setdefault(host, manifest)
         reasons = "; ".join(f"{member}: {self._survivors.failure_reason(member)}" for member in members)
         raise SnapshotLost(
-            f"what host {host} kept is unknown, since nobody of its group gives its manifest ({reasons})"
+            f"the contents of host {host}'s part are unknown: no member of its group has its manifest ({reasons})"
         )
 
     def _read_unit(self, part: BlockReader, offset: int, out: memoryview) -> None:
-        """Fills one unit: whole blocks in place, and blocks that are only partly wanted by way of a copy."""
+        """Fill one unit: complete blocks in place, partly requested blocks through a cached copy."""
         if self._own is not None and part.manifest is self._own.manifest:
             try:
                 self._own.copy_into(offset, out)
             except ChecksumMismatch:
-                pass  # by blocks, then: only the damaged one has to come from elsewhere
+                pass  # read block by block: only the corrupt one has to come from another source
             else:
                 self._count(Counter({BlockOrigin.LOCAL: len(out)}))
                 return
@@ -232,12 +232,12 @@ class SnapshotReader:
             if first % size == 0 and (last % size == 0 or last == part.manifest.part_bytes):
                 self._count(part.read_into(first, piece))
             else:
-                block, origin = self._edge(part, first // size)
+                block, origin = self._read_edge(part, first // size)
                 piece[:] = block[first % size : first % size + len(piece)]
                 self._count(Counter({origin: len(piece)}))
 
-    def _edge(self, part: BlockReader, block: int) -> tuple[memoryview, BlockOrigin]:
-        """A block of which not all is wanted now, verified, and where it came from."""
+    def _read_edge(self, part: BlockReader, block: int) -> tuple[memoryview, BlockOrigin]:
+        """Return a verified block of which only a part is requested, and its source."""
         key = (part.manifest.host, block)
         with self._lock:
             if key in self._edges:
@@ -254,10 +254,10 @@ class SnapshotReader:
 
     def _count(self, given: Counter[BlockOrigin]) -> None:
         with self._lock:
-            self._given.update(given)
+            self._bytes_read.update(given)
 
     def _run(self, jobs: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
-        """Runs jobs several at a time. When it raises, none of them is running any more."""
+        """Run jobs several at a time and return their results. After an error none of them is running any more."""
         futures = [self._units.submit(job) for job in jobs]
         pending = set(futures)
         try:
@@ -269,7 +269,7 @@ class SnapshotReader:
         except BaseException as error:
             for future in pending:
                 future.cancel()
-            # Before the survivors are closed, which makes suspects of all that are being asked.
+            # Explained before the survivors are closed, which makes a suspect of every host with a running call.
             explanation = self._explain(error) if isinstance(error, SnapshotLost) else ""
             self._survivors.close()  # ends what is running at once
             wait(pending)
@@ -281,13 +281,13 @@ class SnapshotReader:
     def _explain(self, error: SnapshotLost) -> str:
         left = [source.host for source in self._plan.sources if not self._survivors.is_suspect(source.host)]
         return (
-            f"{name_snapshot(self._plan.id)} cannot be rebuilt: {error}. What {', '.join(left) or 'no host'} kept "
-            "survives. Go on from a checkpoint, if there is one"
+            f"the {format_snapshot_id(self._plan.id)} cannot be rebuilt: {error}. The parts of "
+            f"{', '.join(left) or 'no host'} survive. Resume from a checkpoint, if there is one"
         )
 
 
 def _cut_at_edges(start: int, stop: int, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cuts a range into a run of whole blocks, and what is left before and after it."""
+    """Split a range into a run of complete blocks and the partial blocks before and after it."""
     first = min(stop, -(-start // size) * size)
     last = stop if stop == end else max(first, stop // size * size)
     yield from ((a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b)

@@ -1,4 +1,4 @@
-"""Bytes of a part that is gone, computed from the stripes that its chunks are in; from any k of the shards left."""
+"""Decodes bytes of a lost part from the stripes of its chunks, each from any k of the shards that are left."""
 
 import threading
 from collections import deque
@@ -19,13 +19,13 @@ from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_member
 from resilient_jax.snapshot.survivors import Survivors
 
 BUFFER_BYTES = 32 * 2**20
-"""Of shards in memory for one call."""
+"""Memory for the shards of one call."""
 SPAN_BYTES = 2 * 2**20
-"""Of one shard in one request; larger ones leave the cache before they are multiplied."""
+"""Of one shard in one request; larger spans leave the cache before they are multiplied."""
 
 
 class StripeShard(NamedTuple):
-    """A shard of a stripe, and where its host has it.
+    """A shard of a stripe, and its location on its host.
 
     Attributes:
         number: in the stripe.
@@ -43,7 +43,7 @@ class StripeShard(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """What is wanted of every shard of a stripe, and whether its host verifies it."""
+    """The range that is needed of every shard of a stripe, and whether its host verifies it."""
 
     start: int
     length: int
@@ -51,7 +51,7 @@ class _Range(NamedTuple):
 
 
 class StripeDecoder:
-    """Computes bytes of the parts of one group; safe to share between threads."""
+    """Decodes bytes of the parts of one group; safe to share between threads."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class StripeDecoder:
         own: OwnPart | None,
         fetching: Executor,
     ) -> None:
-        """Reads nothing yet.
+        """Read nothing yet.
 
         Args:
             group: with parity.
             manifests: of every member.
-            survivors: are asked for shards.
+            survivors: the hosts to read shards from.
             own: this host's part, if it is in the group and has it.
             fetching: runs one fetch for a shard at a time; nothing that it runs waits for another.
         """
@@ -81,7 +81,7 @@ class StripeDecoder:
         fitting = BUFFER_BYTES // self._code.k // self._block * self._block
         self._span = min(SPAN_BYTES, max(self._block, fitting))
         self._spare: deque[bytearray] = deque()
-        """Of one span each, to be used again: the kernel would clear the memory of new ones."""
+        """Buffers of one span each, for reuse: the kernel would clear the memory of new ones."""
         self._choosing = threading.Lock()  # guards _kernel
         self._kernel: Kernel | None = None
 
@@ -94,18 +94,18 @@ class StripeDecoder:
         excluded: frozenset[HostName] = frozenset(),
         verify: bool = False,
     ) -> None:
-        """Computes bytes of a host's part. They are right if all shards are: verify them.
+        """Decode bytes of a host's part. They are correct only if all shards are, so the caller verifies them.
 
         Args:
-            host: in the group; nothing is asked of it.
+            host: in the group; it is not read from.
             offset: in its part.
-            out: where they go.
-            without: further hosts that nothing is asked of.
-            verify: have the survivors verify their shards, so that a damaged one counts as lost. Shards are cut in
-                blocks where parts are: two survivors with a bad block each stand in for each other.
+            out: memory for the bytes.
+            excluded: further hosts that are not read from.
+            verify: make the survivors verify their shards, so that a corrupt shard counts as lost. Shards have the same
+                blocks as parts, so two survivors with one corrupt block each can replace each other.
 
         Raises:
-            SnapshotLost: fewer than k shards are left of a stripe; says which are not, and why.
+            SnapshotLost: fewer than k shards of a stripe are left; the message lists the missing ones and why.
         """
         member = self._group.hosts.index(host)
         stop = offset + len(out)
@@ -117,7 +117,7 @@ class StripeDecoder:
             self._spare.extend(cast(bytearray, view.obj) for view in present.values())
 
     def _cuts(self, start: int, stop: int) -> list[int]:
-        """Where to cut a range of a part so that every piece is in one chunk, and in one span."""
+        """Return the offsets at which to split a range of a part, so that each piece is in one chunk and one span."""
         cuts = {start, stop}
         for first in range(start // self._chunk * self._chunk, stop, self._chunk):
             begin, end = max(first, start), min(first + self._chunk, stop)
@@ -125,30 +125,10 @@ class StripeDecoder:
         return sorted(cuts)
 
     def _gather(
-        self, stripe: int, wanted: int, part: _Range, without: frozenset[HostName]
+        self, stripe: int, wanted: int, part: _Range, excluded: frozenset[HostName]
     ) -> dict[int, memoryview]:
-        """A range of k other shards of a stripe, fetched at the same time; who fails is replaced if somebody can."""
-        present: dict[int, memoryview] = {}
-        reasons: dict[HostName, str] = {}
-        waiting: list[StripeShard] = []
-        for shard in self._shards(stripe):
-            if shard.number == wanted:
-                continue
-            if (
-                shard.region is Region.PART
-                and shard.offset + part.start >= self._manifests[shard.host].part_bytes
-            ):
-                # Behind the end of a short part all is zero, whoever has it.
-                present[shard.number] = self._take_buffer(part.length, 0)
-            elif shard.host in without:
-                reasons[shard.host] = "it is left out"
-            elif shard.host not in self._survivors and not self._is_own(shard):
-                reasons[shard.host] = self._survivors.failure_reason(shard.host)
-            else:
-                waiting.append(shard)
-        for surplus in list(present)[self._code.k :]:
-            del present[surplus]
-        waiting.sort(key=lambda shard: self._cost(shard, part.start // self._span))
+        """Fetch a range of k other shards of a stripe concurrently; replace those that fail while others are left."""
+        present, waiting, reasons = self._find_shards(stripe, wanted, part, excluded)
         candidates = iter(waiting)
         while missing := self._code.k - len(present):
             asked = self._ask(candidates, missing, part)
@@ -161,6 +141,33 @@ class StripeDecoder:
                     reasons[shard.host] = str(error)
         return present
 
+    def _find_shards(
+        self, stripe: int, wanted: int, part: _Range, excluded: frozenset[HostName]
+    ) -> tuple[dict[int, memoryview], list[StripeShard], dict[HostName, str]]:
+        """Return shards that are only padding, the shards to fetch in order, and why other hosts are not read from."""
+        present: dict[int, memoryview] = {}
+        reasons: dict[HostName, str] = {}
+        waiting: list[StripeShard] = []
+        for shard in self._shards(stripe):
+            if shard.number == wanted:
+                continue
+            if (
+                shard.region is Region.PART
+                and shard.offset + part.start >= self._manifests[shard.host].part_bytes
+            ):
+                # A short part is padded with zeros, which no host has to send.
+                present[shard.number] = self._take_buffer(part.length, 0)
+            elif shard.host in excluded:
+                reasons[shard.host] = "it is excluded"
+            elif shard.host not in self._survivors and not self._is_own(shard):
+                reasons[shard.host] = self._survivors.failure_reason(shard.host)
+            else:
+                waiting.append(shard)
+        for surplus in list(present)[self._code.k :]:
+            del present[surplus]
+        waiting.sort(key=lambda shard: self._cost(shard, part.start // self._span))
+        return present, waiting, reasons
+
     def _ask(
         self, candidates: Iterator[StripeShard], count: int, part: _Range
     ) -> list[tuple[StripeShard, Future[memoryview]]]:
@@ -168,7 +175,7 @@ class StripeDecoder:
         return [(shard, self._fetching.submit(self._fetch, shard, part)) for _, shard in asked]
 
     def _take_buffer(self, length: int, filled: int) -> memoryview:
-        """Zeros after the bytes that the caller will fill."""
+        """Return a buffer with zeros after the first `filled` bytes, which the caller will fill."""
         try:
             buffer = self._spare.pop()
         except IndexError:
@@ -179,7 +186,7 @@ class StripeDecoder:
 
     def _fetch(self, shard: StripeShard, part: _Range) -> memoryview:
         offset, inside = shard.offset + part.start, part.length
-        if shard.region is Region.PART:  # behind its end all is zero
+        if shard.region is Region.PART:  # zeros follow the end of the part
             inside = min(inside, self._manifests[shard.host].part_bytes - offset)
         data = self._take_buffer(part.length, inside)
         if self._own is not None and self._is_own(shard):
@@ -201,7 +208,7 @@ class StripeDecoder:
         return self._own is not None and shard.region is Region.PART and shard.host == self._own.manifest.host
 
     def _cost(self, shard: StripeShard, turn: int) -> tuple[bool, bool, int]:
-        """Own memory first, suspects last. A member has another number in every stripe, so each is spared in turn."""
+        """Return the rank of a shard: own memory first, suspects last, and otherwise rotating to balance the load."""
         return (
             self._survivors.is_suspect(shard.host),
             not self._is_own(shard),

@@ -1,4 +1,4 @@
-"""Where chunks and parity lie in a group: index arithmetic, nothing else.
+"""The placement of data chunks and parity chunks in a parity group: index arithmetic only.
 
 A group has n members and m parity, so k = n - m. Stripe r, of the n there are, has its parity shard p on member
 (r + p) mod n and its data shard j on member (r + m + j) mod n, whose chunk j that is. So every member has each of
@@ -12,17 +12,17 @@ from typing import Final, NamedTuple
 MIN_BLOCK_BYTES: Final = 4096
 """Pages, so that chunks of shared memory can be mapped and copied whole."""
 MAX_BLOCK_BYTES: Final = 256 * 2**10
-"""Smaller ones only add numbers to a large part."""
+"""Smaller blocks only add checksums to a large part."""
 MIN_BLOCKS_PER_CHUNK: Final = 8
-"""In a chunk, unless blocks are as small as can be: an eighth at most is lost to rounding."""
+"""In a chunk, unless blocks have the minimal size, so that rounding wastes an eighth at most."""
 
 
 class Grid(NamedTuple):
-    """How every part of a group, and all parity, is cut; so a block of a part never lies in two chunks.
+    """The sizes of blocks and chunks of a group. Chunks are multiples of blocks, so no block spans two chunks.
 
     Attributes:
-        block_bytes: under one checksum: a power of two, whole pages.
-        chunk_bytes: of each of a part's k chunks: whole blocks; 0 if all parts are empty.
+        block_bytes: of a block, which has one checksum: a power of two, at least a page.
+        chunk_bytes: of each of a part's k chunks; 0 if all parts are empty.
     """
 
     block_bytes: int
@@ -30,7 +30,7 @@ class Grid(NamedTuple):
 
 
 def cut_grid(group_part_bytes: Sequence[int], k: int) -> Grid:
-    """The grid of a group: chunks that hold the longest part, and blocks so small that few bytes are lost to rounding.
+    """Return the grid of a group, with chunks that hold the longest part and blocks so small that little is wasted.
 
     >>> cut_grid([3 * 4096 + 1, 5], 3)
     Grid(block_bytes=4096, chunk_bytes=8192)
@@ -46,21 +46,21 @@ def cut_grid(group_part_bytes: Sequence[int], k: int) -> Grid:
 
 
 def stripe_of_chunk(member: int, chunk: int, n: int, m: int) -> int:
-    """The stripe that has chunk `chunk` < n - m of a member as its data shard `chunk`."""
+    """Return the stripe that has chunk `chunk` < n - m of a member as its data shard `chunk`."""
     return (member - m - chunk) % n
 
 
 def stripe_of_row(member: int, row: int, n: int, m: int) -> int:
-    """The stripe whose parity shard `row` < m a member keeps."""
+    """Return the stripe whose parity shard `row` < m a member keeps."""
     assert 0 <= row < m, f"a member keeps m = {m} parity chunks, none numbered {row}"
     return (member - row) % n
 
 
 def data_members(stripe: int, n: int, m: int) -> tuple[int, ...]:
-    """The members whose chunks are a stripe's data shards 0 .. n - m - 1, in this order."""
+    """Return the members whose chunks are a stripe's data shards 0 .. n - m - 1, in this order."""
     return tuple((stripe + m + shard) % n for shard in range(n - m))
 
 
 def parity_members(stripe: int, n: int, m: int) -> tuple[int, ...]:
-    """The members that keep a stripe's parity shards 0 .. m - 1, in this order; the first one encodes it."""
+    """Return the members that keep a stripe's parity shards 0 .. m - 1, in this order; the first one encodes it."""
     return tuple((stripe + row) % n for row in range(m))

@@ -1,4 +1,4 @@
-"""The hosts that have a snapshot complete, as a reader sees them: what they give, and which of them failed."""
+"""The hosts that have a snapshot complete: a reader's clients of them, and its record of which ones failed."""
 
 import threading
 from collections.abc import Callable
@@ -17,13 +17,13 @@ READ_TIMEOUT_S = 60.0
 """For a few MiB from a server that others read from at the same time."""
 
 RecordEvent = Callable[..., object]
-"""`note(kind, **detail)` makes an event."""
+"""`note(kind, **detail)` records an event."""
 
 
 class Survivors:
-    """One channel to each, made when first used; safe to share between threads.
+    """A client for each survivor, created when first used; safe to share between threads.
 
-    A host that did not answer, or not as agreed, is a suspect: it is asked again only where nobody else can help.
+    A host that did not answer, or answered wrongly, is a suspect: it is used again only where no other host can help.
     """
 
     def __init__(self, plan: SnapshotPlan, credentials: Credentials, note: RecordEvent) -> None:
@@ -35,25 +35,25 @@ class Survivors:
         """Guards what follows, and the order of events."""
         self._peers: dict[HostName, PeerClient] = {}
         self._failures: dict[HostName, str] = {}
-        self._noted: set[tuple[str, ...]] = set()
+        self._recorded: set[tuple[str, ...]] = set()
         self._closed = False
 
     def __contains__(self, host: HostName) -> bool:
         return host in self._servers
 
     def is_suspect(self, host: HostName) -> bool:
-        """Whether it failed before."""
+        """Return whether a host has failed before."""
         return host in self._failures
 
     def failure_reason(self, host: HostName) -> str:
-        """Why a host gives nothing, as far as is known."""
+        """Return why a host cannot be read from, as far as is known."""
         return self._failures.get(host, "it is not among those that have the snapshot complete")
 
     def fetch_manifest(self, survivor: HostName, host: HostName) -> PartManifest:
-        """A host's manifest, as a member of its group keeps it.
+        """Fetch a host's manifest from a survivor, which is a member of the host's group.
 
         Raises:
-            ResilientJaxError: the survivor does not give it; an event says so.
+            ResilientJaxError: the survivor does not have it or fails; an event records that.
         """
         request = ManifestRequest(id=self._id, host=host)
         try:
@@ -64,7 +64,7 @@ class Survivors:
                     f"{survivor} gave the manifest of {manifest.host} in {manifest.id}, expected {host} in {self._id}"
                 )
         except ResilientJaxError as error:
-            self._failed(survivor, error, f"the manifest of {host}")
+            self._record_failure(survivor, error, f"the manifest of {host}")
             raise
         return manifest
 
@@ -78,11 +78,11 @@ class Survivors:
         row: int = 0,
         verify: bool = False,
     ) -> None:
-        """Bytes of the survivor's own part, or of a parity chunk that it keeps; right only if `verify` is asked for.
+        """Read bytes of the survivor's own part, or of a parity chunk that it keeps; verified only with `verify`.
 
         Raises:
-            ChecksumMismatch: they were verified, and some are damaged, there or on the way; an event says so.
-            ResilientJaxError: the survivor does not give them; an event says so.
+            ChecksumMismatch: some bytes are corrupt, in memory or in transit; an event records that.
+            ResilientJaxError: the survivor does not have the bytes or fails; an event records that.
         """
         length = len(out)
         request = ReadRequest(
@@ -91,19 +91,19 @@ class Survivors:
         try:
             self._peer(survivor).read_into(request, out, timeout_s=READ_TIMEOUT_S)
         except ResilientJaxError as error:
-            self._failed(survivor, error, f"{region} {row} from {offset}")
+            self._record_failure(survivor, error, f"{region} {row} from {offset}")
             raise
 
     def record_event(self, kind: EventKind, **detail: str) -> None:
-        """Makes an event, once for the same words."""
+        """Record an event, unless one with the same details was recorded."""
         with self._lock:
             key = (kind, *detail.values())
-            if key not in self._noted and not self._closed:
-                self._noted.add(key)
+            if key not in self._recorded and not self._closed:
+                self._recorded.add(key)
                 self._note(kind, snapshot_step=self._id.step, **detail)
 
     def close(self) -> None:
-        """Ends every call; what comes after fails."""
+        """End every call; later calls fail."""
         with self._lock:
             self._closed = True
             peers = list(self._peers.values())
@@ -118,7 +118,7 @@ class Survivors:
                     self._peers[survivor].close()
             return self._peers[survivor]
 
-    def _failed(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
+    def _record_failure(self, survivor: HostName, error: ResilientJaxError, asked: str) -> None:
         if isinstance(error, ChecksumMismatch):
             self.record_event(
                 EventKind.SNAPSHOT_BLOCK_CORRUPT, source=survivor, asked=asked, reason=str(error)

@@ -17,6 +17,7 @@ class IndexBox(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Lengths in each dim."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property

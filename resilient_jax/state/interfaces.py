@@ -1,4 +1,4 @@
-"""What this package needs of its surroundings, so that tests can stand in for them."""
+"""The interfaces of the snapshot server, the reader and the failpoints, for which tests have fakes."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -12,53 +12,57 @@ from resilient_jax.snapshot.snapshot_reader import PartRead
 
 
 class PartServer(Protocol):
-    """Where this host's part goes: `snapshot.local_client.LocalServerClient`."""
+    """The server that takes this host's part: `snapshot.local_client.LocalServerClient`."""
 
     def begin(self, id: SnapshotId) -> memoryview:
-        """Memory for the part, exactly as long. Raises SnapshotDropped."""
+        """Return memory exactly as long as the part. Raise SnapshotDropped if the server refuses the snapshot."""
         ...
 
     def wait_settled(self, id: SnapshotId, timeout_s: float) -> bool:
-        """Whether it is committed or dropped on all hosts by then."""
+        """Return whether the snapshot is committed or dropped on all hosts before the timeout."""
         ...
 
     def finish(self, id: SnapshotId, contents: PartContents) -> None:
-        """The part is written."""
+        """Finish a part that is written."""
         ...
 
     def abandon(self, id: SnapshotId) -> None:
-        """The part will not be completed."""
+        """Abandon a part that will not be completed."""
         ...
 
 
 class PartReader(Protocol):
-    """Where the parts of all hosts are read: `snapshot.snapshot_reader.SnapshotReader`."""
+    """The reader of the parts of all hosts: `snapshot.snapshot_reader.SnapshotReader`."""
 
     def read_manifests(self) -> Mapping[HostName, PartManifest]:
-        """What is in each host's part."""
+        """Return the manifest of each host's part."""
         ...
 
     @property
     def local_host(self) -> HostName | None:
-        """Whose part is in memory here."""
+        """The host whose part is in memory here, if there is one."""
         ...
 
     def read_all(self, reads: Iterable[PartRead]) -> None:
-        """Fills all targets with verified bytes."""
+        """Fill all targets with verified bytes."""
         ...
 
 
 class EventRecorder(Protocol):
-    """Writes an event. Called from any thread."""
+    """Records an event; called from any thread."""
 
-    def __call__(self, kind: EventKind, **detail: str | float | bool) -> object: ...
+    def __call__(self, kind: EventKind, **detail: str | float | bool) -> object:
+        """Record an event."""
+        ...
 
 
 class FailPointHook(Protocol):
-    """Says that a snapshot of this step is at a place where a test may hold it: `FailPoints.reach`."""
+    """Passes a failpoint, where a test may stop this worker; implemented by `FailPoints.hit`."""
 
-    def __call__(self, place: FailPoint, step: int) -> None: ...
+    def __call__(self, place: FailPoint, step: int) -> None:
+        """Pass a failpoint in the snapshot of a step."""
+        ...
 
 
 def ignore_failpoint(place: FailPoint, step: int) -> None:
-    """Nobody holds us."""
+    """Do nothing: there are no failpoints."""

@@ -244,7 +244,7 @@ def test_more_damage_than_parity_loses_those_blocks_only_and_says_which():
         "(its group of 4 has parity 1): its stripe has 4 shards, of which 3 are needed, and 1 found" in text
     )
     assert "of its part is damaged" in text
-    assert "What a, b, c kept survives. Go on from a checkpoint" in text
+    assert "The parts of a, b, c survive. Resume from a checkpoint" in text
 
 
 def test_losses_beyond_parity_are_refused_whoever_they_are():
@@ -256,7 +256,7 @@ def test_losses_beyond_parity_are_refused_whoever_they_are():
             assert "it is not among those that have the snapshot complete" in str(error.value)
         with reader_of(kept, kept.plan(A, B, unaware_of=(A, B)), C) as reader:
             assert read(reader, D, 0, 5000) == kept.parts[D]
-            with pytest.raises(SnapshotLost, match=r"nobody listens there.* What c, d kept survives"):
+            with pytest.raises(SnapshotLost, match=r"nobody listens there.* The parts of c, d survive"):
                 read(reader, A, 0, 5000)
 
 
@@ -301,7 +301,7 @@ def test_a_survivor_that_serves_damaged_bytes_and_no_parity_to_spare_gives_nothi
             kept.flip(B, block * BLOCK + 1)
         with (
             reader_of(kept, kept.plan(D), C) as reader,
-            pytest.raises(SnapshotLost, match="is not what it was"),
+            pytest.raises(SnapshotLost, match="is corrupt"),
         ):
             read(reader, D, 0, 20 * BLOCK)
 
@@ -366,7 +366,7 @@ def test_a_manifest_that_nobody_gives_is_a_loss():
             reader_of(kept, kept.plan(C)) as reader,
             pytest.raises(
                 SnapshotLost,
-                match="what host c kept is unknown, since nobody of its group gives its manifest",
+                match="the contents of host c's part are unknown: no member of its group has its manifest",
             ),
         ):
             reader.read_manifests()

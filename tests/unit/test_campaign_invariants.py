@@ -337,7 +337,7 @@ def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
         check_expected_events, [killed(TargetPart.SNAPSHOTS, BitFlip(region="message"))], lease_ttl_s=2.0
     )
     failed = functools.partial(happened, EventKind.SNAPSHOT_PEER_FAILED, "host-0", peer="host-1")
-    assert told([failed(error="ChecksumMismatch: block 1 of host-1's part came damaged")]) == []
+    assert told([failed(error="ChecksumMismatch: block 1 of host-1's part arrived corrupt")]) == []
     assert told([happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0", source="host-1")]) == []
     assert len(told([failed(error="PeerUnreachable: broke off a read")])) == 1
     assert len(told([happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-1", source="host-0")])) == 1

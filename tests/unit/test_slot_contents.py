@@ -109,7 +109,7 @@ def test_parity_that_arrives_corrupt_is_refused_and_not_stored(slots):
     damaged = bytearray(piece.data)
     damaged[5] ^= 2
     fields = {name: getattr(piece, name) for name in piece.__struct_fields__}
-    with pytest.raises(ChecksumMismatch, match="that came"):
+    with pytest.raises(ChecksumMismatch, match="as received"):
         slots.store_parity(ParityPiece(**{**fields, "data": bytes(damaged)}))
     assert not held.has_parity()
 

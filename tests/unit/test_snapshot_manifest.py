@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from resilient_jax.erasure import ChecksumName, choose_checksum
 from resilient_jax.errors import ChecksumMismatch, MessageError
 from resilient_jax.ids import GenerationNumber, HostName
+from resilient_jax.protocol.leaf_spec import LeafSpec
 from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot import manifest as manifest_module
 from resilient_jax.snapshot.manifest import (
@@ -23,6 +24,7 @@ from resilient_jax.snapshot.manifest import (
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 leaves = st.builds(
+    LeafSpec,
     st.text(max_size=12),
     st.sampled_from(["float32", "bfloat16", "int4", "float8_e4m3fn", "bool"]),
     sizes,

@@ -135,6 +135,6 @@ def test_the_words_say_what_is_lost_what_survives_and_from_which_step():
 
 def test_the_words_for_hosts_without_a_snapshot_and_for_no_hosts():
     assert explain_loss({}) == (
-        "there is no complete snapshot in host memory: no host answers; training can go on from a checkpoint only"
+        "there is no complete snapshot in host memory: no host answers; training can only resume from a checkpoint"
     )
     assert "none of the 2 hosts that answer has one" in explain_loss(reports({host: [] for host in hosts(2)}))

@@ -87,7 +87,7 @@ def test_a_snapshot_with_a_corrupt_header_is_neither_found_nor_reported(slots, l
     slots.open_layout(make_layout())
     held = take(slots, make_id(1))
     held.memory.view[17] ^= 4
-    with pytest.raises(ChecksumMismatch, match="mark of slot"):
+    with pytest.raises(ChecksumMismatch, match="header of slot"):
         slots.find(make_id(1), SlotPhase.PART)
     assert slots.list_statuses() == ()
     assert EventKind.SNAPSHOT_CORRUPT in listener.events
