@@ -1,6 +1,6 @@
-"""Runs of a benchmark's script: as a job of ours, as a bare multi-process JAX program, alone on one host.
+"""Runs of a benchmark's script: as a job under agents, as a bare multi-process JAX program, or alone on one host.
 
-All hosts are processes of this machine with one device and one thread each, so that they share its cores alike.
+All hosts are processes of this machine with one device and one thread each, so that they share its cores equally.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from resilient_jax.protocol.records import GenerationPhase
 
 HOSTS = 4
 MANY_STEPS = 100_000
-"""For a job that is ended by us."""
+"""For a job that the benchmark ends."""
 HEALTHY_STEPS = 3
-"""Between two kills everybody trains together for this long."""
+"""Steps that all hosts train together between two kills."""
 REPORT_TIMEOUT_S = 180.0
 RUN_TIMEOUT_S = 600.0
-"""No undisturbed run takes this long."""
+"""More than any undisturbed run takes."""
 COMPILING_STEPS = 3
 """The first steps of a process compile; their times are left out."""
 ERROR_CHARACTERS = 2000
@@ -47,7 +47,7 @@ def script_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
-    """The script as a job of ours on all hosts; in the end it is interrupted, and what is left of it killed."""
+    """Run the script as a job on all hosts; at the end the job is interrupted, and processes that remain are killed."""
     work.mkdir(parents=True, exist_ok=True)
     config = work / "job.toml"
     config.write_text("max_restarts = 1000\nrestart_backoff_s = 0.0\n")
@@ -67,7 +67,7 @@ def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
 
 
 def run_undisturbed(command: Sequence[str], work: Path) -> None:
-    """The script as a job of ours on all hosts, to its end.
+    """Run the script as a job on all hosts, to its end.
 
     Raises:
         InternalError: it failed.
@@ -77,7 +77,7 @@ def run_undisturbed(command: Sequence[str], work: Path) -> None:
 
 
 def wait_success(job: LocalJob, what: str) -> None:
-    """Waits for the job's own end.
+    """Wait for the end of a job.
 
     Raises:
         InternalError: it failed, or goes on for too long.
@@ -87,7 +87,7 @@ def wait_success(job: LocalJob, what: str) -> None:
 
 
 def run_bare(command: Sequence[str], work: Path) -> None:
-    """The script on all hosts without anything of ours; it connects as the variables BARE_* say.
+    """Run the script on all hosts without this package; it connects by the variables BARE_*.
 
     Raises:
         InternalError: it failed.
@@ -111,7 +111,7 @@ def run_alone(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = RUN_TIMEOUT_S,
 ) -> None:
-    """The script on one host, without an agent.
+    """Run the script on one host, without an agent.
 
     Raises:
         InternalError: it failed.
@@ -147,7 +147,7 @@ def _run_processes(
 
 
 def read_times(work: Path) -> list[float]:
-    """Step times in seconds of all processes; the first steps compile, and are left out."""
+    """Return the step times in seconds of all processes, without the first steps, which compile."""
     times: list[float] = []
     for path in work.glob("times-*.json"):
         times += msgspec.json.decode(path.read_bytes(), type=list[float])[COMPILING_STEPS:]
@@ -155,7 +155,7 @@ def read_times(work: Path) -> list[float]:
 
 
 def wait_healthy(job: LocalJob) -> JobReport:
-    """Waits until all hosts have trained together for some steps."""
+    """Wait until all hosts have trained together for some steps."""
     first = job.wait_report("all hosts training", are_all_training, REPORT_TIMEOUT_S)
     target = max(h.step for h in first.hosts) + HEALTHY_STEPS
     return job.wait_report(
@@ -164,7 +164,7 @@ def wait_healthy(job: LocalJob) -> JobReport:
 
 
 def are_all_training(report: JobReport) -> bool:
-    """Whether every host is a member, and has finished a step."""
+    """Return whether every host is a member and has finished a step."""
     generation = report.generation
     if (
         generation is None

@@ -1,4 +1,4 @@
-"""The figures of `bench erasure` are what their names say, of times that are known."""
+"""The figures of the erasure benchmark are what their names say, of times that are known."""
 
 import pytest
 from benchmarks.erasure.command import erasure

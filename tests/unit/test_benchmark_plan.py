@@ -1,4 +1,4 @@
-"""`bench plan`: what is searched is what it says, and the line of JSON has the promised keys."""
+"""The plan benchmark searches the cases that it names, and its line of JSON has the promised keys."""
 
 import json
 import sys

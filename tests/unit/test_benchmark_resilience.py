@@ -1,4 +1,4 @@
-"""The figures of `bench resilience` are what their names say, of event times that are known."""
+"""The figures of the resilience benchmark are what their names say, of event times that are known."""
 
 import itertools
 import types
@@ -168,7 +168,7 @@ def test_a_step_that_only_the_victim_had_committed_was_still_in_flight() -> None
 
 
 def test_a_step_that_nobody_committed_is_an_error_of_ours() -> None:
-    with pytest.raises(InternalError, match=r"the steps \[1\] committed by nobody"):
+    with pytest.raises(InternalError, match=r"the steps \[1\] committed by no process"):
         read_timeline([*rows(1, 0, [1.0]), *rows(1, 2, [2.2])], [], {1: 0.0}, steps=3, warm=1)
 
 

@@ -1,4 +1,4 @@
-"""The figures of `bench snapshot` are what their names say, of times that are known."""
+"""The figures of the snapshot benchmark are what their names say, of times that are known."""
 
 import pytest
 from benchmarks.snapshot.command import snapshot

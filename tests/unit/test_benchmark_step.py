@@ -1,4 +1,4 @@
-"""The figures of `bench step` are what their names say, of numbers that are known."""
+"""The figures of the step benchmark are what their names say, of numbers that are known."""
 
 import math
 from collections.abc import Sequence

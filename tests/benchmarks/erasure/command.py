@@ -1,4 +1,4 @@
-"""`resilient-jax bench erasure`: how fast parity is made and lost shards are computed, on one core."""
+"""The erasure benchmark: speed of encoding parity and decoding lost shards, on one core."""
 
 import tempfile
 from pathlib import Path
@@ -38,7 +38,7 @@ def erasure(
     skew_bytes: Annotated[
         int,
         typer.Option(
-            help="Gap between shards. 0 where shards lie a multiple of 4096 bytes apart: all compete for the same "
+            help="Gap between shards. 0 puts shards a multiple of 4096 bytes apart, where all compete for the same "
             "lines of the first-level cache then, which costs ISA-L up to a third."
         ),
     ] = 512,
@@ -98,7 +98,7 @@ def _check(wanted: ErasureRequest) -> None:
         ReedSolomon(wanted.data_shards, m)  # says what is wrong with k and m
     if wanted.shard_bytes < KIB or wanted.skew_bytes < 0 or wanted.rounds < FEWEST_ROUNDS:
         raise CallerError(
-            f"bench erasure: found --shard-kib {wanted.shard_bytes // KIB}, --skew-bytes {wanted.skew_bytes}, "
+            f"erasure: found --shard-kib {wanted.shard_bytes // KIB}, --skew-bytes {wanted.skew_bytes}, "
             f"--rounds {wanted.rounds}; expected 1 KiB or more, no negative gap and {FEWEST_ROUNDS} rounds or more"
         )
 

@@ -1,4 +1,4 @@
-"""The figures of `bench erasure`, from what was timed; and what is to be timed. Pure.
+"""Figures of the erasure benchmark from its timings, and the request for these. Pure.
 
 GB/s are 10^9 bytes of data a second: k times the length of a shard, for encoding and for decoding alike.
 """
@@ -76,7 +76,7 @@ class ErasureTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """GB/s of data: the median, and the span in which nine of ten rounds lie."""
+    """GB/s of data: the median, and the span of nine in ten rounds."""
 
     gbps: float
     low: float

@@ -1,4 +1,4 @@
-"""What `resilient-jax bench erasure` times: our calls and what they are compared with, in turn, on one core.
+"""Time our erasure code and what it is compared with in turn, on one core.
 
     erasure_speed.py WANTED.json TIMES.json
 
@@ -117,7 +117,7 @@ def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
 
 
 def find_zfec(missing: dict[str, str]) -> Any:  # a module without types
-    """zfec, if somebody installed it."""
+    """Return zfec; None: it is not installed."""
     try:
         return importlib.import_module(ZFEC)
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""The programs of `resilient-jax bench plan`: plans of eight CPU devices in one process, compiled and timed.
+"""Compile and time plans of eight CPU devices in one process, for the plan benchmark.
 
     plan_programs.py FOUND ROUNDS
 
@@ -120,7 +120,7 @@ def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], li
     used: list[list[float]] = [[] for _ in running]
     for number in range(rounds + 1):
         for (_, program, batch), seconds, processor in zip(running, steps, used, strict=True):
-            # A copy: what lies right already would be donated with the state that all start from.
+            # A copy: device_put may return the array itself, and the program would donate the common state.
             laid = jax.device_put(jax.tree.map(lambda leaf: leaf.copy(), state), program.state_shardings)
             jax.block_until_ready(laid)
             started, before = time.perf_counter(), time.process_time()

@@ -30,7 +30,7 @@ def draw(curve: LossCurve) -> Figure:
             steps, 0, 1, where=fewer, transform=axes.get_xaxis_transform(), color=RED, alpha=0.1
         )
     what = "equal bit for bit" if curve.equal else "NOT equal"
-    top.set_title(f"the same batches, whoever lives; the final weights are {what}")
+    top.set_title(f"the same batches on any hosts; the final weights are {what}")
     top.set_ylabel("loss, nats a byte")
     top.legend(frameon=False)
     bottom.step(steps, curve.hosts, color=RED, where="mid")

@@ -14,23 +14,23 @@ from matplotlib.figure import Figure
 
 from benchmarks.resilience.plot_data import ResiliencePlot
 
-COLOURS = ("#1f4e9c", "#5fa8d3", "#c0392b", "#d98e04", "#7f8c8d", "#4a4a4a")
+COLORS = ("#1f4e9c", "#5fa8d3", "#c0392b", "#d98e04", "#7f8c8d", "#4a4a4a")
 
 
 def draw(picture: ResiliencePlot) -> Figure:
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    colours = {rates.system: COLOURS[n % len(COLOURS)] for n, rates in enumerate(picture.rates)}
+    colors = {rates.system: COLORS[n % len(COLORS)] for n, rates in enumerate(picture.rates)}
     for line in picture.lines:
-        left.step(line.at_s, line.steps, where="post", color=colours[line.system], label=line.system)
-        left.plot(line.struck_s, line.struck_steps, "x", color=colours[line.system], markersize=8, mew=2)
+        left.step(line.at_s, line.steps, where="post", color=colors[line.system], label=line.system)
+        left.plot(line.struck_s, line.struck_steps, "x", color=colors[line.system], markersize=8, mew=2)
     left.set_title(f"the same failures (x: a worker is killed), one in {picture.failure_every} steps")
     left.set_xlabel("seconds")
     left.set_ylabel("committed steps")
     for rates in picture.rates:
         right.plot(
-            rates.failure_every, rates.tokens_per_s, "o-", color=colours[rates.system], label=rates.system
+            rates.failure_every, rates.tokens_per_s, "o-", color=colors[rates.system], label=rates.system
         )
     right.set_xscale("log")
     ticks = sorted({every for rates in picture.rates for every in rates.failure_every})

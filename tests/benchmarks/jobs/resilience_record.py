@@ -1,4 +1,4 @@
-"""What the jobs of `resilient-jax bench resilience` write, and how they die. Imports nothing but the standard library.
+"""The records that jobs of the resilience benchmark write, and their kills. Imports the standard library alone.
 
 In the job's folder:
 - `job.json`: what to do; see `BenchmarkJob` in `benchmarks.resilience.runs`;
@@ -62,7 +62,7 @@ class Faults:
     def arm(self, attempt: int, step: int, living: Sequence[str], steps_s: Sequence[float]) -> None:
         """At the begin of a step: if a failure is due and hits this host, SIGKILL half a step from now.
 
-        A victim that is not training passes its failure on to the next host that is, so that none hits nobody.
+        A victim that is not training passes its failure on to the next host that is, so that every failure hits one.
         """
         due = next((n for n, f in enumerate(self._faults) if f["step"] <= step and not self._struck(n)), None)
         if due is None or self._armed:

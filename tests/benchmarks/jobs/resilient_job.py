@@ -1,4 +1,4 @@
-"""The job of `resilient-jax bench resilience` as a loop on `world`: `resilient_job.py FOLDER`, under `launch`.
+"""The job of the resilience benchmark as a loop on `world`: `resilient_job.py FOLDER`, under `launch`.
 
 The model, batch and update of `restart_job.py`. The sums are reproducible, so that the weights after any failures can
 be compared bit for bit with those of a run without.

@@ -1,4 +1,4 @@
-"""The job of `resilient-jax bench resilience` as one writes it today: `restart_job.py FOLDER`, under a supervisor.
+"""The job of the resilience benchmark with JAX and Orbax alone: `restart_job.py FOLDER`, under a supervisor.
 
 A data-parallel `jax.jit` step over all hosts' devices, the state donated, an asynchronous Orbax checkpoint every
 `every` steps, restored when the processes are started again. It connects as the variables BARE_* say; a supervisor

@@ -170,7 +170,7 @@ class Job:
 
         Args:
             local: whether it may read its own server's memory; else it asks that server like any other.
-            lost: hosts whose servers are gone, as everybody knows.
+            lost: hosts whose servers are gone, and known to be.
         """
         plan = self._plan(lost)
         abstract, sharding = state.abstract(), on_devices(devices)

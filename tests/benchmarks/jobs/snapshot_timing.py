@@ -1,4 +1,4 @@
-"""What `resilient-jax bench snapshot` times with a state of one size: our snapshots, memory copy and Orbax, in turn.
+"""Time our snapshots, memory copy and Orbax in turn, with a state of one size.
 
     snapshot_speed.py WANTED.json TIMES.json
 

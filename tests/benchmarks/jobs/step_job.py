@@ -1,11 +1,11 @@
-"""The job of `resilient-jax bench step`: the stall benchmark's transformer in the trainer, and in a plain loop.
+"""The job of the step benchmark: the stall benchmark's transformer in the trainer, and in a plain loop.
 
     step_job.py trainer STEPS OUT [fast] [microbatch=N] [unit=N] [log]      `rj.Trainer`
     step_job.py bare STEPS OUT       a data-parallel `jax.jit` loop over all hosts' devices, as one writes it
     step_job.py curve STEPS OUT      `rj.Trainer` with a small model on real text, whose loss falls
 
-A step is 16 sequences, whatever `microbatch` (sequences in one, 1 unless said) and whoever lives. In the folder of OUT
-each process writes:
+A step is 16 sequences for any `microbatch` (sequences in one, 1 by default) and any number of hosts. In the folder of
+OUT each process writes:
 - `OUT-<pid>.json`: its step times in seconds, from the end of a step to the end of the next;
 - `memory-<pid>.json`: its peak resident memory, and the bytes of the parameters;
 - `digest-<pid>.txt`: of the trainer, the SHA-256 of the weights at the end;

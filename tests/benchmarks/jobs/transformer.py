@@ -12,7 +12,7 @@ import optax
 
 WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY = 320, 8, 8, 64, 256
 MICROBATCHES = 16
-"""Of one sequence each, shared by the hosts: 16 sequences of 64 bytes a step, whoever is alive."""
+"""Of one sequence each, shared by the hosts: 16 sequences of 64 bytes a step on any number of hosts."""
 OPTIMIZER = optax.adam(1e-4)
 
 Params: TypeAlias = Any  # a tree of arrays

@@ -1,4 +1,4 @@
-"""`resilient-jax bench plan`: how long the search takes, and how far its estimates are from published runs."""
+"""The plan benchmark: time of the search, and errors of its estimates against published runs and real steps."""
 
 import statistics
 import tempfile
@@ -81,7 +81,7 @@ def plan(
     takes ten minutes on two idle cores.
     """
     if rounds < 1:
-        raise CallerError(f"bench plan: found --rounds {rounds}, expected 1 or more")
+        raise CallerError(f"plan: found --rounds {rounds}, expected 1 or more")
     console = open_console(json_only)
     mesh = REPOSITORY / MESH
     figures = PlanFigures(machine=describe_machine(), n=rounds)

@@ -1,4 +1,4 @@
-"""What `bench plan` searches, which published runs it estimates, and what it prints. Pure."""
+"""Searches and published runs of the plan benchmark, and its figures. Pure."""
 
 import dataclasses
 from pathlib import Path

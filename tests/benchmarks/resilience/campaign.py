@@ -1,4 +1,4 @@
-"""What `bench resilience` runs, in order: undisturbed, calibration, JAX's defaults, and each system at each rate."""
+"""All runs of the resilience benchmark: undisturbed, calibration, JAX's defaults, and each system at each rate."""
 
 import dataclasses
 import statistics

@@ -1,4 +1,4 @@
-"""`resilient-jax bench resilience`: the same failures with this package and with what people use today."""
+"""The resilience benchmark: the same failures with this package, and with restarts from Orbax checkpoints."""
 
 import dataclasses
 import enum
@@ -93,7 +93,7 @@ def resilience(
     tokens per second and living device; all four count as living all the time.
     """
     if repeats < 1:
-        raise CallerError(f"bench resilience: found --repeats {repeats}, expected at least 1")
+        raise CallerError(f"resilience: found --repeats {repeats}, expected at least 1")
     scale = SCALES[size]
     if failure_every:
         scale = dataclasses.replace(scale, failure_every=tuple(sorted(set(failure_every), reverse=True)))

@@ -1,4 +1,4 @@
-"""The figures of `bench resilience`, from runs and their buckets. Pure.
+"""Figures of the resilience benchmark from runs and their time buckets. Pure.
 
 Effective throughput is tokens per second and living device. A device counts as living as long as its host is up, and a
 host whose worker was killed is up again at once: so it counts all the time, for every system, and a ratio of
@@ -119,7 +119,7 @@ class ResilienceFigures(msgspec.Struct, frozen=True, kw_only=True):
         stall_s: of ours, from a failure to the end of the next step.
         baseline_stall_s: of restarts with Orbax, tuned; all intervals together.
         stall_ratio: the second over the first.
-        stall_less_a_step_s: the first without a step as it is without failures, as `bench stall` has it.
+        stall_less_a_step_s: the first without a step as it is without failures, as in the stall benchmark.
         baseline_stall_less_a_step_s: the same of the baseline.
         effective_throughput_ratio: ours over the best baseline, at one failure in 50 steps.
         effective_throughput_ratios: the same by rate; of several schedules the median of their ratios.

@@ -1,4 +1,4 @@
-"""What `bench resilience` draws, as data for the script that draws it. Pure."""
+"""The data of the resilience plot, for the script that draws it. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final

@@ -1,4 +1,4 @@
-"""Runs of `bench resilience`: the same job under agents, and under a supervisor that restarts all processes."""
+"""Runs of the resilience benchmark: the same job under agents, and under a supervisor that restarts all processes."""
 
 import contextlib
 import dataclasses
@@ -162,7 +162,7 @@ def run_restarting(
 def _start_all(
     script: Path, file: BenchmarkJob, work: Path, cache: Path, attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """All processes of an attempt; whoever is left of them in the end is killed."""
+    """Start all processes of an attempt; at the end those that remain are killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The failures of `bench resilience`: how many, in which step, of which host. Pure.
+"""The schedule of failures of the resilience benchmark: how many, in which step, of which host. Pure.
 
 A schedule is a function of a seed and the sizes alone, so every system meets the same one. It counts in steps of
 training, not in seconds: a system that takes longer for the same steps is not hit more often for it, and steps that are
@@ -67,7 +67,7 @@ def size_run(failure_every: int, *, max_steps: int, max_failures: int) -> RunSiz
     least = QUIET_STEPS + 2
     if failure_every < least or max_steps < least or max_failures < 1:
         raise CallerError(
-            f"bench resilience: found one failure in {failure_every} steps, at most {max_steps} steps and "
+            f"resilience: found one failure in {failure_every} steps, at most {max_steps} steps and "
             f"{max_failures} failures; expected at least {least} steps, {least} steps and 1 failure"
         )
     failures = max(1, min(max_failures, max_steps // failure_every))

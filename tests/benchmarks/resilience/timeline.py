@@ -135,7 +135,7 @@ def read_timeline(
         warm: steps at its begin that do not count.
 
     Raises:
-        InternalError: a step was committed by nobody.
+        InternalError: no process committed a step.
     """
     merged: dict[tuple[int, int], Commit] = {}
     committers: dict[tuple[int, int], set[str]] = {}
@@ -154,7 +154,7 @@ def read_timeline(
             del merged[attempt, step]
     found = {step for _, step in merged}
     if missing := sorted(set(range(steps)) - found):
-        raise InternalError(f"found the steps {missing} committed by nobody, expected all of {steps}")
+        raise InternalError(f"found the steps {missing} committed by no process, expected all of {steps}")
     commits = sorted(merged.values(), key=lambda commit: commit.at_s)
     first = next(n for n, commit in enumerate(commits) if commit.step == warm - 1)
     return Timeline(

@@ -1,4 +1,4 @@
-"""`resilient-jax bench snapshot`: what a snapshot costs and how fast it comes back, beside memory copy and Orbax."""
+"""The snapshot benchmark: cost of a snapshot and speed of a restore, beside memory copy and Orbax."""
 
 import tempfile
 from pathlib import Path

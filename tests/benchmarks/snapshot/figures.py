@@ -1,6 +1,6 @@
-"""The figures of `bench snapshot`, from what was timed; and what is to be timed. Pure.
+"""Figures of the snapshot benchmark from its timings, and the request for these. Pure.
 
-A GB is 10^9 bytes of state, a MB 10^6. Every time is of one whole state, on however many hosts it lies.
+A GB is 10^9 bytes of state, a MB 10^6. Every time is of one complete state, on any number of hosts.
 """
 
 import enum
@@ -94,7 +94,7 @@ class SnapshotTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The median, and the span in which nine of ten rounds lie."""
+    """The median, and the span of nine in ten rounds."""
 
     median: float
     low: float

@@ -1,4 +1,4 @@
-"""`resilient-jax bench stall`: what a kill costs, and what surviving costs when nobody is killed."""
+"""The stall benchmark: how long a kill stops training, and the overhead while no worker is killed."""
 
 import contextlib
 import statistics
@@ -67,7 +67,7 @@ def stall(
         work = Path(folder)
         console.print("overhead: undisturbed windows, ours and bare JAX in turn")
         ours, bare = _measure_steady(script, work, steady_steps, windows)
-        console.print("stalls: kills, each after everybody trains again")
+        console.print("stalls: kills, each after all hosts train again")
         campaign = _Campaign(script, work, console)
         campaign.run(kills)
     figures = campaign.figures(ours, bare)

@@ -1,4 +1,4 @@
-"""`resilient-jax bench step`: what the trainer's steps cost, and what a kill makes it do again."""
+"""The step benchmark: step time of the trainer, and the work that a kill makes it redo."""
 
 import statistics
 import tempfile
@@ -77,7 +77,7 @@ def step(
     """
     if steady_steps <= COMPILING_STEPS or windows < 1 or kills < 1:
         raise CallerError(
-            f"bench step: found --steady-steps {steady_steps}, --windows {windows}, --kills {kills}; expected more "
+            f"step: found --steady-steps {steady_steps}, --windows {windows}, --kills {kills}; expected more "
             f"than {COMPILING_STEPS} steps, of which the first compile, and at least one window and one kill"
         )
     script, drawing = JOBS / "step_job.py", JOBS / "plot_losses.py"
@@ -88,7 +88,7 @@ def step(
         work = Path(folder)
         console.print("step times: undisturbed windows, all loops in turn")
         times = measure_steps(script, work, steady_steps, windows, console)
-        console.print("redone work: kills, each after everybody trains again")
+        console.print("redone work: kills, each after all hosts train again")
         campaign = run_kill_campaign(script, work, kills, console)
         if plot is not None:
             console.print("loss curve: half of the hosts die at one step")
@@ -149,7 +149,7 @@ def _work_table(campaign: KillCampaign) -> Table:
         title=f"microbatches of each kill's step, of {MICROBATCHES}, as the processes computed them"
     )
     table.add_column("kill")
-    for name in ("step", "lost with it", "computed again", "computed by nobody"):
+    for name in ("step", "lost with it", "computed again", "never computed"):
         table.add_column(name, justify="right")
     for kill, work in zip(campaign.kills, campaign.work, strict=True):
         table.add_row(kill.host, str(kill.step), str(work.lost), str(work.redone), str(work.missing))

@@ -1,4 +1,4 @@
-"""The figures of `bench step`, from what was measured. Pure.
+"""Figures of the step benchmark from its measurements. Pure.
 
 G is the size of one tree of gradients in bytes, H the number of hosts, M the most units that a host has. A host sends
 (M + 1) G (H - 1) / H bytes in a reproducible sum, and holds 2 M G; see `training/step/reduction.py`.
@@ -58,7 +58,7 @@ class RedoneWork:
     Attributes:
         lost: that the dead worker had computed.
         redone: computed more often than once.
-        missing: computed by nobody, though the step was committed.
+        missing: computed by no process, though the step was committed.
     """
 
     lost: int
@@ -113,7 +113,7 @@ def count_redone(computed: Mapping[int, Sequence[MicrobatchId]], steps: int) -> 
 def find_missing(
     computed: Mapping[int, Sequence[MicrobatchId]], steps: int, microbatches: int
 ) -> list[MicrobatchId]:
-    """The microbatches of committed steps that nobody computed; none, unless there is a bug."""
+    """The microbatches of committed steps that no process computed; none, unless there is a bug."""
     done = {m for mine in computed.values() for m in mine}
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
 

@@ -32,7 +32,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 
 MICROBATCHES = 16
 AHEAD_STEPS = 3
-"""A step that is ordered must be one that nobody has come to: reports are a moment old."""
+"""A step that is ordered must be one that no host has reached: reports are a moment old."""
 JOB_ARGUMENTS = ("microbatch=1", "unit=1", "log")
 
 
@@ -75,7 +75,7 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
     """Kills workers that have computed all of their own and not yet entered the sum, each after all train again.
 
     Raises:
-        InternalError: the job fails, or a microbatch of a committed step was computed by nobody.
+        InternalError: the job fails, or no process computed a microbatch of a committed step.
     """
     disturbed, alone = work / "kills", work / "undisturbed"
     with run_job(
@@ -88,7 +88,7 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
     computed = _read_computed(disturbed)
     if missing := find_missing(computed, steps, MICROBATCHES):
         raise InternalError(
-            f"found the microbatches {missing} computed by nobody, expected all of {steps} steps"
+            f"found the microbatches {missing} computed by no process, expected all of {steps} steps"
         )
     return KillCampaign(
         steps=steps,
