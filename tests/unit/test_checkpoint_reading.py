@@ -1,4 +1,4 @@
-"""What the storage process reads of a checkpoint: the boxes that are asked for, and of its files little more."""
+"""The storage process reads the requested boxes of a checkpoint, and little more of its files."""
 
 import asyncio
 import mmap
@@ -29,7 +29,7 @@ NAMES = ("wide", "tall", "half", "byte", "one")
 
 @pytest.fixture(scope="module")
 def tree():
-    """Numbers that cannot be compressed."""
+    """Random elements, which cannot be compressed."""
     rng = np.random.default_rng(0)
     return {
         "wide": rng.random((ROWS, COLUMNS), np.float32),
@@ -55,7 +55,7 @@ def folder(request, tree, tmp_path_factory):
 
 
 def read_named_boxes(folder, tree, boxes):
-    """The numbers of each (name, box)."""
+    """Return the elements of each (name, box)."""
     stored, end = [], 0
     for name, box in boxes:
         spec = LeafSpec(name, str(tree[name].dtype), tree[name].shape)
@@ -70,7 +70,7 @@ def read_named_boxes(folder, tree, boxes):
     return [view_box(box, memory).copy() for box in stored]
 
 
-def test_a_checkpoint_is_described_without_its_numbers(folder, tree):
+def test_a_checkpoint_is_inspected_without_reading_its_arrays(folder, tree):
     arrays, by_digests = inspect_checkpoint(folder)
     assert by_digests == (folder / "resilient_jax.sha256").exists()
     found = {spec.path: (spec.shape, spec.dtype) for spec in arrays}
@@ -98,7 +98,7 @@ def test_any_boxes_are_those_of_the_whole_arrays(folder, tree, data):
 
 
 def bytes_from_files():
-    """That TensorStore has read in this process, as it counts them itself."""
+    """Return how many bytes TensorStore has read in this process, by its own count."""
     (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     return sum(int(value["value"]) for value in metric["values"])
 
@@ -147,7 +147,7 @@ def test_a_budget_smaller_than_a_chunk_makes_reading_slow_and_no_different(
         assert found.tobytes() == tree[name].tobytes()
 
 
-def test_numbers_that_are_missing_are_found_though_no_digest_vouches_for_them(tree, tmp_path):
+def test_missing_elements_are_found_without_digests(tree, tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "1", tree)
     check_readable(tmp_path / "1")
     largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -156,7 +156,7 @@ def test_numbers_that_are_missing_are_found_though_no_digest_vouches_for_them(tr
         check_readable(tmp_path / "1")
 
 
-def test_a_tree_with_things_that_are_no_arrays_can_be_described(tmp_path):
+def test_a_tree_with_leaves_that_are_no_arrays_can_be_inspected(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "1", {"a": np.ones(3), "name": "run 5", "n": 3, "empty": {}})
     arrays, _ = inspect_checkpoint(tmp_path / "1")
     assert {spec.path: spec.dtype for spec in arrays} == {"a": "float64", "n": "int64"}

@@ -1,4 +1,4 @@
-"""Microbatches are read ahead, each once, never too many, and what fails fails for one alone."""
+"""The prefetcher reads each microbatch once, never too many, and a failed read fails for one caller alone."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def keys(*indexes: int) -> list[MicrobatchKey]:
 
 
 class LoggedSource:
-    """Logs each read; reads of the indexes in `held` wait until they are let go."""
+    """Logs each read; reads of the indexes in `held` wait until they are released."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

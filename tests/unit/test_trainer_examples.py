@@ -1,4 +1,4 @@
-"""The examples before and after: how much changes, and that both train."""
+"""The examples before and after: how many lines change, and that both train."""
 
 import difflib
 import importlib

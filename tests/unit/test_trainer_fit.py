@@ -1,4 +1,4 @@
-"""The trainer's loop on this machine alone: what it computes, says, keeps, and refuses."""
+"""The trainer's loop on this machine alone: results, reports, checkpoints, and what it refuses."""
 
 import json
 import math
@@ -53,13 +53,13 @@ def test_making_a_trainer_calls_neither_model_nor_loss():
     make_trainer(model=lambda key: never(), loss_fn=never)
 
 
-def test_the_same_recipe_gives_the_same_bits_and_another_seed_others():
+def test_the_same_recipe_gives_the_same_bits_and_another_seed_other_bits():
     one, same, other = (make_trainer(seed=seed).fit(3).params_sha256 for seed in (1, 1, 2))
     assert one == same != other
 
 
 def test_the_learning_rate_follows_the_schedule_by_steps():
-    """Whatever the number of microbatches in a step."""
+    """The schedule does not depend on the number of microbatches in a step."""
     seen = []
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.0})
     make_trainer(
@@ -167,7 +167,7 @@ def test_the_log_has_a_json_line_for_each_step_and_evaluation(tmp_path):
     assert file.name == "localhost.jsonl"
 
 
-# Numbers that are not finite.
+# Non-finite microbatches.
 
 
 def poison(step, index):
@@ -185,7 +185,7 @@ def test_a_microbatch_that_is_not_finite_stops_before_its_step_is_committed():
 
 
 @pytest.mark.parametrize(("policy", "said"), [("skip", "left out"), ("warn", "used as they are")])
-def test_it_can_be_left_out_or_used_and_is_said(policy, said, caplog):
+def test_a_non_finite_microbatch_can_be_skipped_or_used_with_a_warning(policy, said, caplog):
     result = make_trainer(data=poison, numerics=rj.Numerics(non_finite=policy)).fit(5)
     assert math.isfinite(result.metrics["loss"]) == (policy == "skip")
     assert f"1 (host localhost); {said}" in caplog.text
@@ -219,7 +219,7 @@ def test_batch_statistics_are_explained_once(caplog):
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_path):
     def recipe(**changes):
-        noisy = optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.05))  # it keeps a random key
+        noisy = optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.05))  # its state has a random key
         return make_trainer(optimizer=noisy, **changes)
 
     checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=2, max_to_keep=2)
@@ -233,7 +233,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_pa
     assert resumed.params_sha256 == recipe().fit(7).params_sha256
 
 
-def test_an_unfinished_checkpoint_is_not_resumed_and_is_cleared_away(tmp_path):
+def test_an_unfinished_checkpoint_is_not_resumed_and_is_removed(tmp_path):
     checkpoints = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
     make_trainer(checkpoints=checkpoints).fit(2)
     (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
@@ -301,7 +301,7 @@ def test_wrong_arguments_are_refused_when_the_trainer_is_made(wrong, said):
         make_trainer(**wrong)
 
 
-def test_a_number_of_steps_that_is_not_whole_is_refused():
+def test_a_number_of_steps_that_is_no_integer_is_refused():
     with pytest.raises(CallerError, match=r"num_steps: found 1\.5 \(float\), expected an integer"):
         make_trainer().fit(1.5)  # pyright: ignore[reportArgumentType]
 
@@ -314,7 +314,7 @@ def test_a_number_of_steps_that_is_not_whole_is_refused():
     ],
     ids=["a rest", "no length"],
 )
-def test_an_evaluation_that_cannot_be_cut_is_refused(wrong, said):
+def test_an_evaluation_of_no_integer_number_of_microbatches_is_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
         make_trainer(evaluation=rj.Evaluation(interval_steps=1, **wrong)).fit(1)
 
@@ -366,7 +366,7 @@ def test_a_model_that_keeps_a_random_key_can_be_given_back():
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(result.variables))
 
 
-def test_complex_parameters_get_the_whole_gradient():
+def test_complex_parameters_get_both_parts_of_the_gradient():
     goal = 1 + 2j
 
     def loss(params, batch):

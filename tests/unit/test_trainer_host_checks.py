@@ -52,7 +52,7 @@ WORLD: Any = FakeWorld()
     ],
     ids=["one host", "two hosts", "half a host", "evaluation"],
 )
-def test_a_microbatch_that_cannot_be_cut_over_a_replica_is_refused(config, said):
+def test_a_microbatch_that_a_replica_cannot_shard_is_refused(config, said):
     with pytest.raises(CallerError, match=said):
         check_microbatch_size(WORLD, config, config.parallelism.replica_shape)
 

@@ -1,4 +1,4 @@
-"""NNX, Linen and plain functions behind one interface: what they make, what they draw, what they keep."""
+"""NNX, Linen and plain functions behind one interface: initialization, randomness, and running statistics."""
 
 import flax.linen as nn
 import jax
@@ -55,7 +55,7 @@ def make(name):
     return model, use, jax.jit(lambda: model.init(jax.random.key(3), use))()
 
 
-def test_a_model_is_told_by_what_it_is():
+def test_each_kind_of_model_gets_its_adapter():
     assert isinstance(adapt_model(NnxNet), NnxAdapter)
     assert isinstance(adapt_model(lambda rngs: NnxNet(rngs)), NnxAdapter)
     assert isinstance(adapt_model(LinenNet()), LinenAdapter)
@@ -63,19 +63,19 @@ def test_a_model_is_told_by_what_it_is():
 
 
 @each_model
-def test_the_first_numbers_are_a_function_of_the_key(name):
+def test_initial_variables_are_a_function_of_the_key(name):
     (_, _, one), (_, _, other) = make(name), make(name)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
 
 
-def test_the_first_numbers_are_those_of_the_module_made_by_hand():
+def test_initial_variables_are_those_of_the_module_made_by_hand():
     _, _, variables = make("nnx")
     by_hand = nnx.to_pure_dict(nnx.state(NnxNet(nnx.Rngs(3)), nnx.Param))
     assert jax.tree.structure(variables.params) == jax.tree.structure(by_hand)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), variables.params, by_hand)
 
 
-def test_names_of_axes_change_nothing():
+def test_logical_axis_names_change_nothing():
     def make_net(names):
         def make_linear(rngs):
             start = nnx.initializers.lecun_normal()
@@ -95,7 +95,7 @@ def test_names_of_axes_change_nothing():
 
 
 @each_model
-def test_what_is_drawn_is_a_function_of_the_key(name):
+def test_random_numbers_are_a_function_of_the_key(name):
     model, use, variables = make(name)
     apply = jax.jit(lambda key: model.apply(variables, key, use, training=True)[0])
     one, same, other = (np.asarray(apply(jax.random.key(seed))) for seed in (1, 1, 2))
@@ -140,7 +140,7 @@ def test_nothing_of_a_model_is_on_a_device_before_it_is_used():
     ],
     ids=["an nnx instance", "a tree"],
 )
-def test_what_is_no_model_is_refused(wrong, said):
+def test_other_objects_than_models_are_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
         adapt_model(wrong())
 

@@ -65,25 +65,25 @@ OPTIMIZERS = {
 
 
 @functools.cache
-def complete(name):
-    """What a complete state ends with."""
+def fit_replicated(name):
+    """Return the result with a replicated state."""
     return make_trainer("replicated", OPTIMIZERS[name]).fit(STEPS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "noise, which keeps a key"])
-def test_a_sharded_state_ends_with_the_bits_of_a_complete_one(name, caplog):
+def test_a_sharded_state_ends_with_the_bits_of_a_replicated_one(name, caplog):
     sharded = make_trainer("sharded", OPTIMIZERS[name]).fit(STEPS)
-    assert sharded.params_sha256 == complete(name).params_sha256
-    assert sharded.metrics == complete(name).metrics
-    assert "looks across devices" not in caplog.text
+    assert sharded.params_sha256 == fit_replicated(name).params_sha256
+    assert sharded.metrics == fit_replicated(name).metrics
+    assert "communicates between devices" not in caplog.text
 
 
-def test_an_optimizer_that_looks_across_a_leaf_is_right_within_rounding_and_is_told_of(caplog):
+def test_an_optimizer_that_reduces_over_a_leaf_is_right_within_rounding_with_a_warning(caplog):
     sharded = make_trainer("sharded", OPTIMIZERS["lamb"]).fit(STEPS)
-    for name, expected in complete("lamb").params.items():
-        # Another order of adding in norms of some thousand numbers: a few roundings of float32.
+    for name, expected in fit_replicated("lamb").params.items():
+        # Another order of addition in norms of some thousand elements: a few roundings of float32.
         np.testing.assert_allclose(sharded.params[name], expected, rtol=1e-4, atol=1e-6)
-    assert "looks across devices (all-reduce)" in caplog.text
+    assert "communicates between devices (all-reduce)" in caplog.text
 
 
 def test_the_steps_after_the_first_compile_nothing(caplog):
@@ -107,12 +107,12 @@ def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(fir
     assert resumed.params_sha256 == make_trainer("replicated").fit(4).params_sha256
 
 
-def test_another_word_for_how_the_state_is_kept_is_refused():
+def test_an_unknown_kind_of_state_sharding_is_refused():
     with pytest.raises(CallerError, match="found state='complete', expected one of replicated, sharded"):
         rj.Parallelism(state="complete")
 
 
-def test_what_is_cut_over_the_devices_of_a_host_is_copied_whole_for_a_checkpoint():
+def test_all_shards_of_a_state_on_one_host_are_copied_for_a_checkpoint():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     whole = np.arange(64, dtype=np.float32).reshape(8, 8)
     specs = {"rows": ("a",), "both": ("b", "a"), "columns": (None, "b"), "copies": ()}
