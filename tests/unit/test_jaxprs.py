@@ -1,0 +1,39 @@
+"""The walk over jaxprs: every equation once, in order, with the values of its operands."""
+
+import jax
+import jax.numpy as jnp
+
+from resilient_jax.sharding.jaxprs import get_scan_arity, iterate_equations, walk
+
+X = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def test_a_walk_carries_values_from_inputs_to_outputs():
+    jaxpr = jax.make_jaxpr(lambda x, y: (x * y + 1.0, y))(X, X).jaxpr
+    depths = walk(
+        jaxpr,
+        (0, 5),
+        lambda equation, operands: [max(operands) + 1] * len(equation.outvars),
+        read_constant=lambda _: 0,
+        read_literal=lambda _: 0,
+    )
+    assert depths == [7, 5]
+
+
+def test_equations_inside_of_calls_and_loops_are_listed_once():
+    def program(x):
+        return jax.lax.scan(lambda c, _: (jax.jit(jnp.sin)(c), None), x, None, length=4)[0]
+
+    names = [equation.primitive.name for equation in iterate_equations(jax.make_jaxpr(program)(X))]
+    assert names.count("sin") == 1
+    outer = iterate_equations(jax.make_jaxpr(program)(X), skip_inside=frozenset({"scan"}))
+    assert "sin" not in [equation.primitive.name for equation in outer]
+
+
+def test_the_arity_of_a_scan_is_its_constants_and_carries():
+    def program(x, y, zs):
+        return jax.lax.scan(lambda c, z: (c * y + z, c), x, zs)
+
+    jaxpr = jax.make_jaxpr(program)(X, X, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    (scan,) = (e for e in iterate_equations(jaxpr) if e.primitive.name == "scan")
+    assert get_scan_arity(scan) == (1, 1)
