@@ -1,4 +1,4 @@
-"""Where the bytes of a piece come from: the arrays of this host that hold it, and their way off an accelerator."""
+"""The arrays of this host that contain a slice of a leaf, and their transfer off an accelerator."""
 
 import functools
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def _find_sources(leaf: FlatLeaf, box: IndexBox, turn: int, known: SourceCache) 
 
 
 def is_on_accelerator(leaves: Sequence[FlatLeaf]) -> bool:
-    """Whether any leaf lies where the CPU cannot read it in place."""
+    """Return whether any leaf is in memory that the CPU cannot read."""
     return any(
         isinstance(leaf.value, jax.Array) and next(iter(leaf.value.sharding.device_set)).platform != "cpu"
         for leaf in leaves
@@ -145,7 +145,7 @@ def _bounds(box: IndexBox, outer: IndexBox) -> tuple[tuple[int, int], ...]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cut_out(arrays: list[jax.Array], indices: tuple[tuple[tuple[int, int], ...], ...]) -> list[jax.Array]:
-    """One program for all of a device's slices; it is compiled once for a state and a cut."""
+    """Slice all arrays of a device by one program, which is compiled once for a state and a partition."""
     return [
         jax.lax.slice(array, [start for start, _ in index], [stop for _, stop in index])
         for array, index in zip(arrays, indices, strict=True)

@@ -1,7 +1,7 @@
-"""Boxes of leaves out of the parts of all hosts: which bytes to read, in few reads, and where they go.
+"""Gathers boxes of leaves from the parts of all hosts, in few reads.
 
-A read covers a stretch of one host's part. What lies between two wanted stretches is read along where it is short: the
-block that it is in must be fetched and verified anyway.
+A read covers a contiguous range of one host's part. A short gap between two requested ranges is read, too, since its
+block must be fetched and verified anyway.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ class BoxGatherer:
                 self._pieces[piece.leaf].append((host, piece))
 
     def gather(self, targets: Sequence[GatherTarget]) -> None:
-        """Fills all targets.
+        """Fill all targets.
 
         Raises:
             MessageError: the manifests do not hold every number of a target exactly once.

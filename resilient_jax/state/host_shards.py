@@ -1,4 +1,4 @@
-"""A host's share of an array: the boxes that its devices need, each once, and the array that is made of them."""
+"""The shards of an array that a host's devices need, as distinct boxes, and the array that is made of them."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from resilient_jax.state.index_box import IndexBox, box_from_index, whole_box
 
 
 class HostShards:
-    """Of one array, under one sharding.
+    """The boxes of one array, under one sharding, that this host needs.
 
     Attributes:
         boxes: that are needed, in order.
@@ -29,7 +29,7 @@ class HostShards:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers."""
+        """Number of elements in all boxes."""
         return sum(box.size for box in self.boxes)
 
     def assemble(self, buffers: Mapping[IndexBox, np.ndarray]) -> jax.Array:

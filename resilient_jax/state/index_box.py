@@ -1,4 +1,4 @@
-"""Boxes of an array: what a shard, a piece or a read covers of a leaf."""
+"""Boxes of array indices, which shards, slices and reads of a leaf cover."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ class IndexBox(NamedTuple):
         return math.prod(self.shape)
 
     def index_within(self, outer: "IndexBox") -> tuple[slice, ...]:
-        """The index of this box in an array that holds `outer`."""
+        """Return the index of this box in an array that has the elements of `outer`."""
         return tuple(
             slice(start - origin, stop - origin)
             for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
@@ -38,18 +38,18 @@ class IndexBox(NamedTuple):
 
 
 def whole_box(shape: Sequence[int]) -> IndexBox:
-    """The box of a whole array."""
+    """Return the box of a complete array."""
     return IndexBox((0,) * len(shape), tuple(shape))
 
 
 def box_from_index(index: Sequence[slice], shape: Sequence[int]) -> IndexBox:
-    """The box that JAX writes as a tuple of slices."""
+    """Return the box that JAX represents as a tuple of slices."""
     bounds = [piece.indices(length)[:2] for piece, length in zip(index, shape, strict=True)]
     return IndexBox(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
 
 
 def intersect_boxes(one: IndexBox, other: IndexBox) -> IndexBox | None:
-    """What both have; None where that is nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = tuple(map(max, one.start, other.start))
     stop = tuple(map(min, one.stop, other.stop))
     if any(end <= begin for begin, end in zip(start, stop, strict=True)):

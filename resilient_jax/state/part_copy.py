@@ -1,6 +1,6 @@
-"""A host's part: pieces copied into it one after the other. Its checksums are the server's work, off the training path.
+"""Copies arrays into the memory of a host's part. The server computes its checksums later, off the training path.
 
-The copy works in steps and lets go of Python's lock in each; between two steps it can be stopped.
+The copy works in steps, each of which releases the GIL, and can be cancelled between two steps.
 """
 
 import functools
@@ -14,37 +14,37 @@ from resilient_jax.state.copy_sources import CopyTask
 from resilient_jax.state.index_box import contiguous_runs
 
 COPY_STEP_BYTES: Final = 2 * 2**20
-"""Of one step: a core's share of the cache. With 256 KiB the steps themselves are an eighth of the time."""
+"""Of one step: a core's share of the cache. With 256 KiB the overhead of the steps is an eighth of the time."""
 UNSIGNED_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""By item size. numpy copies its own types without Python's lock; bfloat16 and its kin, which are not, with it."""
+"""By item size. numpy releases the GIL while it copies its own types, but not for bfloat16 and similar ones."""
 
 
 def copy_into_part(
     part: memoryview, tasks: list[CopyTask], check_cancelled: Callable[[], None], num_threads: int = 1
 ) -> None:
-    """Copies all pieces. Bytes between two of them stay as they are.
+    """Copy all slices. Bytes between two slices keep their value.
 
     Args:
         part: the memory, one dimension of bytes.
-        tasks: in order of their offsets; emptied on the way, so that what is copied can be freed.
-        go_on: called between two steps by every thread; what it raises ends the copy.
-        threads: that share the work.
+        tasks: in order of their offsets; emptied on the way, so that copied arrays can be freed.
+        check_cancelled: called between two steps by every thread; an exception that it raises ends the copy.
+        num_threads: that share the work.
     """
-    stretches = _deal(tasks, num_threads, len(part))
+    stretches = _split_tasks(tasks, num_threads, len(part))
     tasks.clear()
     _run_all([functools.partial(_copy_all, part, stretch, check_cancelled) for stretch in stretches])
 
 
-def _deal(tasks: Sequence[CopyTask], threads: int, part_bytes: int) -> list[list[CopyTask]]:
-    """Consecutive tasks for each thread, about equally many bytes."""
-    dealt: list[list[CopyTask]] = [[] for _ in range(threads)]
+def _split_tasks(tasks: Sequence[CopyTask], threads: int, part_bytes: int) -> list[list[CopyTask]]:
+    """Split the tasks into consecutive runs of about equally many bytes, one for each thread."""
+    runs: list[list[CopyTask]] = [[] for _ in range(threads)]
     for task in tasks:
-        dealt[min(task.offset * threads // max(part_bytes, 1), threads - 1)].append(task)
-    return [some for some in dealt if some]
+        runs[min(task.offset * threads // max(part_bytes, 1), threads - 1)].append(task)
+    return [some for some in runs if some]
 
 
 def _copy_all(part: memoryview, tasks: list[CopyTask], go_on: Callable[[], None]) -> None:
-    """What one thread does."""
+    """Copy the tasks of one thread."""
     tasks.reverse()
     while tasks:
         _copy(part, tasks.pop(), go_on)
@@ -63,7 +63,7 @@ def _copy(part: memoryview, task: CopyTask, go_on: Callable[[], None]) -> None:
 
 
 def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """The last one on this thread. Waits for all; raises the first error."""
+    """Run the jobs on threads, the last one on this thread; wait for all and raise the first error."""
     errors: list[BaseException] = []
 
     def run(job: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A state out of a snapshot, on whatever mesh comes next.
+"""Restores a state from a snapshot onto any mesh.
 
 Each box that a device of this host needs is read into an array of its own, never mapped: what JAX makes of the array
 may share its memory, and must not share the arena's, which the next snapshot overwrites. A host reads the boxes of its
@@ -114,7 +114,7 @@ def _check_dtype(spec: LeafSpec) -> None:
 
 
 class _Wanted:
-    """A leaf on its way back."""
+    """A leaf that is being restored."""
 
     def __init__(self, number: int, info: LeafSpec, sharding: Sharding | None) -> None:
         self._number = number
@@ -128,26 +128,26 @@ class _Wanted:
         return self._share.num_elements * self._dtype.itemsize
 
     def allocate(self, slabs: "SlabAllocator") -> list[GatherTarget]:
-        """Memory for it, to be filled."""
+        """Allocate memory for the leaf, to be filled."""
         self._buffers = {box: slabs.allocate(box.shape, self._dtype) for box in self._share.boxes}
         return [GatherTarget(self._number, box, buffer) for box, buffer in self._buffers.items()]
 
     def place(self) -> jax.Array:
-        """The array, in that memory."""
+        """Return the array, in that memory."""
         array = self._share.assemble(self._buffers)
         self._buffers.clear()
         return array
 
 
 class SlabAllocator:
-    """Memory that JAX takes as it is, where it can; small arrays share a slab."""
+    """Allocates memory that JAX can adopt without a copy; small arrays share a slab."""
 
     def __init__(self) -> None:
         self._slab = np.empty(0, np.uint8)
         self._used = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """An array, not initialised."""
+        """Return an uninitialized array."""
         size = whole_box(shape).size * dtype.itemsize
         if size >= SLAB_BYTES:
             return _aligned(size).view(dtype).reshape(shape)

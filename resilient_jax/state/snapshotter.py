@@ -1,8 +1,8 @@
-"""This worker's side of its host's snapshots: when they are taken, of what, and how the state comes back.
+"""The worker's side of snapshots: it decides when to take one, opens layouts, and opens readers for a restore.
 
-The first snapshot of a generation opens its *layout*: the hosts say where their snapshot servers listen (one small
-sum), cut the state into parts, and group themselves. All of it follows from shardings and names, so every host finds
-the same. Later snapshots of the generation only copy.
+The first snapshot of a generation opens its *layout*: the hosts exchange the endpoints of their snapshot servers (one
+small all-reduce), partition the state, and form parity groups. All of it follows from shardings and names, so every
+host computes the same. Later snapshots of the generation only copy.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class _Peer:
 
 
 class Snapshotter:
-    """Lives as long as the worker."""
+    """Takes the snapshots of one worker, in all of its generations."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Snapshotter:
         agent: SnapshotAgentConnection,
         failpoint: FailPointHook,
     ) -> None:
-        """Asks for nothing yet.
+        """Connect to the snapshot server, without a request yet.
 
         Args:
             descriptor: this worker's end of its socket pair with the snapshot server, which may start later.
@@ -166,9 +166,9 @@ class Snapshotter:
         self._blocked_s += time.monotonic() - started_s
 
     def wait_until_copied(self) -> None:
-        """Returns when no copy is under way: the arrays of the last snapshot may be donated.
+        """Return when no copy is in progress, so that the arrays of the last snapshot may be donated.
 
-        A copy that takes too long is given up, which is an event.
+        A copy that takes too long is cancelled, which is an event.
         """
         started_s = time.monotonic()
         while not self._capture.wait_until_copied(POLL_INTERVAL_S):
@@ -180,10 +180,10 @@ class Snapshotter:
         self._blocked_s += time.monotonic() - started_s
 
     def flush(self, generation: GenerationNumber, state: FlatState | None) -> SnapshotId | None:
-        """Makes sure that the committed state is in a snapshot, before a planned change; gives its id.
+        """Take and commit a snapshot of the committed state before a planned change; return its id.
 
-        None if this generation takes none, or if it could not be done in time: then the others go back to the one
-        before.
+        Return None if this generation takes no snapshots, or if the snapshot is not committed in time; the others then
+        resume from the previous one.
         """
         opened = self._opened
         if opened is None or state is None or opened.layout.generation != generation:
@@ -203,13 +203,13 @@ class Snapshotter:
         return None
 
     def end_generation(self) -> None:
-        """Lets go of all arrays: the generation is over."""
+        """End the generation: cancel its copy and release all arrays."""
         self._capture.cancel("its generation has ended")
         self._capture.wait_until_copied(COPY_TIMEOUT_S)
         self._opened = self._restored = None
 
     def open_reader(self, plan: SnapshotPlan) -> SnapshotReader:
-        """What reads the state of `plan`, from this host's memory where that has it."""
+        """Return a reader of the snapshot of `plan`, which reads from this host's memory where possible."""
         self._restored = plan.id
         here = any(source.host == self._host for source in plan.sources)
         return SnapshotReader(

@@ -378,7 +378,7 @@ def test_damaged_memory_is_never_sent():
         with pytest.raises(ChecksumMismatch, match="block 0 of parity row 0"):
             host.read(id, Region.PARITY, 10, row=0)
         flip(path, 20)
-        with pytest.raises(ChecksumMismatch, match="mark"):
+        with pytest.raises(ChecksumMismatch, match="header"):
             host.read(id, Region.PART, 10, offset=len(part) - 10)
         assert workers[0].open_own_part(id) is None
         assert host.wait_event(EventKind.SNAPSHOT_CORRUPT, id)

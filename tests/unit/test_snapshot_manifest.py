@@ -64,7 +64,7 @@ def test_any_single_flipped_bit_is_found(manifest):
     data = bytearray(encode_manifest(manifest))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ChecksumMismatch, match="damaged"):
+        with pytest.raises(ChecksumMismatch, match="corrupt"):
             decode_manifest(data)
         data[bit // 8] ^= 1 << bit % 8
     assert decode_manifest(data) == manifest
