@@ -22,7 +22,7 @@ from resilient_jax.chaos.reference_run import STOP_STEP_VARIABLE, ReferenceRun
 from resilient_jax.jax_runtime.worker_environment import DEVICE_COUNT_FLAG, has_device_count, set_device_count
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE
 
-HOST_RESTART_LIMIT = 10_000
+MAX_HOST_RESTARTS = 10_000
 REFERENCE_STEPS = 200
 """Of the reference run at first: enough for a short campaign."""
 REPORT_INTERVAL_S = 0.1
@@ -115,7 +115,7 @@ def _make_options(manifest: CampaignManifest, directory: Path, network: Network 
     config = directory / "job.toml"
     config.write_text(format_table(manifest.job.job_config))
     options = ["--config", str(config), "--devices-per-host", str(manifest.job.devices_per_host)]
-    options += ["--host-restart-limit", str(HOST_RESTART_LIMIT)]
+    options += ["--max-host-restarts", str(MAX_HOST_RESTARTS)]
     if network is not None:
         sites = directory / "sites.toml"
         sites.write_text(_format_sites(network))

@@ -66,7 +66,7 @@ SitesOption = Annotated[
         "`address` and `command_prefix`."
     ),
 ]
-RestartLimitOption = Annotated[
+MaxHostRestartsOption = Annotated[
     int, typer.Option(help="Times that a killed host comes back within ten minutes.")
 ]
 
@@ -81,7 +81,7 @@ def launch(
     run_dir: RunFolderOption = None,
     host_restart_delay: RestartDelayOption = 1.0,
     sites: SitesOption = None,
-    host_restart_limit: RestartLimitOption = 100,
+    max_host_restarts: MaxHostRestartsOption = 100,
     verbose: VerboseOption = False,
 ) -> None:
     """Train on several hosts of this machine, each with an agent as on a pod.
@@ -115,7 +115,7 @@ def launch(
         run_directory=directory,
         environment=dict(os.environ),
         host_restart_delay_s=host_restart_delay if host_restart_delay >= 0 else None,
-        max_host_restarts=host_restart_limit,
+        max_host_restarts=max_host_restarts,
         sites=host_sites.sites,
         store_host=host_sites.store_host,
     )

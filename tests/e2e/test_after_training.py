@@ -205,7 +205,7 @@ def test_the_store_is_served_until_the_last_host_has_ended(tmp_path: Path) -> No
 
 
 def test_a_host_that_is_given_up_still_serves_the_store(tmp_path: Path) -> None:
-    config = f"lease_ttl_s = {LEASE_S}\nrestart_limit = 0\n"
+    config = f"lease_ttl_s = {LEASE_S}\nmax_restarts = 0\n"
     serving, other = start_agents(tmp_path, SCRIPT.with_name("tiny.py"), config=config)
     with serving, other:
         wait_until("both train", lambda: len(read_logs(tmp_path)) == 2)

@@ -131,7 +131,7 @@ def test_a_run_folder_is_one_jobs_alone_until_its_launcher_is_gone(work: Path) -
 
 
 def agent_arguments(store: str, work: Path, host: str = "host-a") -> list[str]:
-    (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_deadline_s = 1.5\n")
+    (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_timeout_s = 1.5\n")
     options = {"--store": store, "--job": JOB, "--host-name": host, "--run-dir": str(work / host)}
     return [*(word for pair in options.items() for word in pair), "--config", str(work / "job.toml"), IDLE]
 
@@ -153,7 +153,7 @@ def test_an_agent_without_a_store_keeps_trying_until_its_deadline(work: Path) ->
 def test_an_agent_finds_a_store_that_comes_up_late(work: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     arguments = agent_arguments(address, work)
-    (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_deadline_s = 60\n")
+    (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_timeout_s = 60\n")
     with HandStartedAgent(arguments, work / "late") as agent:
         agent.wait_said("waiting for the store")
         with served_store(address):

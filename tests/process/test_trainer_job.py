@@ -85,7 +85,7 @@ def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_co
     undisturbed, tmp_path
 ):
     """As one whose message gloo has lost: nobody died, and no connection broke."""
-    config = CONFIG + "collective_timeout_s = 4.0\nquiesce_deadline_s = 2.0\n"
+    config = CONFIG + "collective_timeout_s = 4.0\nquiesce_timeout_s = 2.0\n"
     with launch(tmp_path, hosts=2, config=config) as job:
         hang = HangAction(duration_s=DEADLINE_S)
         job.failpoints.set_order(
