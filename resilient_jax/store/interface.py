@@ -85,8 +85,8 @@ class Compare(msgspec.Struct, frozen=True):
     """One condition of a transaction: `target` of `key` stands in relation `op` to `value`.
 
     Example:
-        >>> Compare("leader", Target.VERSION, Operator.EQUAL, 0)  # the key does not exist
-        Compare(key='leader', target=<Target.VERSION: 'version'>, op=<Operator.EQUAL: 'equal'>, value=0)
+        >>> Compare("leader", CompareTarget.VERSION, CompareOperator.EQUAL, 0)  # the key does not exist
+        Compare(key='leader', target=<CompareTarget.VERSION: 'version'>, op=<CompareOperator.EQUAL: 'equal'>, value=0)
     """
 
     key: str

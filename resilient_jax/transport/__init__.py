@@ -1,4 +1,4 @@
-"""Typed messages between processes: msgspec structs over gRPC, a job token on every call, deadlines.
+"""Transport of typed messages between processes: msgspec structs over gRPC, with a job token and a deadline.
 
 See README.md in this folder.
 """

@@ -1,4 +1,4 @@
-"""The server's door: checks every call's token, and tells once per peer who was refused."""
+"""Authentication of calls: a check of the token, and a report of the first refusal of each peer."""
 
 import collections
 import hmac
@@ -12,16 +12,16 @@ from resilient_jax.transport.method import AnyMethod, decode
 
 TOKEN_METADATA_KEY = "rj-token"
 MAX_PEERS_REPORTED = 1000
-"""Bounds our memory when someone scans us from many addresses; further refusals are only counted."""
+"""Bounds the memory when many addresses scan this port; refusals of further peers are only counted."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 EventFields = dict[str, str | int | float | bool]
 OnEvent = Callable[[EventKind, EventFields], None]
-"""Told what the transport saw; the owner adds host and time. Called from gRPC's threads by a SyncServer."""
+"""A callback for what the transport observed; the owner adds host and time. It runs on the event loop."""
 
 
 class Authenticator:
-    """Checks tokens and counts refusals. Safe to share between threads."""
+    """Checks tokens, decodes requests and counts refusals. Safe to share between threads."""
 
     def __init__(self, token: str, on_event: OnEvent | None) -> None:
         self._token = token.encode()
@@ -40,7 +40,7 @@ class Authenticator:
     def decode_authenticated(
         self, data: bytes, method: AnyMethod, metadata: Metadata | None, peer: str, path: str
     ) -> Any:  # noqa: ANN401 an instance of method.request
-        """The request in `data`, if the call may pass.
+        """Return the request in `data`, if its token is right.
 
         Raises:
             Unauthenticated: the token is missing or wrong.
@@ -65,7 +65,7 @@ class Authenticator:
         raise Unauthenticated(reason)
 
     def _report(self, kind: EventKind, peer: str, detail: EventFields) -> None:
-        """Tells the owner about `peer`, the first time that `kind` happens with its address."""
+        """Count a refusal, and report it the first time that `kind` occurs with the address of `peer`."""
         host = parse_peer_host(peer)
         with self._lock:
             is_known = (kind, host) in self._refusals
@@ -77,7 +77,7 @@ class Authenticator:
 
 
 def parse_peer_host(peer: str) -> str:
-    """The address in gRPC's name of a peer, without the port, which is new with each connection.
+    """Return the address in gRPC's name of a peer, without the port, which changes with each connection.
 
     Example:
         >>> parse_peer_host("ipv4:127.0.0.1:50312"), parse_peer_host("ipv6:%5B::1%5D:50312"), parse_peer_host("unix:")

@@ -1,4 +1,4 @@
-"""Reads from one peer's bulk server; see `bulk_wire` for the rules."""
+"""The client of one peer's bulk server; see `bulk_protocol` for the rules."""
 
 import select
 import socket
@@ -31,15 +31,15 @@ CONNECT_TIMEOUT_S: Final = 10.0
 
 
 class BulkChannel:
-    """Connections to one server, as many as reads are under way at once; safe to share between threads."""
+    """Connections to one server, one for each concurrent read; safe to share between threads."""
 
     def __init__(self, address: str, ticket: bytes, credentials: Credentials) -> None:
-        """Connects to nothing yet.
+        """Create the channel without connecting.
 
         Args:
-            address: of the bulk server, "host:port".
-            ticket: that it gave.
-            credentials: of the job.
+            address: the bulk server, "host:port".
+            ticket: the ticket of that server.
+            credentials: the credentials of the job.
 
         Raises:
             ConfigError: a TLS file cannot be read.
@@ -48,77 +48,77 @@ class BulkChannel:
         self._ticket = ticket
         self._tls = make_client_context(credentials.tls) if credentials.tls is not None else None
         self._server_name = credentials.tls.server_name if credentials.tls is not None else None
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._idle: list[socket.socket] = []
-        self._used: set[socket.socket] = set()
+        self._active: set[socket.socket] = set()
         self._closed = False
 
     def read_into(self, request: msgspec.Struct, out: memoryview, *, timeout_s: float) -> None:
-        """Fills `out` with the bytes that the request asks for, verified against the digest if one came with them.
+        """Fill `out` with the requested bytes, verified against their digest if the peer sends one.
 
         Raises:
-            ChecksumMismatch: they were changed on the way, or in the peer's memory meanwhile.
-            MessageError: it is another number of bytes, or no answer of ours.
-            PeerUnreachable: the peer is gone, or did not answer in time, or this channel is closed.
-            ResilientJaxError: what the peer raised.
+            ChecksumMismatch: the bytes were changed in transit, or in the peer's memory meanwhile.
+            MessageError: the answer has another number of bytes, or is not of our protocol.
+            PeerUnreachable: the peer is gone or did not answer in time, or this channel is closed.
+            ResilientJaxError: the error that the peer raised.
         """
         connection = self._acquire(time.monotonic() + min(CONNECT_TIMEOUT_S, timeout_s))
-        is_whole = False
+        is_complete = False
         try:
-            end_s = time.monotonic() + timeout_s
-            send_frame(connection, request, end_s)
-            head = self._decode(receive_frame(connection, end_s))
-            if isinstance(head, BulkRefusal):
-                is_whole = True
-                raise ERROR_CLASSES.get(head.error, InternalError)(head.message)
-            if head.length != len(out):
-                raise MessageError(f"{self._address} sends {head.length} bytes, expected {len(out)}")
-            receive_into(connection, out, end_s)
-            is_whole = True
+            deadline_s = time.monotonic() + timeout_s
+            send_frame(connection, request, deadline_s)
+            header = self._decode(receive_frame(connection, deadline_s))
+            if isinstance(header, BulkRefusal):
+                is_complete = True
+                raise ERROR_CLASSES.get(header.error, InternalError)(header.message)
+            if header.length != len(out):
+                raise MessageError(f"{self._address} sends {header.length} bytes, expected {len(out)}")
+            receive_into(connection, out, deadline_s)
+            is_complete = True
         except DeadlineExceeded as error:
             raise PeerUnreachable(f"{self._address} did not answer a read within {timeout_s} s") from error
         except (OSError, EOFError) as error:
             raise PeerUnreachable(f"{self._address} broke off a read: {error}") from error
         finally:
-            self._release(connection, is_whole=is_whole)
-        if head.checksum is None:
+            self._release(connection, is_complete=is_complete)
+        if header.checksum is None:
             return
-        found = choose_checksum(head.checksum).compute(out)
-        if found != head.digest:
+        found = choose_checksum(header.checksum).compute(out)
+        if found != header.digest:
             raise ChecksumMismatch(
-                f"{len(out)} bytes from {self._address} were changed on the way: found {head.checksum} {found:08x}, "
-                f"expected {head.digest:08x}"
+                f"{len(out)} bytes from {self._address} were changed in transit: found {header.checksum} {found:08x}, "
+                f"expected {header.digest:08x}"
             )
 
     def close(self) -> None:
-        """Ends every read; those that come after fail."""
+        """End every read; later ones fail."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for connection in self._used:  # whoever reads, or connects, wakes and closes it
+            for connection in self._active:  # the thread that reads or connects wakes, and closes it
                 shut_down_socket(connection)
         for connection in idle:
             connection.close()
 
-    def _acquire(self, end_s: float) -> socket.socket:
-        """A connection that nobody else uses. One that was idle may be broken by now: then it is seen here."""
+    def _acquire(self, deadline_s: float) -> socket.socket:
+        """Return an unused connection; an idle one that broke meanwhile is detected here."""
         while True:
             with self._lock:
                 self._check_open()
                 if not self._idle:
                     break
                 connection = self._idle.pop()
-                self._used.add(connection)
+                self._active.add(connection)
             if _is_quiet(connection):
                 return connection
-            self._release(connection, is_whole=False)
-        return self._connect(end_s)
+            self._release(connection, is_complete=False)
+        return self._connect(deadline_s)
 
-    def _release(self, connection: socket.socket, *, is_whole: bool) -> None:
-        """To be used again if nothing of an answer is still to come."""
+    def _release(self, connection: socket.socket, *, is_complete: bool) -> None:
+        """Keep the connection for the next read if the answer was received to its end, else close it."""
         with self._lock:
-            self._used.discard(connection)
-            if is_whole and not self._closed:
+            self._active.discard(connection)
+            if is_complete and not self._closed:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -127,14 +127,18 @@ class BulkChannel:
         if self._closed:
             raise PeerUnreachable(f"our channel to {self._address} was closed")
 
-    def _connect(self, end_s: float) -> socket.socket:
-        """A new connection, to the first of the name's addresses that takes it."""
+    def _connect(self, deadline_s: float) -> socket.socket:
+        """Return a new connection, to the first address of the host that accepts it."""
         host, port = parse_address(self._address)
         failure: OSError | None = None
         try:
-            for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            for family, kind, protocol, _, socket_address in socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            ):
                 try:
-                    return self._connect_to(socket.socket(family, kind, protocol), where, host, end_s)
+                    return self._connect_to(
+                        socket.socket(family, kind, protocol), socket_address, host, deadline_s
+                    )
                 except OSError as error:
                     failure = error
         except OSError as error:  # no such name
@@ -147,44 +151,44 @@ class BulkChannel:
     def _connect_to(
         self,
         connection: socket.socket,
-        where: Any,  # noqa: ANN401 - of getaddrinfo, by family
+        socket_address: Any,  # noqa: ANN401 - its type depends on the address family
         host: str,
-        end_s: float,
+        deadline_s: float,
     ) -> socket.socket:
-        """Counts as used from its beginning, so that `close` ends it."""
+        """Connect a socket, which counts as used from the beginning, so that `close` ends it."""
         try:
-            self._use(connection)
-            connection.settimeout(max(0.001, end_s - time.monotonic()))
-            connection.connect(where)
+            self._activate(connection)
+            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+            connection.connect(socket_address)
             if self._tls is not None:
                 plain = connection
                 connection = self._tls.wrap_socket(plain, server_hostname=self._server_name or host)
-                self._use(connection, instead_of=plain)
+                self._activate(connection, replacing=plain)
             configure_socket(connection)
-            send_all(connection, self._ticket, end_s)
+            send_all(connection, self._ticket, deadline_s)
         except BaseException:
-            self._release(connection, is_whole=False)
+            self._release(connection, is_complete=False)
             raise
         return connection
 
-    def _use(self, connection: socket.socket, instead_of: socket.socket | None = None) -> None:
+    def _activate(self, connection: socket.socket, replacing: socket.socket | None = None) -> None:
         with self._lock:
-            self._used.discard(instead_of)
-            self._used.add(connection)
+            self._active.discard(replacing)
+            self._active.add(connection)
             self._check_open()
 
-    def _decode(self, head: bytes) -> BulkHeader | BulkRefusal:
+    def _decode(self, frame: bytes) -> BulkHeader | BulkRefusal:
         try:
-            return HEADER_DECODER.decode(head)
+            return HEADER_DECODER.decode(frame)
         except msgspec.DecodeError as error:
             raise MessageError(
-                f"{self._address} answered a bulk read with something else ({error}); does it run the same version "
-                "of resilient_jax?"
+                f"{self._address} sent an answer to a bulk read that does not decode ({error}); does it run the same "
+                "version of resilient_jax?"
             ) from error
 
 
 def _is_quiet(connection: socket.socket) -> bool:
-    """Whether nothing came, not even its end."""
-    waiting = select.poll()
-    waiting.register(connection, select.POLLIN)
-    return not waiting.poll(0)
+    """Return whether the socket has nothing to read, not even its end."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return not poll.poll(0)

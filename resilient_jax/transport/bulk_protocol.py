@@ -1,11 +1,11 @@
-"""Bulk reads on the wire: a socket of their own, so that bytes go from memory to memory and nowhere else.
+"""The protocol of bulk reads: a separate socket, on which bytes go from memory to memory without further copies.
 
 gRPC copies every message several times; at gigabytes that is most of the time. Rules of a connection:
-1. The client sends the ticket that it got through gRPC, so nobody is here whom the gate did not let in.
-2. The client sends a request, the server a head, and, unless the head says why not, as many bytes as it announces.
-   Then the next request. Requests and heads are msgpack frames; the bytes are raw, under the head's digest if there
-   is one.
-3. Whoever finds anything else, or waits longer than its deadline, closes the connection.
+1. The client sends the ticket that it got through gRPC, so only authenticated clients are admitted.
+2. The client sends a request, the server a header and, unless the header is a refusal, the announced number of bytes.
+   Then the next request follows. Requests and headers are msgpack frames; the bytes are raw. The header may carry
+   their digest.
+3. A side that receives anything else, or waits longer than its deadline, closes the connection.
 """
 
 import contextlib
@@ -24,18 +24,19 @@ from resilient_jax.transport.credentials import TlsFiles, check_pem_files
 
 TICKET_BYTES: Final = 16
 MAX_FRAME_BYTES: Final = 65_536
-"""A longer request or head is not one of ours."""
+"""The limit of a request or header: a longer frame is not one of ours."""
 TLS_ALERT: Final = b"\x15\x03"
-"""With this begins what a server with TLS says to a client without (RFC 8446, 5.1). As a length it would be 350 MB."""
+"""The first bytes that a server with TLS sends to a client without (RFC 8446, 5.1). As a length: 350 MB."""
 _TIMEVAL: Final = struct.Struct("ll")
 
 
 class BulkHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """So many bytes follow.
+    """Announces the bytes that follow.
 
     Attributes:
-        checksum: the algorithm of `digest`; None: there is none, the client knows better what is right.
-        digest: of the bytes, for what happens to them on the way.
+        length: the number of bytes.
+        checksum: the algorithm of `digest`; None where the client verifies the bytes by other means.
+        digest: the digest of the bytes, which detects damage in transit.
     """
 
     length: int
@@ -44,7 +45,7 @@ class BulkHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class BulkRefusal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """None follow, because of an error of ours by the name of its class."""
+    """Announces that no bytes follow, because of an error, by the name of its class in `errors.py`."""
 
     error: str
     message: str
@@ -61,39 +62,39 @@ class DeadlineExceeded(OSError):
 
 
 def configure_socket(connection: socket.socket) -> None:
-    """Sets what both ends want of a connected socket."""
+    """Set the options of a connected socket, the same on both sides."""
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def send_frame(connection: socket.socket, message: msgspec.Struct, deadline_s: float) -> None:
-    """Sends a request or a head."""
+    """Send a request or a header."""
     send_all(connection, encode_frame(_ENCODER.encode(message)), deadline_s)
 
 
 def send_all(connection: socket.socket, data: bytes | memoryview, deadline_s: float) -> None:
-    """Sends all of it.
+    """Send all of `data`.
 
     Raises:
-        DeadlineExceeded: not before `end_s`, of the monotonic clock.
+        DeadlineExceeded: the transfer did not end before `deadline_s`, of the monotonic clock.
         OSError: the connection is broken.
     """
     left = memoryview(data)
     while left:
         _set_deadline(
             connection, socket.SO_SNDTIMEO, deadline_s
-        )  # each time: the kernel's timer starts anew with a call
+        )  # before each call: the kernel's timer restarts with it
         try:
             left = left[connection.send(left) :]
         except (BlockingIOError, TimeoutError):
-            continue  # the deadline says whether to go on
+            continue  # the next turn checks the deadline
 
 
 def receive_frame(connection: socket.socket, deadline_s: float) -> bytes:
-    """A request or a head, still encoded.
+    """Return a request or a header, still encoded.
 
     Raises:
-        MessageError: it is too long to be one.
+        MessageError: the frame is longer than MAX_FRAME_BYTES.
         EOFError: the other side refuses a connection without TLS.
         DeadlineExceeded, OSError, EOFError: as `receive_into`.
     """
@@ -110,11 +111,11 @@ def receive_frame(connection: socket.socket, deadline_s: float) -> bytes:
 
 
 def receive_into(connection: socket.socket, out: memoryview, deadline_s: float) -> None:
-    """Fills `out`.
+    """Fill `out`.
 
     Raises:
-        DeadlineExceeded: not before `end_s`, of the monotonic clock.
-        EOFError: the other side closed before.
+        DeadlineExceeded: the transfer did not end before `deadline_s`, of the monotonic clock.
+        EOFError: the other side closed the connection first.
         OSError: the connection is broken.
     """
     filled = 0
@@ -123,22 +124,24 @@ def receive_into(connection: socket.socket, out: memoryview, deadline_s: float) 
         try:
             got = connection.recv_into(out[filled:], 0, *_wait_all(connection))
         except (BlockingIOError, TimeoutError):
-            continue  # the deadline says whether to go on
+            continue  # the next turn checks the deadline
         if not got:
             raise EOFError("the other side closed the connection")
         filled += got
 
 
 def shut_down_socket(connection: socket.socket) -> None:
-    """Wakes whoever waits on it. Of the socket itself: TLS would forget its keys first, and a thread that sends just
-    then would go on in the clear.
+    """Wake every thread that waits on the socket.
+
+    It shuts down the socket below TLS: TLS would drop its keys first, and a thread that sends at that moment would
+    continue in the clear.
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def make_server_context(tls: TlsFiles) -> ssl.SSLContext:
-    """For a server that refuses clients without a certificate.
+    """Return the context of a server that refuses clients without a certificate.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -150,7 +153,7 @@ def make_server_context(tls: TlsFiles) -> ssl.SSLContext:
 
 
 def make_client_context(tls: TlsFiles) -> ssl.SSLContext:
-    """For a client that checks the server's certificate and name.
+    """Return the context of a client that checks the server's certificate and name.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -167,13 +170,14 @@ def _load(context: ssl.SSLContext, tls: TlsFiles) -> None:
 
 
 def _wait_all(connection: socket.socket) -> tuple[int, ...]:
-    """One call of the kernel for all the bytes, where they come as they are."""
+    """Return the flags to receive all bytes in one system call, which TLS cannot use."""
     return () if isinstance(connection, ssl.SSLSocket) else (socket.MSG_WAITALL,)
 
 
 def _set_deadline(connection: socket.socket, option: int, deadline_s: float) -> None:
-    """By the kernel's own timer: Python's would make the socket one that never waits, and wait beside it. TLS in
-    Python knows only the latter.
+    """Set the kernel's timer of the socket to the deadline.
+
+    Python's own timeouts make the socket non-blocking and poll beside it; TLS in Python supports only those.
     """
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:

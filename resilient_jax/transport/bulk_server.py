@@ -1,4 +1,4 @@
-"""Serves bulk reads out of memory; see `bulk_wire` for the rules."""
+"""The server of bulk reads out of memory; see `bulk_protocol` for the rules."""
 
 import _thread
 import contextlib
@@ -36,23 +36,23 @@ RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT_S: Final = 10.0
-"""To say the ticket, TLS included."""
+"""The limit for a client to send its ticket, TLS handshake included."""
 IDLE_TIMEOUT_S: Final = 600.0
-"""Between two requests; then the client has forgotten us, or its machine is gone."""
+"""The limit between two requests; past it the client has leaked its connection, or its machine is gone."""
 SEND_TIMEOUT_S: Final = 60.0
-"""For the answer to one request. The client has a deadline of its own."""
+"""The limit for the answer to one request. The client has a deadline of its own."""
 MAX_CONNECTIONS: Final = 512
-"""Each is a thread. A group's members have a few each; more than these wait."""
+"""The number of connections, each with a thread. The members of a group have a few each; further ones wait."""
 ACCEPT_RETRY_INTERVAL_S: Final = 0.2
-"""After the system had no descriptor or thread to spare."""
+"""The pause after the system had no free descriptor or thread."""
 
 
 class BulkResponse(NamedTuple):
-    """What a request asks for.
+    """The answer of a handler.
 
     Attributes:
-        data: may change while it is sent: then the client finds that it does not match its digest.
-        has_digest: whether the client wants one.
+        data: the requested bytes. If they change while they are sent, the client finds that the digest differs.
+        has_digest: whether the client wants a digest.
     """
 
     data: memoryview
@@ -60,11 +60,11 @@ class BulkResponse(NamedTuple):
 
 
 class BulkServer(Generic[RequestT]):
-    """Answers each connection from a thread of its own; the memory is sent as it lies.
+    """Answers each connection on a thread of its own, and sends memory without a copy.
 
     Attributes:
-        port: where it listens, once started.
-        ticket: admits; for those that the gate let in.
+        port: the port, once started.
+        ticket: admits clients; give it only to authenticated ones.
     """
 
     def __init__(
@@ -76,61 +76,61 @@ class BulkServer(Generic[RequestT]):
         checksum: Checksum,
         transform_sent: Callable[[memoryview], memoryview] = lambda data: data,
     ) -> None:
-        """Listens to nothing yet.
+        """Create the server without listener.
 
         Args:
             host: an address of this machine.
-            credentials: of the job; their certificates are used, the ticket stands for the token.
-            request: what clients send.
-            serve: answers a request, or raises; called from many threads.
-            checksum: of what is sent.
-            transform_sent: what becomes of the bytes after their digest was made.
+            credentials: the credentials of the job; the ticket takes the place of their token.
+            request_type: the type of the clients' requests.
+            handler: answers a request, or raises; called from many threads.
+            checksum: the algorithm of the digests.
+            transform_sent: applied to the bytes after their digest was computed, to inject damage.
         """
         self.port = 0
         self.ticket = secrets.token_bytes(TICKET_BYTES)
         self._host = host
-        self._request = request_type
-        self._serve = handler
+        self._request_type = request_type
+        self._handler = handler
         self._checksum = checksum
-        self._on_the_way = transform_sent
+        self._transform_sent = transform_sent
         self._tls = make_server_context(credentials.tls) if credentials.tls is not None else None
-        self._changed = threading.Condition()  # guards what follows
-        self._listening: socket.socket | None = None
+        self._changed = threading.Condition()  # guards the attributes below
+        self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
 
     def start(self) -> None:
-        """Takes a free port and serves."""
+        """Bind a free port and serve."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.bind((self._host.strip("[]"), 0))
-        listening.listen(MAX_CONNECTIONS)
-        self.port = listening.getsockname()[1]
-        self._listening = listening
-        threading.Thread(target=self._accept, args=(listening,), name="rj-bulk-accept", daemon=True).start()
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((self._host.strip("[]"), 0))
+        listener.listen(MAX_CONNECTIONS)
+        self.port = listener.getsockname()[1]
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), name="rj-bulk-accept", daemon=True).start()
 
     def stop(self) -> None:
-        """Closes the port and every connection."""
+        """Close the port and every connection."""
         with self._changed:
-            listening, self._listening = self._listening, None
+            listener, self._listener = self._listener, None
             connections = list(self._connections)
             self._changed.notify_all()
-        if listening is not None:
-            shut_down_socket(listening)
-            listening.close()
+        if listener is not None:
+            shut_down_socket(listener)
+            listener.close()
         for connection in connections:
             shut_down_socket(connection)
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while self._wait_for_room():
             try:
-                self._begin(listening.accept()[0])
+                self._begin(listener.accept()[0])
             except (
                 OSError,
                 RuntimeError,
                 MemoryError,
             ) as error:  # stopped; or no descriptor or thread is left just now
                 with self._changed:
-                    if self._listening is None:
+                    if self._listener is None:
                         return
                 logger.warning("a bulk server cannot accept a connection: %s; it tries again", error)
                 time.sleep(ACCEPT_RETRY_INTERVAL_S)
@@ -139,7 +139,9 @@ class BulkServer(Generic[RequestT]):
         with self._changed:
             self._connections.add(accepted)
         try:
-            _thread.start_new_thread(self._serve_connection, (accepted,))  # waits for nothing: see `threads`
+            _thread.start_new_thread(
+                self._serve_connection, (accepted,)
+            )  # `Thread.start` may wait for ever: see `threads`
         except (RuntimeError, MemoryError):
             with self._changed:
                 self._connections.discard(accepted)
@@ -147,25 +149,23 @@ class BulkServer(Generic[RequestT]):
             raise
 
     def _wait_for_room(self) -> bool:
-        """While all places are taken clients wait, within their deadlines. False once there is nobody to accept for."""
+        """Wait while there are MAX_CONNECTIONS (clients wait within their deadlines); return False once stopped."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._listening is None or len(self._connections) < MAX_CONNECTIONS
-            )
-            return self._listening is not None
+            self._changed.wait_for(lambda: self._listener is None or len(self._connections) < MAX_CONNECTIONS)
+            return self._listener is not None
 
     def _serve_connection(self, accepted: socket.socket) -> None:
-        """One connection, until either side ends it."""
+        """Serve one connection until either side ends it."""
         connection = accepted
         try:
-            # Broken connections, strangers and clients that are gone: nothing to be done for them.
+            # Connections that break, unauthenticated clients and clients that are gone need no answer.
             with contextlib.suppress(OSError, EOFError, ResilientJaxError):
-                end_s = time.monotonic() + ADMISSION_TIMEOUT_S
+                deadline_s = time.monotonic() + ADMISSION_TIMEOUT_S
                 connection = self._wrap_tls(accepted)
-                self._check_ticket(connection, end_s)
+                self._check_ticket(connection, deadline_s)
                 while True:
                     request = receive_frame(connection, time.monotonic() + IDLE_TIMEOUT_S)
-                    self._answer(connection, decode(request, self._request, "bulk request"))
+                    self._answer(connection, decode(request, self._request_type, "bulk request"))
         finally:
             with self._changed:
                 self._connections -= {accepted, connection}
@@ -179,31 +179,31 @@ class BulkServer(Generic[RequestT]):
             return accepted
         accepted.settimeout(ADMISSION_TIMEOUT_S)
         connection = self._tls.wrap_socket(accepted, server_side=True)
-        with self._changed:  # `accepted` has no socket any more
+        with self._changed:  # `wrap_socket` has detached `accepted`
             self._connections.remove(accepted)
             self._connections.add(connection)
         return connection
 
-    def _check_ticket(self, connection: socket.socket, end_s: float) -> None:
+    def _check_ticket(self, connection: socket.socket, deadline_s: float) -> None:
         ticket = bytearray(TICKET_BYTES)
-        receive_into(connection, memoryview(ticket), end_s)
+        receive_into(connection, memoryview(ticket), deadline_s)
         if not hmac.compare_digest(ticket, self.ticket):
             raise ConnectionRefusedError("wrong ticket")
 
     def _answer(self, connection: socket.socket, request: RequestT) -> None:
         try:
-            data, has_digest = self._serve(request)
-            head = BulkHeader(length=len(data))
+            data, has_digest = self._handler(request)
+            header = BulkHeader(length=len(data))
             if has_digest:
                 digest = self._checksum.compute(data)
-                head = BulkHeader(length=len(data), checksum=self._checksum.name, digest=digest)
-        except Exception as error:  # the process boundary: it goes to the client
+                header = BulkHeader(length=len(data), checksum=self._checksum.name, digest=digest)
+        except Exception as error:  # the process boundary: the error goes to the client
             if not isinstance(error, ResilientJaxError):
                 logger.exception("a bulk read failed")
             failure = encode_error(error, "bulk read")
             refused = BulkRefusal(error=failure.trailing_metadata[0][1], message=failure.details)
             send_frame(connection, refused, time.monotonic() + SEND_TIMEOUT_S)
             return
-        end_s = time.monotonic() + SEND_TIMEOUT_S
-        send_frame(connection, head, end_s)
-        send_all(connection, self._on_the_way(data), end_s)
+        deadline_s = time.monotonic() + SEND_TIMEOUT_S
+        send_frame(connection, header, deadline_s)
+        send_all(connection, self._transform_sent(data), deadline_s)

@@ -19,13 +19,13 @@ _EOF = cast(Any, grpc.aio).EOF  # missing in the type stubs
 
 
 class Channel:
-    """Calls methods of the server at `address`; connects when first used, reconnects by itself.
+    """Calls methods of the server at `address`; connects at the first call and reconnects by itself.
 
-    A call is never repeated by the channel: after PeerUnreachable it may or may not have been served.
+    The channel never repeats a call: after PeerUnreachable a request may or may not have been served.
     """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        """Connects to nothing yet.
+        """Create the channel without connecting.
 
         Raises:
             ConfigError: a TLS file cannot be read.
@@ -44,13 +44,13 @@ class Channel:
     async def call(
         self, service: str, method: Method[RequestT, ResponseT], request: RequestT, *, timeout_s: float
     ) -> ResponseT:
-        """The response to `request`.
+        """Return the response to `request`.
 
         Raises:
-            PeerUnreachable: no answer within `timeout_s`; at once, with `refused`, if nobody listens.
+            PeerUnreachable: no answer within `timeout_s`; at once, with `is_refused`, if no process listens.
             Unauthenticated: the peer does not accept our token.
-            MessageError: the peer could not decode the request, or we the response.
-            ResilientJaxError: whatever class of ours the peer's handler raised.
+            MessageError: the request or the response does not decode.
+            ResilientJaxError: the error that the peer's handler raised.
         """
         assert not method.is_streaming, f"{method.name} streams: use stream()"
         path = format_method_path(service, method)
@@ -75,10 +75,10 @@ class Channel:
         *,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[ResponseT, None]:
-        """The responses to `request` as they come; close the generator to end the call.
+        """Yield the responses to `request` as they arrive; close the generator to end the call.
 
-        Without `timeout_s` it may go on for ever: a peer that dies or stops is noticed by pings, within
-        4 s (see options.py).
+        Without `timeout_s` the call may last for ever: keepalive pings detect a peer that dies or stops, within 4 s
+        (see `grpc_options`).
 
         Raises:
             The same as `call`.
@@ -105,7 +105,7 @@ class Channel:
             call.cancel()
 
     async def close(self) -> None:
-        """Ends the connection and every call on it."""
+        """End the connection and every call on it."""
         self._is_closed = True
         await self._channel.close()
 
@@ -134,6 +134,6 @@ class Channel:
 
 
 def _is_cancelling() -> bool:
-    """Whether somebody cancelled this task; gRPC raises CancelledError also when its channel is closed."""
+    """Return whether this task was cancelled; gRPC raises CancelledError also when its channel is closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

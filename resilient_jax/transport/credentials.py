@@ -1,4 +1,4 @@
-"""Who may talk to the job: its token, and certificates where they are configured."""
+"""Credentials of a job: its token, and TLS certificates where they are configured."""
 
 import dataclasses
 from pathlib import Path
@@ -11,13 +11,13 @@ from resilient_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for mutual TLS; both sides show a certificate signed by `authority`.
+    """PEM files for mutual TLS: both sides present a certificate signed by `authority`.
 
     Attributes:
         certificate: this process's certificate chain.
-        key: its private key.
-        authority: the certificate that signed everybody's.
-        server_name: the name that servers' certificates carry, where it is not the host that is dialled.
+        key: the private key of that certificate.
+        authority: the certificate of the authority that signed those of all processes.
+        server_name: the name in the servers' certificates, where it is not the host of their address.
     """
 
     certificate: Path
@@ -28,11 +28,11 @@ class TlsFiles:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a process shows to its peers and asks of them.
+    """What a process presents to its peers and requires of them.
 
     Attributes:
-        token: the job's shared secret, not empty. Without TLS it crosses the network in the clear: it
-            keeps jobs apart, it does not keep out someone who reads the network.
+        token: the job's shared secret, not empty. Without TLS it crosses the network in the clear: it separates
+            jobs, but gives no protection against an attacker who can read the network.
         tls: None for plain TCP.
     """
 
@@ -43,14 +43,14 @@ class Credentials:
         if not self.token or not (self.token.isascii() and self.token.isprintable()):
             raise ConfigError(
                 "the job token must be printable ASCII and not empty; "
-                f"found {len(self.token)} characters that are not. Make one with `openssl rand -hex 16`"
+                f"found {len(self.token)} characters that are not. Create one with `openssl rand -hex 16`"
             )
         if self.token != self.token.strip():
             raise ConfigError("the job token begins or ends with white space; remove it")
 
     @classmethod
     def from_paths(cls, token: str, tls_paths: tuple[str, str, str] | None) -> Self:
-        """Credentials as another process wrote them down; see `tls_paths`."""
+        """Return the credentials that another process passed on by `tls_paths`."""
         if tls_paths is None:
             return cls(token)
         certificate, key, authority = map(Path, tls_paths)
@@ -58,13 +58,13 @@ class Credentials:
 
     @property
     def tls_paths(self) -> tuple[str, str, str] | None:
-        """Of certificate, key and authority, for a child process; None for plain TCP."""
+        """The paths of certificate, key and authority, for a child process; None for plain TCP."""
         tls = self.tls
         return None if tls is None else (str(tls.certificate), str(tls.key), str(tls.authority))
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """gRPC's form of `tls` for a server that refuses clients without a certificate.
+    """Return gRPC's credentials for a server that refuses clients without a certificate.
 
     Raises:
         ConfigError: a file is missing or unreadable; the message names it.
@@ -77,7 +77,7 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """gRPC's form of `tls` for a client.
+    """Return gRPC's credentials for a client.
 
     Raises:
         ConfigError: a file is missing or unreadable; the message names it.
@@ -90,7 +90,11 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def check_pem_files(tls: TlsFiles) -> None:
-    """Raises ConfigError if a file is missing or unreadable; the message names it."""
+    """Check that every file can be read.
+
+    Raises:
+        ConfigError: a file is missing or unreadable; the message names it.
+    """
     for path, role in ((tls.key, "key"), (tls.certificate, "certificate"), (tls.authority, "authority")):
         _read_pem(path, role)
 

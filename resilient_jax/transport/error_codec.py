@@ -1,8 +1,8 @@
-"""Errors across the wire: our classes travel by name and message, gRPC's states become our classes.
+"""The codec of errors: our classes as gRPC statuses and back.
 
-Rules. A handler's error of ours arrives as the same class with the same message. Any other exception
-arrives as InternalError, with its type and text, and is logged with its traceback where it happened.
-The class's name travels in the trailing metadata, the message in gRPC's details.
+Rules. An error of ours that a handler raises arrives as the same class with the same message. Any other exception
+arrives as InternalError, with its type and text, and is logged with its traceback on the side that raised it. The
+name of the class travels in the trailing metadata, the message in gRPC's details.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from resilient_jax.transport.method import MAX_MESSAGE_BYTES
 
 ERROR_KEY = "rj-error"
 MAX_DETAILS_BYTES = 2000
-"""In UTF-8. gRPC may refuse metadata of more than 8 KiB, and percent-encodes a byte as up to three."""
+"""The limit in UTF-8. gRPC may refuse metadata of more than 8 KiB, and percent-encodes a byte as up to three."""
 
 ERROR_CLASSES: dict[str, type[ResilientJaxError]] = {
     name: value
     for name, value in vars(errors).items()
     if isinstance(value, type) and issubclass(value, ResilientJaxError)
 }
-"""The error tree by class name: what may be raised because a peer says so."""
+"""The error classes by name: all that a peer's answer may raise here."""
 
 _REFUSED_DETAILS = ("Connection refused", "No such file or directory")
-"""What gRPC's details say where nobody listens: the system's text for ECONNREFUSED and, for Unix sockets,
-ENOENT. gRPC has no other way to tell it."""
+"""Texts in gRPC's details where no process listens: the system's messages for ECONNREFUSED and, for Unix sockets,
+ENOENT. gRPC offers no other way to recognize that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorStatus:
-    """An error in the form in which gRPC carries it."""
+    """An error as the status of a gRPC call."""
 
     code: grpc.StatusCode
     details: str
@@ -46,7 +46,7 @@ class ErrorStatus:
 
 
 def encode_error(error: BaseException, path: str) -> ErrorStatus:
-    """What a server answers when serving `path` raised `error`."""
+    """Return the status with which a server answers when the handler of `path` raised `error`."""
     if isinstance(error, ResilientJaxError):
         name, details = type(error).__name__, str(error)
         if name not in ERROR_CLASSES:  # a subclass outside errors.py travels as its nearest class there
@@ -86,7 +86,7 @@ def decode_error(
     path: str,
     timeout_s: float | None,
 ) -> ResilientJaxError:
-    """What a client raises when its call of `path` at `address` ended with `code`."""
+    """Return the error that a client raises when its call of `path` at `address` ended with `code`."""
     details = details or ""
     name = next((value for key, value in trailing_metadata or () if key == ERROR_KEY), None)
     if isinstance(name, str) and name in ERROR_CLASSES:
@@ -96,7 +96,7 @@ def decode_error(
             return PeerUnreachable(f"{address} did not answer {path} within {timeout_s} s")
         case grpc.StatusCode.UNAVAILABLE:
             if any(text in details for text in _REFUSED_DETAILS):
-                text = f"{address} refused the connection for {path}: nobody listens there"
+                text = f"{address} refused the connection for {path}: no process listens there"
                 return PeerUnreachable(text, is_refused=True)
             return PeerUnreachable(f"{address} cannot be reached for {path}: {details}")
         case grpc.StatusCode.CANCELLED:

@@ -1,7 +1,7 @@
-"""How our gRPC connections behave, the same for asyncio and threads.
+"""Options of our gRPC connections: keepalive, reconnection, limits of messages.
 
-A dead process on a living machine is noticed at once (its kernel closes the connection). A machine that
-vanishes, or a process that is stopped, is noticed by pings: after at most KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS.
+A process that dies on a running machine is detected at once (its kernel closes the connection). Keepalive pings detect
+a machine that vanishes and a process that is stopped, after at most KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS.
 """
 
 from resilient_jax.transport.method import MAX_MESSAGE_BYTES
@@ -13,14 +13,14 @@ KEEPALIVE_TIMEOUT_MS = 2000
 INITIAL_BACKOFF_MS = 50
 MAX_BACKOFF_MS = 500
 CONNECT_TIMEOUT_MS = 5000
-"""One attempt to connect; the default of 20 s would outlast most of our deadlines."""
+"""The limit of one attempt to connect; the default of 20 s would outlast most of our deadlines."""
 
 _BOTH_SIDES: GrpcOptions = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    # keepalive_timeout_ms alone does not end the connection: gRPC 1.85 then waits for this one, 60 s
+    # keepalive_timeout_ms alone does not end the connection: gRPC 1.85 then waits for this timeout, by default 60 s
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0 is "no limit"
@@ -28,7 +28,7 @@ _BOTH_SIDES: GrpcOptions = [
 
 
 def server_options() -> GrpcOptions:
-    """Options of a server that permits its clients' pings and shares its port with nobody."""
+    """Return the options of a server that permits its clients' pings and shares its port with no other process."""
     return [
         *_BOTH_SIDES,
         ("grpc.so_reuseport", 0),
@@ -38,10 +38,10 @@ def server_options() -> GrpcOptions:
 
 
 def channel_options(server_name: str | None) -> GrpcOptions:
-    """Options of a client that comes back quickly and goes through no proxy.
+    """Return the options of a client that reconnects quickly and uses no proxy.
 
     Args:
-        server_name: the name to expect in the server's certificate; None for the host that is dialled.
+        server_name: the name to expect in the server's certificate; None for the host of the address.
     """
     options: GrpcOptions = [
         *_BOTH_SIDES,
@@ -49,7 +49,7 @@ def channel_options(server_name: str | None) -> GrpcOptions:
         ("grpc.max_reconnect_backoff_ms", MAX_BACKOFF_MS),
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
-        ("grpc.use_local_subchannel_pool", 1),  # a new channel inherits no back-off of an old one
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel inherits no backoff of an old one
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),  # callers know which calls may be repeated, gRPC does not
     ]

@@ -12,12 +12,12 @@ RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 ResponseT = TypeVar("ResponseT", bound=msgspec.Struct)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Both sides refuse more: bulk data goes in chunks of up to 8 MiB, so there is room for their frame."""
+"""The limit of both sides. Chunks of data have up to 8 MiB, so there is room for the rest of their message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method(Generic[RequestT, ResponseT]):
-    """One remote procedure: request in, one response out, or many where it `streams`.
+    """One remote procedure: a request, and one response or, where it `is_streaming`, many.
 
     Example:
         >>> class Ping(msgspec.Struct):
@@ -33,29 +33,29 @@ class Method(Generic[RequestT, ResponseT]):
 
 
 AnyMethod = Method[Any, Any]
-"""A method in a table of methods, where the table's values differ in their message types."""
+"""A method in a table whose methods have different message types."""
 
 
 def format_method_path(service: str, method: AnyMethod) -> str:
-    """The path that gRPC puts on the wire."""
+    """Return the path by which gRPC names the method."""
     return f"/{service}/{method.name}"
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """`message` as msgpack."""
+    """Return `message` as msgpack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, message_type: type[ResponseT], context: str) -> ResponseT:
-    """The message in `data`.
+    """Return the message in `data`.
 
     Args:
         data: msgpack.
-        message_type: what it must be.
-        where: method and direction, for the error.
+        message_type: the expected type.
+        context: method and direction, for the error message.
 
     Raises:
-        MessageError: names `where`, the field, and found and expected types.
+        MessageError: names `context`, the field, and the found and expected types.
     """
     try:
         return _decoder(message_type).decode(data)

@@ -26,7 +26,7 @@ StreamHandler = Callable[[Any], AsyncIterator[Any]]
 
 
 class Server:
-    """Serves methods on one address of this process, to holders of the job token.
+    """Serves methods on one address of this process, to callers with the job token.
 
     Guarantee: a handler sees only calls with the right token and requests of the declared type, and is
     cancelled when its caller's deadline passes, the caller cancels or dies, or the server stops.
@@ -55,7 +55,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where the server listens, with the actual port; only once started."""
+        """The address with the actual port; available once started."""
         if self._address is None:
             raise RuntimeError("the server has no address before it is started")
         return self._address
@@ -66,12 +66,12 @@ class Server:
         return self._gate.num_unauthenticated
 
     def add(self, service: str, handlers: Mapping[AnyMethod, UnaryHandler | StreamHandler]) -> None:
-        """Serves `handlers` under `service`; before the start, or callers may find them missing.
+        """Serve `handlers` under `service`. Call it before `start`, or callers may find methods missing.
 
         Args:
             service: a name that no other `add` used.
-            handlers: `async def h(request) -> response`, or an async generator of responses where the
-                method streams.
+            handlers: `async def h(request) -> response`, or an async generator function of responses where the method
+                streams.
         """
         for method, handler in handlers.items():
             path = format_method_path(service, method)
@@ -83,11 +83,11 @@ class Server:
                 self._routes.add(path, grpc.unary_unary_rpc_method_handler(serve))
 
     async def start(self) -> None:
-        """Binds the address and serves.
+        """Bind the address and serve.
 
         Raises:
             AddressInUse: another process listens there.
-            ConfigError: the address or a TLS file is wrong.
+            ConfigError: the address or a TLS file is invalid.
         """
         assert self._server is None, "a server starts once"
         server = grpc.aio.server(options=server_options())
@@ -99,7 +99,7 @@ class Server:
         self._server = server
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Closes the port and ends running calls, after `grace_s` for those that end by themselves."""
+        """Close the port and end running calls, after `grace_s` for those that end by themselves."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
@@ -113,18 +113,18 @@ class Server:
     ) -> None:
         await self.stop()
 
-    def _serve_unary(self, path: str, method: AnyMethod, handler: UnaryHandler) -> Any:  # noqa: ANN401 grpc's
+    def _serve_unary(self, path: str, method: AnyMethod, handler: UnaryHandler) -> Any:  # noqa: ANN401 - private in grpc
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             try:
                 return encode(await handler(self._admit(data, path, method, context)))
-            except Exception as error:  # the process boundary: it goes to the caller
+            except Exception as error:  # the process boundary: the error goes to the caller
                 failed = error
             await _abort(context, failed, path)
             raise AssertionError("abort raises")
 
         return serve
 
-    def _serve_stream(self, path: str, method: AnyMethod, handler: StreamHandler) -> Any:  # noqa: ANN401 grpc's
+    def _serve_stream(self, path: str, method: AnyMethod, handler: StreamHandler) -> Any:  # noqa: ANN401 - private in grpc
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             try:
                 request = self._admit(data, path, method, context)
@@ -132,13 +132,13 @@ class Server:
                     async for response in responses:
                         yield encode(response)
                 return
-            except Exception as error:  # the process boundary: it goes to the caller
+            except Exception as error:  # the process boundary: the error goes to the caller
                 failed = error
             await _abort(context, failed, path)
 
         return serve
 
-    def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 typed by Method
+    def _admit(self, data: bytes, path: str, method: AnyMethod, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401 - typed by Method
         return self._gate.decode_authenticated(
             data, method, cast(Any, context.invocation_metadata()), context.peer(), path
         )

@@ -1,4 +1,4 @@
-"""Opening a server's port, and saying why it could not be opened."""
+"""The address of a server: parsing and binding, with the reason why it cannot be bound."""
 
 import errno
 import socket
@@ -17,15 +17,15 @@ def bind_server(
     add_insecure_port: Callable[[str], int],
     add_secure_port: Callable[[str, grpc.ServerCredentials], int],
 ) -> str:
-    """Binds a gRPC server to `address` ("host:port", port 0 for any).
+    """Bind a gRPC server to `address` ("host:port", port 0 for any).
 
     Returns:
-        The address with the port it got.
+        The address with the actual port.
 
     Raises:
         AddressInUse: another process listens there.
         ConfigError: the address is not of the form host:port, or a TLS file cannot be read or is damaged.
-        OperatorError: the address cannot be bound for another reason, which the message names.
+        OperatorError: the address cannot be bound, for another reason that the message names.
     """
     host, port = parse_address(address)
     tls = server_credentials(credentials.tls) if credentials.tls is not None else None
@@ -39,10 +39,10 @@ def bind_server(
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[ipv6]:port".
+    """Return host and port of "host:port" or "[ipv6]:port".
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the address has another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -51,11 +51,11 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_bindable(host: str, port: int) -> None:
-    """Binds a plain socket, whose error gRPC would keep to itself, and closes it.
+    """Bind a plain socket, because gRPC hides the error of a failed bind, and close it.
 
     Raises:
-        OSError: it cannot be bound.
-        UnicodeError: the host cannot be a name in DNS.
+        OSError: the address cannot be bound.
+        UnicodeError: the host is no valid DNS name.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -82,18 +82,18 @@ def _explain_bind_failure(host: str, port: int, address: str, tls: TlsFiles | No
 
 
 def _find_damaged_file(tls: TlsFiles) -> str | None:
-    """Which file OpenSSL cannot use, and why; gRPC keeps that to itself, too."""
+    """Return which file OpenSSL cannot use, and why, which gRPC hides; None if it can use all of them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     for role, path in (("certificate", tls.certificate), ("authority", tls.authority)):
         try:
             context.load_verify_locations(path)
         except OSError as error:
-            return f"TLS {role} file {path} is no valid PEM certificate ({error}). Copy or make it again"
+            return f"TLS {role} file {path} is no valid PEM certificate ({error}). Copy or create it again"
     try:
-        context.load_cert_chain(tls.certificate, tls.key, password="")  # None would ask at the terminal
+        context.load_cert_chain(tls.certificate, tls.key, password="")  # None would prompt at the terminal
     except OSError as error:
         return (
             f"TLS key file {tls.key} is no valid PEM key without a password, or not that of {tls.certificate} "
-            f"({error}). Copy or make it again"
+            f"({error}). Copy or create it again"
         )
     return None

@@ -256,7 +256,7 @@ def test_losses_beyond_parity_are_refused_whoever_they_are():
             assert "it is not among those that have the snapshot complete" in str(error.value)
         with reader_of(kept, kept.plan(A, B, unaware_of=(A, B)), C) as reader:
             assert read(reader, D, 0, 5000) == kept.parts[D]
-            with pytest.raises(SnapshotLost, match=r"nobody listens there.* The parts of c, d survive"):
+            with pytest.raises(SnapshotLost, match=r"no process listens there.* The parts of c, d survive"):
                 read(reader, A, 0, 5000)
 
 
@@ -313,7 +313,7 @@ def test_bytes_that_change_on_the_way_are_an_erasure():
         with reader_of(kept, kept.plan(D), C, notes=notes) as reader:
             for host in (D, B):
                 assert read(reader, host, 0, 20 * BLOCK) == kept.parts[host]
-    assert "changed on the way" in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)[0]["reason"]
+    assert "changed in transit" in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)[0]["reason"]
 
 
 def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():

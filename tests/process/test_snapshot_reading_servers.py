@@ -150,5 +150,5 @@ def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many
     assert failed == {"b", "d"}
     hosts[HostName("e")].kill()
     reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], [])
-    with contextlib.closing(reader), pytest.raises(SnapshotLost, match=r"step 7 .*nobody listens there"):
+    with contextlib.closing(reader), pytest.raises(SnapshotLost, match=r"step 7 .*no process listens there"):
         reader.read_all([PartRead(HostName("d"), 0, memoryview(bytearray(10)))])

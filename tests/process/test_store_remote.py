@@ -57,7 +57,10 @@ def test_a_store_that_is_not_there_is_named_with_the_time_tried():
         assert 0.5 <= time.monotonic() - started_s < 5.0
         text = str(missing.value)
         assert text.startswith("no store answered at 127.0.0.1:9 for 0.")
-        assert "(last: 127.0.0.1:9 refused the connection for /rj.store/status: nobody listens there)" in text
+        assert (
+            "(last: 127.0.0.1:9 refused the connection for /rj.store/status: no process listens there)"
+            in text
+        )
         assert "Check the address, that the process that serves the store runs there" in text
         assert len(told) >= 2
         assert told[0] < told[1]

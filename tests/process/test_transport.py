@@ -373,7 +373,7 @@ def test_a_server_that_is_gone_refuses_at_once_and_is_found_when_it_is_back():
             assert gone.is_refused
             assert time.monotonic() - started_s < 2.0
             assert str(gone) == (
-                f"{server.address} refused the connection for /test/echo: nobody listens there"
+                f"{server.address} refused the connection for /test/echo: no process listens there"
             )
             again = Server(server.address, credentials=CREDENTIALS)
             again.add(SERVICE, {ECHO: echo})

@@ -136,7 +136,7 @@ def refuses(server, error, text, **options):
 def test_bytes_that_were_changed_on_the_way_are_found():
     wrong = dataclasses.replace(CHECKSUM, compute=lambda data: CHECKSUM.compute(data) ^ 1)
     with serving(checksum=wrong) as server:
-        refuses(server, ChecksumMismatch, "changed on the way")
+        refuses(server, ChecksumMismatch, "changed in transit")
 
 
 def test_another_number_of_bytes_than_asked_for_is_refused():

@@ -54,6 +54,13 @@ def serving(handlers, *, on_event=None, num_threads=4):
     return server
 
 
+def wait_until(condition):
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def test_bulk_chunks_of_8_mib_arrive_whole():
     chunk = os.urandom(8 * 1024 * 1024)
     with (
@@ -189,10 +196,12 @@ def test_a_call_that_finds_no_free_thread_waits_within_its_deadline():
         call = lambda n, timeout_s: channel.call(SERVICE, ECHO, Blob(b"", n), timeout_s=timeout_s).times  # noqa: E731
         with concurrent.futures.ThreadPoolExecutor(2) as executor:
             first = executor.submit(call, 1, WAIT_S)
-            while not served:
-                time.sleep(0.01)
+            wait_until(lambda: served == [1])
             with pytest.raises(PeerUnreachable, match=r"did not answer /test/echo within 0.2 s"):
                 call(2, 0.2)
+            assert server._pool is not None
+            waiting = server._pool._work_queue.queue
+            wait_until(lambda: all(item.future.cancelled() for item in waiting))
             third = executor.submit(call, 3, WAIT_S)
             release.set()
             assert (first.result(WAIT_S), third.result(WAIT_S)) == (1, 3)

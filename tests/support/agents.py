@@ -45,7 +45,7 @@ def wait_until(what: str, holds: Callable[[], bool], deadline_s: float = SOON_S)
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens."""
+    """Return a port of 127.0.0.1 on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
