@@ -1,5 +1,5 @@
-"""What the hosts of a job agree on: keys, leases, watches, transactions, in etcd's words.
+"""Store of the facts that the hosts of a job agree on: keys, leases, watches and transactions, as in etcd.
 
-See README.md in this folder. `memory` is the store in this process, `embedded` serves it, `remote` is
-the store of another process; only the last two import gRPC.
+See README.md in this folder. `memory` is the store of this process, `service` serves it, `remote` is the client of a
+store in another process; only `service` and `remote` import gRPC.
 """

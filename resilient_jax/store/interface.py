@@ -1,13 +1,13 @@
-"""What every store offers, in etcd's words, so that etcd itself can stand behind it later.
+"""The interface of a store, in the terms of etcd, so that etcd can implement it later.
 
 Rules (https://etcd.io/docs/v3.6/learning/api/):
-- The revision is the store's logical time. Each put, delete or transaction that changes something adds
-  one, and everything it changed carries that number.
-- A key has `create_revision` (of its birth), `mod_revision` (of its last change) and `version` (changes
-  since birth, from 1). An absent key compares as 0 in all three; its value compares false with anything.
-- A lease dies when nobody keeps it alive for its time to live; its keys are deleted with it, in one revision.
-- A watch sees each change of its prefix from its first revision on: once, in order, never part of a revision.
-- Keys are text, not empty; the prefix "" is every key.
+- The revision is the store's logical time. Each put, delete or transaction that changes a key increments it, and
+  everything that it changed carries the new number.
+- A key has `create_revision` (of its creation), `mod_revision` (of its last change) and `version` (the number of
+  changes since its creation, from 1). An absent key compares as 0 in all three; its value compares false with any.
+- A lease expires when no keep-alive arrives within its time to live; its keys are deleted with it, in one revision.
+- A watch yields each change of its prefix from its first revision on: once, in order, never part of a revision.
+- Keys are non-empty strings; the prefix "" matches every key.
 """
 
 import enum
@@ -23,13 +23,13 @@ NO_LEASE = LeaseId(0)
 
 MAX_KEY_BYTES = 4 * 1024
 MAX_TRANSACTION_BYTES = 4 * 1024 * 1024
-"""All keys and values of one request: whatever one revision changed fits in one message of a watch."""
+"""The limit of all keys and values of one request, so that the changes of a revision fit in one message of a watch."""
 MAX_TRANSACTION_OPERATIONS = 1024
-"""Of one branch; bounds how long one request keeps the store busy."""
+"""The limit of one branch; it bounds how long one request occupies the store."""
 
 
 class KeyValue(msgspec.Struct, frozen=True, kw_only=True):
-    """One key as it is at a revision; `lease` is 0 where no lease holds it."""
+    """One key as of a revision; `lease` is 0 where the key has no lease."""
 
     key: str
     value: bytes
@@ -46,10 +46,12 @@ class PutEvent(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
 
     @property
     def key(self) -> str:
+        """The key that was written."""
         return self.key_value.key
 
     @property
     def mod_revision(self) -> Revision:
+        """The revision of the change."""
         return self.key_value.mod_revision
 
 
@@ -64,7 +66,7 @@ WatchEvent = PutEvent | DeleteEvent
 
 
 class CompareTarget(enum.StrEnum):
-    """What a comparison looks at."""
+    """The attribute of a key that a comparison reads."""
 
     VALUE = "value"
     VERSION = "version"
@@ -73,7 +75,7 @@ class CompareTarget(enum.StrEnum):
 
 
 class CompareOperator(enum.StrEnum):
-    """How a comparison compares; values compare as bytes do, lexicographically."""
+    """The relation that a comparison tests; values compare lexicographically, as bytes do."""
 
     EQUAL = "equal"
     GREATER = "greater"
@@ -82,7 +84,7 @@ class CompareOperator(enum.StrEnum):
 
 
 class Compare(msgspec.Struct, frozen=True):
-    """One condition of a transaction: `target` of `key` stands in relation `op` to `value`.
+    """One condition of a transaction: `target` of `key` is in relation `op` to `value`.
 
     Example:
         >>> Compare("leader", CompareTarget.VERSION, CompareOperator.EQUAL, 0)  # the key does not exist
@@ -103,17 +105,17 @@ class Compare(msgspec.Struct, frozen=True):
 
 
 def require_absent(key: str) -> Compare:
-    """The condition that `key` does not exist."""
+    """Return the condition that `key` does not exist."""
     return Compare(key, CompareTarget.VERSION, CompareOperator.EQUAL, 0)
 
 
 def require_unchanged(key_value: KeyValue) -> Compare:
-    """The condition that nobody wrote or deleted the key since `key_value` was read."""
+    """Return the condition that the key was not written or deleted since `key_value` was read."""
     return Compare(key_value.key, CompareTarget.MOD_REVISION, CompareOperator.EQUAL, key_value.mod_revision)
 
 
 class PutOp(msgspec.Struct, frozen=True, tag="put"):
-    """Write one key; a lease other than 0 deletes it when it ends."""
+    """Write one key; a lease other than 0 deletes the key when the lease ends."""
 
     key: str
     value: bytes
@@ -138,19 +140,19 @@ Operation = PutOp | DeleteOp | RangeOp
 
 
 class PutResponse(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
-    """What a PutOp wrote."""
+    """The key that a PutOp wrote."""
 
     key_value: KeyValue
 
 
 class DeleteResponse(msgspec.Struct, frozen=True, kw_only=True, tag="delete"):
-    """How many keys a DeleteOp deleted."""
+    """The number of keys that a DeleteOp deleted."""
 
     deleted: int
 
 
 class RangeResponse(msgspec.Struct, frozen=True, kw_only=True, tag="range"):
-    """What a RangeOp read, sorted by key."""
+    """The keys that a RangeOp read, sorted."""
 
     key_values: tuple[KeyValue, ...]
 
@@ -159,12 +161,12 @@ OperationResponse = PutResponse | DeleteResponse | RangeResponse
 
 
 class TransactionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a transaction went.
+    """The result of a transaction.
 
     Attributes:
-        succeeded: all comparisons held, so the success operations ran; else the failure operations.
+        succeeded: whether all comparisons held, so that the success operations ran; else the failure operations did.
         revision: the store's revision afterwards.
-        responses: one per operation that ran, in order.
+        responses: one for each operation that ran, in order.
     """
 
     succeeded: bool
@@ -173,14 +175,14 @@ class TransactionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store(Protocol):
-    """The store. `testing/store_conformance.py` is its contract in executable form.
+    """A store. `testing/store_conformance.py` is its contract in executable form.
 
-    Every method may raise PeerUnreachable where the store is elsewhere; a change may then have been made
-    or not. Bad arguments raise CallerError, and nothing happens.
+    Every method may raise PeerUnreachable where the store is in another process; a change may then have been made or
+    not. Invalid arguments raise CallerError and change nothing.
     """
 
     async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
-        """Writes one key; returns the revision.
+        """Write one key; return the revision.
 
         Raises:
             LeaseExpired: the lease is gone; nothing was written.
@@ -188,22 +190,22 @@ class Store(Protocol):
         ...
 
     async def get(self, key: str) -> KeyValue | None:
-        """One key, or None where it does not exist."""
+        """Return one key, or None where it does not exist."""
         ...
 
     async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
-        """All keys that begin with `prefix`, sorted, and the revision at which that was so.
+        """Return the revision, and all keys that begin with `prefix` as of that revision, sorted.
 
-        To go on from there without a gap, watch from that revision + 1.
+        To continue without a gap, watch from that revision + 1.
         """
         ...
 
     async def delete(self, key: str) -> bool:
-        """Deletes one key; whether there was one."""
+        """Delete one key; return whether it existed."""
         ...
 
     async def delete_prefix(self, prefix: str) -> int:
-        """Deletes all keys that begin with `prefix`, in one revision; returns how many."""
+        """Delete all keys that begin with `prefix`, in one revision; return their number."""
         ...
 
     async def transaction(
@@ -212,61 +214,61 @@ class Store(Protocol):
         success_ops: Sequence[Operation],
         failure_ops: Sequence[Operation] = (),
     ) -> TransactionResult:
-        """Runs one of two lists of operations, whole and alone, in one revision.
+        """Run one of two lists of operations atomically, in one revision.
 
         Args:
-            compares: must all hold for success; none always succeeds.
-            success_ops: run when they hold. No key may be written twice, as in etcd.
-            failure_ops: run when one does not.
+            compares: the conditions of success, all of which must hold; an empty list always succeeds.
+            success_ops: run where they hold. No key may be written twice, as in etcd.
+            failure_ops: run where a condition does not hold.
 
         Raises:
-            LeaseExpired: an operation to run puts with a lease that is gone; nothing was done.
+            LeaseExpired: an operation of the branch puts with a lease that is gone; nothing was done.
         """
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """A new lease, which ends after `ttl_s` without a keep_alive."""
+        """Return a new lease, which expires after `ttl_s` without a `keep_alive`."""
         ...
 
     async def keep_alive(self, lease: LeaseId) -> float:
-        """Lets the lease's time begin anew; returns the seconds it now has.
+        """Restart the lease's time to live; return the seconds until it expires.
 
         Raises:
-            LeaseExpired: it is gone, and its keys are deleted.
+            LeaseExpired: the lease is gone, and its keys are deleted.
         """
         ...
 
     async def revoke(self, lease: LeaseId) -> None:
-        """Ends a lease now and deletes its keys.
+        """End a lease now and delete its keys.
 
         Raises:
-            LeaseExpired: it is gone already.
+            LeaseExpired: the lease is gone already.
         """
         ...
 
     def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
-        """The changes of keys that begin with `prefix`, from `from_revision` on, past and future.
+        """Yield the changes of keys that begin with `prefix`, from `from_revision` on, past and future.
 
-        Each list holds whole revisions, in order. The iterator never ends by itself: it raises. Close it
-        (`aclose`, `contextlib.aclosing`) when you stop before.
+        Each list has complete revisions, in order. The iterator never ends, it raises; close it (`aclose`,
+        `contextlib.aclosing`) to stop before.
 
         Raises:
-            CompactedRevision: `from_revision` is forgotten, or the reader fell that far behind: read with
-                `range`, then watch from its revision + 1.
+            CompactedRevision: the history no longer has `from_revision`, or the reader fell that far behind: read
+                with `range`, then watch from its revision + 1.
             PeerUnreachable: the store was closed or lost.
         """
         ...
 
     async def close(self) -> None:
-        """Ends all watches and frees what this store holds; twice is once."""
+        """End all watches and release the resources of this store; closing twice is allowed."""
         ...
 
 
 def check_key(key: str) -> None:
-    """Refuses a key that not every store can hold.
+    """Check that every store can hold a key.
 
     Raises:
-        CallerError: it is empty, too long, or not encodable as UTF-8.
+        CallerError: the key is empty, too long, or not encodable as UTF-8.
     """
     if not key:
         raise CallerError("a key must not be empty")
@@ -274,10 +276,10 @@ def check_key(key: str) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """As `check_key`, but the empty prefix is allowed.
+    """Check a prefix as `check_key` does, but allow the empty one.
 
     Raises:
-        CallerError: it is too long or not encodable as UTF-8.
+        CallerError: the prefix is too long or not encodable as UTF-8.
     """
     try:
         size = len(prefix.encode())
@@ -288,10 +290,10 @@ def check_prefix(prefix: str) -> None:
 
 
 def check_operations(operations: Sequence[Operation]) -> None:
-    """Refuses operations that cannot be one revision.
+    """Check that operations can form one revision.
 
     Raises:
-        CallerError: too many, too large, a bad key, or one key changed twice.
+        CallerError: they are too many or too large, a key is invalid, or one key is changed twice.
     """
     if len(operations) > MAX_TRANSACTION_OPERATIONS:
         raise CallerError(
@@ -318,7 +320,7 @@ def check_operations(operations: Sequence[Operation]) -> None:
     if size > MAX_TRANSACTION_BYTES:
         raise CallerError(
             f"a request to the store holds at most {MAX_TRANSACTION_BYTES} bytes, found {size}; "
-            "the store is for small facts, bulk data goes between the workers"
+            "the store is for small facts; send large data between the workers"
         )
 
 

@@ -1,4 +1,4 @@
-"""The store in this process: an asyncio shell over `StoreStateMachine`."""
+"""The store of this process: `StoreStateMachine` with a clock, expiry of leases, and asyncio watches."""
 
 import asyncio
 import contextlib
@@ -26,27 +26,27 @@ from resilient_jax.store.interface import (
 from resilient_jax.store.state_machine import KEEP_REVISIONS, StoreStateMachine
 
 EXPIRY_CHECK_INTERVAL_S = 0.1
-"""How often the shell looks at the time: how late an expired lease is noticed, at most."""
+"""The interval of the expiry of leases, and so the largest delay of it."""
 SUSPENSION_THRESHOLD_S = 0.2
-"""Waking this much later than planned is a suspension. Less is a busy machine, and shorter than any sensible
-lease."""
+"""A wake-up this much later than planned counts as a suspension. A shorter delay is a busy machine, and shorter than
+any sensible lease."""
 MAX_BATCH_BYTES = 1024 * 1024
-"""Of a watch, roughly: a long replay comes in pieces, of whole revisions (see MAX_TRANSACTION_BYTES)."""
+"""The approximate size of a batch of a watch: a long replay has several, each of complete revisions (see
+MAX_TRANSACTION_BYTES)."""
 
 
 class MemoryStore:
-    """A store that lives and dies with this process; enter it (`async with`) so that leases expire.
+    """A store that ends with this process; enter it (`async with`) so that leases expire.
 
-    Leases are counted in time during which the store could be reached. If its own process is suspended
-    (SIGSTOP, a laptop's lid, a debugger) nobody could keep a lease alive; on waking, every lease gets the
-    lag on top, so that the others' leases do not die because the store slept. The price: a host that died
-    while the store slept is noticed that much later.
+    A lease counts only time in which the store was reachable. While the store's process is suspended (SIGSTOP, a
+    laptop's lid, a debugger) no host can keep a lease alive; when it resumes, it extends every lease by the time of
+    the suspension. The price: a host that died meanwhile is detected that much later.
 
-    A watcher holds no queue, only its place in the history: one that reads too slowly gets
-    CompactedRevision, it does not fill the memory.
+    A watcher has no queue, only a position in the history: one that reads too slowly gets CompactedRevision and does
+    not fill the memory.
 
     Attributes:
-        store_id: a random name of this store; a successor at the same address has another.
+        store_id: a random identity of this store; a successor at the same address has another one.
     """
 
     def __init__(self, clock: Clock | None = None, *, keep_revisions: int = KEEP_REVISIONS) -> None:
@@ -72,28 +72,33 @@ class MemoryStore:
 
     @property
     def revision(self) -> Revision:
-        """Of the last change."""
+        """The revision of the last change."""
         return self._machine.revision
 
     async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
+        """Write one key; see `Store.put`."""
         operation = PutOp(key, value, NO_LEASE if lease is None else lease)
         return (await self.transaction((), (operation,))).revision
 
     async def get(self, key: str) -> KeyValue | None:
+        """Return one key; see `Store.get`."""
         check_key(key)
         self._advance_time()
         return self._machine.get(key)
 
     async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
+        """Return all keys with a prefix; see `Store.range`."""
         check_prefix(prefix)
         self._advance_time()
         return self._machine.revision, self._machine.range(prefix)
 
     async def delete(self, key: str) -> bool:
+        """Delete one key; see `Store.delete`."""
         result = await self.transaction((), (DeleteOp(key),))
         return cast(DeleteResponse, result.responses[0]).deleted > 0
 
     async def delete_prefix(self, prefix: str) -> int:
+        """Delete all keys with a prefix; see `Store.delete_prefix`."""
         result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
         return cast(DeleteResponse, result.responses[0]).deleted
 
@@ -103,6 +108,7 @@ class MemoryStore:
         success_ops: Sequence[Operation],
         failure_ops: Sequence[Operation] = (),
     ) -> TransactionResult:
+        """Run a transaction; see `Store.transaction`."""
         self._advance_time()
         before = self._machine.revision
         result = self._machine.transaction(compares, success_ops, failure_ops)
@@ -110,18 +116,22 @@ class MemoryStore:
         return result
 
     async def grant(self, ttl_s: float) -> LeaseId:
+        """Return a new lease; see `Store.grant`."""
         return self._machine.grant(ttl_s, self._advance_time())
 
     async def keep_alive(self, lease: LeaseId) -> float:
+        """Extend a lease; see `Store.keep_alive`."""
         return self._machine.keep_alive(lease, self._advance_time())
 
     async def revoke(self, lease: LeaseId) -> None:
+        """End a lease; see `Store.revoke`."""
         self._advance_time()
         before = self._machine.revision
         self._machine.revoke(lease)
         self._wake_watchers_after(before)
 
     async def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
+        """Yield the changes of a prefix; see `Store.watch`."""
         async with contextlib.aclosing(self.watch_progress(prefix, from_revision)) as batches:
             async for events, _ in batches:
                 if events:
@@ -130,9 +140,9 @@ class MemoryStore:
     async def watch_progress(
         self, prefix: str, from_revision: Revision
     ) -> AsyncGenerator[tuple[list[WatchEvent], Revision], None]:
-        """As `watch`, with the revision to go on from, and also when nothing matched.
+        """Yield the events of `watch` with the revision from which to resume, also where no event matched.
 
-        The first pair comes at once: the watch is accepted.
+        The first pair arrives at once, and shows that the watch is accepted.
         """
         check_prefix(prefix)
         next_revision = from_revision
@@ -145,6 +155,7 @@ class MemoryStore:
                 await changed.wait()
 
     async def close(self) -> None:
+        """End all watches and close the store; see `Store.close`."""
         self._is_closed = True
         self._changed.set()
         if self._ticking is not None:
@@ -165,13 +176,13 @@ class MemoryStore:
             await asyncio.sleep(wait_s)
 
     def _advance_time(self) -> float:
-        """Now, after all that follows from it: leases extended if we were suspended, then expired."""
+        """Return the time, after extending the leases by a suspension and then expiring them."""
         self._check_open()
         now_s = self._clock.monotonic_s()
         lag_s = now_s - self._planned_wake_s
         if lag_s > SUSPENSION_THRESHOLD_S:
             self._machine.extend_leases(lag_s)
-            self._planned_wake_s = now_s  # the lag is paid for, once
+            self._planned_wake_s = now_s  # the lag is granted once
         before = self._machine.revision
         self._machine.expire(now_s)
         self._wake_watchers_after(before)

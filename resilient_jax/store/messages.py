@@ -1,4 +1,4 @@
-"""The embedded store on the wire: one method per question."""
+"""The gRPC methods of a store and their messages."""
 
 import msgspec
 
@@ -10,48 +10,58 @@ SERVICE = "rj.store"
 
 
 class StoreStatusRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Who are you?"""
+    """Asks for the identity of the store."""
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Which store this is, and how far it is."""
+    """The identity of the store, and its revision."""
 
     store_id: str
     revision: Revision
 
 
 class RangeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Reads all keys with a prefix."""
+
     prefix: str
 
 
 class RangeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys with a prefix, as of a revision."""
+
     revision: Revision
     key_values: list[KeyValue]
 
 
 class TransactionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs a transaction, see `Store.transaction`."""
+
     compares: tuple[Compare, ...]
     success_ops: tuple[Operation, ...]
     failure_ops: tuple[Operation, ...]
 
 
 class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Grants a new lease."""
+
     ttl_s: float
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Keeps a lease alive, or revokes it."""
+
     lease: LeaseId
 
 
 class LeaseReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease and the seconds it has; 0 once revoked."""
+    """A lease and the seconds until it expires; 0 once revoked."""
 
     lease: LeaseId
     ttl_s: float
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Watch from a revision on; `store_id` is the store that the revision is of, "" where unknown."""
+    """Watches from a revision of the store `store_id` on, "" where that is unknown."""
 
     prefix: str
     from_revision: Revision
@@ -59,7 +69,7 @@ class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Events, and where to go on from if the stream breaks. The first batch comes at once."""
+    """Events, and the revision from which to resume if the stream breaks. The first batch arrives at once."""
 
     store_id: str
     next_revision: Revision

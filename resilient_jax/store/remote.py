@@ -1,4 +1,4 @@
-"""The store of another process, over the transport."""
+"""The client of a store in another process, over the transport."""
 
 import asyncio
 import contextlib
@@ -45,19 +45,19 @@ from resilient_jax.transport.method import Method, RequestT, ResponseT
 CALL_TIMEOUT_S = 5.0
 RESUME_TIMEOUT_S = 5.0
 ATTEMPT_TIMEOUT_S = 2.0
-"""One try of `connect`: short, so that progress is told and a store that comes back is found."""
+"""The limit of one attempt of `connect`: short, so that progress is reported and a store that returns is found."""
 MIN_ATTEMPT_TIMEOUT_S = 0.25
-"""The last try before a deadline may pass it by this much: enough to hear why, not only that time is up."""
+"""The last attempt may pass the deadline by this much: enough to learn the reason of the failure."""
 RETRY_INTERVAL_S = 0.1
 
 OnConnectProgress = Callable[[float, PeerUnreachable], None]
-"""Told, after each try that failed: seconds tried so far, and why."""
+"""A callback after each failed attempt: the seconds since the first one, and the error."""
 
 
 class RemoteStore:
-    """A `Store` served elsewhere by `embedded.serve_store`.
+    """The client of a `Store` that `service.serve_store` serves in another process.
 
-    No call is repeated: after PeerUnreachable a change may have been made or not. Only watches resume.
+    It repeats no call: after PeerUnreachable a change may have been made or not. Only watches resume.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class RemoteStore:
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         clock: Clock | None = None,
     ) -> None:
-        """Connects to nothing yet.
+        """Create the client without connecting.
 
         Args:
             address: host:port of the store.
-            credentials: of the job.
-            call_timeout_s: the deadline of each call.
-            give_up_s: how long a watch that broke tries to resume.
-            clock: for those durations.
+            credentials: the credentials of the job.
+            call_timeout_s: the limit of each call.
+            resume_timeout_s: how long a broken watch tries to resume.
+            clock: measures those durations.
         """
         self.address = address
         self._channel = Channel(address, credentials)
         self._call_timeout_s = call_timeout_s
-        self._give_up_s = resume_timeout_s
+        self._resume_timeout_s = resume_timeout_s
         self._clock = clock if clock is not None else SystemClock()
         self._store_id = ""
         self._is_closed = False
@@ -97,11 +97,12 @@ class RemoteStore:
         call_timeout_s: float = CALL_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> Self:
-        """A store that has answered once; tries again until then, for up to `deadline_s` seconds.
+        """Return a store that has answered once, after attempts for up to `timeout_s`.
 
         Raises:
-            StoreUnreachable: it did not answer; names the address, the time, the last reason, what to do.
-            Unauthenticated: it answered that our token is wrong; at once.
+            StoreUnreachable: the store did not answer; the message has the address, the time, the last error and what
+                to do.
+            Unauthenticated: the store refused our token; at once.
         """
         store = cls(address, credentials, call_timeout_s=call_timeout_s, resume_timeout_s=resume_timeout_s)
         try:
@@ -120,28 +121,28 @@ class RemoteStore:
         await self.close()
 
     async def put(self, key: str, value: bytes, lease: LeaseId | None = None) -> Revision:
-        """See `Store.put`."""
+        """Write one key; see `Store.put`."""
         operation = PutOp(key, value, NO_LEASE if lease is None else lease)
         return (await self.transaction((), (operation,))).revision
 
     async def get(self, key: str) -> KeyValue | None:
-        """See `Store.get`."""
+        """Return one key; see `Store.get`."""
         result = await self.transaction((), (RangeOp(key),))
         found = cast(RangeResponse, result.responses[0]).key_values
         return found[0] if found else None
 
     async def range(self, prefix: str) -> tuple[Revision, list[KeyValue]]:
-        """See `Store.range`."""
+        """Return all keys with a prefix; see `Store.range`."""
         reply = await self._call(RANGE, RangeRequest(prefix=prefix))
         return reply.revision, reply.key_values
 
     async def delete(self, key: str) -> bool:
-        """See `Store.delete`."""
+        """Delete one key; see `Store.delete`."""
         result = await self.transaction((), (DeleteOp(key),))
         return cast(DeleteResponse, result.responses[0]).deleted > 0
 
     async def delete_prefix(self, prefix: str) -> int:
-        """See `Store.delete_prefix`."""
+        """Delete all keys with a prefix; see `Store.delete_prefix`."""
         result = await self.transaction((), (DeleteOp(prefix, is_prefix=True),))
         return cast(DeleteResponse, result.responses[0]).deleted
 
@@ -151,66 +152,68 @@ class RemoteStore:
         success_ops: Sequence[Operation],
         failure_ops: Sequence[Operation] = (),
     ) -> TransactionResult:
-        """See `Store.transaction`."""
+        """Run a transaction; see `Store.transaction`."""
         request = TransactionRequest(
             compares=tuple(compares), success_ops=tuple(success_ops), failure_ops=tuple(failure_ops)
         )
         return await self._call(TRANSACTION, request)
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """See `Store.grant`."""
+        """Return a new lease; see `Store.grant`."""
         return (await self._call(GRANT, GrantRequest(ttl_s=ttl_s))).lease
 
     async def keep_alive(self, lease: LeaseId) -> float:
-        """See `Store.keep_alive`."""
+        """Extend a lease; see `Store.keep_alive`."""
         return (await self._call(KEEP_ALIVE, LeaseRequest(lease=lease))).ttl_s
 
     async def revoke(self, lease: LeaseId) -> None:
-        """See `Store.revoke`."""
+        """End a lease; see `Store.revoke`."""
         await self._call(REVOKE, LeaseRequest(lease=lease))
 
     async def watch(self, prefix: str, from_revision: Revision) -> AsyncGenerator[list[WatchEvent], None]:
-        """As `Store.watch`; resumes by itself after the last revision seen when the stream breaks.
+        """Yield as `Store.watch` does, and resume after the last revision received when the stream breaks.
 
         Raises:
-            PeerUnreachable: the stream broke and the store did not answer for `give_up_s`.
-            StoreReplaced: another store answers now; revisions and leases of ours mean nothing to it.
+            PeerUnreachable: the stream broke and the store did not answer for `resume_timeout_s`.
+            StoreReplaced: another store answers now, in which our revisions and leases have no meaning.
             CompactedRevision: see `Store.watch`.
         """
         next_revision = from_revision
         broken_since_s = self._clock.monotonic_s()
         while True:
-            limit_s = broken_since_s + self._give_up_s
-            stream = self._watch_once(prefix, next_revision, limit_s)
+            deadline_s = broken_since_s + self._resume_timeout_s
+            stream = self._watch_once(prefix, next_revision, deadline_s)
             try:
                 async with contextlib.aclosing(stream) as batches:
                     async for batch in batches:
                         next_revision = batch.next_revision
-                        limit_s = None
+                        deadline_s = None
                         if batch.events:
                             yield batch.events
-                broke = PeerUnreachable(f"{self.address} ended a watch of {prefix!r}")
+                failure = PeerUnreachable(f"{self.address} ended a watch of {prefix!r}")
             except PeerUnreachable as error:
-                broke = error
+                failure = error
             now_s = self._clock.monotonic_s()
-            if limit_s is None:
+            if deadline_s is None:
                 broken_since_s = now_s
-            if self._is_closed or now_s - broken_since_s >= self._give_up_s:
+            if self._is_closed or now_s - broken_since_s >= self._resume_timeout_s:
                 raise PeerUnreachable(
                     f"a watch of {prefix!r} broke at revision {next_revision}, and {self.address} did not "
-                    f"answer for {now_s - broken_since_s:.1f} s: {broke}",
-                    is_refused=broke.is_refused,
-                ) from broke
+                    f"answer for {now_s - broken_since_s:.1f} s: {failure}",
+                    is_refused=failure.is_refused,
+                ) from failure
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _watch_once(
-        self, prefix: str, from_revision: Revision, limit_s: float
+        self, prefix: str, from_revision: Revision, deadline_s: float
     ) -> AsyncGenerator[WatchBatch, None]:
-        """One stream, whose first batch must come before `limit_s` of our clock."""
+        """Yield the batches of one stream, whose first must arrive before `deadline_s` of our clock."""
         request = WatchRequest(prefix=prefix, from_revision=from_revision, store_id=self._store_id)
         async with contextlib.aclosing(self._channel.stream(SERVICE, WATCH, request)) as batches:
             try:
-                async with asyncio.timeout(max(MIN_ATTEMPT_TIMEOUT_S, limit_s - self._clock.monotonic_s())):
+                async with asyncio.timeout(
+                    max(MIN_ATTEMPT_TIMEOUT_S, deadline_s - self._clock.monotonic_s())
+                ):
                     first = await anext(batches)
             except TimeoutError as error:
                 raise PeerUnreachable(f"{self.address} did not answer a watch of {prefix!r}") from error
@@ -222,29 +225,29 @@ class RemoteStore:
                 yield batch
 
     async def close(self) -> None:
-        """Close the connection; watches end with an error."""
+        """Close the connection, which ends all watches; see `Store.close`."""
         self._is_closed = True
         await self._channel.close()
 
     async def _call(self, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
         return await self._channel.call(SERVICE, method, request, timeout_s=self._call_timeout_s)
 
-    async def _wait_status(self, deadline_s: float, on_progress: OnConnectProgress | None) -> None:
+    async def _wait_status(self, timeout_s: float, on_progress: OnConnectProgress | None) -> None:
         started_s = self._clock.monotonic_s()
         while True:
-            left_s = started_s + deadline_s - self._clock.monotonic_s()
-            timeout_s = max(MIN_ATTEMPT_TIMEOUT_S, min(ATTEMPT_TIMEOUT_S, left_s))
+            left_s = started_s + timeout_s - self._clock.monotonic_s()
+            attempt_s = max(MIN_ATTEMPT_TIMEOUT_S, min(ATTEMPT_TIMEOUT_S, left_s))
             try:
-                status = await self._channel.call(SERVICE, STATUS, StoreStatusRequest(), timeout_s=timeout_s)
+                status = await self._channel.call(SERVICE, STATUS, StoreStatusRequest(), timeout_s=attempt_s)
             except PeerUnreachable as error:
-                tried_s = self._clock.monotonic_s() - started_s
+                elapsed_s = self._clock.monotonic_s() - started_s
                 if on_progress is not None:
-                    on_progress(tried_s, error)
-                if tried_s >= deadline_s:
+                    on_progress(elapsed_s, error)
+                if elapsed_s >= timeout_s:
                     raise StoreUnreachable(
-                        f"no store answered at {self.address} for {tried_s:.1f} s (last: {error}). "
+                        f"no store answered at {self.address} for {elapsed_s:.1f} s (last: {error}). "
                         "Check the address, that the process that serves the store runs there, and that no "
-                        "firewall is between"
+                        "firewall blocks it"
                     ) from error
                 await asyncio.sleep(RETRY_INTERVAL_S)
             else:

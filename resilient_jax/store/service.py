@@ -1,4 +1,4 @@
-"""Serves a MemoryStore to the other hosts: what the agent that holds the store runs."""
+"""The gRPC service of a `MemoryStore`, which the agent that holds the store serves to the other hosts."""
 
 import contextlib
 from collections.abc import AsyncGenerator
@@ -29,12 +29,12 @@ from resilient_jax.store.messages import (
 from resilient_jax.transport import Server
 
 PROGRESS_INTERVAL_REVISIONS = 1000
-"""A watcher of a quiet prefix hears this often how far the store is; else, resuming, it would ask for a
-revision that is long forgotten. Must stay well below machine.KEEP_REVISIONS."""
+"""How often the watcher of a quiet prefix receives the store's revision; otherwise it would resume from a revision
+that the history no longer has. It must stay well below `state_machine.KEEP_REVISIONS`."""
 
 
 def serve_store(server: Server, store: MemoryStore) -> None:
-    """Adds the store's methods to `server`; the store stays its owner's to close."""
+    """Add the methods of the store to `server`; the owner of the store closes it."""
     service = _StoreService(store)
     server.add(
         SERVICE,
@@ -78,17 +78,17 @@ class _StoreService:
         store_id = self._store.store_id
         if request.store_id not in ("", store_id):
             raise StoreReplaced(
-                f"store {request.store_id} is gone, with all it held; store {store_id} answers in its place. A job "
-                "ends with its store: start all its agents again, and it goes on from its newest checkpoint"
+                f"store {request.store_id} is gone with all its keys; store {store_id} answers in its place. A job "
+                "ends with its store: start all its agents again, and it continues from its newest checkpoint"
             )
-        told_revision = None
+        reported_revision = None
         progress = self._store.watch_progress(request.prefix, request.from_revision)
         async with contextlib.aclosing(progress) as batches:
             async for events, next_revision in batches:
                 if (
                     events
-                    or told_revision is None
-                    or next_revision >= told_revision + PROGRESS_INTERVAL_REVISIONS
+                    or reported_revision is None
+                    or next_revision >= reported_revision + PROGRESS_INTERVAL_REVISIONS
                 ):
-                    told_revision = next_revision
+                    reported_revision = next_revision
                     yield WatchBatch(store_id=store_id, next_revision=next_revision, events=events)

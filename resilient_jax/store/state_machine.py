@@ -1,13 +1,13 @@
-"""The store itself, without I/O: keys, revisions, leases, history. Time is passed in.
+"""The state machine of a store, without I/O: keys, revisions, leases and history. Time is an argument.
 
 Invariants:
 - `revision` grows by exactly one with each change, and each event in the history carries its revision.
 - The history holds every change after `compacted_revision`, and nothing else.
-- Every key with a lease is in that lease's set, and the lease lives.
+- Every key with a lease is in that lease's set, and the lease exists.
 - A request that raises has changed nothing.
 
-It is mutable, unlike our other machines: copying all keys for each change would be slow, and nobody
-needs two states at once. It is still a pure function of its inputs: same calls, same state.
+It is mutable, unlike our other state machines: a copy of all keys for each change would be slow, and no caller needs
+two states at once. It is still deterministic: the same calls give the same state.
 """
 
 import bisect
@@ -42,11 +42,11 @@ from resilient_jax.store.interface import (
 )
 
 KEEP_REVISIONS = 10_000
-"""How far back a watch can start: minutes of a busy job, a watcher needs seconds."""
+"""How far back a watch can start: minutes of a busy job, of which a watcher needs seconds."""
 KEEP_BYTES = 32 * 1024 * 1024
-"""The history's memory, whatever the size of the values; large ones are forgotten sooner."""
+"""The memory of the history: with large values it covers fewer revisions."""
 EVENT_OVERHEAD_BYTES = 300
-"""A rough size of one event's objects, without key and value."""
+"""The approximate size of the objects of one event, without key and value."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -75,13 +75,13 @@ class StoreStateMachine:
         keep_revisions: int = KEEP_REVISIONS,
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
-        """An empty store, at revision 1 as in etcd.
+        """Create an empty store, at revision 1 as in etcd.
 
         Args:
-            first_lease: where lease numbers start; the shell passes a random number, so that a lease of a
-                store that died is not taken for one of its successor.
-            keep_revisions: how many of the last revisions a watch can still see.
-            keep_bytes: how much memory they may take, roughly.
+            first_lease: the first lease number; `MemoryStore` passes a random one, so that a lease of a store that
+                died is not mistaken for one of its successor.
+            keep_revisions: how many of the last revisions the history keeps.
+            keep_bytes: the approximate memory that they may take.
         """
         assert first_lease > 0, first_lease
         assert keep_revisions > 0, keep_revisions
@@ -98,44 +98,44 @@ class StoreStateMachine:
 
     @property
     def revision(self) -> Revision:
-        """Of the last change."""
+        """The revision of the last change."""
         return self._revision
 
     @property
     def compacted_revision(self) -> Revision:
-        """The last revision that a watch can no longer see."""
+        """The last revision that the history no longer has."""
         return self._compacted_revision
 
     # Leases
 
     def grant(self, ttl_s: float, now_s: float) -> LeaseId:
-        """A new lease, which ends at `now_s + ttl_s`.
+        """Return a new lease, which expires at `now_s + ttl_s`.
 
         Raises:
-            CallerError: `ttl_s` is no positive number.
+            CallerError: `ttl_s` is not a positive number.
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
-            raise CallerError(f"a lease lives a positive number of seconds, found {ttl_s}")
+            raise CallerError(f"found a time to live of {ttl_s} s, expected a positive number")
         lease = self._next_lease
         self._next_lease = LeaseId(lease + 1)
         self._leases[lease] = _LeaseState(ttl_s=ttl_s, deadline_s=now_s + ttl_s)
         return lease
 
     def keep_alive(self, lease: LeaseId, now_s: float) -> float:
-        """Lets the lease end at `now_s` + its time to live, which it returns.
+        """Extend the lease to `now_s` + its time to live, and return that time to live.
 
         Raises:
-            LeaseExpired: it is gone.
+            LeaseExpired: the lease is gone.
         """
-        held = self._live_lease(lease)
-        held.deadline_s = now_s + held.ttl_s
-        return held.ttl_s
+        state = self._live_lease(lease)
+        state.deadline_s = now_s + state.ttl_s
+        return state.ttl_s
 
     def revoke(self, lease: LeaseId) -> None:
-        """Ends the lease and deletes its keys, in one revision.
+        """End the lease and delete its keys, in one revision.
 
         Raises:
-            LeaseExpired: it is gone.
+            LeaseExpired: the lease is gone.
         """
         keys = sorted(self._live_lease(lease).keys)
         revision = Revision(self._revision + 1)
@@ -143,37 +143,39 @@ class StoreStateMachine:
         del self._leases[lease]
 
     def expire(self, now_s: float) -> list[LeaseId]:
-        """Revokes the leases whose time is over, the earliest first; returns them."""
-        due = [(held.deadline_s, lease) for lease, held in self._leases.items() if held.deadline_s <= now_s]
+        """Revoke the leases whose deadline has passed, the earliest first, and return them."""
+        due = [
+            (state.deadline_s, lease) for lease, state in self._leases.items() if state.deadline_s <= now_s
+        ]
         expired = [lease for _, lease in sorted(due)]
         for lease in expired:
             self.revoke(lease)
         return expired
 
     def extend_leases(self, seconds: float) -> None:
-        """Gives every lease `seconds` more: time in which nobody could have reached the store."""
+        """Extend every lease by `seconds`, during which no host could reach the store."""
         assert seconds >= 0, seconds
-        for held in self._leases.values():
-            held.deadline_s += seconds
+        for state in self._leases.values():
+            state.deadline_s += seconds
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease ends; None without leases."""
-        return min((held.deadline_s for held in self._leases.values()), default=None)
+        """Return when the next lease expires; None without leases."""
+        return min((state.deadline_s for state in self._leases.values()), default=None)
 
     def _live_lease(self, lease: LeaseId) -> _LeaseState:
-        held = self._leases.get(lease)
-        if held is None:
+        state = self._leases.get(lease)
+        if state is None:
             raise LeaseExpired(f"lease {lease} is gone: it expired, was revoked, or is of another store")
-        return held
+        return state
 
     # Keys
 
     def get(self, key: str) -> KeyValue | None:
-        """One key."""
+        """Return one key; None where it does not exist."""
         return self._keys.get(key)
 
     def range(self, prefix: str) -> list[KeyValue]:
-        """All keys that begin with `prefix`, sorted."""
+        """Return all keys that begin with `prefix`, sorted."""
         return [self._keys[key] for key in self._keys_with(prefix)]
 
     def transaction(
@@ -182,10 +184,10 @@ class StoreStateMachine:
         success_ops: Sequence[Operation],
         failure_ops: Sequence[Operation] = (),
     ) -> TransactionResult:
-        """Runs one branch, whole, in one revision; see `Store.transaction`.
+        """Run one branch atomically, in one revision; see `Store.transaction`.
 
         Raises:
-            CallerError: the operations cannot be one revision.
+            CallerError: the operations cannot form one revision.
             LeaseExpired: a put names a lease that is gone.
         """
         for compare in compares:
@@ -281,23 +283,23 @@ class StoreStateMachine:
     def read_history(
         self, prefix: str, from_revision: Revision, max_bytes: int
     ) -> tuple[list[WatchEvent], Revision]:
-        """Events of keys that begin with `prefix`, from `from_revision` on, in order.
+        """Return the events of keys that begin with `prefix`, from `from_revision` on, in order.
 
         Args:
             prefix: "" for every key.
-            from_revision: the first revision to look at.
-            max_bytes: where to stop, roughly; a revision is never split, so it may be exceeded by one.
+            from_revision: the first revision to read.
+            max_bytes: the approximate limit; as a revision is never split, one may exceed it.
 
         Returns:
-            The events, and the revision to go on from.
+            The events, and the revision from which to continue.
 
         Raises:
-            CompactedRevision: `from_revision` is forgotten.
+            CompactedRevision: the history no longer has `from_revision`.
         """
         if from_revision <= self._compacted_revision:
             raise CompactedRevision(
-                f"revision {from_revision} is forgotten: the store remembers from "
-                f"{self._compacted_revision + 1} on. Read with range, then watch from its revision + 1"
+                f"revision {from_revision} is compacted: the history begins with "
+                f"{self._compacted_revision + 1}. Read with range, then watch from its revision + 1"
             )
         events: list[WatchEvent] = []
         size_bytes = 0
@@ -311,13 +313,13 @@ class StoreStateMachine:
         return events, Revision(max(from_revision, self._revision + 1))
 
     def _changes_since(self, from_revision: Revision) -> list[_Change]:
-        """Revisions in the history are dense, so the place of each is known."""
+        """Return the changes from a revision on, by index: the history has every revision."""
         missing = max(0, self._revision + 1 - from_revision)
         newest_first = [self._history[-1 - index] for index in range(missing)]
         return newest_first[::-1]
 
     def _commit(self, revision: Revision, events: Sequence[WatchEvent]) -> None:
-        """Makes the changes a revision; does nothing if there were none."""
+        """Append the events as a revision; without events, do nothing."""
         if not events:
             return
         self._revision = revision
@@ -327,9 +329,9 @@ class StoreStateMachine:
         while len(self._history) > self._keep_revisions or (
             self._history_bytes > self._keep_bytes and len(self._history) > 1
         ):
-            forgotten = self._history.popleft()
-            self._history_bytes -= forgotten.size_bytes
-            self._compacted_revision = forgotten.revision
+            compacted = self._history.popleft()
+            self._history_bytes -= compacted.size_bytes
+            self._compacted_revision = compacted.revision
 
 
 def _size_bytes(event: WatchEvent) -> int:

@@ -92,7 +92,7 @@ def test_a_watcher_that_reads_too_slowly_is_told():
                 for _ in range(11):
                     await store.put("a", b"")
                 with pytest.raises(
-                    CompactedRevision, match=r"revision 3 is forgotten: the store remembers from 4"
+                    CompactedRevision, match=r"revision 3 is compacted: the history begins with 4"
                 ):
                     await anext(batches)
 
