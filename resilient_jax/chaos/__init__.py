@@ -1,1 +1,1 @@
-"""Campaigns that try to break a job on this machine, and the checks that say whether they did."""
+"""Chaos campaigns: they break a job on this machine as a manifest says, and check the invariants of the job."""

@@ -1,4 +1,4 @@
-"""Faults that end: what undoes each, done in time and in any case before the campaign ends."""
+"""Temporary faults: each is undone in time, and in any case before the campaign ends."""
 
 import dataclasses
 import threading
@@ -15,18 +15,18 @@ class _Pending:
 
 
 class ActiveFaults:
-    """The faults that last. `undo_all` must be called in the end.
+    """The faults that are still to be undone; the campaign must call `undo_all` in the end.
 
-    They end on threads of their own: a campaign may be waiting for a store that it has stopped itself.
+    Timed faults end on threads of their own: a campaign may be waiting for a store that it has stopped itself.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards the pending ones: each is undone once."""
+        """Guards the pending faults: each is undone once."""
         self._pending: list[_Pending] = []
 
     def add(self, undo: Callable[[], None], *, after_s: float | None, until: str | None = None) -> None:
-        """`undo` is called after so many seconds, or when an event of this kind is seen, or in the end."""
+        """Call `undo` after so many seconds, or when an event of the kind `until` is observed, or in the end."""
         pending = _Pending(undo, until, None)
         if after_s is not None:
             pending.timer = threading.Timer(after_s, self._end, (pending,))
@@ -37,7 +37,7 @@ class ActiveFaults:
             pending.timer.start()
 
     def observe_events(self, events: Iterable[Event]) -> None:
-        """Ends what was to last until one of these."""
+        """Undo the faults that were to last until one of these events."""
         kinds = {str(event.kind) for event in events}
         for pending in list(self._pending):
             if pending.until in kinds:
@@ -45,12 +45,12 @@ class ActiveFaults:
 
     @property
     def num_timed(self) -> int:
-        """How many still last that will end by themselves."""
+        """Return how many faults are left that will end by themselves."""
         with self._lock:
             return sum(p.timer is not None or p.until is not None for p in self._pending)
 
     def undo_all(self) -> None:
-        """Undoes everything that still lasts."""
+        """Undo all faults that are left."""
         for pending in list(self._pending):
             self._end(pending)
 

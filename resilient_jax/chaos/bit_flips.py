@@ -1,4 +1,4 @@
-"""Turns bits over where a job keeps its state: in the memory of snapshot servers, and in checkpoints."""
+"""Flips bits where a job keeps its state: in the memory of snapshot servers, and in checkpoints."""
 
 import mmap
 import os
@@ -10,23 +10,23 @@ from resilient_jax.errors import CallerError, ChecksumMismatch
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME, PAGE_BYTES, SlotHeader, SlotPhase, parse_header
 
 MARK_BYTES = 64
-"""Of the first page; the rest of it is not used."""
+"""The part of the first page that is used."""
 
 
 def flip_snapshot_bits(server_pid: int, region: str, count: int, rng: random.Random) -> int:
-    """Turns a bit over in each of `count` bytes of the newest complete snapshot of a server process.
+    """Flip a bit in each of `count` bytes of the newest complete snapshot of a server process.
 
     Args:
-        server: process number.
-        where: "part" for the host's part, "parity", "manifest" or "mark".
-        count: at most; a short region has fewer.
-        chance: which bytes and bits.
+        server_pid: the process.
+        region: "part" for the host's part, "parity", "manifest" or "mark".
+        count: an upper bound; a short region has fewer bytes.
+        rng: draws the bytes and bits.
 
     Returns:
         The step of the snapshot.
 
     Raises:
-        CallerError: there is none, or it has no such region.
+        CallerError: there is no such snapshot, or it has no such region.
     """
     newest: tuple[SlotHeader, str] | None = None
     for path in _slots_of(server_pid):
@@ -49,10 +49,10 @@ def flip_snapshot_bits(server_pid: int, region: str, count: int, rng: random.Ran
 
 
 def flip_checkpoint_bits(folder: Path, count: int, rng: random.Random) -> Path:
-    """Turns bits over in the largest file of the newest checkpoint in a folder; gives the file.
+    """Flip bits in the largest file of the newest checkpoint in a folder, and return the file.
 
     Raises:
-        CallerError: there is none.
+        CallerError: the folder has no checkpoint.
     """
     steps = sorted((p for p in folder.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
     for step in reversed(steps):
@@ -84,10 +84,10 @@ def _read_mark(path: str) -> SlotHeader | None:
         return None
 
 
-def _region(mark: SlotHeader, where: str) -> tuple[int, int]:
-    """Where it begins in the slot, and its length."""
+def _region(mark: SlotHeader, region: str) -> tuple[int, int]:
+    """Return the offset of a region in the slot, and its length."""
     shape = mark.layout
-    match where:
+    match region:
         case "part":
             return shape.part_offset, shape.part_bytes
         case "parity":
@@ -97,12 +97,12 @@ def _region(mark: SlotHeader, where: str) -> tuple[int, int]:
         case "mark":
             return 0, MARK_BYTES
         case _:
-            raise CallerError(f"found region {where!r}, expected part, parity, manifest or mark")
+            raise CallerError(f"found region {region!r}, expected part, parity, manifest or mark")
 
 
-def _flip(descriptor: int, start: int, length: int, count: int, chance: random.Random) -> None:
+def _flip(descriptor: int, start: int, length: int, count: int, rng: random.Random) -> None:
     length = min(length, os.fstat(descriptor).st_size - start)
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     with mmap.mmap(descriptor, start + length - first, offset=first) as memory:
-        for offset in chance.sample(range(length), min(count, length)):
-            memory[start - first + offset] ^= 1 << chance.randrange(8)
+        for offset in rng.sample(range(length), min(count, length)):
+            memory[start - first + offset] ^= 1 << rng.randrange(8)

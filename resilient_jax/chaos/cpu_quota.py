@@ -1,4 +1,4 @@
-"""A process that gets a share of a core: by a quota of a control group, else by stopping it again and again."""
+"""Limits a process to a share of a core: by a quota of a control group, else by stopping it again and again."""
 
 import contextlib
 import os
@@ -9,19 +9,19 @@ from pathlib import Path
 
 PERIOD_US = 100_000
 STOP_CYCLE_S = 0.04
-"""Of stopping and going on: shorter than an agent's two looks at whether its worker is stopped."""
+"""Of stopping and resuming: shorter than the time between an agent's two checks for a stopped worker."""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def limit_cpu(pid: int, share: float) -> Callable[[], None]:
-    """From now on the process gets this share of one core; gives what ends that."""
-    for attempt in (_by_version_2, _by_version_1):
+    """Limit a process to this share of one core, and return what undoes that."""
+    for attempt in (_limit_by_cgroup_v2, _limit_by_cgroup_v1):
         with contextlib.suppress(OSError):
             return attempt(pid, share)
-    return _by_stopping(pid, share)
+    return _limit_by_stopping(pid, share)
 
 
-def _by_version_2(pid: int, share: float) -> Callable[[], None]:
+def _limit_by_cgroup_v2(pid: int, share: float) -> Callable[[], None]:
     if "cpu" not in (CGROUP_ROOT / "cgroup.subtree_control").read_text().split():
         raise OSError("no cpu controller")
     group = CGROUP_ROOT / f"resilient-jax-chaos-{pid}"
@@ -29,7 +29,7 @@ def _by_version_2(pid: int, share: float) -> Callable[[], None]:
     return _enter(group, pid, "cgroup.procs", "cpu.max", f"{int(share * PERIOD_US)} {PERIOD_US}")
 
 
-def _by_version_1(pid: int, share: float) -> Callable[[], None]:
+def _limit_by_cgroup_v1(pid: int, share: float) -> Callable[[], None]:
     home = CGROUP_ROOT / "cpu"
     if not (home / "cpu.cfs_quota_us").exists() and not (home / "tasks").exists():
         raise OSError("no cpu controller")
@@ -62,7 +62,7 @@ def _enter(group: Path, pid: int, members: str, key: str, value: str) -> Callabl
     return leave
 
 
-def _by_stopping(pid: int, share: float) -> Callable[[], None]:
+def _limit_by_stopping(pid: int, share: float) -> Callable[[], None]:
     over = threading.Event()
 
     def cycle() -> None:

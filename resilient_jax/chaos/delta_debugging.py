@@ -1,4 +1,4 @@
-"""The fewest incidents of a failing manifest that fail alike: delta debugging (Zeller and Hildebrandt 2002). Pure."""
+"""Shrinks a failing manifest to fewer incidents by delta debugging (Zeller and Hildebrandt 2002). Pure."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +12,14 @@ from resilient_jax.chaos.manifest import CampaignManifest, Incident
 def minimize_manifest(
     manifest: CampaignManifest, fails: Callable[[CampaignManifest], bool]
 ) -> CampaignManifest:
-    """A manifest with some of the incidents, of which none can be left out.
+    """Return a manifest with some of the incidents, none of which can be left out.
 
-    That holds if `fails` gives the same answer each time; of failures that come and go it gives some that has failed.
+    This holds if `fails` gives the same answer each time; for a failure that is not deterministic the returned manifest
+    has failed once.
 
     Args:
-        manifest: that fails.
-        fails: runs a manifest, and says whether it fails as this one did.
+        manifest: the one that fails.
+        fails: runs a manifest, and returns whether it fails in the same way.
     """
 
     def of(incidents: Sequence[Incident]) -> CampaignManifest:
@@ -44,15 +45,15 @@ def minimize_manifest(
 
 
 def is_same_failure(found: Iterable[Violation], first: Iterable[Violation]) -> bool:
-    """Whether all invariants that `first` violates are violated again.
+    """Return whether all invariants that `first` violates are violated again.
 
-    Any other would not do: a job without the incident that it was to fail by violates the promise of its ending.
+    Another invariant does not count: a job without the incident that was to end it violates the expected exit code.
     """
     return {violation.invariant for violation in first} <= {violation.invariant for violation in found}
 
 
 def _cut(incidents: Sequence[Incident], pieces: int) -> list[Sequence[Incident]]:
-    """About equal pieces, none empty."""
+    """Return about equal pieces, none of them empty."""
     bounds = [len(incidents) * place // pieces for place in range(pieces + 1)]
     return [incidents[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 

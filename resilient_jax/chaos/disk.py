@@ -1,4 +1,4 @@
-"""A small disk for a run folder, that can be filled to the last byte."""
+"""A small disk for a run folder that can be filled to the last byte."""
 
 import contextlib
 import subprocess
@@ -16,7 +16,7 @@ class Disk:
         self.folder = folder
 
     def fill(self) -> Callable[[], None]:
-        """Not one byte is left; gives what ends that."""
+        """Use up every byte, and return what frees them."""
         filler = self.folder / FILLER
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -29,10 +29,10 @@ class Disk:
 
 @contextlib.contextmanager
 def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
-    """A disk of that size for the time of the block. What is on it is gone afterwards, so it is copied out first.
+    """Mount a disk of that size for the time of the block; its files are copied out at the end.
 
     Raises:
-        OSError: not permitted here.
+        OSError: this process may not mount.
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
@@ -48,5 +48,5 @@ def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
     finally:
         kept = folder.with_name(f"{folder.name}-kept")
         subprocess.run(["cp", "-a", f"{folder}/.", str(kept)], check=False, capture_output=True)
-        # Lazily: a process of the job that was left behind may still have a file open, which is told elsewhere.
+        # Lazily: a process of the job that was left behind may still have a file open; that is another invariant.
         subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)

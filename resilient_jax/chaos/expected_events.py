@@ -1,4 +1,4 @@
-"""Which events must follow a fault: a job that is damaged must say so. Pure."""
+"""The events that must follow a fault: no degradation is silent. Pure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from resilient_jax.errors import ChecksumMismatch
 from resilient_jax.events import Event, EventKind
 
 NOTICEABLE_STOP_S = 1.0
-"""A shorter stop is a blink that a busy machine has, too: it need not be noticed."""
+"""A busy machine has shorter pauses, too: they need no event."""
 LEASES_MISSED = 2.0
-"""A silence of so many leases must be noticed."""
+"""A silence of so many leases must have an event."""
 
 EVENTS_OF_PART = {
     TargetPart.WORKER: (EventKind.WORKER_EXITED, EventKind.WORKER_DYING),
@@ -39,10 +39,10 @@ class IncidentRecord:
     """An incident as it was carried out.
 
     Attributes:
-        number: in the manifest.
-        hosts: whose parts were hit.
-        started_s: monotonic, just before.
-        skipped: why it could not be done here; empty if it was.
+        index: its place in the manifest.
+        hosts: the hosts that were hit.
+        started_s: the monotonic time just before.
+        skip_reason: why the incident could not be carried out; empty if it was.
     """
 
     index: int
@@ -52,13 +52,13 @@ class IncidentRecord:
     skip_reason: str = ""
 
     def describe(self) -> str:
-        """For people, in one line."""
+        """Return a line for people."""
         what = f"{fault_kind(self.incident.fault)} {self.incident.target.part}"
-        return f"incident {self.index}: {what} on {', '.join(self.hosts) or 'nobody'}"
+        return f"incident {self.index}: {what} on {', '.join(self.hosts) or 'no host'}"
 
 
 def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventKind, ...]:
-    """Any one of these must follow on each host that was hit; empty: none must."""
+    """Return the events of which one must follow on each host that was hit; empty: none must."""
     part, fault = incident.target.part, incident.fault
     match fault:
         case ProcessKill():
@@ -86,40 +86,42 @@ def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventK
 
 
 def check_expected_events(
-    done: Sequence[IncidentRecord], events: Sequence[Event], lease_ttl_s: float
+    records: Sequence[IncidentRecord], events: Sequence[Event], lease_ttl_s: float
 ) -> list[Violation]:
-    """Incidents that nobody has told of.
+    """Return a violation for each incident without an expected event.
 
     Args:
-        done: that are over.
+        records: incidents that are over.
         events: of all hosts.
         lease_ttl_s: of the job.
     """
     found = []
-    for item in done:
-        if item.skip_reason:
+    for record in records:
+        if record.skip_reason:
             continue
-        later = [event for event in events if event.monotonic_s >= item.started_s]
-        expected = list_expected_events(item.incident, lease_ttl_s)
-        if expected and not is_message_flip(item.incident.fault):  # with the host goes all that runs there
+        later = [event for event in events if event.monotonic_s >= record.started_s]
+        expected = list_expected_events(record.incident, lease_ttl_s)
+        if expected and not is_message_flip(
+            record.incident.fault
+        ):  # a lost host takes all of its processes along
             expected = (*expected, EventKind.HOST_LOST)
-        silent = [h for h in item.hosts if expected and not any(_tells(e, expected, h) for e in later)]
+        silent = [h for h in record.hosts if expected and not any(_matches(e, expected, h) for e in later)]
         if silent:
-            text = f"{item.describe()}: no {' or '.join(expected)} of {', '.join(silent)} followed"
+            text = f"{record.describe()}: no {' or '.join(expected)} of {', '.join(silent)} followed"
             found.append(Violation(invariant=Invariant.EVENTS, description=text))
-        needs = item.incident.required_events
+        needs = record.incident.required_events
         if needs and not any(event.kind in needs for event in later):
-            text = f"{item.describe()}: no {' or '.join(needs)} followed"
+            text = f"{record.describe()}: no {' or '.join(needs)} followed"
             found.append(Violation(invariant=Invariant.EVENTS, description=text))
     return found
 
 
-def _tells(event: Event, expected: Sequence[EventKind], host: str) -> bool:
+def _matches(event: Event, expected: Sequence[EventKind], host: str) -> bool:
     if event.kind not in expected:
         return False
     detail = event.detail
     match event.kind:
-        case EventKind.USER_ERROR:  # the first host that tells of it ends the job for all, whoever's it was
+        case EventKind.USER_ERROR:  # the first host that reports an error ends the job for all
             return True
         case EventKind.HOST_LOST:
             return detail.get("lost") == host

@@ -1,4 +1,4 @@
-"""What can be done to a job: the closed set of faults, as a manifest names them by their `kind`."""
+"""The closed set of faults that a campaign can make; a manifest names them by their `kind`."""
 
 from typing import Annotated
 
@@ -33,8 +33,7 @@ class ProcessStop(_Fault, frozen=True, tag="stop"):
 
 
 class SlowProcess(_Fault, frozen=True, tag="slow"):
-    """Gets this share of the processor time of one core, by a quota of its control group; else by stopping it for the
-    rest of each 40 ms."""
+    """A share of the time of one core, by a quota of a control group, else by stopping for the rest of each 40 ms."""
 
     share: Share
     duration_s: Seconds
@@ -44,7 +43,7 @@ class SlowProcess(_Fault, frozen=True, tag="slow"):
 
 
 class ProcessExit(_Fault, frozen=True, tag="exit"):
-    """The process exits with this code. 75 asks to be started again; any other is the script's own failure."""
+    """The process exits with this code: 75 asks for a restart, any other is the script's own failure."""
 
     code: Annotated[int, Meta(ge=0, le=255)]
 
@@ -54,20 +53,20 @@ class UserException(_Fault, frozen=True, tag="raise"):
 
 
 class MainThreadHang(_Fault, frozen=True, tag="hang"):
-    """The main thread does nothing more for so long; the others go on."""
+    """The main thread does nothing for so long; the other threads continue."""
 
     duration_s: Seconds
 
 
 class NanGradients(_Fault, frozen=True, tag="nan"):
-    """The running sum of the host's gradients becomes NaN, with all that it counts, after a microbatch."""
+    """The host's gradient accumulator becomes NaN after a microbatch, with everything else that is accumulated."""
 
 
 # The network. Hosts must be in namespaces of their own.
 
 
 class NetworkPartition(_Fault, frozen=True, tag="partition"):
-    """The host's link is down: packets vanish and nobody is told."""
+    """The host's link is down: packets vanish without an error."""
 
     duration_s: Seconds
 
@@ -90,12 +89,12 @@ class LossyLink(_Fault, frozen=True, tag="lossy_link"):
 
 
 class BitFlip(_Fault, frozen=True, tag="flip"):
-    """One bit of each of `count` bytes is turned over: in memory, in a file, or on the way.
+    """One bit of each of `count` bytes is flipped: in memory, in a file, or in a message.
 
     Attributes:
-        where: a region of the host's newest snapshot; "checkpoint": the largest file of the newest one below `path`;
-            "message": of the next bytes that a snapshot server sends one bit, whatever `count`, after their digest was
-            made (what changes on a real link is found by TCP, below it).
+        region: of the host's newest snapshot; or "checkpoint": the largest file of the newest checkpoint in `path`; or
+            "message": one bit, whatever `count`, of the next bytes that a snapshot server sends, after their digest was
+            made (TCP finds what changes on a real link).
         path: a folder of checkpoints, relative to the campaign's.
     """
 
@@ -104,11 +103,11 @@ class BitFlip(_Fault, frozen=True, tag="flip"):
     path: str = ""
 
 
-# What a machine runs out of.
+# Resources that are used up.
 
 
 class FullDisk(_Fault, frozen=True, tag="full_disk"):
-    """The disk that the run folder is on has no byte left. The job must have a disk of its own (`job.disk_mib`)."""
+    """The run folder's disk has no byte left. The job must have a disk of its own (`job.disk_mib`)."""
 
     duration_s: Seconds
 
@@ -126,8 +125,10 @@ class NoDescriptors(_Fault, frozen=True, tag="no_descriptors"):
 
 
 class ClockJump(_Fault, frozen=True, tag="clock_jump"):
-    """The wall clock of this machine is set this much ahead (back, if negative), and set back by as much later. All
-    programs see it, so the manifest must allow it (`job.may_set_clock`)."""
+    """The wall clock of this machine is set ahead by `jump_s` (back, if negative), and reset by as much later.
+
+    All programs see the jump, so the manifest must allow it (`job.may_set_clock`).
+    """
 
     jump_s: float
     duration_s: Seconds = 10.0
@@ -151,7 +152,7 @@ Fault = (
     | ClockJump
 )
 WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, NanGradients)
-"""Made inside the worker, by an order for a place in a step."""
+"""Faults that a worker makes itself, by an order for a failpoint."""
 NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
 TEMPORARY_FAULTS = (
     ProcessStop,
@@ -165,19 +166,19 @@ TEMPORARY_FAULTS = (
     NoDescriptors,
     ClockJump,
 )
-"""With a lifetime: their processes may well go on as if nothing had been."""
+"""Faults with a duration; their processes may continue as before."""
 
 
 def is_message_flip(fault: Fault) -> bool:
-    """Whether it turns bits over on the way: the sender does it itself, at a place."""
+    """Return whether the fault flips bits of a message: the sender does that itself, at a failpoint."""
     return isinstance(fault, BitFlip) and fault.region == "message"
 
 
 def fault_kind(fault: Fault) -> str:
-    """As the manifest has it."""
+    """Return the `kind` of the fault in a manifest."""
     return str(fault.__struct_config__.tag)
 
 
 def fault_duration_s(fault: Fault) -> float | None:
-    """After which it ends by itself; None if nothing ends, or not by time."""
+    """Return the time after which the fault ends by itself; None if it does not, or not by time."""
     return fault.duration_s if isinstance(fault, TEMPORARY_FAULTS) else None

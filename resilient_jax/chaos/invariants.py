@@ -1,4 +1,4 @@
-"""What is told when an invariant does not hold."""
+"""The invariants of a job under faults, and the report of a violation."""
 
 import dataclasses
 import enum
@@ -8,24 +8,24 @@ from resilient_jax.events import Event, EventKind
 
 
 class Invariant(enum.StrEnum):
-    """Closed set of what must be true of a job, whatever is done to it."""
+    """Closed set of the properties that a job keeps under every fault."""
 
     STEPS = "every step is committed, by each process once and in order"
-    MICROBATCHES = "every microbatch of every step is once among the committed"
-    BITS = "weights and optimizer state are bit for bit those of an undisturbed run"
+    MICROBATCHES = "every microbatch of every step is committed once"
+    BITS = "weights and optimizer state are bit for bit those of a run without faults"
     RESTORED_BYTES = "restored bytes are those that were committed"
-    FENCING = "nobody commits beyond the step in flight in a generation that has ended"
-    GENERATION_NUMBERS = "no generation number is given out twice"
+    FENCING = "no host commits beyond the step in flight in a generation that has ended"
+    GENERATION_NUMBERS = "no generation number is used twice"
     SINGLE_LEADER = "no two leaders act"
     EVENTS = "every degradation has its event"
-    RECOVERY = "everybody trains again after an incident"
-    EXIT = "the job ends by itself, as it should"
+    RECOVERY = "all hosts train again after an incident"
+    EXIT = "the job ends by itself, with the expected exit code"
     NO_LEFTOVERS = "nothing is left of the job"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One invariant that does not hold, and how that was seen."""
+    """One invariant that does not hold, and what was found."""
 
     invariant: Invariant
     description: str
@@ -37,17 +37,17 @@ class Violation:
 ROUTINE_EVENTS = frozenset(
     {EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_COMPLETE, EventKind.SNAPSHOT_COMMITTED}
 )
-"""They come with every step of a healthy job, and would bury what does not."""
+"""Events of every step of a healthy job: they would bury the others."""
 MAX_TIMELINE_EVENTS = 60
-"""Of the end of a story: what is older rarely tells."""
+"""At the end of a timeline: older events rarely explain a violation."""
 
 
 def format_timeline(events: Iterable[Event], notes: Iterable[tuple[float, str]] = ()) -> list[str]:
-    """The last events of all hosts and what the campaign did, merged by time, a line each.
+    """Return the last events of all hosts and the notes of the campaign, merged by time, a line each.
 
     Args:
         events: of all hosts, in any order.
-        notes: monotonic time and text of what the campaign did.
+        notes: monotonic time and text of each note of the campaign.
     """
     lines = [
         (event.monotonic_s, describe_event(event)) for event in events if event.kind not in ROUTINE_EVENTS
@@ -58,7 +58,7 @@ def format_timeline(events: Iterable[Event], notes: Iterable[tuple[float, str]] 
 
 
 def describe_event(event: Event) -> str:
-    """An event without its time, for people."""
+    """Return an event as a line for people, without its time."""
     detail = " ".join(f"{name}={value}" for name, value in event.detail.items())
     words = [event.host, str(event.kind)]
     words += [f"g{event.generation}"] if event.generation is not None else []
@@ -67,5 +67,5 @@ def describe_event(event: Event) -> str:
 
 
 def deduplicate(violations: Sequence[Violation]) -> list[Violation]:
-    """Each once, in order."""
+    """Return each violation once, in order."""
     return list(dict.fromkeys(violations))

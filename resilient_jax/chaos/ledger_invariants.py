@@ -1,7 +1,7 @@
-"""Invariants of what was committed, read from the ledgers of all workers. Pure.
+"""The invariants of commits, read from the ledgers of all workers. Pure.
 
-A step may be committed by several hosts, and again in a later generation if those that had committed it died or the
-job went back to a snapshot; it must be the same step each time.
+Several hosts may commit a step, and again in a later generation if the hosts that had committed it died or the job
+went back to a snapshot; the result must be the same each time.
 """
 
 import collections
@@ -15,18 +15,18 @@ SUM_MODULUS = 2**64
 LANE_DIGITS = 16
 """Hexadecimal digits of each of the two lanes of a sum."""
 MAX_SHOWN = 5
-"""Of many violations of one kind: more would bury the story."""
+"""Violations of one kind in a report: more would bury the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateDigest:
-    """Of the whole state after a step. `sha256` is empty where no host had the whole."""
+    """The digest of the complete state after a step; `sha256` is empty where no host had the complete state."""
 
     sha256: str
     sum: str
 
     def matches(self, other: "StateDigest") -> bool:
-        """By SHA-256 where both have it."""
+        """Return whether the states are equal: by SHA-256 where both digests have it."""
         if self.sha256 and other.sha256:
             return self.sha256 == other.sha256
         return self.sum == other.sum
@@ -34,11 +34,11 @@ class StateDigest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
-    """A step of the run that nobody disturbed.
+    """A step of the run without faults.
 
     Attributes:
-        digest: of the whole state after it.
-        microbatches: how many each of its sums has, by the sum's name.
+        digest: of the complete state after the step.
+        microbatches: the number in each accumulation of the step, by its name.
     """
 
     digest: StateDigest
@@ -46,7 +46,7 @@ class ReferenceStep:
 
 
 def combine_sums(sums: Iterable[str]) -> str:
-    """The digest of a state from those of its parts."""
+    """Return the additive digest of a state from those of its parts."""
     lanes = [0, 0]
     for text in sums:
         for lane, digits in enumerate((text[:LANE_DIGITS], text[LANE_DIGITS:])):
@@ -55,7 +55,7 @@ def combine_sums(sums: Iterable[str]) -> str:
 
 
 def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple[int, StateDigest, str]]:
-    """Step, digest of the whole state after it, and who says so. Parts of which some are missing say nothing."""
+    """Yield step, digest of the complete state after it, and source. Incomplete sets of parts are left out."""
     parts: dict[tuple[int, int], list[StepEntry | RestoreEntry]] = collections.defaultdict(list)
     for line in lines:
         step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
@@ -75,7 +75,7 @@ def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple
 
 
 def read_reference(lines: Iterable[LedgerEntry]) -> dict[int, ReferenceStep]:
-    """Each step of a run that nobody disturbed."""
+    """Return the steps of a run without faults, by their index."""
     committed = {line.step: line for line in lines if isinstance(line, StepEntry)}
     return {
         step: ReferenceStep(digest=digest, microbatches=_microbatches_of(committed[step]))
@@ -84,11 +84,11 @@ def read_reference(lines: Iterable[LedgerEntry]) -> dict[int, ReferenceStep]:
 
 
 def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, ReferenceStep]) -> list[Violation]:
-    """All that is wrong.
+    """Return all violations in the ledgers so far.
 
     Args:
-        lines: of all workers so far, each process's in its order.
-        reference: the undisturbed run; of steps that it lacks the hosts must agree among themselves.
+        lines: the entries of all workers, those of one process in their order.
+        reference: the run without faults; on steps that it lacks the hosts must agree with each other.
     """
     committed = [line for line in lines if isinstance(line, StepEntry)]
     restored = [line for line in lines if isinstance(line, RestoreEntry)]
@@ -105,17 +105,17 @@ def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Referenc
 def check_completeness(
     lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, ReferenceStep]
 ) -> list[Violation]:
-    """What is missing when the job is done.
+    """Return a violation for everything that is missing when the job has ended.
 
     Args:
-        lines: of all workers.
-        steps: that were to be trained; None: the job ended on the way, in the step after the newest or in the newest.
-        reference: the undisturbed run.
+        lines: the entries of all workers.
+        steps: the number of steps to train; None: the job failed, in the step after the newest or in the newest.
+        reference: the run without faults.
     """
     committed = [line for line in lines if isinstance(line, StepEntry)]
     restored = [line for line in lines if isinstance(line, RestoreEntry)]
     done = {line.step for line in committed}
-    # A step that a host died in is done again; or else all go on from it, which tells its digest as well.
+    # A step in which a host died is done again; or all hosts restore it, which gives its digest as well.
     compared = {step for found in (committed, restored) for step, _, _ in iterate_digests(found)}
     total = steps if steps is not None else max(done, default=-1) + 1
     found = []
@@ -130,7 +130,7 @@ def check_completeness(
             Violation(invariant=Invariant.STEPS, description=f"steps {extra[:MAX_SHOWN]} are beyond the last")
         )
     if unknown := sorted(done - reference.keys()):
-        text = f"steps {unknown[:MAX_SHOWN]} have no undisturbed counterpart"
+        text = f"steps {unknown[:MAX_SHOWN]} have no counterpart in the run without faults"
         found.append(Violation(invariant=Invariant.BITS, description=text))
     in_flight = {max(done)} if done and steps is None else set()
     if torn := sorted(done - compared - in_flight):
@@ -180,16 +180,16 @@ def _wrong_microbatches(
         first = owners.setdefault((line.generation, line.step), line.owners)
         where = f"step {line.step} in generation {line.generation}"
         if first != line.owners:
-            text = f"{where}: {line.host} says {line.owners}, another host {first}"
+            text = f"{where}: {line.host} reports {line.owners}, another host {first}"
             yield Violation(invariant=Invariant.MICROBATCHES, description=text)
         counts = _microbatches_of(line)
         if counts != expected.setdefault(line.step, counts):
-            text = f"{where}: {line.host} says so many microbatches: {counts}, expected {expected[line.step]}"
+            text = f"{where}: {line.host} reports the microbatches {counts}, expected {expected[line.step]}"
             yield Violation(invariant=Invariant.MICROBATCHES, description=text)
         for hosts in line.owners.values():
             for index, host in enumerate(hosts):
                 if (host, line.step, index) not in computed:
-                    text = f"{where}: {host} is said to have computed microbatch {index}, and never began it"
+                    text = f"{where}: {host} is reported as owner of microbatch {index}, and never began it"
                     yield Violation(invariant=Invariant.MICROBATCHES, description=text)
 
 
@@ -198,7 +198,7 @@ def _microbatches_of(line: StepEntry) -> dict[str, int]:
 
 
 def _late_commits(committed: list[StepEntry]) -> Iterator[Violation]:
-    """A worker that wakes up late may finish the step that it was in, and no other.
+    """Yield commits of workers that woke up late and did more than to finish the step that they were in.
 
     The step in flight of a generation that has ended is at most the first that a later one commits.
     """

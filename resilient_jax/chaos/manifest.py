@@ -1,4 +1,4 @@
-"""The manifest of a campaign: what is done to a job, when, and how the job must end.
+"""The manifest of a campaign: which faults a job gets, when, and how the job must end.
 
 A manifest is complete: the same one on the same machine does the same things at the same logical times.
 """
@@ -28,13 +28,13 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 MAX_NUMBER = 1_000_000
-"""Of a whole number in a manifest: more is a mistyped one."""
+"""The largest integer in a manifest: more is a mistyped one."""
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 HostIndex = Annotated[str, Meta(pattern="^(host-[0-9]+|leader|follower|all)$")]
 
 
 class TargetPart(enum.StrEnum):
-    """What a fault is done to."""
+    """The part of a job that a fault hits."""
 
     WORKER = "worker"
     AGENT = "agent"
@@ -46,15 +46,15 @@ class TargetPart(enum.StrEnum):
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When. With several of `step`, `steps`, `seconds` and `event`: all in turn, in this order, then `place`.
+    """The time of an incident. Of several conditions all are waited for, in the order of the attributes.
 
     Attributes:
         step: when so many steps are committed.
-        steps: when so many more are than at the end of the incident before.
-        seconds: so much later.
-        event: when an event of this kind comes, as `events.EventKind` names them; with these values in its detail.
-        place: when a worker comes to this place (`protocol.failpoints.Place`), where it is held meanwhile.
-        host: that is waited for and held there; default: the target's first.
+        after_steps: when so many more steps are committed than at the end of the incident before.
+        after_s: so many seconds later.
+        event: when an event of this kind (`events.EventKind`) comes, with these values in its `detail`.
+        failpoint: when a worker comes to this failpoint, where it is held meanwhile.
+        host: the host whose worker is held there; default: the target's first.
     """
 
     step: Count | None = None
@@ -67,10 +67,10 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FaultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """To whom.
+    """The processes or links that a fault hits.
 
     Attributes:
-        hosts: "host-2"; "leader" and "follower" (the last that does not lead) as it is by then; "all".
+        hosts: "host-2"; at the time of the incident: "leader", "follower" (the last host that does not lead), "all".
     """
 
     part: TargetPart
@@ -78,11 +78,11 @@ class FaultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that is done.
+    """One fault at one time.
 
     Attributes:
-        overlaps: with the one before: it is not waited for that all have recovered from that.
-        needs: events of which at least one must follow, besides what the tool expects by itself; empty: none.
+        overlaps: the incident comes into the recovery from the one before.
+        required_events: one of these must follow, besides the events that the fault implies; empty: none.
     """
 
     trigger: Trigger
@@ -100,18 +100,18 @@ CHAOS_CONFIG: dict[str, float | int | str] = {
     "store_timeout_s": 30.0,
     "collective_timeout_s": 40.0,
 }
-"""For jobs that are broken every few seconds: nobody is given up. What a manifest says of these counts."""
+"""For jobs that are broken every few seconds: no host is given up. A manifest can override these keys."""
 
 
 class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job that the script is run as.
+    """The job that runs the script.
 
     Attributes:
-        steps: that the script trains; 0: until the tool says so, in the file that RESILIENT_JAX_CHAOS_STOP_STEP names.
+        steps: that the script trains; 0: up to the step in the file that RESILIENT_JAX_CHAOS_STOP_STEP names.
         network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
-        disk_mib: of a disk of its own for the run folder; 0: none. Needs root.
+        disk_mib: the size of a separate disk for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
-        config: keys of `config.job_config.JobConfig`, besides CHAOS_CONFIG.
+        config: keys of `JobConfig`, besides `CHAOS_CONFIG`.
     """
 
     hosts: Annotated[int, Meta(ge=1, le=64)] = 4
@@ -124,15 +124,15 @@ class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def job_config(self) -> dict[str, float | int | str]:
-        """All keys of `config.job_config.JobConfig` that are not left at their defaults."""
+        """Return all keys of `JobConfig` that differ from their defaults."""
         return {**CHAOS_CONFIG, **self.config}
 
 
 class ExpectedExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the job must end.
+    """The expected end of the job.
 
     Attributes:
-        exit_code: of `resilient-jax launch`. If not 0, the job must have ended `recovery_s` after the last incident.
+        code: the exit code of `launch`. If not 0, the job must end within `recovery_timeout_s` of the last incident.
     """
 
     code: Annotated[int, Meta(ge=-64, le=255)] = 0
@@ -142,10 +142,10 @@ class CampaignManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A campaign.
 
     Attributes:
-        seed: of what is left to chance: which bits are turned over; and that it was drawn with, if it was.
-        script: with its arguments, when the command line names none; relative to the checkout. In arguments, also those
-            of the command line, {folder} stands for a folder of the run; the undisturbed one has another.
-        recovery_s: within which everybody must train again after an incident.
+        seed: of the bits that are flipped; of a random campaign also the seed that it was drawn with.
+        script: with its arguments, when the command line names none: one of those that come with the package. In
+            arguments, also of the command line, {folder} stands for a folder of the run; the reference run has another.
+        recovery_timeout_s: within which all hosts must train again after an incident.
     """
 
     seed: Count = 0
@@ -158,21 +158,21 @@ class CampaignManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def expand_command(command: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """The script's command for a run that has this folder: see `Manifest.script`."""
+    """Return the script's command for a run with this folder: see `CampaignManifest.script`."""
     return tuple(word.replace("{folder}", str(folder)) for word in command)
 
 
 def load_manifest(path: Path) -> CampaignManifest:
-    """The manifest in a file.
+    """Return the manifest in a file.
 
     Raises:
-        ConfigError: it cannot be read or does not fit; names file and key.
+        ConfigError: the file cannot be read, or a value does not fit; with file and key.
     """
     return _check(load_toml(path, CampaignManifest), str(path))
 
 
 def parse_manifest(text: str, *, source: str) -> CampaignManifest:
-    """As `load_manifest`, from a text that messages call `source`."""
+    """Return the manifest in a string that messages call `source`; see `load_manifest`."""
     return _check(decode_toml(text, CampaignManifest, source=source), source)
 
 
@@ -187,7 +187,7 @@ def _check(manifest: CampaignManifest, source: str) -> CampaignManifest:
 
 
 def _misfits(incident: Incident, job: ChaosJob) -> list[tuple[str, str, str]]:
-    """Key, found, expected, for each rule that the incident breaks."""
+    """Return key, found and expected for each rule that the incident breaks."""
     found: list[tuple[str, str, str]] = []
     at, target, fault = incident.trigger, incident.target, incident.fault
     kinds = frozenset(map(str, EventKind))

@@ -1,4 +1,4 @@
-"""A manifest as TOML, so that a campaign that was drawn or shrunk can be read and run again."""
+"""Writes manifests as TOML, so that a campaign that was drawn or shrunk can be read and run again."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from resilient_jax.chaos.manifest import CampaignManifest, Incident
 
 
 def format_manifest(manifest: CampaignManifest) -> str:
-    """The text that `parse_manifest` gives the same manifest for; what has its default is left out.
+    """Return the string that `parse_manifest` reads as the same manifest; defaults are left out.
 
     Example:
         >>> print(write_manifest(Manifest(seed=7)), end="")
@@ -28,7 +28,7 @@ def format_manifest(manifest: CampaignManifest) -> str:
 
 
 def format_table(values: Mapping[str, object]) -> str:
-    """Keys and values as the top level of a TOML file."""
+    """Return keys and values as the top level of a TOML file."""
     return "".join(f"{_key(name)} = {_value(value)}\n" for name, value in values.items())
 
 

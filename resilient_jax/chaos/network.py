@@ -1,4 +1,4 @@
-"""A network of namespaces: each host has its own, with a link to one bridge, whose other end is this machine."""
+"""A network of Linux namespaces, one for each host, with a link to a bridge of this machine."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ TBF = ("burst", "32kbit", "latency", "400ms")
 
 
 class Network:
-    """The namespaces of a job's hosts. `build` it, and `remove` it in any case.
+    """The namespaces of a job's hosts. Call `build`, and in any case `remove`.
 
     Attributes:
         gateway: the address of this machine, where the store listens.
@@ -25,23 +25,23 @@ class Network:
         self._names = {f"host-{index}": f"rj{number}-{index}" for index in range(hosts)}
 
     def sites(self) -> tuple[HostSite, ...]:
-        """Where each host runs, in order."""
+        """Return the address and the command prefix of each host, in order."""
         return tuple(
             HostSite(address=f"{self._subnet}.{index + 2}", command_prefix=("ip", "netns", "exec", name))
             for index, name in enumerate(self._names.values())
         )
 
     def cut_link(self, host: str) -> Callable[[], None]:
-        """Takes the host's link down; gives what takes it up again."""
+        """Take the host's link down, and return what takes it up again."""
         run_command("ip", "link", "set", self._names[host], "down")
         return lambda: run_command("ip", "link", "set", self._names[host], "up")
 
     def throttle_link(self, host: str, mbit_s: float) -> Callable[[], None]:
-        """The host's link carries no more, in either direction; gives what ends that."""
+        """Limit the host's link in both directions, and return what undoes that."""
         return self._queue(host, "tbf", "rate", f"{mbit_s}mbit", *TBF)
 
     def drop_packets(self, host: str, percent: float) -> Callable[[], None]:
-        """The host's link loses packets in either direction; gives what ends that.
+        """Make the host's link lose packets in both directions, and return what undoes that.
 
         Raises:
             OSError: the kernel has no netem.
@@ -68,10 +68,10 @@ class Network:
         return undo
 
     def build(self) -> None:
-        """Makes it.
+        """Create the namespaces, the links and the bridge.
 
         Raises:
-            OSError: not permitted here.
+            OSError: this process may not create them.
         """
         run_command("ip", "link", "add", self._bridge, "type", "bridge")
         run_command("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
@@ -85,7 +85,7 @@ class Network:
             run_command("ip", "-n", name, "link", "set", "lo", "up")
 
     def remove(self) -> None:
-        """Undoes `build`, also half of it."""
+        """Undo `build`, also an incomplete one."""
         for words in (
             *(("netns", "delete", name) for name in self._names.values()),
             ("link", "delete", self._bridge),
@@ -94,17 +94,17 @@ class Network:
                 run_command("ip", *words)
 
     def list_namespaces(self) -> list[str]:
-        """Namespaces that are still there."""
+        """Return the namespaces that still exist."""
         found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
         return sorted(set(self._names.values()) & {line.split()[0] for line in found.splitlines() if line})
 
 
 @contextlib.contextmanager
 def build_network(hosts: int) -> Iterator[Network]:
-    """A network for the time of the block.
+    """Build a network for the time of the block.
 
     Raises:
-        OSError: not permitted here.
+        OSError: this process may not build one.
     """
     network = Network(hosts)
     try:
@@ -115,10 +115,10 @@ def build_network(hosts: int) -> Iterator[Network]:
 
 
 def run_command(*words: str) -> None:
-    """Runs a command of the system.
+    """Run a command of the system.
 
     Raises:
-        OSError: it failed; says what it said.
+        OSError: the command failed; with its error output.
     """
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
     if done.returncode:

@@ -1,9 +1,9 @@
-"""Random campaigns from published failure rates. Pure: the same draw gives the same manifest.
+"""Draws campaigns from published failure rates. Pure: the same options give the same manifest.
 
-Each host fails by a Poisson process of its own, so failures of all hosts come at exponential distances, at random
-hosts, and now and then into the recovery from the one before. What fails is drawn by the counts that Meta published
-for Llama 3: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv 2407.21783,
-table 5). Only the distances are scaled: so that a campaign takes minutes and not months.
+Each host fails by a Poisson process of its own. So the failures of all hosts are separated by exponential gaps, hit
+random hosts, and sometimes come into the recovery from the one before. The cause is drawn with the counts that Meta
+published for Llama 3: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv
+2407.21783, table 5). Only the gaps are scaled, so that a campaign takes minutes and not months.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
 MIN_GAP_STEPS = 0.1
 MAX_GAP_STEPS = 10_000.0
-"""Of the mean distance: a drawn one is at most 37 times as long, and a manifest takes no more than a million steps."""
+"""Of the mean gap: a drawn gap is at most 37 times as long, and a manifest has at most a million steps."""
 OVERLAP_STEPS = 1
-"""Closer than this to the one before, an incident comes into the recovery from that."""
+"""An incident that is closer to the one before comes into the recovery from that."""
 FAILPOINTS = (
     FailPoint.BEFORE_MICROBATCH,
     FailPoint.BEFORE_REDUCE,
@@ -44,16 +44,16 @@ FAILPOINTS = (
     FailPoint.AFTER_COMMIT,
 )
 FAILPOINT_SHARE = 0.6
-"""Of the incidents come at a place in a step; the others whenever."""
+"""The share of incidents at a failpoint in a step; the others come at any time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RandomCampaign:
-    """What is wanted.
+    """The options of a random campaign.
 
     Attributes:
-        gap_steps: mean distance of two incidents anywhere in the job, from MIN_GAP_STEPS to MAX_GAP_STEPS.
-        tolerated: hosts that may be lost at once; None: all but one.
+        gap_steps: mean gap between two incidents of the job, from MIN_GAP_STEPS to MAX_GAP_STEPS.
+        max_hosts_lost: at once; None: all but one.
     """
 
     seed: int
@@ -67,7 +67,7 @@ FaultFactory = Callable[[random.Random], tuple[TargetPart, Fault]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCause:
-    """A published cause, how often it came, and what it does to a job here."""
+    """A published cause of failures, its count, and the fault that stands for it here."""
 
     name: str
     count: int
@@ -75,19 +75,19 @@ class FailureCause:
 
 
 def _part(part: TargetPart, *faults: Fault) -> FaultFactory:
-    return lambda chance: (part, chance.choice(faults))
+    return lambda rng: (part, rng.choice(faults))
 
 
-def _software(chance: random.Random) -> tuple[TargetPart, Fault]:
-    """Any of our own processes, or the script's."""
-    part = chance.choice([TargetPart.WORKER, TargetPart.AGENT, TargetPart.SERVICE, TargetPart.SNAPSHOTS])
+def _software(rng: random.Random) -> tuple[TargetPart, Fault]:
+    """Return the death of one of our own processes, or of the script."""
+    part = rng.choice([TargetPart.WORKER, TargetPart.AGENT, TargetPart.SERVICE, TargetPart.SNAPSHOTS])
     if part is TargetPart.WORKER:
         return part, ProcessExit(code=RESTART_EXIT_CODE)
     return part, ProcessKill()
 
 
-def _network(chance: random.Random) -> tuple[TargetPart, Fault]:
-    return TargetPart.LINK, chance.choice(
+def _network(rng: random.Random) -> tuple[TargetPart, Fault]:
+    return TargetPart.LINK, rng.choice(
         [
             NetworkPartition(duration_s=1.0),
             NetworkPartition(duration_s=6.0),
@@ -96,14 +96,14 @@ def _network(chance: random.Random) -> tuple[TargetPart, Fault]:
     )
 
 
-def _silence(chance: random.Random) -> tuple[TargetPart, Fault]:
-    """What a broken link looks like where there is none to break: a host that does not answer."""
-    part = chance.choice([TargetPart.AGENT, TargetPart.HOST, TargetPart.WORKER, TargetPart.STORE])
-    return part, ProcessStop(duration_s=chance.choice([0.5, 2.5, 6.0]))
+def _silence(rng: random.Random) -> tuple[TargetPart, Fault]:
+    """Return a host that does not answer: what a broken link looks like where there are no links to break."""
+    part = rng.choice([TargetPart.AGENT, TargetPart.HOST, TargetPart.WORKER, TargetPart.STORE])
+    return part, ProcessStop(duration_s=rng.choice([0.5, 2.5, 6.0]))
 
 
 def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
-    """Those that can be made on one machine; the other 2 of 419 are memory, which is counted as a GPU's."""
+    """Return the causes that have a fault here; the other 2 of 419 are memory, which is counted as a GPU's."""
     worker_dies = _part(TargetPart.WORKER, ProcessKill())
     host_dies = _part(TargetPart.HOST, ProcessKill())
     link = _network if has_links else _silence
@@ -142,44 +142,42 @@ def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
 
 
 def draw_campaign(job: ChaosJob, options: RandomCampaign) -> CampaignManifest:
-    """The manifest.
+    """Return a random manifest.
 
     Args:
-        shape: of the job.
-        wanted: seed, how many, how close.
+        job: its hosts and network.
+        options: seed, number and gap of the incidents.
     """
-    chance = random.Random(options.seed)
+    rng = random.Random(options.seed)
     table = list_causes(has_links=job.network == "namespaces")
-    tolerated = options.max_hosts_lost if options.max_hosts_lost is not None else job.hosts - 1
+    max_hosts_lost = options.max_hosts_lost if options.max_hosts_lost is not None else job.hosts - 1
     hosts = [f"host-{index}" for index in range(job.hosts)]
     # Of `hosts` processes with the same rate the merged one has `hosts` times the rate, and any host is as likely.
     incidents: list[Incident] = []
     hit: set[str] = set()
     for number in range(options.incidents):
-        gap = chance.expovariate(1 / options.gap_steps)
-        cause = chance.choices(table, weights=[cause.count for cause in table])[0]
-        part, fault = cause.make_fault(chance)
-        host = chance.choice(hosts)
-        overlaps = number > 0 and gap < OVERLAP_STEPS and _is_bearable(hit | {host}, tolerated, part)
+        gap = rng.expovariate(1 / options.gap_steps)
+        cause = rng.choices(table, weights=[cause.count for cause in table])[0]
+        part, fault = cause.make_fault(rng)
+        host = rng.choice(hosts)
+        overlaps = number > 0 and gap < OVERLAP_STEPS and _is_tolerable(hit | {host}, max_hosts_lost, part)
         hit = {host} | (hit if overlaps else set())
-        incidents.append(_place(chance, part, fault, host, gap, overlaps=overlaps))
-    about = f"drawn: mean gap {options.gap_steps:g} steps, at most {tolerated} hosts lost at once"
+        incidents.append(_place(rng, part, fault, host, gap, overlaps=overlaps))
+    about = f"drawn: mean gap {options.gap_steps:g} steps, at most {max_hosts_lost} hosts lost at once"
     return CampaignManifest(seed=options.seed, about=about, job=job, incidents=tuple(incidents))
 
 
-def _is_bearable(hit: Collection[str], tolerated: int, part: TargetPart) -> bool:
-    return len(hit) <= tolerated and part is not TargetPart.STORE
+def _is_tolerable(hit: Collection[str], max_hosts_lost: int, part: TargetPart) -> bool:
+    return len(hit) <= max_hosts_lost and part is not TargetPart.STORE
 
 
 def _place(
-    chance: random.Random, part: TargetPart, fault: Fault, host: str, gap: float, *, overlaps: bool
+    rng: random.Random, part: TargetPart, fault: Fault, host: str, gap: float, *, overlaps: bool
 ) -> Incident:
-    """When and to whom exactly."""
+    """Return the incident with its trigger and its target."""
     target = FaultTarget(part=part, hosts=("leader" if part is TargetPart.SERVICE else host,))
     place = (
-        chance.choice(FAILPOINTS)
-        if chance.random() < FAILPOINT_SHARE or isinstance(fault, ProcessExit)
-        else None
+        rng.choice(FAILPOINTS) if rng.random() < FAILPOINT_SHARE or isinstance(fault, ProcessExit) else None
     )
     if overlaps:
         at = Trigger(after_s=round(gap, 2), failpoint=place if isinstance(fault, ProcessExit) else None)

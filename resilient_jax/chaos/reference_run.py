@@ -1,4 +1,4 @@
-"""The run that nobody disturbs: the same script on this machine alone, for what must come out."""
+"""The reference run: the same script on one host without faults, which gives the expected result."""
 
 import shutil
 import subprocess
@@ -18,24 +18,24 @@ RUN_TIMEOUT_S = 1800.0
 
 
 class ReferenceRun:
-    """The steps of an undisturbed run, made when they are first needed and longer when they do not reach.
+    """The steps of the reference run, which is repeated with more steps when more are needed.
 
     Attributes:
-        steps: those that are known so far, by their index.
+        steps: the steps that are known so far, by their index.
     """
 
     def __init__(self, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
-        """`environment` is all that the script gets, besides what tells it where to stop and where to write."""
+        """Set up the run; `environment` is that of the script, besides the variables of stop file and ledger."""
         self._command = command
         self._directory = directory
         self._environment = environment
         self.steps: Mapping[int, ReferenceStep] = self._read()
 
     def extend_to(self, steps: int) -> Mapping[int, ReferenceStep]:
-        """At least so many steps, or all if the script ends before.
+        """Return at least so many steps, or all if the script ends before.
 
         Raises:
-            CallerError: the script fails when nobody disturbs it.
+            CallerError: the script fails even without faults.
         """
         if len(self.steps) < steps:
             self._run(steps)
@@ -68,13 +68,13 @@ class ReferenceRun:
             )
         except subprocess.TimeoutExpired as late:
             raise CallerError(
-                f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes undisturbed, expected "
-                f"an end after step {steps}: it has to stop where the file named in {STOP_STEP_VARIABLE} says (see "
-                "examples/chaos_job.py), or after --steps (job.steps in a manifest) of itself"
+                f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes without faults, "
+                f"expected an end after step {steps}: it has to stop at the step in the file that "
+                f"{STOP_STEP_VARIABLE} names (see examples/chaos_job.py), or after --steps (job.steps in a manifest) of itself"
             ) from late
         if done.returncode:
             raise CallerError(
-                f"{command[0]}: found exit code {done.returncode} of a run that nobody disturbs, expected 0; a "
+                f"{command[0]}: found exit code {done.returncode} of a run without faults, expected 0; a "
                 f"campaign compares with it. Make `python {' '.join(command)}` work first:\n"
                 f"{done.stderr[-2000:]}"
             )

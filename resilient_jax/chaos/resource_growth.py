@@ -1,12 +1,12 @@
-"""Whether the long-lived processes grow: memory and descriptors, from the tenth incident of each on. Pure."""
+"""The growth of long-lived processes in memory and descriptors, from the tenth incident of each on. Pure."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 
 SETTLING_INCIDENTS = 10
-"""Incidents after which a process has loaded and opened all that it ever does."""
+"""Incidents after which a process has loaded and opened everything that it ever needs."""
 WINDOW_SAMPLES = 5
-"""Samples whose least counts: for some seconds after a change a process holds what belonged to the world before."""
+"""Samples of which the minimum counts: for some seconds a process still holds what belonged to the world before."""
 MIB = 2**20
 
 
@@ -15,8 +15,8 @@ class ProcessSample:
     """A process after an incident.
 
     Attributes:
-        name: what it is, and whether it leads: a leader holds more.
-        started: tells it from a later one with the same number.
+        name: the kind of process, and whether it leads: a leader holds more.
+        start_ticks: distinguishes the process from a later one with the same pid.
     """
 
     name: str
@@ -28,13 +28,13 @@ class ProcessSample:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceGrowth:
-    """The largest of any process; 0 if none has lived that long.
+    """The largest growth of any process; 0 if no process has lived that long.
 
     Attributes:
-        rss_mib, rss_of: memory, and the name of the process.
+        rss_mib, rss_process: memory, and the name of the process.
         late_rss_mib: since the middle of its life: what fills up to a limit, as the store's history does, is full then.
-        descriptors, descriptors_of: the same of what it has open.
-        processes: that have lived that long.
+        descriptors, descriptors_process: open descriptors, and the name of the process.
+        processes: the number that have lived that long.
     """
 
     rss_mib: float = 0.0
@@ -46,7 +46,7 @@ class ResourceGrowth:
 
 
 def measure_growth(samples: Iterable[ProcessSample]) -> ResourceGrowth:
-    """How much each process has grown since its `SETTLED`th sample, of those in which it was the same.
+    """Return the growth of each process since its `SETTLING_INCIDENTS`th sample.
 
     Args:
         samples: in order of time.
@@ -70,6 +70,6 @@ def measure_growth(samples: Iterable[ProcessSample]) -> ResourceGrowth:
 
 
 def _growth(values: Sequence[int]) -> int:
-    """From the beginning to the end, each by the least of a window; the windows do not overlap."""
+    """Return the growth from the minimum of the first window to that of the last; the windows do not overlap."""
     window = max(1, min(WINDOW_SAMPLES, len(values) // 2))
     return min(values[-window:]) - min(values[:window])

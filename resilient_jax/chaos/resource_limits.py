@@ -1,4 +1,4 @@
-"""A process that gets no more of something: the kernel refuses what lies beyond what it has."""
+"""Limits a process to the memory or the descriptors that it has: the kernel refuses more."""
 
 import contextlib
 import os
@@ -8,20 +8,20 @@ from pathlib import Path
 
 
 def limit_memory(pid: int) -> Callable[[], None]:
-    """The process can map nothing more; gives what ends that.
+    """Let the process map nothing more, and return what undoes that.
 
     Raises:
-        OSError: not permitted.
+        OSError: this process may not set limits.
     """
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     return _limit(pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def limit_descriptors(pid: int) -> Callable[[], None]:
-    """The process can open nothing more; gives what ends that.
+    """Let the process open nothing more, and return what undoes that.
 
     Raises:
-        OSError: not permitted.
+        OSError: this process may not set limits.
     """
     highest = max(map(int, os.listdir(f"/proc/{pid}/fd")), default=0)
     return _limit(pid, resource.RLIMIT_NOFILE, highest + 1)

@@ -1,4 +1,4 @@
-"""Faults that are signals, sent to processes that may be gone already."""
+"""Signals to processes that may be gone already."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """To each that still exists."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def resume_processes(pids: Iterable[int]) -> None:
-    """SIGCONT to each that is stopped."""
+    """Send SIGCONT to each process that still exists."""
     send_signal(pids, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Who is meant by a target, in a job as it is now. Pure."""
+"""Resolves the targets of faults in a job as it is now. Pure."""
 
 from collections.abc import Collection
 
@@ -17,7 +17,7 @@ PARTS = {
 
 
 def resolve_hosts(names: Collection[str], report: JobReport) -> tuple[str, ...]:
-    """The hosts that are meant, each once; a leader that does not exist just now is left out."""
+    """Return the hosts that the names stand for, each once; without a leader, 'leader' stands for none."""
     found: list[str] = []
     for name in names:
         if name == "all":
@@ -32,7 +32,7 @@ def resolve_hosts(names: Collection[str], report: JobReport) -> tuple[str, ...]:
 
 
 def find_target_pids(target: FaultTarget, host: str, report: JobReport) -> tuple[int, ...]:
-    """The processes on one host that a fault is done to; none if they do not run just now."""
+    """Return the pids of the target on one host; none if the host does not run it now."""
     part = PARTS.get(target.part)
     if part is None or all(h.host != host for h in report.hosts):
         return ()
@@ -40,7 +40,7 @@ def find_target_pids(target: FaultTarget, host: str, report: JobReport) -> tuple
 
 
 def find_service_host(report: JobReport) -> str | None:
-    """Where the coordination service of the present world runs."""
+    """Return the host that runs the coordination service of the present world."""
     world = report.generation.world if report.generation is not None else None
     running = [
         (s.world, h.host) for h in report.hosts for s in h.services if world is None or s.world == world
@@ -49,7 +49,7 @@ def find_service_host(report: JobReport) -> str | None:
 
 
 def list_pids(report: JobReport) -> frozenset[int]:
-    """Every process that the store knows of."""
+    """Return the pids of all processes that the store knows."""
     found: set[int] = set()
     for host in report.hosts:
         found |= set(find_pids(report, JobComponent.HOST, host.host))
@@ -57,7 +57,10 @@ def list_pids(report: JobReport) -> frozenset[int]:
 
 
 def is_training(report: JobReport, hosts: Collection[str]) -> bool:
-    """Whether exactly these hosts train together and each has finished a step, with a snapshot if they take some."""
+    """Return whether exactly these hosts train together and each has finished a step.
+
+    If the job takes snapshots, one of this generation must be committed, too.
+    """
     generation = report.generation
     if generation is None or generation.phase is not GenerationPhase.ACTIVE:
         return False
@@ -86,5 +89,5 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
 
 
 def newest_step(report: JobReport) -> int:
-    """So many steps are done."""
+    """Return the number of finished steps."""
     return max((host.step for host in report.hosts), default=0)

@@ -1,14 +1,14 @@
-"""This machine's wall clock, set as an administrator or a time server sets it: for all programs at once."""
+"""Sets this machine's wall clock, as an administrator or a time server does: for all programs at once."""
 
 import time
 from collections.abc import Callable
 
 
 def jump_clock(seconds: float) -> Callable[[], None]:
-    """Sets it ahead, or back if negative; gives what sets it back by as much.
+    """Set the clock ahead, or back if negative, and return what resets it by as much.
 
     Raises:
-        OSError: not permitted.
+        OSError: this process may not set the clock.
     """
     _move(seconds)
     return lambda: _move(-seconds)

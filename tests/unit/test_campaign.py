@@ -195,6 +195,6 @@ def test_a_wait_ends_when_the_job_does_or_in_time(tmp_path: Path) -> None:
 
 def test_what_came_just_before_the_end_of_a_job_is_found(tmp_path: Path) -> None:
     with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
-        log.record(EventKind.JOB_FINISHED)
-    found = FakeJob(tmp_path, 0, 0).wait_event("its end", lambda event: event.kind is EventKind.JOB_FINISHED)
+        log.record(EventKind.STEP_COMMITTED)
+    found = FakeJob(tmp_path, 0, 0).wait_event("a step", lambda event: event.kind is EventKind.STEP_COMMITTED)
     assert found.host == HOST
