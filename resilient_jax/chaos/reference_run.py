@@ -70,7 +70,8 @@ class ReferenceRun:
             raise CallerError(
                 f"{command[0]}: found it still training after {RUN_TIMEOUT_S / 60:.0f} minutes without faults, "
                 f"expected an end after step {steps}: it has to stop at the step in the file that "
-                f"{STOP_STEP_VARIABLE} names (see examples/chaos_job.py), or after --steps (job.steps in a manifest) of itself"
+                f"{STOP_STEP_VARIABLE} names (see examples/chaos_job.py), or after --steps (job.steps in a "
+                "manifest) of itself"
             ) from late
         if done.returncode:
             raise CallerError(
