@@ -202,7 +202,7 @@ def test_storage_that_cannot_be_written_is_an_event_and_an_error_until_a_save_su
     with open_store(directory) as store:
         store.start_save(1, make_state(), note)
         with pytest.raises(
-            CheckpointFailed, match=r"step 1: .*Error.*there is none on storage.*start the job"
+            CheckpointFailed, match=r"step 1: .*Error.*there is none on storage.*launch the job"
         ):
             store.wait_until_saved(note)
         (failed,) = note.of(EventKind.CHECKPOINT_FAILED)
@@ -371,18 +371,18 @@ def saved(tmp_path_factory):
 
 
 class OneHost:
-    """A world of one host, or of one among several of which others read what they can."""
+    """A world of one host, or of one among several that cannot read some checkpoints."""
 
     def __init__(self, others_cannot_read=(), lost=None) -> None:
         self.hosts = ("a", "b") if others_cannot_read else ("a",)
         self.host_index = 0
-        self.lost = lost
-        self.note = Recorder()
+        self.state_loss = lost
+        self.record_event = Recorder()
         self._others_cannot_read = others_cannot_read
         self._newest = None
 
-    def check(self):
-        """Its generation goes on."""
+    def raise_if_ended(self):
+        """Return: the generation continues."""
 
     def all_reduce(self, mine):
         if len(self.hosts) == 1:
@@ -411,13 +411,13 @@ def test_every_damaged_checkpoint_is_skipped_with_its_reason_for_the_newest_whol
         assert found is not None
         assert found[0] == 7
         assert to_bytes(found[1]) == to_bytes(make_state())
-        (unfinished, *refused) = world.note.of(EventKind.CHECKPOINT_REFUSED)
+        (unfinished, *refused) = world.record_event.of(EventKind.CHECKPOINT_REFUSED)
         assert unfinished["path"] == str(tmp_path / "31.orbax-checkpoint-tmp-x")
         assert [event["step"] for event in refused] == list(reversed(range(20, 20 + len(DAMAGE))))
         for event, (_, reason) in zip(reversed(refused), DAMAGE.values(), strict=True):
             assert event["path"] == str(tmp_path / str(event["step"]))
             assert re.search(reason, event["reason"]), event
-        (restored,) = world.note.of(EventKind.CHECKPOINT_RESTORED)
+        (restored,) = world.record_event.of(EventKind.CHECKPOINT_RESTORED)
         assert restored["step"] == 7
 
 
@@ -430,7 +430,7 @@ def test_if_no_checkpoint_can_be_read_the_error_says_why_each_and_what_to_do(sav
         open_store(tmp_path) as store,
         pytest.raises(
             CheckpointUnreadable,
-            match=rf"found 2 in {tmp_path}, .*step 6: .*step 4: .*Bring one back from a copy, or give another",
+            match=rf"found 2 in {tmp_path}, .*step 6: .*step 4: .*Restore one from a copy, or give another",
         ),
     ):
         resume(world, store, tmp_path)
@@ -444,7 +444,7 @@ def test_what_another_host_cannot_read_is_skipped_here_too(saved, tmp_path):
         found = resume(world, store, tmp_path)
     assert found is not None
     assert found[0] == 5
-    (refused,) = world.note.of(EventKind.CHECKPOINT_REFUSED)
+    (refused,) = world.record_event.of(EventKind.CHECKPOINT_REFUSED)
     assert refused["step"] == 7
     assert "another host" in refused["reason"]
 
@@ -465,11 +465,11 @@ def test_where_nothing_was_ever_finished_a_job_begins_anew(tmp_path):
     world: Any = OneHost()
     with open_store(tmp_path / "none") as store:
         assert resume(world, store, tmp_path / "none") is None
-    assert world.note.events == []
+    assert world.record_event.events == []
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
     with open_store(tmp_path) as store:
         assert resume(world, store, tmp_path) is None
-    assert len(world.note.of(EventKind.CHECKPOINT_REFUSED)) == 1
+    assert len(world.record_event.of(EventKind.CHECKPOINT_REFUSED)) == 1
 
 
 def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has_read(saved, tmp_path):
@@ -478,7 +478,7 @@ def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has
     with open_store(tmp_path) as store:
         found = resume(world, store, tmp_path)
     assert found is not None
-    (restored,) = world.note.of(EventKind.CHECKPOINT_RESTORED)
+    (restored,) = world.record_event.of(EventKind.CHECKPOINT_RESTORED)
     assert (restored["step"], restored["steps_lost"]) == (3, 5)
     leaves = [leaf for leaf in jax.tree.leaves(found[1]) if leaf.size]
     raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
