@@ -1,1 +1,1 @@
-"""One step of all hosts: who computes which microbatch, what is kept when a host dies, and how it is summed."""
+"""One step of all hosts: assignment of microbatches, what is kept when a host dies, and reductions."""

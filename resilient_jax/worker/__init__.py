@@ -1,1 +1,1 @@
-"""The worker process: the generation loop, `World`, and the connection to the agent."""
+"""The worker process: the loop over generations, `World`, and the connection to the agent."""

@@ -1,4 +1,4 @@
-"""What a worker says to its agent of itself, at the moments when that is decided upon."""
+"""What a worker reports to its agent at the moments when decisions depend on it."""
 
 import subprocess
 import sys
@@ -12,10 +12,10 @@ from resilient_jax.worker.agent_connection import AgentConnection
 
 ours, worker = socket.socketpair()
 agent = Connection(ours.detach(), WORKER_MESSAGE_DECODER)
-link = AgentConnection(worker.detach(), HostName("a"), lambda: None)
-link.announce_checkpoint_polling()
-link.report_checkpoint(None)  # of a look that began before
-link.report_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
+connection = AgentConnection(worker.detach(), HostName("a"), lambda: None)
+connection.announce_checkpoint_polling()
+connection.report_checkpoint(None)  # of a look that began before
+connection.report_idle(step=3, holds_state=False, snapshot=None, done=False, failure=None)
 reports = []
 while len(reports) < 3:
     words = [received.message for received in agent.receive()]
@@ -23,10 +23,10 @@ while len(reports) < 3:
 print([report.is_polling_checkpoints for report in reports], flush=True)
 os._exit(0)
 """
-"""A process of its own: a worker ends with its link."""
+"""A process of its own: a worker ends with its connection."""
 
 
-def test_what_was_seen_while_training_does_not_count_once_the_worker_is_idle():
+def test_a_checkpoint_reported_while_training_is_outdated_once_the_worker_is_idle():
     done = subprocess.run(
         [sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""The pipe that closes when a worker begins to die."""
+"""The pipe that closes as soon as a worker is killed."""
 
 import os
 import select
@@ -24,7 +24,7 @@ def closes(descriptor: int, within_s: float) -> bool:
     return bool(select.select([descriptor], [], [], within_s)[0]) and os.read(descriptor, 1) == b""
 
 
-def test_a_thread_of_its_own_holds_it_and_nothing_else() -> None:
+def test_a_thread_of_its_own_holds_the_pipe_and_no_other_descriptor() -> None:
     tripwire, held = os.pipe()
     other, others_end = os.pipe()
     process = subprocess.Popen(
@@ -58,7 +58,7 @@ def test_a_thread_of_its_own_holds_it_and_nothing_else() -> None:
         os.close(other)
 
 
-def test_where_it_is_forbidden_the_reason_is_given_and_the_descriptor_kept() -> None:
+def test_where_unshare_is_forbidden_the_reason_is_returned_and_the_descriptor_stays() -> None:
     script = (
         "import os, sys\n"
         "from resilient_jax.worker import death_pipe\n"

@@ -25,7 +25,7 @@ PROMPT_S = 1.0
 
 
 class Lines:
-    """The lines a child prints, each with a deadline."""
+    """The lines that a child prints, each read with a timeout."""
 
     def __init__(self, process: subprocess.Popen) -> None:
         assert process.stdout is not None
@@ -48,7 +48,7 @@ class Lines:
 
 
 class Child:
-    """A process of a test; whatever happens, it does not outlive it."""
+    """A process that never outlives its test."""
 
     def __init__(self, *command: str, env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -107,14 +107,14 @@ class Service(Child):
 
 
 class Pool:
-    """Workers that go from test to test: they are good at joining new worlds."""
+    """Workers that are reused from test to test, since they can join new worlds."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
         self._services: list[Service] = []
 
     def take(self, count: int) -> list[Worker]:
-        """Gives `count` living workers that are in no world."""
+        """Return `count` living workers that are in no world."""
         for worker in [w for w in self._workers if w.process.poll() is not None]:
             self.drop(worker)
         missing = [Worker() for _ in range(count - len(self._workers))]
@@ -171,7 +171,7 @@ def shared_pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def pool(shared_pool: Pool, request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """After a test that failed the next one gets new workers: nobody knows what those of before are at."""
+    """Give new workers to the test after one that failed, which leaves workers in unknown states."""
     failed_before = request.session.testsfailed
     yield shared_pool
     shared_pool.end_services()
@@ -186,7 +186,7 @@ def everyone(workers: list[Worker], do: str, **words: object) -> list[dict]:
 
 
 def interrupt(workers: list[Worker]) -> list[tuple[dict, float]]:
-    """Interrupts all; gives each one's answer and how long it took."""
+    """Interrupt all; return the answer of each and how long it took."""
     began = time.monotonic()
     for worker in workers:
         worker.tell("interrupt")
@@ -198,7 +198,7 @@ def sum_to(count: int) -> float:
 
 
 def strike(pool: Pool, victim: Child, number: int) -> None:
-    """Kills or stops `victim`, and returns when it is dead or stopped."""
+    """Kill or stop `victim`, and return when it is dead or stopped."""
     victim.process.send_signal(number)
     await_struck(victim, number)
 
@@ -213,7 +213,7 @@ def await_struck(victim: Child, number: int) -> None:
             if stat.rpartition(")")[2].split()[0] == "T":
                 return
         time.sleep(0.005)
-    raise TimeoutError("the victim lives on")
+    raise TimeoutError("the victim is still alive")
 
 
 FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
@@ -309,7 +309,7 @@ def assert_forming_is_interrupted(pool: Pool, workers: list[Worker]) -> None:
 
 
 def await_clients_gone(workers: list[Worker]) -> None:
-    """What was abandoned in C++ must end, too; until then nobody may close its connection.
+    """A wait that was abandoned in C++ must end, too; until then no other process may close its connection.
 
     A stand-in of a process that was interrupted while registering takes 6 or 7 s. Where the one it pushed out
     came back and won, that one ends at the deadline of its own `connect`, 20 s, and the service's 5 s of grace.
@@ -364,7 +364,7 @@ def test_interrupted_while_a_clique_waits_and_the_service_does_not_answer(pool: 
     pool.leave([a, b])
 
 
-def test_connect_gives_up_at_its_deadline(pool: Pool) -> None:
+def test_connect_fails_at_its_timeout(pool: Pool) -> None:
     (a,) = pool.take(1)
     a.tell("connect", address=pool.serve(2), index=0, count=2, timeout_s=0.5)
     found = a.answer()
@@ -410,7 +410,7 @@ def test_ten_rejoins_leave_no_descriptor_and_less_than_30_mib(pool: Pool) -> Non
 
 
 def await_descriptors(workers: list[Worker], before: list[dict]) -> list[dict]:
-    """Gives the measures once no worker has more descriptors than `before`: gRPC closes some a moment later."""
+    """Return the measures once no worker has more descriptors than `before`: gRPC closes some a moment later."""
     deadline = time.monotonic() + 10.0
     while True:
         found = everyone(workers, "measure")
@@ -471,8 +471,8 @@ def await_more_uses(workers: list[Worker], before: list[dict]) -> None:
         time.sleep(0.02)
 
 
-class Caching:
-    """Three workers, of two devices each, with a compilation cache in common."""
+class CachingWorkers:
+    """Three workers of two devices each that share a compilation cache."""
 
     def __init__(self, folder: Path) -> None:
         self.pool = Pool()
@@ -484,7 +484,7 @@ class Caching:
         self.pool.join(self.workers)
 
     def rotate(self, *over: tuple[int, int]) -> bool:
-        """Runs a program over these devices, each process and place; gives whether all found it in the cache."""
+        """Run a program over these devices, (process, index) each; return whether all found it in the cache."""
         before = self._entries()
         answers = everyone(
             [self.workers[index] for index in sorted({place[0] for place in over})], "rotate", over=over
@@ -508,14 +508,14 @@ class Caching:
 
 
 @pytest.fixture
-def caching(tmp_path: Path) -> Iterator[Caching]:
-    caching = Caching(tmp_path)
+def caching(tmp_path: Path) -> Iterator[CachingWorkers]:
+    caching = CachingWorkers(tmp_path)
     yield caching
     caching.close()
 
 
 def test_a_local_program_compiled_by_one_process_is_a_hit_for_every_other(
-    caching: Caching, tmp_path: Path
+    caching: CachingWorkers, tmp_path: Path
 ) -> None:
     assert not caching.rotate((2, 0), (2, 1))
     assert caching.rotate((0, 0), (0, 1))
@@ -531,7 +531,7 @@ def test_a_local_program_compiled_by_one_process_is_a_hit_for_every_other(
 
 
 def test_a_program_over_some_processes_is_a_hit_for_as_many_others_and_for_no_other_grouping(
-    caching: Caching,
+    caching: CachingWorkers,
 ) -> None:
     assert not caching.rotate((0, 0), (0, 1), (1, 0), (1, 1))
     assert caching.rotate((1, 0), (1, 1), (2, 0), (2, 1))

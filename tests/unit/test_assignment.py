@@ -1,4 +1,4 @@
-"""Every microbatch of a step once, whoever dies whenever, and nothing that is finished again."""
+"""Each microbatch of a step is computed once, whichever hosts die when, and no complete unit is computed again."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def job_of(microbatches: int, unit: int, *, pooled: bool = False) -> Accumulatio
     unit=st.integers(1, 5),
     span=st.integers(1, 3),
 )
-def test_a_step_is_finished_with_every_microbatch_once(
+def test_a_step_is_finished_with_each_microbatch_once(
     data: st.DataObject, hosts: int, microbatches: int, unit: int, span: int
 ) -> None:
     """Hosts compute in order, stop anywhere, die, and come back with nothing or with what they had."""
@@ -78,7 +78,7 @@ def compute(
 
 
 @given(st.integers(1, 12), st.integers(1, 60))
-def test_hosts_that_begin_a_step_share_it_evenly(hosts: int, microbatches: int) -> None:
+def test_hosts_that_begin_a_step_divide_it_evenly(hosts: int, microbatches: int) -> None:
     job = job_of(microbatches, 1)
     seats = locate_replicas(range(hosts), ReplicaShape())
     dealt = assign_units(
@@ -87,7 +87,7 @@ def test_hosts_that_begin_a_step_share_it_evenly(hosts: int, microbatches: int) 
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_who_began_a_unit_goes_on_with_it() -> None:
+def test_a_host_that_began_a_unit_continues_it() -> None:
     progress = np.zeros((3, 3), np.int32)
     progress[2, 0] = 1
     dealt = assign_units(
@@ -96,7 +96,7 @@ def test_who_began_a_unit_goes_on_with_it() -> None:
     assert dealt[2] == (0,)
 
 
-def test_replicas_that_are_whole_stay_together_and_survivors_find_each_other() -> None:
+def test_intact_replicas_stay_together_and_survivors_of_broken_ones_are_regrouped() -> None:
     shape = ReplicaShape(hosts=2)
     assert locate_replicas(range(6), shape) == (
         ReplicaLocation((0, 1)),
@@ -133,7 +133,7 @@ def test_an_impossible_shape_is_an_error(hosts: int, per_host: int) -> None:
         ReplicaShape(hosts=hosts, per_host=per_host)
 
 
-def test_what_a_host_may_own_after_a_loss_is_foreseen_for_the_beginning_and_the_end_of_a_step() -> None:
+def test_widths_after_a_loss_are_predicted_for_the_beginning_and_the_end_of_a_step() -> None:
     job, two_each = job_of(12, 1), ReplicaShape(per_host=2)
     before, after = locate_replicas(range(4), ReplicaShape()), locate_replicas(range(3), two_each, 2)
     # Anew: 4 for each of 3. What the lost host had: 3 more for 6 replicas, of which two are on the first host.
@@ -143,7 +143,7 @@ def test_what_a_host_may_own_after_a_loss_is_foreseen_for_the_beginning_and_the_
 
 
 @given(data=st.data(), hosts=st.integers(2, 4), microbatches=st.integers(2, 12))
-def test_what_a_host_may_own_after_a_loss_in_the_middle_of_a_step_is_foreseen(
+def test_widths_after_a_loss_in_the_middle_of_a_step_are_predicted(
     data: st.DataObject, hosts: int, microbatches: int
 ) -> None:
     job = job_of(microbatches, 1)

@@ -1,4 +1,4 @@
-"""The worker's look at storage: it hears of the newest checkpoint while it waits, and never waits for it itself."""
+"""The poller reports the newest checkpoint while the worker is idle, and never delays the worker."""
 
 import queue
 import threading
@@ -32,7 +32,7 @@ class Storage:
     def note(self, kind, **detail):
         self.noted.put((kind, detail))
 
-    def lookout(self):
+    def make_poller(self):
         return CheckpointPoller(self.find, self.told.put, self.note)
 
 
@@ -41,18 +41,18 @@ def _looks_often(monkeypatch):
     monkeypatch.setattr(checkpoint_poller, "POLL_INTERVAL_S", 0.001)
 
 
-def test_what_is_seen_while_the_worker_is_idle_is_told_when_it_changes():
+def test_a_change_is_reported_while_the_worker_is_idle():
     storage = Storage()
-    watch = storage.lookout()
+    watch = storage.make_poller()
     watch.resume()
     for answer in (None, None, 3, 3, 5):
         storage.answers.put(answer)
     assert [storage.told.get(timeout=DEADLINE_S) for _ in range(3)] == [None, 3, 5]
 
 
-def test_storage_that_hangs_holds_nobody_up():
+def test_storage_that_hangs_delays_no_worker():
     storage = Storage()
-    watch = storage.lookout()
+    watch = storage.make_poller()
     watch.resume()
     watch.pause()
     watch.resume()
@@ -60,9 +60,9 @@ def test_storage_that_hangs_holds_nobody_up():
     assert storage.told.get(timeout=DEADLINE_S) == 4
 
 
-def test_nothing_is_looked_at_while_the_worker_trains():
+def test_storage_is_not_polled_while_the_worker_trains():
     storage = Storage()
-    watch = storage.lookout()
+    watch = storage.make_poller()
     watch.resume()
     storage.answers.put(4)
     assert storage.told.get(timeout=DEADLINE_S) == 4
@@ -75,9 +75,9 @@ def test_nothing_is_looked_at_while_the_worker_trains():
     )
 
 
-def test_what_has_not_changed_is_told_once_each_time_the_worker_becomes_idle():
+def test_an_unchanged_checkpoint_is_reported_once_each_time_the_worker_becomes_idle():
     storage = Storage()
-    watch = storage.lookout()
+    watch = storage.make_poller()
     for _ in range(2):
         watch.resume()
         for _ in range(3):
@@ -86,9 +86,9 @@ def test_what_has_not_changed_is_told_once_each_time_the_worker_becomes_idle():
         watch.pause()
 
 
-def test_a_look_that_fails_is_an_event_and_the_next_is_made_all_the_same():
+def test_a_poll_that_fails_is_an_event_and_the_next_poll_follows():
     storage = Storage()
-    watch = storage.lookout()
+    watch = storage.make_poller()
     watch.resume()
     storage.answers.put(4)
     storage.answers.put(OSError("stale file handle"))
@@ -101,7 +101,7 @@ def test_a_look_that_fails_is_an_event_and_the_next_is_made_all_the_same():
     assert storage.noted.empty(), "once, as long as it is the same"
 
 
-def test_a_job_without_checkpoints_has_no_thread_for_them():
+def test_a_job_without_checkpoints_starts_no_poller_thread():
     before = threading.active_count()
     watch = CheckpointPoller(None, lambda step: None, lambda kind, **detail: None)
     watch.resume()
@@ -109,10 +109,10 @@ def test_a_job_without_checkpoints_has_no_thread_for_them():
     assert threading.active_count() == before
 
 
-def test_a_step_of_numpys_is_a_step():
+def test_a_numpy_integer_is_a_step():
     storage = Storage()
     storage.answers.put(np.int64(7))
-    storage.lookout().resume()
+    storage.make_poller().resume()
     told = storage.told.get(timeout=DEADLINE_S)
     assert (told, type(told)) == (7, int)
     storage.answers.put(7)

@@ -1,4 +1,4 @@
-"""What a host has added up, kept for the next generation: only what is there."""
+"""Partial sums are kept for the next generation, if they were computed."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def forget_the_failure():
 
 
 @pytest.mark.parametrize("lost", [donated, never_computed])
-def test_a_part_that_is_not_there_is_dropped_and_the_others_stay(lost):
+def test_an_unusable_partial_sum_is_dropped_and_the_others_stay(lost):
     kept = Contributions(
         job(), {0: PartialSum(1, whole()), 1: PartialSum(1, lost()), 2: PartialSum(1, whole())}
     )
@@ -64,7 +64,7 @@ def test_a_part_that_is_not_there_is_dropped_and_the_others_stay(lost):
 
 
 @pytest.mark.parametrize("lost", [donated, never_computed])
-def test_of_pooled_parts_all_are_dropped_for_nobody_knows_which_units_were_in_it(lost):
+def test_all_pooled_partial_sums_are_dropped_because_the_units_of_the_unusable_one_are_unknown(lost):
     kept = Contributions(job(pooled=True), {-1: PartialSum(0, whole()), -2: PartialSum(0, lost())}, {0, 1})
     kept.drop_unusable()
     assert not kept.partial_sums

@@ -1,4 +1,4 @@
-"""The grid of the hosts' devices on one host: what comes back lies where it came from."""
+"""The grid of the hosts' devices on one host: sums keep the sharding of their inputs."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from resilient_jax.step.host_grid import HostGrid
 
 
-def test_a_host_with_more_devices_than_the_others_gives_some_and_has_its_sums_on_all() -> None:
+def test_a_host_with_more_devices_than_the_others_uses_some_and_has_its_sums_on_all() -> None:
     devices = jax.devices()[:4]
     numbers = np.arange(6, dtype=np.float32)
     origin = jax.device_put(numbers, NamedSharding(Mesh(np.array(devices), ("data",)), P()))

@@ -1,4 +1,4 @@
-"""Digests of a state: the same however it is cut, and another for any other bit."""
+"""Digests of a state: the same for any sharding, and another for any other bit."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def make_state() -> dict[str, np.ndarray]:
     }
 
 
-def test_any_bit_of_any_number_counts() -> None:
+def test_any_bit_of_any_element_changes_the_digest() -> None:
     state = make_state()
     expected = (
         compute_additive_digest(flatten_state(1, state), is_first=True),
@@ -50,7 +50,7 @@ def test_any_bit_of_any_number_counts() -> None:
     assert len({sums for sums, _ in seen}) == total + 1, "the sums alone tell, too"
 
 
-def test_numbers_that_change_places_count() -> None:
+def test_elements_that_change_places_change_the_digest() -> None:
     one, other = np.array([1.0, 2.0], np.float32), np.array([2.0, 1.0], np.float32)
     assert compute_additive_digest(flatten_state(1, {"a": one}), is_first=True) != compute_additive_digest(
         flatten_state(1, {"a": other}), is_first=True
@@ -61,7 +61,7 @@ def test_numbers_that_change_places_count() -> None:
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P()])
-def test_parts_add_up_to_the_whole(spec: P) -> None:
+def test_digests_of_shards_add_up_to_the_digest_of_the_array(spec: P) -> None:
     """Each device plays a host: its parts, and no array counts as local."""
     value = np.random.default_rng(1).standard_normal((8, 12)).astype(np.float32)
     whole = compute_additive_digest(flatten_state(1, {"a": value}), is_first=True)
@@ -78,7 +78,7 @@ def test_parts_add_up_to_the_whole(spec: P) -> None:
     assert combine_sums(sums) == whole
 
 
-def test_a_ledger_reads_back_and_a_torn_line_is_left_out(tmp_path) -> None:
+def test_a_ledger_is_read_back_without_its_torn_line(tmp_path) -> None:
     written = Ledger(tmp_path, "host-0")
     written.record_microbatch(0, 3, 1)
     state = flatten_state(1, make_state())

@@ -1,4 +1,4 @@
-"""Where a sharded state's leaves lie: cut as far as they can be, the same on every host."""
+"""Placements shard each leaf over as many devices as possible, the same on every host."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ PATH = "['x']"
 
 
 @given(sizes, shapes)
-def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(sizes, shape):
+def test_a_leaf_is_sharded_in_one_dim_into_as_many_equal_shards_as_possible(sizes, shape):
     mesh = mesh_of(*sizes)
     cuts = cuts_of(fully_sharded(mesh).partition_spec(PATH, leaf_of(*shape)))
     best = max(possible_cuts(mesh, shape), default=1) if math.prod(shape) >= MIN_SHARDED_SIZE else 1
@@ -59,7 +59,7 @@ def test_a_leaf_is_cut_in_one_dim_into_equal_pieces_and_as_many_as_there_can_be(
 
 
 @given(sizes, shapes)
-def test_it_is_the_largest_dim_that_divides_so(sizes, shape):
+def test_of_equally_divisible_dims_the_largest_is_sharded(sizes, shape):
     mesh = mesh_of(*sizes)
     for dim, axes in cuts_of(fully_sharded(mesh).partition_spec(PATH, leaf_of(*shape))):
         pieces = math.prod(mesh.shape[axis] for axis in axes)
@@ -81,13 +81,13 @@ def test_hosts_come_before_the_devices_of_a_host(hosts, local, shape, expected):
     assert fully_sharded(mesh_of(hosts, local)).partition_spec(PATH, leaf_of(*shape)) == expected
 
 
-def test_gradients_and_moments_lie_where_their_parameter_lies_whatever_their_type():
+def test_gradients_and_moments_are_sharded_as_their_parameter_whatever_their_dtype():
     place = fully_sharded(mesh_of(4, 2))
     types = (jnp.bfloat16, jnp.float32, jnp.int8)
     assert len({place.partition_spec(PATH, leaf_of(64, 16, dtype=dtype)) for dtype in types}) == 1
 
 
-def test_small_leaves_and_random_keys_stay_whole():
+def test_small_leaves_and_random_keys_are_replicated():
     place = fully_sharded(mesh_of(4, 2))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4096))
     assert (
@@ -99,7 +99,7 @@ def test_small_leaves_and_random_keys_stay_whole():
     assert place.partition_spec(PATH, leaf_of(MIN_SHARDED_SIZE)) != P()
 
 
-def test_placements_are_equal_if_they_place_alike():
+def test_placements_of_the_same_kind_and_mesh_are_equal():
     """As static arguments of a program: the second call with an equal one traces nothing."""
     one, same, other = (fully_sharded(mesh_of(hosts, 2)) for hosts in (4, 4, 3))
     assert one == same

@@ -17,7 +17,7 @@ from resilient_jax.step.replicas import Replica
 REPLICAS, TIMES = 4, 300
 
 
-class Rubbish:
+class Garbage:
     """What is collected runs Python code, in the middle of whatever the collector interrupts."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ def restless():
     sys.setswitchinterval(interval)
 
 
-def test_several_threads_take_the_same_new_array_up_to_their_replicas(restless):
+def test_several_threads_move_the_same_new_array_to_their_replicas(restless):
     devices = jax.devices()
     everywhere = NamedSharding(Mesh(np.array(devices), ("data",)), P())
     parts = [shard.data for shard in jax.device_put(np.arange(3.0), everywhere).addressable_shards]
@@ -47,13 +47,13 @@ def test_several_threads_take_the_same_new_array_up_to_their_replicas(restless):
     replicas = [Replica(of_one, of_one, (0, 1), {"data": len(of_one)}) for of_one in mine]
     together = Barrier(REPLICAS)
 
-    def lift(replica, array):
+    def move(replica, array):
         together.wait()
-        Rubbish()
+        Garbage()
         return replica.to_replica(array).sharding.device_set
 
     with ThreadPoolExecutor(REPLICAS) as threads:
         for _ in range(TIMES):
             array = jax.make_array_from_single_device_arrays((3,), everywhere, parts)
-            found = list(threads.map(lift, replicas, [array] * REPLICAS))
+            found = list(threads.map(move, replicas, [array] * REPLICAS))
             assert found == [set(of_one) for of_one in mine]

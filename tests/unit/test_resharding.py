@@ -1,6 +1,6 @@
-"""Complete copies of trees that are cut over devices, and the way back: no bit changes.
+"""Trees that are sharded over devices are replicated, and back: no bit changes.
 
-That pieces come from other hosts is tested with real ones, in tests/process/test_trainer_sharded.py.
+That grid come from other hosts is tested with real ones, in tests/process/test_trainer_sharded.py.
 """
 
 import jax
@@ -57,7 +57,7 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, expected)
 
 
-def test_what_is_cut_lies_as_the_placement_says_and_has_the_same_numbers(mesh):
+def test_a_sharded_tree_has_the_shardings_of_the_placement_and_the_same_elements(mesh):
     tree, place = make_tree(), fully_sharded(mesh)
     found = shard_tree(tree, place)
     assert_same(found, tree)
@@ -67,20 +67,20 @@ def test_what_is_cut_lies_as_the_placement_says_and_has_the_same_numbers(mesh):
     assert not found["rows"].is_fully_replicated
 
 
-def test_gathering_gives_back_what_was_cut(mesh):
+def test_replicating_a_sharded_tree_returns_the_original(mesh):
     tree = make_tree()
     found = replicate_tree(shard_tree(tree, fully_sharded(mesh)), here())
     assert_same(found, tree)
     assert {leaf.sharding for leaf in found.values()} == {here()}
 
 
-def test_random_keys_go_to_and_fro(mesh):
+def test_random_keys_are_sharded_and_replicated(mesh):
     key = jax.device_put(jax.random.key(3), here())
     found = replicate_tree(shard_tree({"key": key}, fully_sharded(mesh)), here())["key"]
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
 
 
-def test_the_second_time_nothing_is_compiled(mesh, caplog):
+def test_the_second_call_compiles_nothing(mesh, caplog):
     tree, place = make_tree(), fully_sharded(mesh)
     replicate_tree(shard_tree(tree, place), here())
     with jax.log_compiles():
@@ -88,8 +88,8 @@ def test_the_second_time_nothing_is_compiled(mesh, caplog):
     assert "Compiling" not in caplog.text
 
 
-class ByHand(Placement):
-    """Any spec, also of several dims at once."""
+class FixedPlacement(Placement):
+    """A spec of several dims at once."""
 
     __slots__ = ()
 
@@ -97,17 +97,17 @@ class ByHand(Placement):
         return P("b", None, ("c", "a"))
 
 
-def test_a_leaf_that_is_cut_in_several_dims_in_any_order_is_put_together():
+def test_a_leaf_that_is_sharded_in_several_dims_in_any_order_is_joined():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
     tree = {"x": jax.device_put(np.arange(4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8), here())}
-    found = shard_tree(tree, ByHand(mesh))
+    found = shard_tree(tree, FixedPlacement(mesh))
     assert_same(found, tree)
     assert_same(replicate_tree(found, here()), tree)
 
 
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(list(MESHES)))
-def test_pieces_of_any_devices_that_have_all_of_a_leaf_join_to_it(data, name):
+def test_shards_of_any_devices_that_cover_a_leaf_join_to_it(data, name):
     """The devices of one host, or of all of them, in any order: rows as they come from an all-gather."""
     axes = MESHES[name]
     mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
@@ -115,12 +115,12 @@ def test_pieces_of_any_devices_that_have_all_of_a_leaf_join_to_it(data, name):
     leaf = np.arange(8 * 16 * 8, dtype=np.float32).reshape(8, 16, 8)
     sharding = NamedSharding(mesh, P(*cuts))
     devices = data.draw(st.permutations(jax.devices()))[: data.draw(st.integers(1, 8))]
-    pieces = find_shard_grid(sharding, leaf.shape, devices)
+    grid = find_shard_grid(sharding, leaf.shape, devices)
     index = sharding.devices_indices_map(leaf.shape)
     covered = np.zeros(leaf.shape, bool)
     for device in devices:
         covered[index[device]] = True
-    assert (pieces is not None) == covered.all()
-    if pieces is not None:
+    assert (grid is not None) == covered.all()
+    if grid is not None:
         rows = np.stack([leaf[index[device]].reshape(-1) for device in devices])
-        np.testing.assert_array_equal(pieces.join_shards(jnp.asarray(rows)), leaf)
+        np.testing.assert_array_equal(grid.join_shards(jnp.asarray(rows)), leaf)

@@ -1,4 +1,4 @@
-"""What needs no process: environment, gloo's published bytes, and which errors mean a lost peer."""
+"""The worker environment, the bytes that gloo publishes, and which errors mean a lost peer: without processes."""
 
 import socket
 import struct
@@ -27,7 +27,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("text", FAILURES)
-def test_a_lost_peer_is_recognised(text: str) -> None:
+def test_a_lost_peer_is_recognized(text: str) -> None:
     assert is_collective_failure(JaxRuntimeError(text))
 
 
@@ -36,7 +36,7 @@ def test_the_users_own_errors_are_not_taken_for_a_lost_peer(text: str) -> None:
     assert not is_collective_failure(JaxRuntimeError(text))
 
 
-def test_an_error_that_came_from_a_lost_peer_is_recognised() -> None:
+def test_an_error_caused_by_a_lost_peer_is_recognized() -> None:
     outer = ValueError("loss is not finite")
     outer.__cause__ = JaxRuntimeError(FAILURES[0])
     assert is_collective_failure(outer)
@@ -45,7 +45,7 @@ def test_an_error_that_came_from_a_lost_peer_is_recognised() -> None:
     assert not is_collective_failure(KeyError(FAILURES[0]))
 
 
-def test_the_users_flags_win_and_ours_are_added() -> None:
+def test_the_users_flags_take_precedence_and_ours_are_added() -> None:
     found = make_worker_environment(
         platform="cpu",
         devices_per_host=None,
@@ -72,7 +72,9 @@ def test_the_users_flags_win_and_ours_are_added() -> None:
         ("", []),
     ],
 )
-def test_the_devices_that_were_asked_for_win_over_the_users_flags(theirs: str, merged: list[str]) -> None:
+def test_the_device_count_that_was_asked_for_takes_precedence_over_the_users_flags(
+    theirs: str, merged: list[str]
+) -> None:
     found = make_worker_environment(
         platform="cpu",
         devices_per_host=2,
@@ -100,7 +102,7 @@ def test_on_gpu_nccl_does_not_end_the_process() -> None:
     assert found["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
 
 
-def test_what_gloo_publishes_is_read() -> None:
+def test_bytes_that_gloo_publishes_are_parsed() -> None:
     address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", 40715) + socket.inet_aton("127.0.0.2")
     address = address.ljust(136, b"\0")
     value = (
@@ -116,7 +118,7 @@ def test_what_gloo_publishes_is_read() -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"\0" * 7, UNREADABLE_VALUE, struct.pack("<QQ", 0, 10**9), b"\0" * 40]
 )
-def test_bytes_that_gloo_did_not_publish_are_not_read(value: bytes) -> None:
+def test_bytes_of_another_layout_are_not_parsed(value: bytes) -> None:
     assert parse_rank(value) is None
 
 

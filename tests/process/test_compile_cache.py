@@ -1,4 +1,4 @@
-"""Compiled programs on disk: found again by another process, and never where code, shapes or flags are others."""
+"""Compiled programs on disk are found by other processes, and only for the same code, shapes and flags."""
 
 import json
 import os
@@ -31,7 +31,7 @@ TANH_OF_1 = 0.7615941559557649
 
 
 def run(cache, *, factor=2.0, width=3, flags=""):
-    """Whether the program had to be compiled, and what it gave."""
+    """Return whether the program had to be compiled, and its result."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(factor), str(width)],
         capture_output=True,
@@ -69,14 +69,14 @@ def test_another_process_finds_the_same_program(cache):
     [{"factor": 3.0}, {"width": 4}, {"flags": "--xla_cpu_enable_fast_math=true"}],
     ids=["code", "shapes", "flags"],
 )
-def test_a_program_of_other_code_shapes_or_flags_is_not_taken_for_it(cache, change):
+def test_a_program_of_other_code_shapes_or_flags_is_a_miss(cache, change):
     assert run(cache, **change)
     assert not run(cache, **change), "and is found again itself"
     assert not run(cache)
 
 
 @pytest.mark.parametrize("left", [-40, 0], ids=["its end", "all"])
-def test_an_entry_that_lost_bytes_is_compiled_again_once_and_gives_the_right_numbers(cache, left):
+def test_a_truncated_entry_is_compiled_again_once_with_the_same_result(cache, left):
     entries = list(cache.glob("jit_program*-cache"))
     assert entries
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The coordination service's process: its protocol, and that it never stays behind."""
+"""The process of the coordination service: its protocol, and that it ends with its parent."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def order(process: subprocess.Popen[str], line: str) -> str:
     return process.stdout.readline().strip()
 
 
-def test_it_serves_on_a_free_port_and_ends_with_its_input() -> None:
+def test_the_service_serves_on_a_free_port_and_ends_with_its_input() -> None:
     with service() as process:
         words = order(process, "127.0.0.1:0 2").split()
         assert words[0] == "serving"
@@ -68,12 +68,12 @@ def test_a_port_in_use_is_refused_although_grpc_would_share_it() -> None:
         assert second.wait(10) == 1
 
 
-def test_an_order_that_is_none_is_refused_with_what_was_expected() -> None:
+def test_an_invalid_order_is_refused_with_what_was_expected() -> None:
     with service() as process:
         assert "expected '<host:port> <nodes>'" in order(process, "127.0.0.1:0 none")
 
 
-def test_it_dies_with_a_parent_that_is_killed() -> None:
+def test_the_service_dies_with_a_parent_that_is_killed() -> None:
     script = (
         "import subprocess, sys\n"
         "pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
@@ -105,7 +105,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_it_loads_jaxlib_and_not_jax() -> None:
+def test_the_service_loads_jaxlib_and_not_jax() -> None:
     code = f"import sys, {MODULE}; print('jax' in sys.modules, 'jaxlib' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=True
@@ -113,5 +113,5 @@ def test_it_loads_jaxlib_and_not_jax() -> None:
     assert found.stdout.split() == ["False", "True"]
 
 
-def test_the_versions_it_was_tested_with_are_stated() -> None:
+def test_the_tested_versions_are_stated() -> None:
     assert TESTED_VERSIONS
