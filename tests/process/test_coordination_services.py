@@ -1,4 +1,4 @@
-"""The leader's coordination services: real processes, started again when one could not be."""
+"""The leader's coordination services: real processes, started again after a failed start."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from resilient_jax.telemetry.event_log import EventLog, read_events
 DEADLINE_S = 120.0
 
 
-def test_a_service_that_could_not_be_started_is_told_of_and_started_later(
+def test_a_service_that_could_not_be_started_is_reported_and_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl", "host-0")

@@ -1,4 +1,4 @@
-"""A process that can open nothing more says so and goes on, or leaves nothing behind."""
+"""A process that can open no more descriptors reports it and goes on, or leaves nothing behind."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ ID = SnapshotId(step=1, generation=GenerationNumber(1))
 
 @contextlib.contextmanager
 def free_descriptors(count: int) -> Iterator[None]:
-    """This process can open so many more."""
+    """Let this process open only so many more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)
@@ -51,7 +51,7 @@ def free_descriptors(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_line() -> None:
+def test_a_worker_that_cannot_take_a_slot_gives_it_back_and_keeps_its_connection() -> None:
     ours, theirs = socket.socketpair()
     local, server = LocalServerClient(ours.detach()), Connection(theirs.detach(), WORKER_REQUEST_DECODER)
     memory = os.memfd_create("part")
@@ -117,7 +117,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_behind(free: int, tmp_pa
 
 
 def children() -> list[str]:
-    """Processes that this one has started and not seen end."""
+    """Return the processes that this one has started and not reaped."""
     task = Path(f"/proc/self/task/{os.getpid()}/children")
     return task.read_text().split()
 

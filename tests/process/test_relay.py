@@ -18,7 +18,7 @@ def run(main):
 
 
 class Service:
-    """Answers each line with itself, until it is told to hang up."""
+    """Answers each line with the same line, until it hangs up."""
 
     def __init__(self) -> None:
         self.writers: list[asyncio.StreamWriter] = []
@@ -36,7 +36,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def relayed():
-    """A service, its relay, and a worker's connection through it."""
+    """Yield a service, its relay, and a worker's connection through it."""
     service = Service()
     server = await asyncio.start_server(service.answer, ADDRESS, 0)
     relay = Relay("{}:{}".format(*server.sockets[0].getsockname()))
@@ -56,7 +56,8 @@ async def connect(relay):
 
 
 async def is_silent(reader) -> bool:
-    """Neither bytes nor an end within a moment. A wrong hang-up comes over loopback in microseconds."""
+    """Return whether neither bytes nor an end come within a moment. A wrong hang-up comes over loopback in
+    microseconds."""
     try:
         await asyncio.wait_for(reader.read(1), 0.3)
     except TimeoutError:

@@ -31,8 +31,8 @@ VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
 class Job:
     """The machine with hosts that answer at once; tests make some of them misbehave."""
 
-    def __init__(self, *names: str, **rules) -> None:
-        self.rules = MembershipConfig(**{"num_hosts": len(names), "start_timeout_s": 300.0, **rules})
+    def __init__(self, *names: str, **config) -> None:
+        self.config = MembershipConfig(**{"num_hosts": len(names), "start_timeout_s": 300.0, **config})
         self.state = make_initial_state(None, 0.0)
         self.now_s = 0.0
         self.published: list[Generation] = []
@@ -57,7 +57,7 @@ class Job:
         return [(g.number, g.phase) for g in self.published]
 
     def give(self, event) -> None:
-        self.state, commands = handle(self.state, event, self.now_s, self.rules)
+        self.state, commands = handle(self.state, event, self.now_s, self.config)
         for command in commands:
             if isinstance(command, PublishGeneration):
                 self.published.append(command.generation)
@@ -90,7 +90,7 @@ class Job:
         self.change(name, worker=WorkerStatus(incarnation=Incarnation(incarnation), pid=2, report=report))
 
     def serve(self, name: str = "a") -> None:
-        """The service that was asked for last now runs on this host."""
+        """Run the service that was requested last on this host."""
         asked = self.asked[-1]
         address = f"{name}:{asked.world}:{asked.num_processes}"
         service = CoordinationServiceStatus(
@@ -133,9 +133,9 @@ class Job:
             )
 
 
-def training(*names: str, step: int = 5, **rules) -> Job:
-    """A job whose hosts have all committed `step`."""
-    job = Job(*names, **rules)
+def training(*names: str, step: int = 5, **config) -> Job:
+    """Return a job whose hosts have all committed `step`."""
+    job = Job(*names, **config)
     job.serve()
     job.form()
     job.train(step)
@@ -144,7 +144,7 @@ def training(*names: str, step: int = 5, **rules) -> Job:
 
 
 def stop_at_boundary(job: Job, step: int) -> None:
-    """All members answer the pause and stop before `step`."""
+    """Have all members answer the pause and stop before `step`."""
     for name in job.members:
         job.report(name, generation=job.generation.number, earliest_stop_step=step)
     assert job.phase is GenerationPhase.BOUNDARY
@@ -172,9 +172,9 @@ def keep(job: Job, hosts: str, *snapshots: SnapshotStatus) -> None:
         job.change(host, snapshot_server=server(host), snapshots=snapshots)
 
 
-def sharded(names: str, *, step: int = 5, parity: int = 1, **rules) -> Job:
-    """A job in which nobody holds the whole state, with a snapshot of its newest step on all hosts."""
-    job = training(*names, step=step, **rules)
+def sharded(names: str, *, step: int = 5, parity: int = 1, **config) -> Job:
+    """Return a job in which no host holds the complete state, with a snapshot of its newest step on all hosts."""
+    job = training(*names, step=step, **config)
     for name in names:
         job.report(name, holds_state=False)
     keep(job, names, snapshot(step, names, parity=parity))

@@ -1,4 +1,4 @@
-"""Configuration: what fits becomes a frozen struct, what does not is refused in words that help."""
+"""Configuration: what fits becomes a frozen struct, what does not is refused with a message that helps."""
 
 import enum
 from pathlib import Path
@@ -20,7 +20,7 @@ class Colour(enum.Enum):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """Does not forbid unknown fields itself: `decode` has to."""
+    """Does not forbid unknown fields itself: `decode_toml` has to."""
 
     width: Annotated[int, Meta(ge=8, le=4096)] = 64
     heads: Annotated[int, Meta(ge=1)] = 4

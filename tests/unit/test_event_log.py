@@ -1,4 +1,4 @@
-"""The log of a host: it says what happened, and never takes the training down with it."""
+"""The event log of a host: it records what happened, and never stops training."""
 
 import os
 
@@ -57,7 +57,7 @@ def test_a_broken_line_that_is_not_the_last_is_named(tmp_path):
     assert "expected one JSON event a line" in str(refused.value)
 
 
-def test_a_full_disk_is_said_once_and_raises_nothing(tmp_path):
+def test_a_full_disk_is_reported_once_and_raises_nothing(tmp_path):
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     said = []
@@ -68,7 +68,7 @@ def test_a_full_disk_is_said_once_and_raises_nothing(tmp_path):
     assert said == [promised(path, FULL)]
 
 
-def test_a_folder_that_cannot_be_made_is_said_once_and_raises_nothing(tmp_path):
+def test_a_directory_that_cannot_be_created_is_reported_once_and_raises_nothing(tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "folder" / "log"
     said = []
@@ -150,7 +150,7 @@ def test_a_line_that_only_half_fits_is_taken_back(tmp_path, monkeypatch):
     assert [event.detail["lost"] for event in read_events(path)] == ["host-1", "host-2", "host-3"]
 
 
-def test_a_disk_that_stays_full_is_tried_again_without_a_word(tmp_path, monkeypatch):
+def test_a_disk_that_stays_full_is_tried_again_silently(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
     path = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""A leader that is told to stop stops, whatever comes at the same moment."""
+"""A leader that is cancelled stops, whatever comes at the same moment."""
 
 import asyncio
 

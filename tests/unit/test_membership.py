@@ -53,7 +53,7 @@ def test_a_start_waits_for_the_expected_hosts_and_then_takes_the_minimum():
     assert job.asked[-1] == StartCoordinationService(WorldId(1), 2)
 
 
-def test_a_job_with_too_few_hosts_says_how_many_came():
+def test_a_job_with_too_few_hosts_reports_how_many_came():
     job = Job("a", num_hosts=3, min_hosts=2, start_timeout_s=10.0)
     job.wait(11.0)
     outcome = job.generation.outcome
@@ -131,7 +131,7 @@ def test_a_death_in_a_planned_change_makes_it_unplanned():
     )
 
 
-def test_whoever_is_ready_when_a_failure_settles_comes_in_with_it():
+def test_a_host_that_is_ready_when_a_failure_settles_comes_in_with_it():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.restart("b")
@@ -150,7 +150,7 @@ def test_whoever_is_ready_when_a_failure_settles_comes_in_with_it():
 # Late, or without a word.
 
 
-def test_who_does_not_stop_in_time_is_left_out():
+def test_a_worker_that_does_not_stop_in_time_is_left_out():
     job = training("a", "b", "c")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", holds_state=True)
@@ -159,7 +159,7 @@ def test_who_does_not_stop_in_time_is_left_out():
     assert job.generation.reason == "c did not stop within 5.5 s"
 
 
-def test_who_compiles_is_waited_for_longer():
+def test_a_worker_that_compiles_is_waited_for_longer():
     job = training("a", "b", "c", compile_timeout_s=60.0)
     job.worker("b", exit_code=-9)
     job.acknowledge("a")
@@ -180,7 +180,7 @@ def test_never_all_holders_of_the_state_are_left_out_in_haste():
     assert job.generation.step == 6
 
 
-def test_who_was_left_out_joins_only_when_it_has_answered():
+def test_a_worker_that_was_left_out_joins_only_when_it_has_answered():
     job = training("a", "b", "c")
     job.worker("c", exit_code=-9)
     job.acknowledge("a", "b", step=5)  # in they go: what b says next is late
@@ -217,7 +217,7 @@ def test_the_last_host_goes_on_in_a_world_of_its_own():
     )
 
 
-def test_who_does_not_form_in_time_costs_an_attempt():
+def test_a_member_that_does_not_form_in_time_costs_an_attempt():
     job = Job("a", "b", forming_timeout_s=60.0)
     job.serve()
     job.form("a")
@@ -226,7 +226,7 @@ def test_who_does_not_form_in_time_costs_an_attempt():
     assert job.generation.reason == "b did not join the world within 60 s"
 
 
-def test_an_old_word_that_it_was_done_is_no_word_that_it_has_formed():
+def test_an_old_report_of_being_done_does_not_count_as_formed():
     job = Job("a", "b")
     job.report("b", has_formed=True, is_done=True)
     job.serve()
@@ -256,7 +256,7 @@ def test_a_host_joins_between_two_steps():
     assert (job.members, new.receivers) == (["a", "b", "c"], ("c",))
 
 
-def test_nobody_joins_before_all_have_finished_a_step():
+def test_no_host_joins_before_all_have_finished_a_step():
     job = Job("a", "b")
     job.serve()
     job.form()
@@ -290,7 +290,7 @@ def test_a_job_all_of_whose_hosts_must_leave_ends():
     assert "all hosts got a notice to leave" in outcome.message
 
 
-def test_hosts_that_must_all_leave_hand_their_state_to_those_who_come():
+def test_hosts_that_must_all_leave_hand_their_state_to_the_joiners():
     job = training("a")
     job.change("a", is_draining=True)
     job.report("b", state=WorkerState.IDLE)
@@ -369,7 +369,7 @@ def test_a_joiners_old_failure_does_not_disturb_the_world_it_joins():
     assert job.phase is GenerationPhase.ACTIVE
 
 
-def test_a_collective_that_fails_though_nobody_died_is_tried_again_a_few_times():
+def test_a_collective_that_fails_although_no_host_died_is_tried_again_a_few_times():
     job = training("a", "b", step=5, max_collective_retries=2)
     for attempt in (1, 2):
         job.report("b", state=WorkerState.IDLE, failure=COLLECTIVE)
@@ -533,14 +533,14 @@ def test_a_new_leader_goes_on_where_the_old_one_was():
     job.acknowledge("a")
     state = make_initial_state(job.generation, 100.0)
     state = dataclasses.replace(state, hosts={s.host: s for s in (job.status("a"), job.status("b"))})
-    state, commands = handle(state, Tick(), 100.0, job.rules)
+    state, commands = handle(state, Tick(), 100.0, job.config)
     assert commands == (), "still b's turn"
     answer = msgspec.structs.replace(job.worker_of("a").report, generation=job.generation.number)
     status = job.status("b")
     status = msgspec.structs.replace(
         status, worker=msgspec.structs.replace(job.worker_of("b"), report=answer)
     )
-    state, commands = handle(state, HostChanged(status), 100.0, job.rules)
+    state, commands = handle(state, HostChanged(status), 100.0, job.config)
     assert (state.generation.number, state.generation.phase) == (2, GenerationPhase.FORM)
 
 
@@ -548,7 +548,7 @@ def test_a_new_leader_that_finds_members_missing_goes_on_without_them():
     job = training("a", "b", "c")
     state = make_initial_state(job.generation, 100.0)
     state = dataclasses.replace(state, hosts={HostName("a"): job.status("a")})
-    state, _ = handle(state, Tick(), 100.0, job.rules)
+    state, _ = handle(state, Tick(), 100.0, job.config)
     assert (state.generation.number, state.generation.reason) == (2, "lost b, c")
 
 

@@ -1,4 +1,4 @@
-"""The last tier: how the membership machine goes on from a checkpoint when the state is nowhere in memory."""
+"""The last tier: how the membership machine goes on from a checkpoint when no memory holds the state."""
 
 import msgspec
 import pytest
@@ -16,9 +16,9 @@ from resilient_jax.protocol.records import (
 )
 
 
-def lost(*, checkpoint: int | None = 3, **rules) -> Job:
-    """A sharded job of four hosts, of which two are gone, one more than parity covers."""
-    job = sharded("abcd", regroup_grace_s=5.0, **rules)
+def lost(*, checkpoint: int | None = 3, **config) -> Job:
+    """Return a sharded job of four hosts, of which two are gone, one more than parity covers."""
+    job = sharded("abcd", regroup_grace_s=5.0, **config)
     for host in "bc":
         job.give(HostLeft(HostName(host)))
     job.acknowledge("a", "d", step=6)
@@ -28,14 +28,14 @@ def lost(*, checkpoint: int | None = 3, **rules) -> Job:
 
 
 def begun_again(job: Job) -> Job:
-    """The same when those who are left are building the world in which they go on."""
+    """Return the job when the hosts that are left build the world in which they go on."""
     job.wait(6.0)
     job.serve()
     assert job.phase is GenerationPhase.FORM
     return job
 
 
-def test_more_lost_hosts_than_parity_go_on_from_the_newest_checkpoint_and_say_what_that_costs():
+def test_with_more_lost_hosts_than_parity_training_goes_on_from_the_newest_checkpoint_and_its_cost_is_reported():
     job = lost(checkpoint=3)
     assert job.phase is GenerationPhase.QUIESCE, "the lost hosts may come back"
     new = begun_again(job).generation
@@ -56,7 +56,7 @@ def test_the_newest_checkpoint_that_any_host_sees_counts():
     assert generation.state_loss.checkpoint_step == 4
 
 
-def test_nothing_is_decided_while_a_host_is_still_looking():
+def test_nothing_is_decided_while_a_host_still_polls_for_checkpoints():
     job = lost(checkpoint=None)
     job.report("d", is_polling_checkpoints=True)
     job.wait(6.0)
@@ -67,7 +67,7 @@ def test_nothing_is_decided_while_a_host_is_still_looking():
     assert job.generation.state_loss.checkpoint_step == 4
 
 
-def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_its_deadline():
+def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_the_poll_timeout():
     job = lost(checkpoint=3, checkpoint_poll_timeout_s=8.0)
     job.report("d", is_polling_checkpoints=True)
     job.wait(7.0)
@@ -78,7 +78,7 @@ def test_storage_that_hangs_on_one_host_delays_the_decision_no_longer_than_its_d
     assert job.generation.state_loss.checkpoint_step == 3
 
 
-def test_who_is_told_to_stop_does_not_wait_for_a_look():
+def test_the_policy_to_stop_does_not_wait_for_a_checkpoint_poll():
     job = lost(checkpoint=3, state_loss_policy=StateLossPolicy.STOP)
     job.report("d", is_polling_checkpoints=True)
     job.wait(6.0)
@@ -109,7 +109,7 @@ def test_without_a_checkpoint_the_job_ends_with_what_is_lost_and_that_there_is_n
     assert "no host sees a checkpoint" in outcome.message
 
 
-def test_a_job_that_was_told_to_stop_stops_although_there_is_a_checkpoint_and_names_it():
+def test_the_policy_to_stop_stops_although_there_is_a_checkpoint_and_names_it():
     job = lost(checkpoint=3, state_loss_policy=StateLossPolicy.STOP)
     job.wait(6.0)
     outcome = job.generation.outcome
@@ -119,11 +119,11 @@ def test_a_job_that_was_told_to_stop_stops_although_there_is_a_checkpoint_and_na
 
 
 def test_a_job_that_may_begin_again_takes_the_checkpoint_if_there_is_one():
-    rules = {"state_loss_policy": StateLossPolicy.RESTART}
-    with_one = begun_again(lost(checkpoint=3, **rules)).generation
+    config = {"state_loss_policy": StateLossPolicy.RESTART}
+    with_one = begun_again(lost(checkpoint=3, **config)).generation
     assert with_one.state_loss is not None
     assert with_one.state_loss.checkpoint_step == 3
-    without = begun_again(lost(checkpoint=None, **rules)).generation
+    without = begun_again(lost(checkpoint=None, **config)).generation
     assert without.state_loss is not None
     assert without.state_loss.checkpoint_step is None
     assert "beginning again with the initial state" in without.reason
@@ -200,7 +200,7 @@ def test_a_users_error_after_the_loss_is_over_is_theirs():
     assert job.generation.outcome.kind is JobOutcomeKind.USER_ERROR
 
 
-def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_die():
+def test_progress_is_recorded_from_time_to_time_in_case_all_hosts_that_know_it_die():
     job = training("a", "b", regroup_grace_s=5.0, progress_interval_s=10.0)
     assert job.generation.progress == 5, "at once: there is something to lose"
     job.wait(6.0)
@@ -213,7 +213,7 @@ def test_progress_is_recorded_now_and_then_for_the_day_on_which_all_who_know_it_
     assert len(job.published) == number, "nothing has changed"
 
 
-def test_where_nobody_is_left_who_knows_the_newest_step_what_is_lost_is_said_to_be_at_least_that():
+def test_where_no_host_is_left_that_knows_the_newest_step_the_loss_is_reported_as_a_lower_bound():
     job = training("a", "b", regroup_grace_s=5.0)
     job.train(90)
     job.state = make_initial_state(job.generation, job.now_s)  # of a new leader: the old one is gone, too

@@ -1,14 +1,14 @@
 """The membership machine in a cluster of simulated agents and workers, under any order of faults.
 
-The machine and the store's core are the real ones; agents and workers are small models of agent.py, link.py
-and run.py. A tape of numbers chooses, again and again, one of the things that could happen next: so messages
-arrive late, leaders pause between a decision and its write, and hypothesis shrinks what fails.
+The machine and the store's core are the real ones; agents and workers are small models of cluster/agent.py,
+worker/agent_connection.py and worker/run.py. A tape of bytes chooses, again and again, one of the things that could
+happen next: so messages arrive late, leaders pause between a decision and its write, and hypothesis shrinks what fails.
 
-What the model takes for granted of the shells:
+What the model assumes of the shells:
 - a worker obeys orders in the order they were sent;
-- an agent that loses its lease stops its worker before the lease can expire in the store, comes back only
-  when that worker has answered, and never as a member of the generation that was stored then;
-- whoever is not a member is told to quiesce by each new generation, idle or not;
+- an agent that loses its lease stops its worker before the lease can expire in the store, comes back only when that
+  worker has answered, and never as a member of the generation that was stored then;
+- a worker that is no member gets an order to quiesce with each new generation, idle or not;
 - a host never gives out an incarnation twice;
 - time does not run out on an agent that is connected and has only not yet read what the leader wrote.
 """
@@ -83,7 +83,7 @@ from resilient_jax.store.state_machine import StoreStateMachine
 JOB = JobName("job")
 NAMES = tuple(HostName(name) for name in "abcd")
 VERSIONS = Versions(python="3", resilient_jax="0", jax="0", jaxlib="0")
-RULES = MembershipConfig(
+CONFIG = MembershipConfig(
     num_hosts=len(NAMES),
     start_timeout_s=1e6,
     regroup_grace_s=5.0,
@@ -104,7 +104,7 @@ DRAIN_DEADLINE_S = 25.0
 ROUND_S = 0.1
 MOVES_PER_ROUND = 40
 ROUNDS_TO_RECOVER = 600
-"""More than all deadlines of RULES together."""
+"""More than all timeouts of CONFIG together."""
 
 encode = msgspec.msgpack.encode
 
@@ -197,7 +197,7 @@ class Worker:
 
 @dataclasses.dataclass
 class Term:
-    """An agent's rule, for as long as it believes in it."""
+    """An agent's term as leader, for as long as it believes in it."""
 
     token: Revision
     known: Revision
@@ -259,7 +259,7 @@ class Host:
 
 
 class Cluster:
-    """Everything, and the invariants."""
+    """All hosts, the store, and the invariants."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -285,8 +285,8 @@ class Cluster:
         return self.generation.outcome if self.generation is not None else None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all hosts train together."""
+    def do_all_train(self) -> bool:
+        """Return whether all hosts train together."""
         now = self.generation
         return (
             now is not None
@@ -320,7 +320,7 @@ class Cluster:
         if host.draining and self.now_s - host.noticed_s > DRAIN_DEADLINE_S:
             yield 2, lambda: self.leave(host)
         patience_s = self.now_s - host.told_to_stop_s
-        if self.is_outside(host) and worker.generation is not None and patience_s > RULES.quiesce_timeout_s:
+        if self.is_outside(host) and worker.generation is not None and patience_s > CONFIG.quiesce_timeout_s:
             yield 1, lambda: self.kill(worker)
         if not host.connected:
             return
@@ -473,7 +473,7 @@ class Cluster:
         host.touched = False
 
     def lose_session(self, host: Host) -> None:
-        """The agent's own clock says that the lease is over: stop training, then count as dead."""
+        """End the lease by the agent's own clock: stop training, then count as dead."""
         host.registered, host.term = False, None
         worker = host.worker
         worker.inbox.append(HoldTraining())
@@ -555,7 +555,7 @@ class Cluster:
 
     def decide(self, host: Host, term: Term, change: MembershipEvent) -> None:
         term.looked_s = self.now_s
-        term.state, commands = handle(term.state, change, self.now_s, RULES)
+        term.state, commands = handle(term.state, change, self.now_s, CONFIG)
         for command in commands:
             if isinstance(command, PublishGeneration):
                 term.pending.append(command.generation)
@@ -690,7 +690,7 @@ class Cluster:
     # Invariants.
 
     def check_write(self, new: Generation, token: Revision) -> None:
-        """What must hold for each generation that a store accepts."""
+        """Check what must hold for each generation that a store accepts."""
         if not self.written:
             old = Generation(number=GenerationNumber(1), phase=GenerationPhase.QUIESCE)
         else:
@@ -717,7 +717,8 @@ class Cluster:
             self.check_form(old, new)
 
     def check_form(self, old: Generation, new: Generation) -> None:
-        """Nobody trains or can begin to; all go on from the newest step of those who were members."""
+        """Check that no worker trains or can begin to, and that all go on from the newest step of the former
+        members."""
         assert new.members
         assert len({m.process_index for m in new.members}) == len({m.host for m in new.members})
         assert len(new.members) == len({m.host for m in new.members})
@@ -740,9 +741,9 @@ class Cluster:
         )
 
     def check_one_world_trains(self) -> None:
-        """Of all generations, at most one has all of its members training.
+        """Check that of all generations at most one has all of its members training.
 
-        Not counted: a worker whose agent is suspended, and its lease gone. Nobody can tell it to stop.
+        A worker whose agent is suspended, and its lease gone, does not count: no process can tell it to stop.
         """
         training = collections.defaultdict(set)
         for host in self.hosts.values():
@@ -766,7 +767,7 @@ def pick(moves, choice: int):
 
 
 def disturb(cluster: Cluster, tape: bytes) -> None:
-    """Plays a tape: two bytes a choice."""
+    """Play a tape: two bytes a choice."""
     for kind, choice in zip(tape[::2], tape[1::2], strict=False):
         if kind < 12:
             moves = cluster.fault_moves()
@@ -782,7 +783,7 @@ def disturb(cluster: Cluster, tape: bytes) -> None:
 
 
 def calm_down(cluster: Cluster) -> None:
-    """No more faults; whatever was away comes back."""
+    """End all faults; what was away comes back."""
     for host in cluster.hosts.values():
         host.suspended, host.connected = False, True
         if not host.alive:
@@ -796,7 +797,7 @@ def calm_down(cluster: Cluster) -> None:
 
 
 def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
-    """Lets everybody act, in any order, until `is_over()`; False if that takes too long."""
+    """Let all hosts act, in any order, until `is_over()`; return False if that takes too long."""
     for _ in range(ROUNDS_TO_RECOVER):
         for _ in range(MOVES_PER_ROUND):
             action = pick(cluster.moves(), chance.randrange(2**16))
@@ -814,7 +815,7 @@ def play_fairly(cluster: Cluster, is_over, chance: random.Random) -> bool:
 
 
 def play(tape: bytes, chance: random.Random) -> Cluster:
-    """Disturbs a job, lets it recover and end, and checks that it does both."""
+    """Disturb a job, let it recover and end, and check that it does both."""
     cluster = Cluster()
     disturb(cluster, tape)
     was_running = not cluster.finished
@@ -826,7 +827,7 @@ def play(tape: bytes, chance: random.Random) -> Cluster:
         and not (host.draining or cluster.is_outside(host))
         for host in cluster.hosts.values()
     )
-    recovered = play_fairly(cluster, lambda: cluster.finished or cluster.is_whole, chance)
+    recovered = play_fairly(cluster, lambda: cluster.finished or cluster.do_all_train, chance)
     assert recovered, f"stuck in {cluster.generation}"
     if (outcome := cluster.outcome) is not None:
         assert outcome.kind in (JobOutcomeKind.STATE_LOST, JobOutcomeKind.INTERRUPTED), outcome

@@ -1,4 +1,4 @@
-"""How the membership machine goes on from snapshots, where no host holds the whole state."""
+"""How the membership machine goes on from snapshots, where no host holds the complete state."""
 
 import msgspec
 from membership_job import Job, keep, server, sharded, snapshot, stop_at_boundary, training
@@ -76,7 +76,7 @@ def test_hosts_that_stay_away_are_not_waited_for_for_ever():
     assert job.generation.outcome.kind is JobOutcomeKind.STATE_LOST
 
 
-def test_when_all_hosts_are_back_without_the_state_nobody_is_waited_for():
+def test_when_all_hosts_are_back_without_the_state_no_host_is_waited_for():
     job = sharded("abcd", regroup_grace_s=5.0, state_loss_grace_s=30.0)
     for name in "bc":
         job.give(HostLeft(HostName(name)))
@@ -112,7 +112,7 @@ def test_a_snapshot_before_the_job_began_again_is_void():
     assert job.generation.snapshot.id.step == 1
 
 
-def test_a_whole_state_that_is_newer_wins_over_a_snapshot():
+def test_a_complete_state_that_is_newer_wins_over_a_snapshot():
     job = training("a", "b", "c")
     keep(job, "abc", snapshot(3, "abc"))
     job.worker("b", exit_code=-9)
@@ -155,7 +155,7 @@ def test_a_planned_change_waits_for_the_report_of_the_last_snapshot():
 
 
 def leave_two_of_four() -> Job:
-    """c and d have left and wait; a and b train, and need what all four have kept."""
+    """Return a job that c and d have left and wait for; a and b train, and need what all four have kept."""
     job = sharded("abcd")
     for leaving in "cd":
         job.change(leaving, is_draining=True)
@@ -185,7 +185,7 @@ def test_hosts_that_leave_wait_for_a_snapshot_without_them():
     assert job.generation.snapshot is None
 
 
-def test_hosts_that_leave_are_not_waited_for_when_they_are_gone_or_somebody_has_the_state():
+def test_hosts_that_leave_are_not_waited_for_when_they_are_gone_or_a_member_has_the_state():
     job = leave_two_of_four()
     job.give(HostLeft(HostName("c")))
     assert job.generation.snapshot is not None
@@ -213,7 +213,7 @@ def test_a_planned_change_without_snapshots_waits_for_nothing():
     assert job.phase is GenerationPhase.FORM
 
 
-def test_a_hung_worker_is_left_out_in_time_though_nobody_holds_the_whole_state():
+def test_a_hung_worker_is_left_out_in_time_although_no_host_holds_the_complete_state():
     job = sharded("abcd")
     job.worker("b", exit_code=-9)
     job.acknowledge("a", "c", step=5)
@@ -238,7 +238,7 @@ def test_workers_that_hang_together_start_again_from_the_snapshot():
     assert job.generation.step == 5
 
 
-def test_who_compiles_is_waited_for_though_nobody_stops_and_there_is_a_snapshot():
+def test_a_worker_that_compiles_is_waited_for_although_no_worker_stops_and_there_is_a_snapshot():
     job = sharded("abc", compile_timeout_s=60.0)
     job.worker("b", exit_code=-9)
     job.report("a", is_compiling=True)
@@ -286,7 +286,7 @@ def test_a_snapshot_that_is_damaged_beyond_its_parity_is_not_tried_again():
     assert [id.step for id in job.generation.unreadable_snapshots] == [5]
 
 
-def test_when_all_have_gone_on_from_a_snapshot_the_generation_says_so():
+def test_when_all_have_gone_on_from_a_snapshot_the_generation_records_it():
     job = sharded("abcd")
     job.give(HostLeft(HostName("b")))
     job.acknowledge("a", "c", "d", step=6)

@@ -1,4 +1,4 @@
-"""Restarts: at most so many in a window, each after a longer wait."""
+"""Restarts: a limited number in a window, each after a longer wait."""
 
 import itertools
 

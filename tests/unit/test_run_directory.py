@@ -1,4 +1,4 @@
-"""The folder of a job: one job's alone while that runs."""
+"""The directory of a job, which belongs to one job alone while the job runs."""
 
 import stat
 from pathlib import Path
@@ -20,7 +20,7 @@ OURS = JobContact(job="job", store="127.0.0.1:1", token="ours", launcher_pid=1)
 THEIRS = JobContact(job="job", store="127.0.0.1:2", token="theirs", launcher_pid=2)
 
 
-def test_a_new_folder_is_one_that_nobody_has(tmp_path: Path) -> None:
+def test_a_new_directory_is_one_that_no_other_job_has(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "20250101-000000"
     made = [create_numbered_directory(wanted) for _ in range(3)]
     assert [path.name for path in made] == ["20250101-000000", "20250101-000000-2", "20250101-000000-3"]

@@ -1,4 +1,4 @@
-"""A stall is read from events as phases that add up."""
+"""A stall is computed from events as phases that add up."""
 
 import pytest
 

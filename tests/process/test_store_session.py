@@ -41,7 +41,7 @@ async def open_served_store():
 
 @pytest.fixture(params=[open_memory_store, open_served_store], ids=["memory", "served"])
 def with_store(request):
-    """Runs a coroutine function with a fresh store, within a deadline."""
+    """Run a coroutine function with a fresh store, within a timeout."""
 
     def run(main):
         async def bounded():
@@ -107,7 +107,7 @@ def test_a_host_is_registered_under_its_lease(with_store):
     with_store(main)
 
 
-def test_a_name_that_a_living_agent_holds_is_refused_after_the_time_to_live(with_store):
+def test_a_name_that_a_live_agent_holds_is_refused_after_the_time_to_live(with_store):
     async def main(store):
         first = session(store)
         await first.open()
@@ -172,7 +172,7 @@ def test_a_session_is_lost_not_later_than_a_time_to_live_after_its_last_renewal(
     with_store(main)
 
 
-def test_a_living_session_outlives_its_time_to_live(with_store):
+def test_a_live_session_outlives_its_time_to_live(with_store):
     async def main(store):
         mine = session(store)
         await mine.open()

@@ -41,7 +41,7 @@ def run(main):
 
 
 def is_gone(pid: int) -> bool:
-    """Ended; a zombie that nobody has reaped counts as ended."""
+    """Return whether the process ended; a zombie that was not reaped counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -62,7 +62,7 @@ async def wait_until(is_true) -> None:
 
 @contextlib.asynccontextmanager
 async def running(command, **options):
-    """A child and the first line it printed; ended, with its pipes closed, whatever happens."""
+    """Run a child; yield it and the first line that it printed; end it and close its pipes."""
     child = ChildProcess(command, stderr=None, **options)
     lines = None
     try:
@@ -98,7 +98,7 @@ def test_a_killed_child_takes_its_group_with_it():
     run(main)
 
 
-def test_a_child_that_ends_by_itself_leaves_nobody_of_its_group_behind():
+def test_a_child_that_ends_by_itself_leaves_no_process_of_its_group_behind():
     async def main():
         async with running(WITH_GRANDCHILD, stdin=subprocess.PIPE) as (child, line):
             assert child.process.stdin is not None
@@ -119,7 +119,7 @@ def test_the_exit_code_is_the_childs_own():
     run(main)
 
 
-def test_a_stopped_child_is_told_from_a_running_one():
+def test_a_stopped_child_is_distinguished_from_a_running_one():
     async def main():
         async with running(SLEEPER) as (child, _):
             assert not child.is_stopped()

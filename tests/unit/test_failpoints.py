@@ -1,4 +1,4 @@
-"""Orders by which a controller holds or breaks a worker at a place in a step."""
+"""Orders by which a controller holds or breaks a worker at a failpoint of a step."""
 
 import threading
 import time
