@@ -174,7 +174,7 @@ def test_only_a_damaged_block_is_decoded_and_an_event_says_so(local):
     assert [(note["part"], note["to"]) for note in notes.of(EventKind.SNAPSHOT_FALLBACK)] == [
         ("a", "decoded")
     ]
-    assert "damaged" in notes.of(EventKind.SNAPSHOT_FALLBACK)[0]["reason"]
+    assert "corrupt" in notes.of(EventKind.SNAPSHOT_FALLBACK)[0]["reason"]
 
 
 @pytest.mark.parametrize("offset", [0, BLOCK - 1, 13 * BLOCK + 77, 20 * BLOCK - 1])
