@@ -200,7 +200,7 @@ class _Visit:
         for is_remat in (False, True) if request.program_cost.can_remat else (False,):
             for size in find_divisors(share):
                 microbatch = MicrobatchConfig(size, is_remat)
-                if share // size < self._constraints.min_replicas or not self._bounds.fitting.may_fit(
+                if share // size < self._constraints.min_replicas or not self._bounds.memory_filter.may_fit(
                     axes, microbatch
                 ):
                     break  # a larger microbatch needs more still, and there are fewer of them

@@ -57,7 +57,10 @@ class CalibrationFit:
 def estimate_step_s(plan: Plan, calibration: Calibration) -> float:
     """Return the step time of a plan under other constants."""
     cost_model = CostModel(dataclasses.replace(plan.request, calibration=calibration))
-    classes = {team.composition: team for team in cost_model.find_block_classes(plan.layout, plan.microbatch)}
+    classes = {
+        replica_class.composition: replica_class
+        for replica_class in cost_model.find_block_classes(plan.layout, plan.microbatch)
+    }
     ordered = [classes[composition] for composition in plan.compositions]
     return cost_model.estimate_plan(plan.layout, plan.microbatch, ordered, plan.blocks).step_s
 

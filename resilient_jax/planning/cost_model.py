@@ -183,6 +183,8 @@ class CostModel:
 
         The slowest stage takes at least the average of the stages, and at least the longest stage's layers.
         """
+        # t >= max(longest layer_s, (L layer_s + ends_s) / P) on the fastest host kind; a replica has ceil(N / R) of the
+        # step's N microbatches or more; makespan >= (ceil(N / R) + (P - 1) / r) t.
         stages, layers = layout.axes.pipeline, self.layers
         layer = min(part.layer.total_s for part in parts)
         ends = min(part.embedding.total_s + part.head.total_s for part in parts)
@@ -203,6 +205,7 @@ class CostModel:
         if found is None:
             return None
         split, memory = found
+        # Each term that all wait for is a maximum over stages: the microbatch, the all-reduced and the updated bytes.
         stages, state = layout.axes.pipeline, self.memory.count_state(layout.axes)
         slowest = StageTime()
         synced = updated = 0.0
@@ -231,6 +234,8 @@ class CostModel:
         composition: Composition,
     ) -> tuple[StageRuns, DeviceMemory] | None:
         """Return the fastest split of the layers that fits, and the memory of its fullest device."""
+        # First the fastest split within the layout's limits; if it does not fit, within the limits of memory; each
+        # further round lowers the limits of the stages that still do not fit, so it ends.
         axes, limited = layout.axes, layout.layer_limits.per_stage(layout.axes.pipeline)
         kinds = [(kind, count, UNLIMITED) for kind, count in find_stage_kinds(composition, layout)]
         runs = kinds if layout.layer_limits == NO_LAYER_LIMITS else _join_runs(kinds, limited)
@@ -252,6 +257,7 @@ class CostModel:
         """Return the fastest split of the layers over stages with these limits, whatever memory it needs."""
         if sum(count for _, count, _ in runs) == 1:
             return [(runs[0][0], 1, self.layers)]
+        # Every stage between sends to two neighbors, so that is no difference between splits; the ends send to one.
         first, last = parts[runs[0][0]], parts[runs[-1][0]]
         split = split_layers_by_run(
             self.layers,
@@ -265,6 +271,7 @@ class CostModel:
         self, layout: DeviceLayout, classes: Sequence[BlockClass], blocks: int
     ) -> list[MachineClass]:
         """Return the replicas of the fastest `blocks` blocks as machines, to assign microbatches to."""
+        # n microbatches take (n + (P - 1) / r) t: a machine that starts at (P - 1) / r t with tasks of t.
         fill = (layout.axes.pipeline - 1) / self.request.pipeline_repeats
         found = []
         for one in classes:
@@ -291,6 +298,8 @@ class CostModel:
         self, layout: DeviceLayout, classes: Sequence[BlockClass], blocks: int
     ) -> tuple[float, float]:
         """Return the seconds after the last microbatch: all-reduce over replicas; update with a step's overhead."""
+        # update = max over classes of bytes / (bandwidth e_memory speed); the all-reduce waits for the largest
+        # gradient.
         constants = self.request.calibration
         synced = update = 0.0
         left = blocks

@@ -69,6 +69,7 @@ def count_device_work(
     Formula: each amount's share times the sequences. Parameters are read in each pass, and a gradient is added to its
     sum (read and written).
     """
+    # Remat repeats the forward pass: its FLOPs, its bytes moved, and a third read of the parameters.
     is_remat = microbatch.remat and cost.part is ModelPart.LAYER
     flops = compute_device_share(program_cost, cost.step_flops, axes)
     moved = compute_device_share(program_cost, cost.step_bytes, axes)
@@ -168,6 +169,9 @@ def list_fsdp_collectives(
     Where gradients are summed before they are scattered (see `memory.MeasuredMemory`), that was measured to be as
     fast as a reduce-scatter.
     """
+    # Asynchronous: 2 gathers of a layer (forward, backward) and one scatter: 3 n / s' (s - 1) / s bytes per device
+    # (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). Blocking backends keep what they gathered, unless layers
+    # loop.
     passes, pieces = program_cost.fsdp_gathers[part]
     gathered = FsdpCollective(CollectiveKind.ALL_GATHER, state.gathered, pieces)
     return (*[gathered] * passes, FsdpCollective(CollectiveKind.REDUCE_SCATTER, state.gathered_gradients, 1))

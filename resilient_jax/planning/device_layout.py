@@ -125,8 +125,8 @@ def compute_level_factors(size: int, inside: int, level: int, outermost: int) ->
     return tuple(parts)
 
 
-def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
-    """Return the part of each axis inside a host of `room` devices, and how many devices are left.
+def fill_host(sizes: Iterable[int], devices: int) -> tuple[list[int], int]:
+    """Return the part of each axis inside a host of `devices` devices, and how many devices are left.
 
     Axes are filled from the innermost outward.
 
@@ -135,21 +135,21 @@ def fill_host(sizes: Iterable[int], room: int) -> tuple[list[int], int]:
     """
     inside = []
     for size in sizes:
-        part = math.gcd(size, room)
+        part = math.gcd(size, devices)
         inside.append(part)
-        room //= part
-    return inside, room
+        devices //= part
+    return inside, devices
 
 
-def make_layout(axes: ReplicaAxes, room: int, level: int, block: int, outermost: int) -> DeviceLayout:
-    """Return the layout that uses up to `room` devices of a host together, filled from the innermost axis outward.
+def make_layout(axes: ReplicaAxes, devices: int, level: int, block: int, outermost: int) -> DeviceLayout:
+    """Return the layout that uses up to `devices` devices of a host together, filled from the innermost axis outward.
 
-    >>> make_layout(ReplicaAxes(tensor=8, fsdp=4), room=8, level=1, block=1, outermost=1).host_slots
+    >>> make_layout(ReplicaAxes(tensor=8, fsdp=4), devices=8, level=1, block=1, outermost=1).host_slots
     4
-    >>> make_layout(ReplicaAxes(tensor=2), room=8, level=1, block=1, outermost=1).replicas_per_slot
+    >>> make_layout(ReplicaAxes(tensor=2), devices=8, level=1, block=1, outermost=1).replicas_per_slot
     4
     """
-    inside, left = fill_host(axes, room)
+    inside, left = fill_host(axes, devices)
     filled = ReplicaAxes(*inside)
     return DeviceLayout(
         axes=axes,
@@ -172,6 +172,6 @@ def enumerate_layouts(
         levels: indexes of the levels to consider, last the one that connects all hosts.
     """
     outermost = levels[-1]
-    rooms = range(devices_per_host, 0, -1)
-    found = dict.fromkeys(make_layout(axes, room, outermost, 1, outermost) for room in rooms)
+    sizes = range(devices_per_host, 0, -1)
+    found = dict.fromkeys(make_layout(axes, devices, outermost, 1, outermost) for devices in sizes)
     return tuple(layout._replace(level=level) for layout in found for level in levels)

@@ -48,7 +48,7 @@ def search_host_local_plan(
             f"topology {topology.name}: found hosts with {sorted(devices)} devices, expected as many on each: a "
             "replica has the same axes wherever it is"
         )
-    refused: list[PlanError] = []
+    errors: list[PlanError] = []
     found: list[Plan] = []
     for given in _choices(topology, min(devices), microbatch_size, parse_axis_sizes(axes)):
         try:
@@ -63,15 +63,15 @@ def search_host_local_plan(
                 top=MAX_PLANS_PER_SEARCH,
             )
         except PlanError as error:  # the program does not allow such axes, or they do not fit
-            refused.append(error)
-    whole = [
+            errors.append(error)
+    filling = [
         plan for plan in found if plan.layout.devices_per_slot == min(devices) and not plan.devices_spare
     ]
-    if whole:
-        return explain_choice(sorted(whole, key=lambda plan: plan.step_time_s))[0]
-    nothing_fits = [error for error in refused if isinstance(error, NoFeasiblePlan)]
-    if nothing_fits:
-        raise nothing_fits[0]
+    if filling:
+        return explain_choice(sorted(filling, key=lambda plan: plan.step_time_s))[0]
+    infeasible = [error for error in errors if isinstance(error, NoFeasiblePlan)]
+    if infeasible:
+        raise infeasible[0]
     raise PlanError(
         f"{program_cost.name}: found no plan on {topology.name} in which replicas fill hosts of {min(devices)} devices "
         f"with microbatches of {microbatch_size} examples, expected one. Take microbatches of a multiple of "

@@ -33,7 +33,7 @@ def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -
     replicas = find_max_replicas(cost_model, constraints)
     ways = []
     if replicas is not None:
-        ways.append(f"asking for {replicas} replica{'s'[: replicas != 1]} or fewer")
+        ways.append(f"requesting {replicas} replica{'s'[: replicas != 1]} or fewer")
     if memory is not None:
         ways.append(f"devices of {_bytes(memory)} each")
     if devices is not None:
@@ -43,7 +43,7 @@ def explain_infeasibility(cost_model: CostModel, constraints: PlanConstraints) -
         f"{request.topology.name!r} ({_bytes(request.pool.memory_bytes)} each, "
         f"of which {request.calibration.usable_memory:.0%} can be used) and a global batch of {request.global_batch}"
         + (f" with {', '.join(named)}" if (named := _named(constraints)) else "")
-        + f". What would do: {' or '.join(ways) if ways else 'nothing that was tried'}",
+        + f". What would suffice: {' or '.join(ways) if ways else 'nothing that was tried'}",
         min_memory_bytes=memory,
         min_devices=devices,
         max_replicas=replicas,

@@ -32,15 +32,17 @@ def split_layers(layers: int, layer_s: Sequence[float], extra_s: Sequence[float]
     stages = len(layer_s)
     if layers < stages:
         raise CallerError(f"layers: found {layers} for {stages} stages, expected at least one for each")
+    # Stage s is a machine whose first task includes the extra: s_s = extra_s + layer_s releases it, since every stage
+    # has one layer at least, and the remaining L - P layers are tasks of layer_s each.
     extras = extra_s or [0.0] * stages
-    takers = [
+    machines = [
         MachineClass(count=1, start_s=extra + one, task_s=one)
         for one, extra in zip(layer_s, extras, strict=True)
     ]
-    dealt = assign_tasks(layers - stages, takers) if stages > 1 else None
-    if dealt is None:
+    assignment = assign_tasks(layers - stages, machines) if stages > 1 else None
+    if assignment is None:
         return (layers,)
-    return tuple(1 + shares[0][1] for shares in dealt.task_counts)
+    return tuple(1 + counts[0][1] for counts in assignment.task_counts)
 
 
 class StageRun(NamedTuple):
@@ -66,12 +68,14 @@ def split_layers_by_run(
         (index of the run, consecutive stages, layers of each), of a run those with fewer layers first: they come
         earlier, where more microbatches are in flight.
     """
+    # The same machines by class: first and last stage are classes of their own, since they have the embedding and
+    # the head beside layers.
     counts = [run.stages for run in runs]
     counts[0] -= 1
     counts[-1] -= 1
     end = len(runs) - 1
     places = [(0, 1, first_s), *((i, n, 0.0) for i, n in enumerate(counts) if n), (end, 1, last_s)]
-    takers = [
+    machines = [
         MachineClass(
             count=count,
             start_s=extra + runs[i].layer_s,
@@ -80,11 +84,11 @@ def split_layers_by_run(
         )
         for i, count, extra in places
     ]
-    dealt = assign_tasks(layers - sum(run.stages for run in runs), takers)
+    assignment = assign_tasks(layers - sum(run.stages for run in runs), machines)
     return tuple(
         (i, count, 1 + more)
-        for (i, _, _), shares in zip(places, dealt.task_counts, strict=True)
-        for count, more in reversed(shares)
+        for (i, _, _), counts in zip(places, assignment.task_counts, strict=True)
+        for count, more in reversed(counts)
     )
 
 

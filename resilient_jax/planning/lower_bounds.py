@@ -55,7 +55,7 @@ class ParameterBound(NamedTuple):
     """Parameters read once."""
     gradient_s: float
     """Gradients added to the sum."""
-    summed_s: float
+    reduced_s: float
     """Gradients all-reduced over the devices of a sequence."""
     fsdp_s: float
     """Parameters gathered and gradients scattered."""
@@ -77,7 +77,7 @@ class LowerBounds:
     """Memoized lower bounds for one request."""
 
     def __init__(self, cost_model: CostModel, levels: tuple[int, ...]) -> None:
-        self.fitting = MemoryFilter(cost_model)
+        self.memory_filter = MemoryFilter(cost_model)
         self._cost_model = cost_model
         self._levels = levels
         request = cost_model.request
@@ -95,135 +95,145 @@ class LowerBounds:
         self._layers = request.program_cost.layers
         self._batch, self._repeats = request.global_batch, request.pipeline_repeats
         self._overlap = constants.fsdp_overlap
-        self._again = (False, True) if request.program_cost.can_remat else (False,)
-        self._loads: dict[tuple[int, int, int, bool], SequenceBound] = {}
-        self._bare_loads: dict[tuple[int, int, int, bool], SequenceBound] = {}
+        self._remat_choices = (False, True) if request.program_cost.can_remat else (False,)
+        self._sequence_bounds: dict[tuple[int, int, int, bool], SequenceBound] = {}
+        self._compute_bounds: dict[tuple[int, int, int, bool], SequenceBound] = {}
         self._times: dict[tuple[object, ...], float] = {}
-        self._lefts: dict[tuple[int, ...], frozenset[int]] = {}
-        self._slots: dict[tuple[int, int, int, int, bool], tuple[MicrobatchBound, ...]] = {}
+        self._left: dict[tuple[int, ...], frozenset[int]] = {}
+        self._microbatch_bounds: dict[tuple[int, int, int, int, bool], tuple[MicrobatchBound, ...]] = {}
 
-    def bound_sequence(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
+    def bound_sequence(self, axes: ReplicaAxes, is_remat: bool) -> SequenceBound:
         """Return the least time of a sequence under these axes, with or without remat."""
-        key = (axes.tensor, axes.sequence, axes.expert, again)
-        if key not in self._loads:
-            bare = self.bound_sequence_compute(axes, again)
+        key = (axes.tensor, axes.sequence, axes.expert, is_remat)
+        if key not in self._sequence_bounds:
+            bare = self.bound_sequence_compute(axes, is_remat)
             exchanged = sum(
-                self._exchange_s(work, axes, again)
-                for work in self._cost_model.request.program_cost.parts
-                if work.part is ModelPart.LAYER
+                self._bound_exchange_s(cost, axes, is_remat)
+                for cost in self._cost_model.request.program_cost.parts
+                if cost.part is ModelPart.LAYER
             )
-            self._loads[key] = bare._replace(layer_exchange_s=exchanged)
-        return self._loads[key]
+            self._sequence_bounds[key] = bare._replace(layer_exchange_s=exchanged)
+        return self._sequence_bounds[key]
 
-    def bound_sequence_compute(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
+    def bound_sequence_compute(self, axes: ReplicaAxes, is_remat: bool) -> SequenceBound:
         """Return the same without collectives, which take longer to bound."""
-        key = (axes.tensor, axes.sequence, axes.expert, again)
-        if key not in self._bare_loads:
-            self._bare_loads[key] = self._bare_load(axes, again)
-        return self._bare_loads[key]
+        key = (axes.tensor, axes.sequence, axes.expert, is_remat)
+        if key not in self._compute_bounds:
+            self._compute_bounds[key] = self._bound_compute(axes, is_remat)
+        return self._compute_bounds[key]
 
-    def _bare_load(self, axes: ReplicaAxes, again: bool) -> SequenceBound:
+    def _bound_compute(self, axes: ReplicaAxes, is_remat: bool) -> SequenceBound:
+        # T_compute = flops share / (fastest F e_matrix) + bytes share / (fastest B e_memory), per layer and for the
+        # ends.
         program_cost = self._cost_model.request.program_cost
         layer = ends = 0.0
-        for work in program_cost.parts:
-            flops, moved = work.step_flops, work.step_bytes
-            if again and work.part is ModelPart.LAYER:
-                flops, moved = flops + work.remat_flops, moved + work.forward_bytes
+        for cost in program_cost.parts:
+            flops, moved = cost.step_flops, cost.step_bytes
+            if is_remat and cost.part is ModelPart.LAYER:
+                flops, moved = flops + cost.remat_flops, moved + cost.forward_bytes
             computing = compute_device_share(program_cost, flops, axes) / self._flops_per_s
             computing += compute_device_share(program_cost, moved, axes) / self._bytes_per_s
-            if work.part is ModelPart.LAYER:
+            if cost.part is ModelPart.LAYER:
                 layer = computing
             else:
                 ends += computing
         return SequenceBound(layer, 0.0, ends)
 
-    def _exchange_s(self, work: PartCost, axes: ReplicaAxes, again: bool) -> float:
+    def _bound_exchange_s(self, cost: PartCost, axes: ReplicaAxes, is_remat: bool) -> float:
         """Return the least time of a part's collectives over all layouts."""
         narrow = axes._replace(fsdp=1, pipeline=1)
-        program_cost, microbatch = self._cost_model.request.program_cost, MicrobatchConfig(1, again)
-        ways = {tuple(map(layout.axis_level_factors, _EXCHANGING)) for layout in self._layouts(narrow)}
+        program_cost, microbatch = self._cost_model.request.program_cost, MicrobatchConfig(1, is_remat)
+        all_factors = {tuple(map(layout.axis_level_factors, _EXCHANGING)) for layout in self._layouts(narrow)}
         times = []
-        for way in ways:
-            spreads = dict(zip(_EXCHANGING, way, strict=True))
-            found = estimate_collectives(
-                program_cost, work, NO_STATE, narrow, microbatch, spreads, self._free
+        for factors in all_factors:
+            factors_by_axis = dict(zip(_EXCHANGING, factors, strict=True))
+            times_by_axis = estimate_collectives(
+                program_cost, cost, NO_STATE, narrow, microbatch, factors_by_axis, self._free
             )
-            times.append(sum(found.values()))
+            times.append(sum(times_by_axis.values()))
         return min(times) * (1 - self._cost_model.request.calibration.activation_overlap)
 
     def _layouts(self, axes: ReplicaAxes) -> tuple[DeviceLayout, ...]:
         return enumerate_layouts(axes, self._cost_model.request.pool.devices_per_host, self._levels)
 
-    def _weights(self, axes: ReplicaAxes) -> ParameterBound:
+    def _bound_parameters(self, axes: ReplicaAxes) -> ParameterBound:
         """Return the least time of a layer's parameters under these axes."""
+        # Per microbatch, whatever its size: parameters read, gradients read and written, all-reduce over sequence,
+        # FSDP.
         layer = self._cost_model.memory.count_state(axes).layer
-        shown = 1 - self._cost_model.request.calibration.activation_overlap
+        exposed = 1 - self._cost_model.request.calibration.activation_overlap
         return ParameterBound(
             pass_s=layer.gathered / self._bytes_per_s,
             gradient_s=2 * layer.gradients / self._bytes_per_s,
-            summed_s=shown
-            * self._least_s(
+            reduced_s=exposed
+            * self._bound_collectives_s(
                 axes, Axis.SEQUENCE, (FsdpCollective(CollectiveKind.ALL_REDUCE, layer.gradients, 1),)
             ),
-            fsdp_s=self._least_s(
+            fsdp_s=self._bound_collectives_s(
                 axes,
                 Axis.FSDP,
                 list_fsdp_collectives(self._cost_model.request.program_cost, ModelPart.LAYER, layer),
             ),
         )
 
-    def _least_s(self, axes: ReplicaAxes, axis: Axis, messages: tuple[FsdpCollective, ...]) -> float:
+    def _bound_collectives_s(
+        self, axes: ReplicaAxes, axis: Axis, collectives: tuple[FsdpCollective, ...]
+    ) -> float:
         """Return the least time of these collectives along an axis over all placements; equal for many axes."""
         if (size := getattr(axes, axis)) == 1:
             return 0.0
-        inside = frozenset(math.gcd(size, left) for left in self._left_by(axes[: axes._fields.index(axis)]))
-        if (key := (size, inside, messages)) not in self._times:
+        inside = frozenset(math.gcd(size, left) for left in self._find_left(axes[: axes._fields.index(axis)]))
+        if (key := (size, inside, collectives)) not in self._times:
             outermost = self._levels[-1]
-            ways = {
+            all_factors = {
                 compute_level_factors(size, part, at, outermost) for part in inside for at in self._levels
             }
             self._times[key] = min(
                 sum(
-                    estimate_collective_s(kind, size, way, self._cost_model.links, pieces)
-                    for kind, size, pieces in messages
+                    estimate_collective_s(kind, size, factors, self._cost_model.links, pieces)
+                    for kind, size, pieces in collectives
                 )
-                for way in ways
+                for factors in all_factors
             )
         return self._times[key]
 
-    def _left_by(self, inner: tuple[int, ...]) -> frozenset[int]:
+    def _find_left(self, inner: tuple[int, ...]) -> frozenset[int]:
         """Return how many devices of a host may be left for the next axis."""
-        if inner not in self._lefts:
-            rooms = range(self._cost_model.request.pool.devices_per_host, 0, -1)
-            self._lefts[inner] = frozenset(fill_host(inner, room)[1] for room in rooms)
-        return self._lefts[inner]
+        if inner not in self._left:
+            sizes = range(self._cost_model.request.pool.devices_per_host, 0, -1)
+            self._left[inner] = frozenset(fill_host(inner, room)[1] for room in sizes)
+        return self._left[inner]
 
     def bound_microbatches(self, axes: ReplicaAxes) -> tuple[MicrobatchBound, ...]:
         """Return the bounds of a microbatch under these axes: without remat, and with it where the program can."""
         tensor, sequence, expert, fsdp, stages = axes
         key = (tensor, sequence, expert, fsdp, stages > 1)
-        if key not in self._slots:
-            weights = self._weights(axes)
-            self._slots[key] = tuple(self._slot(axes, weights, again) for again in self._again)
-        return self._slots[key]
+        if key not in self._microbatch_bounds:
+            parameters = self._bound_parameters(axes)
+            self._microbatch_bounds[key] = tuple(
+                self._bound_microbatch(axes, parameters, is_remat) for is_remat in self._remat_choices
+            )
+        return self._microbatch_bounds[key]
 
-    def _slot(self, axes: ReplicaAxes, weights: ParameterBound, again: bool) -> MicrobatchBound:
-        load = self.bound_sequence(axes, again)
+    def _bound_microbatch(
+        self, axes: ReplicaAxes, parameters: ParameterBound, is_remat: bool
+    ) -> MicrobatchBound:
+        sequence = self.bound_sequence(axes, is_remat)
         return MicrobatchBound(
-            fixed_s=(3 if again else 2) * (self._overhead_s + weights.pass_s) + weights.gradient_s,
-            each_s=load.layer_compute_s,
-            exchange_fixed_s=weights.summed_s,
-            exchange_each_s=load.layer_exchange_s,
-            fsdp_s=weights.fsdp_s,
-            ends_s=load.ends_s,
-            room=self.fitting.summarize_headroom(axes, again),
+            fixed_s=(3 if is_remat else 2) * (self._overhead_s + parameters.pass_s) + parameters.gradient_s,
+            each_s=sequence.layer_compute_s,
+            exchange_fixed_s=parameters.reduced_s,
+            exchange_each_s=sequence.layer_exchange_s,
+            fsdp_s=parameters.fsdp_s,
+            ends_s=sequence.ends_s,
+            room=self.memory_filter.summarize_headroom(axes, is_remat),
         )
 
-    def _slot_s(self, slot: MicrobatchBound, stages: int, size: float, longest: int) -> float:
+    def _bound_microbatch_s(self, bound: MicrobatchBound, stages: int, size: float, longest: int) -> float:
         """Return the least time of a microbatch on the slowest stage: the stages' average, or the longest stage."""
-        constraints, each, exchange_constraints, exchange_each, fsdp, ends, _ = slot
-        computing = constraints + size * each
-        layer = computing + exchange_constraints + size * exchange_each
+        fixed, each, exchange_fixed, exchange_each, fsdp, ends, _ = bound
+        computing = fixed + size * each
+        layer = computing + exchange_fixed + size * exchange_each
         if fsdp > self._overlap * computing:
             layer += fsdp - self._overlap * computing
         layers = self._layers
@@ -231,17 +241,18 @@ class LowerBounds:
 
     def bound_step_s(self, axes: ReplicaAxes) -> float:
         """Return a bound of the step for any FSDP, replicas and microbatches: the module's formula with b = 1."""
-        return self._fill_s(axes, self.bound_sequence(axes, False))
+        return self._bound_step_s(axes, self.bound_sequence(axes, False))
 
     def bound_step_compute_s(self, axes: ReplicaAxes) -> float:
         """Return the same bound without collectives."""
-        return self._fill_s(axes, self.bound_sequence_compute(axes, False))
+        return self._bound_step_s(axes, self.bound_sequence_compute(axes, False))
 
-    def _fill_s(self, axes: ReplicaAxes, load: SequenceBound) -> float:
+    def _bound_step_s(self, axes: ReplicaAxes, sequence: SequenceBound) -> float:
+        # b = 1: t = max((L layer + ends) / p, ceil(L / p) layer) and step = t (B m p / N + (p - 1) / r).
         layers, stages = self._layers, axes.pipeline
-        layer = load.layer_compute_s + load.layer_exchange_s
-        slot = max((layers * layer + load.ends_s) / stages, -(-layers // stages) * layer)
-        return slot * (self._batch * axes.devices / self._cost_model.devices + (stages - 1) / self._repeats)
+        layer = sequence.layer_compute_s + sequence.layer_exchange_s
+        bound = max((layers * layer + sequence.ends_s) / stages, -(-layers // stages) * layer)
+        return bound * (self._batch * axes.devices / self._cost_model.devices + (stages - 1) / self._repeats)
 
     def bound_fsdp_step_s(self, axes: ReplicaAxes, replicas: int) -> float:
         """Return a bound for these axes on at most so many replicas; infinite if none fits in memory.
@@ -252,11 +263,13 @@ class LowerBounds:
         stages, share = axes.pipeline, self._batch // axes.fsdp
         longest = -(-self._layers // stages)
         least = math.inf
-        for slot in self.bound_microbatches(axes):
-            most = slot.room.count_max_sequences(longest)
-            if most >= 1:
-                least = min(least, self._least_with(slot, stages, share, replicas, min(most, share)))
-            if most >= share:
+        for bound in self.bound_microbatches(axes):
+            max_sequences = bound.room.count_max_sequences(longest)
+            if max_sequences >= 1:
+                least = min(
+                    least, self._bound_with(bound, stages, share, replicas, min(max_sequences, share))
+                )
+            if max_sequences >= share:
                 break  # remat would only take longer
         return least
 
@@ -265,20 +278,23 @@ class LowerBounds:
         share = self._batch // axes.fsdp
         sizes = find_divisors(share)
         least = math.inf
-        for again, slot in zip(self._again, self.bound_microbatches(axes), strict=True):
-            if fitting := self.fitting.count_sizes(axes, again, sizes):
-                most = sizes[fitting - 1]
-                least = min(least, self._least_with(slot, axes.pipeline, share, replicas, most))
+        for is_remat, bound in zip(self._remat_choices, self.bound_microbatches(axes), strict=True):
+            if fitting := self.memory_filter.count_sizes(axes, is_remat, sizes):
+                max_sequences = sizes[fitting - 1]
+                least = min(least, self._bound_with(bound, axes.pipeline, share, replicas, max_sequences))
         return least
 
-    def _least_with(
-        self, slot: MicrobatchBound, stages: int, share: int, replicas: int, most: float
+    def _bound_with(
+        self, bound: MicrobatchBound, stages: int, share: int, replicas: int, max_sequences: float
     ) -> float:
         """Return the bound for microbatches of at most so many sequences."""
+        # B / (F R) t(b_max) / b_max + (p - 1) / r t(1), for p > 1.
         longest = -(-self._layers // stages)
-        step = share / replicas * self._slot_s(slot, stages, most, longest) / most
+        step = (
+            share / replicas * self._bound_microbatch_s(bound, stages, max_sequences, longest) / max_sequences
+        )
         if stages > 1:
-            step += (stages - 1) / self._repeats * self._slot_s(slot, stages, 1, longest)
+            step += (stages - 1) / self._repeats * self._bound_microbatch_s(bound, stages, 1, longest)
         return step
 
     def bound_microbatch_step_s(
@@ -287,11 +303,12 @@ class LowerBounds:
         """Return a bound for these axes and this microbatch on at most so many replicas."""
         if not replicas:
             return math.inf
+        # (ceil(B / (F b R)) + (p - 1) / r) t(b), with the longest stage that memory requires.
         quota = -(-(self._batch // (axes.fsdp * microbatch.sequences)) // replicas)
         fill = (axes.pipeline - 1) / self._repeats
-        slot = self.bound_microbatches(axes)[microbatch.remat]
+        bound = self.bound_microbatches(axes)[microbatch.remat]
         longest = self._cost_model.memory.find_longest_stage(axes, microbatch)
-        return (quota + fill) * self._slot_s(slot, axes.pipeline, microbatch.sequences, longest)
+        return (quota + fill) * self._bound_microbatch_s(bound, axes.pipeline, microbatch.sequences, longest)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,7 +45,7 @@ class TaskAssignment(msgspec.Struct, frozen=True, kw_only=True):
     task_counts: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
+def assign_tasks(tasks: int, machines: Sequence[MachineClass]) -> TaskAssignment:
     """Return the assignment with the least makespan.
 
     Args:
@@ -55,61 +55,64 @@ def assign_tasks(pieces: int, takers: Sequence[MachineClass]) -> TaskAssignment:
     >>> assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)])
     TaskAssignment(makespan_s=9, task_counts=(((8, 9), (23, 8)),))
     """
-    if len(takers) == 1:
-        return _deal_alike(pieces, takers[0])
-    early = _find_early(pieces, takers)
-    each = [
-        min(max(0, math.floor((early - kind.start_s) / kind.task_s) - 1), kind.max_tasks) for kind in takers
+    if len(machines) == 1:
+        return _assign_equal(tasks, machines[0])
+    # Each machine surely gets floor((t - s_i) / p_i) - 1 tasks, t the fluid time: the -1 absorbs rounding. The rest, a
+    # few tasks per class, goes one class at a time to the machines that finish a further task first.
+    early = _find_early(tasks, machines)
+    base = [
+        min(max(0, math.floor((early - one.start_s) / one.task_s) - 1), one.max_tasks) for one in machines
     ]
-    left = pieces - sum(kind.count * number for kind, number in zip(takers, each, strict=True))
-    extra = [0] * len(takers)
+    left = tasks - sum(one.count * number for one, number in zip(machines, base, strict=True))
+    extra = [0] * len(machines)
     queue = [
-        (kind.start_s + (each[i] + 1) * kind.task_s, i)
-        for i, kind in enumerate(takers)
-        if each[i] < kind.max_tasks
+        (one.start_s + (base[i] + 1) * one.task_s, i)
+        for i, one in enumerate(machines)
+        if base[i] < one.max_tasks
     ]
     heapq.heapify(queue)
     while left > 0:
         _, i = queue[0]
-        kind = takers[i]
-        taken = min(left, kind.count)
-        left -= taken
-        if taken < kind.count:
-            extra[i] = taken
-        elif (number := each[i] + 1) < kind.max_tasks:
-            each[i] = number
-            heapq.heapreplace(queue, (kind.start_s + (number + 1) * kind.task_s, i))
+        one = machines[i]
+        count = min(left, one.count)
+        left -= count
+        if count < one.count:
+            extra[i] = count
+        elif (number := base[i] + 1) < one.max_tasks:
+            base[i] = number
+            heapq.heapreplace(queue, (one.start_s + (number + 1) * one.task_s, i))
         else:
-            each[i] = number
+            base[i] = number
             heapq.heappop(queue)
-    return _sum_up(takers, each, extra)
+    return _collect(machines, base, extra)
 
 
-def _find_early(pieces: int, takers: Sequence[MachineClass]) -> float:
+def _find_early(tasks: int, machines: Sequence[MachineClass]) -> float:
     """Return the fluid time: no assignment has finished more than all tasks by then."""
-    ordered = sorted(takers, key=lambda kind: kind.start_s)
+    # t = (tasks + sum_i s_i / p_i) / sum_i 1 / p_i, over the machines with s_i < t: machines join in order of s_i.
+    ordered = sorted(machines, key=lambda one: one.start_s)
     rate = offset = 0.0
     time = math.inf
-    for kind in ordered:
-        if kind.start_s >= time:
+    for one in ordered:
+        if one.start_s >= time:
             break
-        rate += kind.count / kind.task_s
-        offset += kind.count * kind.start_s / kind.task_s
-        time = (pieces + offset) / rate
+        rate += one.count / one.task_s
+        offset += one.count * one.start_s / one.task_s
+        time = (tasks + offset) / rate
     return time
 
 
-def _deal_alike(pieces: int, takers: MachineClass) -> TaskAssignment:
-    low, more = divmod(pieces, takers.count)
-    return _sum_up([takers], [low], [more])
+def _assign_equal(tasks: int, machines: MachineClass) -> TaskAssignment:
+    low, more = divmod(tasks, machines.count)
+    return _collect([machines], [low], [more])
 
 
-def _sum_up(takers: Sequence[MachineClass], each: Sequence[int], extra: Sequence[int]) -> TaskAssignment:
-    finish = 0.0
-    shares = []
-    for kind, low, more in zip(takers, each, extra, strict=True):
-        groups = ((more, low + 1), (kind.count - more, low))
-        shares.append(tuple(group for group in groups if group[0]))
+def _collect(machines: Sequence[MachineClass], base: Sequence[int], extra: Sequence[int]) -> TaskAssignment:
+    makespan_s = 0.0
+    counts = []
+    for one, low, more in zip(machines, base, extra, strict=True):
+        groups = ((more, low + 1), (one.count - more, low))
+        counts.append(tuple(group for group in groups if group[0]))
         if most := low + (more > 0):
-            finish = max(finish, kind.start_s + most * kind.task_s)
-    return TaskAssignment(makespan_s=finish, task_counts=tuple(shares))
+            makespan_s = max(makespan_s, one.start_s + most * one.task_s)
+    return TaskAssignment(makespan_s=makespan_s, task_counts=tuple(counts))

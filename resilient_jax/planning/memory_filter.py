@@ -45,16 +45,16 @@ class MemoryFilter:
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model
 
-    def summarize_headroom(self, axes: ReplicaAxes, again: bool) -> HeadroomSummary:
+    def summarize_headroom(self, axes: ReplicaAxes, is_remat: bool) -> HeadroomSummary:
         """Return the headroom under these axes: the same for all pipelines of two or more stages."""
-        room = self._cost_model.memory.find_headroom(axes)
-        one = self._cost_model.memory.count_activations(axes, MicrobatchConfig(1, again))
-        return HeadroomSummary(max(room[:3]) * ROUNDING_SLACK, room.layer, one.layer, one.extra)
+        headroom = self._cost_model.memory.find_headroom(axes)
+        one = self._cost_model.memory.count_activations(axes, MicrobatchConfig(1, is_remat))
+        return HeadroomSummary(max(headroom[:3]) * ROUNDING_SLACK, headroom.layer, one.layer, one.extra)
 
-    def count_sizes(self, axes: ReplicaAxes, again: bool, sizes: tuple[int, ...]) -> int:
+    def count_sizes(self, axes: ReplicaAxes, is_remat: bool, sizes: tuple[int, ...]) -> int:
         """Return how many of these sizes of a microbatch, in order, may fit."""
         return bisect.bisect_left(
-            sizes, True, key=lambda size: not self.may_fit(axes, MicrobatchConfig(size, again))
+            sizes, True, key=lambda size: not self.may_fit(axes, MicrobatchConfig(size, is_remat))
         )
 
     def may_fit(self, axes: ReplicaAxes, microbatch: MicrobatchConfig) -> bool:
@@ -64,7 +64,7 @@ class MemoryFilter:
         stages together all layers.
         """
         cost_model, stages = self._cost_model, axes.pipeline
-        room, layers = cost_model.memory.find_headroom(axes), cost_model.layers
+        headroom, layers = cost_model.memory.find_headroom(axes), cost_model.layers
         size, one = (
             microbatch.sequences,
             cost_model.memory.count_activations(axes, MicrobatchConfig(1, microbatch.remat)),
@@ -73,27 +73,37 @@ class MemoryFilter:
             cost_model.memory.count_microbatches(axes, microbatch),
             cost_model.request.pipeline_repeats,
         )
+        # One stage: x b + S L + F (a L + embedding + head) b <= C.
         extra, layer = size * one.extra, size * one.layer
-        deepest = count_in_flight(0, stages, microbatches, repeats)
+        most_in_flight = count_in_flight(0, stages, microbatches, repeats)
         if stages == 1:
-            kept = deepest * (layers * layer + size * (one.embedding + one.head))
-            return extra + layers * room.layer + kept <= room.first * ROUNDING_SLACK
-        flattest = count_in_flight(stages - 1, stages, microbatches, repeats)
+            kept = most_in_flight * (layers * layer + size * (one.embedding + one.head))
+            return extra + layers * headroom.layer + kept <= headroom.first * ROUNDING_SLACK
+        fewest_in_flight = count_in_flight(stages - 1, stages, microbatches, repeats)
         first = count_fitting_layers(
-            room.first - extra - deepest * size * one.embedding, room.layer + deepest * layer
+            headroom.first - extra - most_in_flight * size * one.embedding,
+            headroom.layer + most_in_flight * layer,
         )
         last = count_fitting_layers(
-            room.last - extra - flattest * size * one.head, room.layer + flattest * layer
+            headroom.last - extra - fewest_in_flight * size * one.head,
+            headroom.layer + fewest_in_flight * layer,
         )
         if first < 1 or last < 1:
             return False
+        # Two or more: the ends have their own number of layers. Between them the second stage has the most microbatches
+        # in flight, so least room, and the last but one the fewest. The exact sum is needed only if `layers` lies
+        # between (P - 2) times one and (P - 2) times the other.
         missing = layers - first - last
         if stages == 2:
             return missing <= 0
-        between = room.middle - extra
-        deep, flat = (count_in_flight(stage, stages, microbatches, repeats) for stage in (1, stages - 2))
-        least = count_fitting_layers(between, room.layer + deep * layer)
-        if least < 1 or missing > (stages - 2) * count_fitting_layers(between, room.layer + flat * layer):
+        between = headroom.middle - extra
+        most_between, fewest_between = (
+            count_in_flight(stage, stages, microbatches, repeats) for stage in (1, stages - 2)
+        )
+        least = count_fitting_layers(between, headroom.layer + most_between * layer)
+        if least < 1 or missing > (stages - 2) * count_fitting_layers(
+            between, headroom.layer + fewest_between * layer
+        ):
             return False
         return (
             missing <= (stages - 2) * least

@@ -34,6 +34,8 @@ def simulate_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float],
     Stage i of P runs `min(P - i, N)` forward, then one backward and one forward in turn. The result equals
     `estimate_pipeline_s` where all stages are equal; the formula is never less. Takes time and memory O(P N).
     """
+    # end(task) = max(end of the stage's task before, end of its input) + time: each stage runs as far as its inputs
+    # are known, until no stage can run further. 1F1B has no cyclic wait, so then all are done.
     stages = len(forward_s)
     orders = [_order_of(stage, stages, microbatches) for stage in range(stages)]
     ends: dict[tuple[int, bool, int], float] = {}
@@ -57,6 +59,7 @@ def simulate_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float],
 
 
 def _order_of(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
+    # Warm-up of min(P - i, N) forward passes, then one backward and one forward in turn, then the remaining backwards.
     first = min(stages - stage, microbatches)
     order = [(True, i) for i in range(first)]
     for i in range(microbatches):

@@ -168,7 +168,10 @@ class Plan:
     def quotas(self) -> tuple[int, ...]:
         """Microbatches of each replica in a step, in the order of replicas; their sum is `microbatches`."""
         return tuple(
-            n for team in self.replica_classes for replicas, n in team.quotas for _ in range(replicas)
+            n
+            for replica_class in self.replica_classes
+            for replicas, n in replica_class.quotas
+            for _ in range(replicas)
         )
 
     @property

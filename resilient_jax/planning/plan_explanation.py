@@ -54,14 +54,14 @@ def _spares(plan: Plan) -> str:
 
 def _speeds(plan: Plan) -> str:
     if (
-        len({quota for team in plan.replica_classes for _, quota in team.quotas}) <= 1
+        len({quota for replica_class in plan.replica_classes for _, quota in replica_class.quotas}) <= 1
         and len(plan.replica_classes) == 1
     ):
         return ""
     quotas = ", ".join(
         f"{replicas} replica{'s'[: replicas != 1]} with {quota}"
-        for team in plan.replica_classes
-        for replicas, quota in team.quotas
+        for replica_class in plan.replica_classes
+        for replicas, quota in replica_class.quotas
     )
     return f"Microbatches: {quotas}."
 

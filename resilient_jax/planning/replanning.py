@@ -218,15 +218,15 @@ def _search(plan: Plan, topology: Topology, constraints: PlanConstraints) -> Pla
 
 def _is_same_program(plan: Plan, other: Plan) -> bool:
     """Return whether both plans run the same program on each replica: its axes, its microbatch, its layers."""
-    splits = {team.layers for team in plan.replica_classes}
+    splits = {replica_class.layers for replica_class in plan.replica_classes}
     return (plan.layout.axes, plan.microbatch) == (other.layout.axes, other.microbatch) and all(
-        team.layers in splits for team in other.replica_classes
+        replica_class.layers in splits for replica_class in other.replica_classes
     )
 
 
 def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
-    group = plan.layout.axes
-    axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in group._fields}
+    replica_axes = plan.layout.axes
+    axes = {axis: size for axis, size in plan.axis_sizes.items() if axis.value in replica_axes._fields}
     try:
         kept = _search(plan, topology, PlanConstraints(axes, plan.microbatch, min_replicas))
     except (NoFeasiblePlan, PlanError):
@@ -235,12 +235,12 @@ def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
 
 
 def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
-    moves = plan_migration(before, plan)
+    migration = plan_migration(before, plan)
     request = plan.request
     cost_model = CostModel(request)
     bandwidth = cost_model.links[-1].bytes_per_s * request.pool.devices_per_host
-    move_s = moves.count_max_host_bytes() / bandwidth + (
-        cost_model.links[-1].latency_s if moves.transfers else 0.0
+    move_s = migration.count_max_host_bytes() / bandwidth + (
+        cost_model.links[-1].latency_s if migration.transfers else 0.0
     )
     return ReplanOption(
         action=ReplanAction.KEEP if _is_same_program(before, plan) else ReplanAction.NEW,
@@ -249,7 +249,7 @@ def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, comp
         search_s=search_s,
         compile_s=compile_s,
         move_s=move_s,
-        migration=moves,
+        migration=migration,
         score=compute_score(plan.global_batch, plan.step_time_s, search_s + compile_s + move_s, horizon),
     )
 
@@ -261,7 +261,7 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
     """
     if plan.layout.axes.pipeline == 1 or plan.replicas == 1:
         return None
-    team, *others = plan.replica_classes
+    replica_class, *others = plan.replica_classes
     now = {host.name: host for host in topology.hosts}
     was = plan.request.topology
     if others or len(now) >= len(was.hosts) or any(host != now.get(host.name, host) for host in was.hosts):
@@ -271,7 +271,7 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
         return None
     if plan.replicas - max(failed) < min_replicas:
         return None
-    slot, quota = team.microbatch_s, max(plan.quotas)
+    slot, quota = replica_class.microbatch_s, max(plan.quotas)
     time = estimate_rerouted_s(plan.layout.axes.pipeline, quota, plan.replicas, failed, slot)
     if time is None:
         return None

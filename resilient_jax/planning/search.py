@@ -107,7 +107,7 @@ def search_plans(
         NumberFormat.BF16 if program_cost.compute_bytes == BFLOAT16_BYTES else NumberFormat.FP32
     )
     best = _Best(max(top, 2))
-    pricings: list[CostModel] = []
+    cost_models: list[CostModel] = []
     for memory in sorted({kind.memory_bytes for kind in topology.accelerators}):
         request = PlanRequest(
             program_cost=program_cost,
@@ -118,12 +118,12 @@ def search_plans(
             number_format=wanted,
             pipeline_repeats=pipeline_repeats,
         )
-        pricings.append(CostModel(request))
-        best.pricing = pricings[-1]
-        visit_candidates(pricings[-1], constraints, best.limit_s, best.keep)
+        cost_models.append(CostModel(request))
+        best.cost_model = cost_models[-1]
+        visit_candidates(cost_models[-1], constraints, best.limit_s, best.keep)
     ranked = best.ranked()
     if not ranked:
-        raise explain_infeasibility(pricings[0], constraints)
+        raise explain_infeasibility(cost_models[0], constraints)
     plans = [build_plan(cost_model, candidate) for candidate, cost_model in ranked]
     return explain_choice(plans, constraints.min_replicas)[:top]
 
@@ -132,7 +132,7 @@ class _Best:
     """The best candidates so far, one for each choice of replica axes."""
 
     def __init__(self, number: int) -> None:
-        self.pricing: CostModel | None = None
+        self.cost_model: CostModel | None = None
         self._number = number
         self._limit_s = math.inf
         self._found: dict[ReplicaAxes, tuple[PlanCandidate, CostModel]] = {}
@@ -147,8 +147,8 @@ class _Best:
         axes = candidate.layout.axes
         if candidate.step_s >= self.limit_s(axes):
             return
-        assert self.pricing is not None
-        self._found[axes] = (candidate, self.pricing)
+        assert self.cost_model is not None
+        self._found[axes] = (candidate, self.cost_model)
         if len(self._found) > self._number:
             worst = max(self._found, key=lambda other: self._found[other][0].step_s)
             del self._found[worst]

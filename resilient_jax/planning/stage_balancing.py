@@ -80,6 +80,7 @@ def _ends(state: StateBytes, layers: int) -> tuple[PartBytes, PartBytes]:
 
 def _count_below(limit: float, extra: float, layer: float) -> int:
     """Return with how many layers at most a stage has less than the limit."""
+    # extra + n layer < limit, so n = ceil((limit - extra) / layer) - 1; the slack keeps an equal stage from counting.
     if layer <= 0:
         return UNLIMITED if extra < limit else 0
     return max(0, math.ceil((limit - extra) / layer - ROUNDED) - 1)

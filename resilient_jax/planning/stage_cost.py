@@ -137,6 +137,7 @@ def _with_tied(
     state_by_part: dict[ModelPart, PartBytes], state: StateBytes, axes: ReplicaAxes
 ) -> dict[ModelPart, PartBytes]:
     """Return the state of both ends with what they share: gathered at each, but on one stage it has one gradient."""
+    # On one stage both uses of a tied tensor add to one gradient, so only the head's copy counts it.
     ends = {
         ModelPart.EMBEDDING: state_by_part[ModelPart.EMBEDDING].plus(state.tied),
         ModelPart.HEAD: state_by_part[ModelPart.HEAD].plus(state.tied),
@@ -153,6 +154,8 @@ def estimate_part_times(
     """Return the times of the parts on hosts of a kind."""
     bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s
 
+    # Only computing depends on the host's speed. Activations are needed at once, so their collectives are exposed but
+    # for the calibrated overlap; FSDP prefetches, so only what exceeds the overlapped part of computing is exposed.
     def time(part: PartLoad) -> StageTime:
         computing = estimate_compute_s(part.device_work, peak_flops_per_s, bandwidth, constants) / kind.speed
         shown = 1 - constants.activation_overlap

@@ -151,6 +151,8 @@ class StageMemory:
         """
         key = (axes, microbatch)
         if key not in self._max_layers:
+            # C_0 and C_(P-1) lose the residuals of the embedding and the head, in as many microbatches as are in
+            # flight there; every stage loses x, the working memory of one part.
             headroom, one = self.find_headroom(axes), self.count_activations(axes, microbatch)
             stages, repeats = axes.pipeline, self.request.pipeline_repeats
             microbatches = self.count_microbatches(axes, microbatch)

@@ -72,11 +72,11 @@ def count_state_bytes(program_cost: ProgramCost, axes: ReplicaAxes) -> StateByte
 class _Row(NamedTuple):
     """A tensor: the part that counts it, elements and bytes of one layer, and the index of its kind of partition."""
 
-    place: str
+    part: str
     is_parameter: bool
-    numbers: float
+    elements: float
     bytes: float
-    alike: int
+    partition: int
 
 
 class StateCounter:
@@ -97,28 +97,30 @@ class StateCounter:
             )
             self._rows.append(
                 _Row(
-                    place="tied" if len(tensor.parts) > 1 else next(iter(tensor.parts)).value,
+                    part="tied" if len(tensor.parts) > 1 else next(iter(tensor.parts)).value,
                     is_parameter=tensor.role is TensorRole.PARAMETER,
-                    numbers=tensor.size / tensor.copies * copies,
+                    elements=tensor.size / tensor.copies * copies,
                     bytes=copies * tensor.bytes / tensor.copies,
-                    alike=known[key],
+                    partition=known[key],
                 )
             )
 
     def count(self, axes: ReplicaAxes) -> StateBytes:
         """Return the bytes of each part under these axes."""
+        # Per tensor of n elements per layer: parameters n dtype / s, gradients n gradient / s, gathered n compute / s',
+        # gathered gradients n gradient / s'; s shards with FSDP, s' without. What is no parameter counts as optimizer.
         program_cost, sizes = self._program_cost, axes.state_axis_sizes
         gathered_sizes = {**sizes, Axis.FSDP: 1}
         parts = [(count_shards(one, sizes), count_shards(one, gathered_sizes)) for one in self._kinds]
-        totals = {place: [0.0] * len(PartBytes._fields) for place in StateBytes._fields}
-        for place, is_parameter, numbers, size, alike in self._rows:
-            own, whole = parts[alike]
-            total = totals[place]
+        totals = {part: [0.0] * len(PartBytes._fields) for part in StateBytes._fields}
+        for part, is_parameter, elements, size, partition in self._rows:
+            shards, gathered_shards = parts[partition]
+            total = totals[part]
             if is_parameter:
-                total[0] += size / own
-                total[1] += numbers * program_cost.gradient_bytes / own
-                total[3] += numbers * program_cost.compute_bytes / whole
-                total[4] += numbers * program_cost.gradient_bytes / whole
+                total[0] += size / shards
+                total[1] += elements * program_cost.gradient_bytes / shards
+                total[3] += elements * program_cost.compute_bytes / gathered_shards
+                total[4] += elements * program_cost.gradient_bytes / gathered_shards
             else:
-                total[2] += size / own
-        return StateBytes(**{place: PartBytes(*total) for place, total in totals.items()})
+                total[2] += size / shards
+        return StateBytes(**{part: PartBytes(*total) for part, total in totals.items()})

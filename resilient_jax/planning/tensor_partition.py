@@ -93,10 +93,10 @@ def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tupl
     """Return the sizes of an axis that the program allows, in order, 1 among them."""
     if axis in (Axis.REPLICA, Axis.FSDP):
         return tuple(range(1, at_most + 1))
-    numbers = [rule.dim_size for rule in program_cost.divisibility_rules if rule.axis is axis]
+    sizes = [rule.dim_size for rule in program_cost.divisibility_rules if rule.axis is axis]
     if axis is Axis.PIPELINE:
-        return tuple(range(1, min(at_most, max(numbers, default=1)) + 1))
-    candidates = {1}.union(*(_divisors_of(number, at_most) for number in numbers))
+        return tuple(range(1, min(at_most, max(sizes, default=1)) + 1))
+    candidates = {1}.union(*(_divisors_of(size, at_most) for size in sizes))
     return tuple(sorted(size for size in candidates if not find_violated_rules(program_cost, axis, size)))
 
 
@@ -126,6 +126,6 @@ def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
     )
     raise CallerError(
         f"{program_cost.name}: found dims that divide by nothing from 2 to {at_most} ({named}; sizes of parameters: "
-        f"{', '.join(map(str, sorted(dims)))}), expected at least one that an axis can cut. Change the model's sizes "
+        f"{', '.join(map(str, sorted(dims)))}), expected at least one that an axis can shard. Change the model's sizes "
         "to multiples of small numbers"
     )

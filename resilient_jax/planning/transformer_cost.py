@@ -85,7 +85,7 @@ def _list_tensors(shape: TransformerShape, precision: Precision) -> tuple[StateT
 
 
 def _list_rules(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
-    numbers = (
+    sizes = (
         (Axis.TENSOR, "heads", shape.heads, True),
         (Axis.TENSOR, "mlp", shape.feed_forward, True),
         (Axis.TENSOR, "kv_heads", shape.kv_heads, False),
@@ -95,6 +95,5 @@ def _list_rules(shape: TransformerShape) -> tuple[DivisibilityRule, ...]:
         (Axis.PIPELINE, "layers", shape.layers, True),
     )
     return tuple(
-        DivisibilityRule(axis=a, logical_name=n, dim_size=number, is_required=r)
-        for a, n, number, r in numbers
+        DivisibilityRule(axis=a, logical_name=n, dim_size=size, is_required=r) for a, n, size, r in sizes
     )

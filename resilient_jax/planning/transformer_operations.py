@@ -55,7 +55,9 @@ GRADIENT_SUM = ElementwiseCost(
 def _count_pairs(shape: TransformerShape, attention: AttentionKind) -> float:
     """Return the pairs of tokens whose score a head computes."""
     tokens = shape.sequence_tokens
-    return tokens * tokens if attention is AttentionKind.SQUARE else tokens * (tokens + 1) / 2
+    return (
+        tokens * tokens if attention is AttentionKind.SQUARE else tokens * (tokens + 1) / 2
+    )  # i <= j: T (T + 1) / 2
 
 
 def _split_feed_forward(shape: TransformerShape, amount: float) -> AmountByAxis:
@@ -88,10 +90,10 @@ def count_traffic(shape: TransformerShape, attention: AttentionKind) -> AmountBy
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim if shape.positions == "rotary" else 0
     scores = 4 * _count_pairs(shape, attention) * shape.heads if attention is AttentionKind.SQUARE else 0.0
     # 4 T D: two norms read and write. Then the products read their inputs, and two residual additions read and write.
-    whole = tokens * shape.width * (4 + inputs + 4)
+    replicated = tokens * shape.width * (4 + inputs + 4)
     tensor = tokens * (2 * projected + 2 * rotated + 2 * shape.heads * shape.head_dim)
     network = _split_feed_forward(shape, tokens * shape.feed_forward * (6 if shape.gated else 4))
-    return AmountByAxis(replicated=whole, tensor=tensor, attention=scores) + network
+    return AmountByAxis(replicated=replicated, tensor=tensor, attention=scores) + network
 
 
 def count_residuals(shape: TransformerShape, attention: AttentionKind) -> AmountByAxis:
@@ -145,6 +147,6 @@ def count_other_flops(shape: TransformerShape, attention: AttentionKind) -> Elem
         (2 * shape.width + inner if shape.biases == "all" else 0, ADD),
     ]
     return ElementwiseCost(
-        forward=tokens * sum(numbers * cost.forward for numbers, cost in terms),
-        backward=tokens * sum(numbers * cost.backward for numbers, cost in terms),
+        forward=tokens * sum(elements * cost.forward for elements, cost in terms),
+        backward=tokens * sum(elements * cost.backward for elements, cost in terms),
     )

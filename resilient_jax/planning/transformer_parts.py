@@ -63,6 +63,7 @@ SINGLE_PRECISION: Final = Precision(compute_bytes=4)
 
 def analyze_embedding(shape: TransformerShape, precision: Precision) -> PartCost:
     """Return the cost of the embedding: lookups, which move data and compute nothing but the sum with positions."""
+    # Each table: T D elements read and written, forward and again backward; a lookup is one operation per element.
     elements = shape.sequence_tokens * shape.width
     tables = 2 if shape.positions == "table" else 1
     moved = AmountByAxis(replicated=2 * tables * elements * precision.compute_bytes)
@@ -100,6 +101,8 @@ def _make_all_reduce(
 def analyze_head(shape: TransformerShape, precision: Precision) -> PartCost:
     """Return the cost of the last norm, the logits and the loss."""
     width, logits = shape.sequence_tokens * shape.width, shape.sequence_tokens * shape.vocabulary_tokens
+    # Logits: 2 T D V FLOPs, twice that backward. Kept: the norm's input and result (2 T D), and the softmax (T V).
+    # Read and written: T D three times around the norm and as operand, T V twice.
     product = AmountByAxis(vocabulary=2 * width * shape.vocabulary_tokens)
     norm = NORM[shape.norm]
     moved = AmountByAxis(
@@ -129,6 +132,8 @@ def analyze_head(shape: TransformerShape, precision: Precision) -> PartCost:
 
 def analyze_layer(shape: TransformerShape, precision: Precision, attention: AttentionKind) -> PartCost:
     """Return the cost of one layer."""
+    # Backward has two products for each product forward; blockwise attention computes its scores, half of its
+    # products, once more. Under remat the layer's input is kept instead of its residuals.
     forward = count_matmul_flops(shape, attention)
     again = forward.attention / 2 if attention is AttentionKind.BLOCKS else 0.0
     width_bytes = shape.sequence_tokens * shape.width * precision.compute_bytes

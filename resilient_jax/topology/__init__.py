@@ -1,4 +1,4 @@
-"""What a cluster is, as a value: hosts, devices, links, failure domains; from `meshes/*.toml`."""
+"""A cluster as a value: hosts, devices, links, failure domains; loaded from `meshes/*.toml`."""
 
 from resilient_jax.ids import HostName
 from resilient_jax.topology.accelerator import Accelerator, NumberFormat, Peak

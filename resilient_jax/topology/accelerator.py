@@ -1,4 +1,4 @@
-"""One kind of device: how fast it computes, how much it remembers."""
+"""One kind of accelerator: peak arithmetic rates and memory."""
 
 import dataclasses
 import enum
@@ -8,7 +8,10 @@ from resilient_jax.topology.errors import TopologyError
 
 
 class NumberFormat(enum.StrEnum):
-    """What is multiplied; sums are usually kept in fp32. `tf32` is fp32 arrays, multiplied in fewer bits."""
+    """Format of the operands of a matrix product; sums are usually in fp32.
+
+    `tf32` is fp32 arrays multiplied in fewer bits.
+    """
 
     FP64 = "fp64"
     FP32 = "fp32"
@@ -21,7 +24,7 @@ class NumberFormat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most floating point operations (a multiply-add is two) per second, dense, in one format."""
+    """The peak rate in one format: dense floating point operations per second, a multiply-add being two."""
 
     number_format: NumberFormat
     flops_per_s: float
@@ -29,14 +32,14 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """What one device can do, by its data sheet or as measured.
+    """Figures of one device, by its data sheet or as measured.
 
     Attributes:
         name: such as "NVIDIA H100 SXM 80GB".
         peaks: one per number format, dense (no sparsity).
-        memory_bytes: of the device.
+        memory_bytes: size of the device's memory.
         memory_bandwidth_bytes_per_s: between the device and its memory, reads and writes together.
-        source: where the figures come from.
+        source: source of the figures.
     """
 
     name: str
@@ -59,10 +62,10 @@ class Accelerator:
                 )
 
     def peak_flops_per_s(self, number_format: NumberFormat | str) -> float:
-        """The peak in one number format.
+        """Return the peak in one number format.
 
         Raises:
-            TopologyError: none is known for it; no other format's is taken instead.
+            TopologyError: the peak is unknown; no other format's is taken instead.
         """
         known = {peak.number_format: peak.flops_per_s for peak in self.peaks}
         if number_format in known:

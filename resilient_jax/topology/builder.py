@@ -1,4 +1,4 @@
-"""The tables of a file to a `Topology`: what single values cannot say, such as names that refer to nothing."""
+"""From the tables of a file to a `Topology`: checks of several values together, such as names that refer to nothing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,14 +21,14 @@ from resilient_jax.topology.topology import Topology
 
 
 def build_topology(file: TopologyFile, *, source: str) -> Topology:
-    """The topology that a file describes.
+    """Return the topology that a file describes.
 
     Args:
         file: its tables.
-        source: what messages call it.
+        source: name of the file in messages.
 
     Raises:
-        ConfigError: tables are missing or do not go together; names the key.
+        ConfigError: tables are missing or contradict each other; names the key.
     """
     try:
         levels = tuple(_build_levels(file.links))
@@ -138,7 +138,7 @@ def _build_peaks(table: PeaksTable) -> Iterator[Peak]:
 
 def _build_hosts(file: TopologyFile, accelerators: dict[str, Accelerator]) -> Iterator[Host]:
     between = file.links[1:-1]
-    place = 0  # of the host in the file, which says in which domain it is where domains are counted off
+    place = 0  # index of the host in the file, which determines its domain where domains are counted off
     for index, table in enumerate(file.hosts):
         key = f"hosts[{index}]"
         _check_hosts_table(table, key, accelerators, between)

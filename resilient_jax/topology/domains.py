@@ -10,7 +10,7 @@ from resilient_jax.topology.hosts import Host
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailureDomain:
-    """One host, rack, slice, ...: its name is unique among those of its level."""
+    """One host, rack, slice, ...; its name is unique among those of its level."""
 
     level: str
     name: str
@@ -26,10 +26,10 @@ class DomainHosts:
 
 
 def list_failure_domains(host: Host, levels: Sequence[str]) -> tuple[FailureDomain, ...]:
-    """From the host itself outward.
+    """Return the failure domains of a host, from the host itself outward.
 
     Args:
-        host: whose.
+        host: the host.
         levels: names of the failure levels, "host" first.
     """
     names = (host.name, *host.domains)
@@ -37,12 +37,12 @@ def list_failure_domains(host: Host, levels: Sequence[str]) -> tuple[FailureDoma
 
 
 def group_by_domain(hosts: Iterable[Host], level: str, place: int) -> tuple[DomainHosts, ...]:
-    """The domains of one level that have hosts.
+    """Return the domains of one level that have hosts.
 
     Args:
-        hosts: of the topology, in its order.
+        hosts: hosts of the topology, in its order.
         level: the level's name.
-        place: of the level: 0 for hosts, 1 for what is around them, ...
+        place: index of the level: 0 for hosts, 1 for what is around them, ...
     """
     members: dict[str, list[Host]] = {}
     for host in hosts:
@@ -58,19 +58,18 @@ def group_by_domain(hosts: Iterable[Host], level: str, place: int) -> tuple[Doma
 
 
 def validate_domains(hosts: Iterable[Host], between: Sequence[str]) -> None:
-    """Refuses hosts whose domains do not fit the levels, or do not nest.
+    """Raise an error for hosts whose domains do not fit the levels, or do not nest.
 
     Args:
-        hosts: all.
+        hosts: all hosts.
         between: names of the levels between the host and the outermost.
 
     Raises:
-        TopologyError: a host has too many or too few domains, or a domain lies in two domains of the next level.
+        TopologyError: a host has too many or too few domains, or a domain is in two domains of the next level.
     """
     around: dict[tuple[int, str], tuple[str, ...]] = {}
-    for domains, host in {
-        host.domains: host.name for host in hosts
-    }.items():  # hosts share them: few are looked at
+    distinct = {host.domains: host.name for host in hosts}  # hosts share domains, so few combinations remain
+    for domains, host in distinct.items():
         if len(domains) != len(between):
             raise TopologyError(
                 f"host {host!r}: found the domains {list(domains)}, expected one for each of the levels "

@@ -1,13 +1,13 @@
-"""What can be wrong with a topology; always the caller's move."""
+"""Errors of topologies; the caller can correct them."""
 
 from resilient_jax.errors import CallerError
 
 
 class TopologyError(CallerError):
-    """Values that are no topology, or a question that this topology cannot answer.
+    """Values that form no topology, or a query that this topology cannot answer.
 
     Attributes:
-        key: of a topology file, where the mistake would stand; empty if in none.
+        key: key of a topology file where the mistake would be; empty if in none.
     """
 
     def __init__(self, message: str, *, key: str = "") -> None:
@@ -16,4 +16,4 @@ class TopologyError(CallerError):
 
 
 class UnknownHost(TopologyError):
-    """No host of that name is in the topology; the message names those that are nearest."""
+    """No host of that name is in the topology; the message names the nearest ones."""

@@ -1,4 +1,4 @@
-"""The tables of a topology file; `meshes/README.md` says what each key means.
+"""The tables of a topology file; `meshes/README.md` defines each key.
 
 Ranges are wide: they refuse what no machine has, which is mostly a number in another unit.
 """
@@ -17,7 +17,7 @@ Latency = Annotated[float, Meta(ge=0, le=1)]
 
 
 class TopologyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all tables have in common: a key that we do not know is refused."""
+    """Base of all tables: an unknown key is refused."""
 
 
 class PeaksTable(TopologyTable, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class LinksTable(TopologyTable, frozen=True, kw_only=True):
 
 
 class TopologyFile(TopologyTable, frozen=True, kw_only=True):
-    """The whole file. Missing lists of tables are refused by `build`, in better words than here."""
+    """A complete file. Missing lists of tables are refused by `build_topology`, with better messages than here."""
 
     name: Name
     description: str = ""
@@ -82,4 +82,4 @@ TABLES: dict[str, type[TopologyTable]] = {
     "hosts": HostsTable,
     "links": LinksTable,
 }
-"""By their path, without indices."""
+"""Tables by their path, without indices."""

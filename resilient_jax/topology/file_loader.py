@@ -1,4 +1,4 @@
-"""A topology from a file, or from the text of one."""
+"""Loading of a topology from a file, or from its text."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from resilient_jax.topology.topology import Topology
 
 
 def load_topology(path: str | Path) -> Topology:
-    """Gives the topology in a TOML file, as `meshes/README.md` describes it.
+    """Return the topology in a TOML file, as `meshes/README.md` describes it.
 
     Raises:
         ConfigError: the file cannot be read or is no topology; names file, key, found, expected, what to do.
@@ -39,13 +39,13 @@ def load_topology(path: str | Path) -> Topology:
 
 
 def decode_topology(text: str, *, source: str) -> Topology:
-    """Gives the topology in a TOML text.
+    """Return the topology in a TOML text.
 
     Args:
-        text: as it would stand in a file.
-        source: what messages call it.
+        text: content of a topology file.
+        source: name of the text in messages.
 
     Raises:
-        ConfigError: it is no topology.
+        ConfigError: the text is no topology.
     """
     return build_topology(decode_tables(text, source=source), source=source)

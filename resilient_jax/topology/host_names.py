@@ -1,4 +1,4 @@
-"""Many host names in one: "host-{000..127}" is host-000, host-001, ..., host-127."""
+"""Patterns of host names: "host-{000..127}" is host-000, host-001, ..., host-127."""
 
 import itertools
 import math
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from resilient_jax.topology.errors import TopologyError
 
 MAX_HOSTS = 1_000_000
-"""Of one pattern; more is a mistyped number, and would fill the memory before anything is said."""
+"""Most hosts of one pattern; more is a mistyped number, and would exhaust memory before any check."""
 
 _RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 
 
 def expand_pattern(pattern: str) -> Iterator[str]:
-    """The names of a pattern, the last range running fastest.
+    """Return the names of a pattern, the last range running fastest.
 
     Each `{first..last}` counts from first to last, with leading zeros if the first has some or both are
     equally long. A pattern without ranges is one name.

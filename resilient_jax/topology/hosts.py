@@ -1,4 +1,4 @@
-"""A host, in what order hosts stand, and which of them are alike."""
+"""Hosts, their order, and classes of equal hosts."""
 
 import dataclasses
 import operator
@@ -21,13 +21,13 @@ class Host:
 
     Attributes:
         name: unique in its topology.
-        accelerator: of all its devices.
-        devices: how many.
-        speed: how fast it computes now, as a part of what its accelerator can do; 1 is healthy. (0, 1]
-        domains: names of the domains that it lies in, innermost first: one for each level between the host
-            itself and the outermost, which has all hosts.
-        source: where it is known from.
-        order: what hosts are sorted by.
+        accelerator: kind of all its devices.
+        devices: number of devices.
+        speed: current part of its accelerator's rates in (0, 1]; 1 is healthy.
+        domains: names of the domains that contain it, innermost first: one for each level between the host itself and
+            the outermost, which has all hosts.
+        source: source of the information.
+        order: sort key of hosts.
     """
 
     name: HostName
@@ -55,7 +55,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostClass:
-    """Hosts that compute alike: what a search has to look at once, not once per host."""
+    """Hosts that compute alike: a search visits a class once, not each of its hosts."""
 
     accelerator: Accelerator
     devices: int
@@ -64,21 +64,21 @@ class HostClass:
 
     @property
     def device_count(self) -> int:
-        """Of all its hosts together."""
+        """Devices of all its hosts together."""
         return self.devices * self.hosts
 
 
 def sort_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """By outermost domain, ..., innermost domain, name; numbers in names by their value.
+    """Return hosts by outermost domain, ..., innermost domain, name; numbers in names by their value.
 
-    So the same hosts always stand in the same order, however they were lost and came back, and hosts of one
-    domain stand together.
+    So the same hosts always have the same order, however they were lost and came back, and hosts of one domain are
+    consecutive.
     """
     return tuple(sorted(hosts, key=operator.attrgetter("order")))
 
 
 def classify_hosts(hosts: Iterable[Host]) -> tuple[HostClass, ...]:
-    """The classes of hosts that differ in nothing but name and place, in the order of their first host."""
+    """Return the classes of hosts that differ only in name and domains, in the order of their first host."""
     # By identity first: an accelerator's own hash visits all its peaks, for each of a hundred thousand hosts.
     kinds: dict[int, Accelerator] = {}
     counts: Counter[tuple[int, int, float]] = Counter()
@@ -95,5 +95,8 @@ def classify_hosts(hosts: Iterable[Host]) -> tuple[HostClass, ...]:
 
 
 def _natural(text: str) -> SortKey:
-    """Sorts "host-9" before "host-10": digits by value, at every odd place, the text between them at even ones."""
+    """Return a key that sorts "host-9" before "host-10".
+
+    Digits compare by value at odd indexes, the text between them at even ones.
+    """
     return tuple(int(part) if place % 2 else part for place, part in enumerate(_NUMBER.split(text)))

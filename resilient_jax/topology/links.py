@@ -1,6 +1,6 @@
 """The network as nested levels: within a host, between the hosts of a rack, between racks, ...
 
-Two devices talk over the innermost level that has both. Every figure is for one direction; links carry both
+Two devices communicate over the innermost level that has both. Every figure is for one direction; links carry both
 at once.
 """
 
@@ -15,7 +15,7 @@ HOST_LEVEL = "host"
 
 
 class Port(enum.StrEnum):
-    """What a bandwidth belongs to: each device has it for itself, or the devices of a host share it."""
+    """The owner of a bandwidth: each device has it for itself, or the devices of a host share it."""
 
     DEVICE = "device"
     HOST = "host"
@@ -23,16 +23,16 @@ class Port(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
-    """The links between those domains of the level below that lie in one domain of this level.
+    """The links between those domains of the level below that are in one domain of this level.
 
     Attributes:
         name: such as "host", "rack", "cluster".
-        bandwidth_bytes_per_s: of one port, each way.
-        port: of a device, or of a whole host.
-        latency_s: of one message, from sender to receiver.
-        oversubscription: how many times more the ports below could send than this level carries; 1 if it carries
-            all. As the top of a fat tree is thinner than its leaves.
-        source: where the figures come from.
+        bandwidth_bytes_per_s: bandwidth of one port, each way.
+        port: whether a device or a host has the port.
+        latency_s: latency of one message, from sender to receiver.
+        oversubscription: how many times more the ports below could send than this level carries; 1 if it carries all.
+            The top of a fat tree is thinner than its leaves.
+        source: source of the figures.
     """
 
     name: str
@@ -51,10 +51,11 @@ class LinkLevel:
             raise self._misfit("oversubscription", self.oversubscription, ">= 1")
 
     def bandwidth_of_device(self, senders: int) -> float:
-        """Bytes per second, each way, that one device gets when all hosts send at once.
+        """Return the bytes per second, each way, that one device gets when all hosts send at once.
 
         Formula: `bandwidth / oversubscription`, and `/ senders` where the port is the host's. With fewer hosts
-        sending, an oversubscribed level may give more: this is what can be counted on.
+            sending, an
+        oversubscribed level may carry more for each: this is the guaranteed bandwidth.
 
         Args:
             senders: devices of each host that send at the same time, at least 1.

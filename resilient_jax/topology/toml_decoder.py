@@ -1,6 +1,6 @@
-"""TOML text to a `TopologyFile`, or one `ConfigError` in the words of `config`: key, found, expected, what to do.
+"""From TOML text to a `TopologyFile`, or one `ConfigError` with key, found, expected, and what to do.
 
-`config` stands on the same layer and cannot be imported; this is the part of it that these few tables need.
+`config` is on the same layer and cannot be imported; this is the part of it that these few tables need, in its wording.
 """
 
 import difflib
@@ -31,18 +31,18 @@ _WORDS = {
 
 
 def decode_tables(text: str, *, source: str) -> TopologyFile:
-    """The tables of a topology file, each value of its type and in its range.
+    """Return the tables of a topology file, each value of its type and in its range.
 
     Args:
         text: TOML.
-        source: what messages call it, usually the file's name.
+        source: name of the text in messages, usually the file's.
 
     Raises:
-        ConfigError: it is not TOML, or a table does not fit.
+        ConfigError: the text is not TOML, or a table does not fit.
     """
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers and nesting that no file has honestly
+    except (ValueError, RecursionError) as error:  # raised by absurd numbers and nesting, too
         raise ConfigError(
             f"{source}: found text that is not TOML ({error}), expected TOML 1.0. Correct it at that place."
         ) from error
@@ -53,7 +53,7 @@ def decode_tables(text: str, *, source: str) -> TopologyFile:
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:
-    """Says which of the known names may have been meant."""
+    """Return a hint that names the known name closest to this one."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]!r}?" if close else "Correct the name, or remove it."
 
@@ -86,7 +86,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _look_up(path: str, values: object) -> str:
-    """The value at a path of msgspec's, as text with its type."""
+    """Return the value at one of msgspec's paths, as text with its type."""
     for name, index in _PART.findall(path):
         if isinstance(values, list):
             values = values[int(index)]

@@ -1,4 +1,4 @@
-"""The value that says what a cluster is: hosts, devices, links, failure domains; and how it changes."""
+"""A cluster as a value: hosts, devices, links, failure domains; and its changes."""
 
 import dataclasses
 import difflib
@@ -24,18 +24,17 @@ _NEAREST = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Topology:
-    """Which hosts there are, what their devices can do, and over which links they talk.
+    """The hosts of a cluster, the figures of their devices, and the links between them.
 
-    A value: changes give new ones, and share the hosts that did not change. Equal hosts in any order are the
-    same topology. Making one takes time in proportion to its hosts, everything below but `domains` and
-    `domain_of` takes none.
+    A value: changes return new ones, which share the hosts that did not change. Equal hosts in any order are the same
+    topology. Constructing one takes time in proportion to its hosts; of its methods only `domains` and `domain_of` do.
 
     Attributes:
         name: such as "h100_32x8".
-        levels: of links, from inside a host outward; the last one connects all hosts.
+        levels: links, from inside a host outward; the last level connects all hosts.
         hosts: sorted by domain and name, see `sort_hosts`. Their devices in this order are the devices' order.
         description: in words.
-        classes: hosts that compute alike, counted.
+        classes: classes of hosts that compute alike, with counts.
 
     Example:
         >>> from resilient_jax.topology import *
@@ -78,21 +77,21 @@ class Topology:
 
     @property
     def device_count(self) -> int:
-        """Of all hosts together."""
+        """Devices of all hosts together."""
         return sum(kind.device_count for kind in self.classes)
 
     @property
     def accelerators(self) -> tuple[Accelerator, ...]:
-        """Each kind once, in the order of the hosts."""
+        """Each kind of accelerator once, in the order of the hosts."""
         return tuple(dict.fromkeys(kind.accelerator for kind in self.classes))
 
     @property
     def failure_levels(self) -> tuple[str, ...]:
-        """Names of the levels whose domains are lost as one, from "host" outward; not the outermost, it is all."""
+        """Names of the levels whose domains are lost as one, from "host" outward, without the outermost level."""
         return (HOST_LEVEL, *(level.name for level in self.levels[1:-1]))
 
     def host(self, name: str) -> Host:
-        """The host of that name.
+        """Return the host of that name.
 
         Raises:
             UnknownHost: there is none.
@@ -100,7 +99,7 @@ class Topology:
         return self.hosts[self._place(name)]
 
     def level_between(self, first: str, second: str) -> LinkLevel:
-        """The level over which two hosts talk: the innermost that has both. A host talks to itself inside.
+        """Return the innermost level that connects two hosts; for a host and itself the first.
 
         Raises:
             UnknownHost: there is no such host.
@@ -114,7 +113,7 @@ class Topology:
         return self.levels[-1]
 
     def failure_domains(self, host: str) -> tuple[FailureDomain, ...]:
-        """What takes this host along when it fails: the host itself, then its rack, ... outward.
+        """Return what takes this host along when it fails: the host itself, then its rack, ... outward.
 
         Raises:
             UnknownHost: there is no such host.
@@ -122,7 +121,7 @@ class Topology:
         return list_failure_domains(self.host(host), self.failure_levels)
 
     def domains(self, level: str) -> tuple[DomainHosts, ...]:
-        """The failure domains of one level with their hosts; those without a host are gone.
+        """Return the failure domains of one level with their hosts; domains without a host are gone.
 
         Raises:
             TopologyError: the level is none of `failure_levels`.
@@ -136,7 +135,7 @@ class Topology:
         return group_by_domain(self.hosts, level, self.failure_levels.index(level))
 
     def domain_of(self, level: str) -> dict[HostName, str]:
-        """For each host the name of its failure domain of one level.
+        """Return for each host the name of its failure domain of one level.
 
         Raises:
             TopologyError: the level is none of `failure_levels`.
@@ -144,7 +143,7 @@ class Topology:
         return {host: group.domain.name for group in self.domains(level) for host in group.hosts}
 
     def without(self, *names: str) -> "Topology":
-        """This topology after these hosts were lost.
+        """Return this topology after these hosts were lost.
 
         Raises:
             UnknownHost: there is no such host; also if it was lost before.
@@ -155,11 +154,11 @@ class Topology:
         return dataclasses.replace(self, hosts=kept) if lost else self
 
     def slowed(self, name: str, speed: float) -> "Topology":
-        """This topology with one host computing at a part of its healthy speed; its links stay as they are.
+        """Return this topology with one host computing at a part of its healthy speed; its links are unchanged.
 
         Args:
-            name: of the host.
-            speed: in (0, 1], of its healthy speed, whatever it was before; 1 heals it.
+            name: name of the host.
+            speed: part of its healthy speed in (0, 1], whatever it was before; 1 heals the host.
 
         Raises:
             UnknownHost: there is no such host.
@@ -170,7 +169,7 @@ class Topology:
         return dataclasses.replace(self, hosts=(*self.hosts[:place], slow, *self.hosts[place + 1 :]))
 
     def with_hosts(self, hosts: Iterable[Host]) -> "Topology":
-        """This topology with more hosts: new ones, or those that come back (`full.host(name)`).
+        """Return this topology with more hosts: new ones, or those that come back (`full.host(name)`).
 
         Raises:
             TopologyError: a name is taken, or the domains do not fit the levels.

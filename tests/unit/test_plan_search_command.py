@@ -129,11 +129,11 @@ def test_constants_beside_the_topology_are_used(run, tmp_path):
         ((*ASKED, "--min-replicas", "9"), "min_replicas: found 9, expected at most 8"),
         (
             (*ASKED, "--min-replicas", "8"),
-            "with at least 8 replicas. What would do: asking for ",
+            "with at least 8 replicas. What would suffice: requesting ",
         ),
         ((*ASKED[:5], "0"), "global_batch: found 0, expected 1 or more"),
         ((*ASKED[:5], str(10**23)), f"--global-batch: found {10**23}, expected at most 1000000000"),
-        ((*ASKED[:3], str(CONFIGS / "llama3_70b.toml"), *ASKED[4:]), "What would do: devices of"),
+        ((*ASKED[:3], str(CONFIGS / "llama3_70b.toml"), *ASKED[4:]), "What would suffice: devices of"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message):

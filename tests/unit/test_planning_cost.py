@@ -37,7 +37,7 @@ def test_an_array_in_pieces_pays_for_each_ones_latency():
     )
 
 
-def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_counts():
+def test_only_each_devices_part_crosses_hosts_and_the_slowest_level_counts():
     # 8e9 bytes: inside 3/4 of them at 1e9, outside half of 2e9 at 1e8.
     assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(
         10 + 3e-6 + 1e-5
@@ -45,7 +45,7 @@ def test_between_hosts_goes_only_the_part_of_each_device_and_the_slowest_level_c
 
 
 @given(st.sampled_from(CollectiveKind), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
-def test_where_links_are_equal_it_is_no_matter_at_which_level_devices_meet(kind, inside, rack, racks):
+def test_over_equal_links_the_level_at_which_devices_meet_does_not_matter(kind, inside, rack, racks):
     links = [FAST, free := dataclasses.replace(SLOW, latency_s=0.0), free]
     apart = estimate_collective_s(kind, 8e9, (inside, rack, racks), links)
     assert apart == pytest.approx(estimate_collective_s(kind, 8e9, (inside, 1, rack * racks), links))
@@ -62,7 +62,7 @@ def test_all_to_all_keeps_what_stays_inside():
     )
 
 
-def test_one_device_exchanges_nothing():
+def test_one_device_needs_no_collectives():
     assert estimate_collective_s(CollectiveKind.ALL_REDUCE, 8e9, (1, 1), [FAST, SLOW]) == 0
     assert estimate_send_s(8e9, (1, 1), [FAST, SLOW]) == 0
 
@@ -88,7 +88,7 @@ def test_devices_share_the_port_of_their_host():
     assert [link.latency_s for link in find_device_links(topology, 0.5, 3.0)] == pytest.approx([3e-6, 3e-5])
 
 
-def test_fsdp_gathers_a_layer_twice_at_once_where_collectives_go_on_alone():
+def test_asynchronous_collectives_gather_a_layer_at_once_in_two_passes():
     state = count_state_bytes(PROFILE, ReplicaAxes(fsdp=4)).layer
     assert list_fsdp_collectives(PROFILE, ModelPart.LAYER, state) == (
         (CollectiveKind.ALL_GATHER, state.gathered, 1),
@@ -98,7 +98,7 @@ def test_fsdp_gathers_a_layer_twice_at_once_where_collectives_go_on_alone():
 
 
 @pytest.mark.parametrize(("stacked", "passes"), [(None, 1), (0, 2)], ids=["one by one", "a loop"])
-def test_where_they_are_waited_for_each_array_of_a_layer_is_gathered_alone(stacked, passes):
+def test_blocking_collectives_gather_each_array_of_a_layer_alone(stacked, passes):
     tensors = tuple(dataclasses.replace(tensor, stacked_dim=stacked) for tensor in PROFILE.tensors)
     profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
     state = count_state_bytes(profile, ReplicaAxes(fsdp=4)).layer
@@ -127,7 +127,7 @@ def test_computing_is_products_then_memory_then_overhead():
     )
 
 
-def test_the_state_of_a_device_is_its_part_of_all():
+def test_the_state_of_a_device_is_its_share_of_all():
     whole = count_state_bytes(PROFILE, ReplicaAxes()).count_stage(PROFILE.layers, is_first=True, is_last=True)
     assert whole.parameters == PROFILE.parameter_bytes
     assert whole.gradients == PROFILE.parameter_count * PROFILE.gradient_bytes
@@ -162,7 +162,7 @@ def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
     assert memory.total == pytest.approx(sum(getattr(memory, f.name) for f in dataclasses.fields(memory)))
 
 
-def test_rematerialisation_keeps_less_and_computes_more():
+def test_remat_keeps_less_and_computes_more():
     kept, again = (
         count_activations(PROFILE, ReplicaAxes(), MicrobatchConfig(2, flag)) for flag in (False, True)
     )
@@ -171,13 +171,13 @@ def test_rematerialisation_keeps_less_and_computes_more():
 
 
 def test_a_layout_fills_hosts_from_the_innermost_axis():
-    layout = make_layout(ReplicaAxes(tensor=4, fsdp=4, pipeline=3), room=8, level=1, block=1, outermost=1)
+    layout = make_layout(ReplicaAxes(tensor=4, fsdp=4, pipeline=3), devices=8, level=1, block=1, outermost=1)
     assert layout.axes_in_host == ReplicaAxes(tensor=4, fsdp=2)
     assert layout.host_slots == 6
-    assert make_layout(ReplicaAxes(tensor=2), room=6, level=1, block=1, outermost=1).replicas_per_slot == 3
+    assert make_layout(ReplicaAxes(tensor=2), devices=6, level=1, block=1, outermost=1).replicas_per_slot == 3
 
 
-def test_constants_survive_their_file(tmp_path):
+def test_constants_survive_a_round_trip_through_their_file(tmp_path):
     constants = Calibration(matrix_efficiency=0.61, layer_overhead_s=1.5e-5)
     save_calibration(constants, tmp_path / "mine.toml")
     assert load_calibration(tmp_path / "mine.toml") == constants

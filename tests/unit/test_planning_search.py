@@ -1,4 +1,4 @@
-"""The search is equal to trying everything; more never hurts; counts that divide nothing get good plans."""
+"""The search equals brute force; more hardware never hurts; awkward numbers of hosts get good plans."""
 
 import dataclasses
 import math
@@ -41,16 +41,14 @@ def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1, axes=NO_
 
 @settings(max_examples=25, deadline=None)
 @given(clusters(), st.sampled_from([1, 4, 6]))
-def test_the_search_is_equal_to_trying_everything(topology, global_batch):
+def test_the_search_equals_brute_force(topology, global_batch):
     wanted = find_least_step_s(PROFILE, topology, global_batch)
     assert least_s(topology, global_batch) == pytest.approx(wanted, rel=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
 @given(clusters(), st.sampled_from([4, 6]), st.data())
-def test_the_search_with_a_least_number_of_replicas_is_equal_to_trying_everything(
-    topology, global_batch, data
-):
+def test_the_search_with_min_replicas_equals_brute_force(topology, global_batch, data):
     least = data.draw(st.integers(2, global_batch))
     wanted = find_least_step_s(PROFILE, topology, global_batch, min_replicas=least)
     if least > topology.device_count:
@@ -64,7 +62,7 @@ def test_the_search_with_a_least_number_of_replicas_is_equal_to_trying_everythin
 @settings(max_examples=15, deadline=None)
 @given(tight_clusters(DEEP, most_hosts=3), st.sampled_from([1, 4]))
 @example(cluster([1.0, 0.3], devices=1, network=1e7, memory_bytes=tight_bytes(DEEP, 0.7)), 1)
-def test_the_search_is_equal_to_trying_every_split_of_layers_that_fits(topology, global_batch):
+def test_the_search_equals_brute_force_over_every_split_of_layers_that_fits(topology, global_batch):
     wanted = find_least_step_s(DEEP, topology, global_batch)
     assert least_s(topology, global_batch, DEEP) == pytest.approx(wanted, rel=1e-9)
 
@@ -77,7 +75,7 @@ def test_the_search_is_equal_to_trying_every_split_of_layers_that_fits(topology,
     st.sampled_from([2, 4]),
 )
 @example([0.6, 1.0, 1.0, 1.0], 0.9, 1e7, 2)
-def test_the_search_is_equal_to_trying_every_split_where_the_fullest_stage_is_waited_for(
+def test_the_search_equals_brute_force_where_the_fullest_stage_delays_the_update(
     speeds, share, network, global_batch
 ):
     profile = small_profile(layers=6, vocabulary_tokens=4)
@@ -87,12 +85,12 @@ def test_the_search_is_equal_to_trying_every_split_where_the_fullest_stage_is_wa
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
-def test_the_search_is_equal_to_trying_everything_where_hosts_divide_nothing(hosts):
+def test_the_search_equals_brute_force_for_awkward_numbers_of_hosts(hosts):
     topology = cluster([1.0] * (hosts - 1) + [0.6], devices=1)
     assert least_s(topology, 4) == pytest.approx(find_least_step_s(PROFILE, topology, 4), rel=1e-9)
 
 
-def test_the_search_is_equal_to_trying_everything_for_experts():
+def test_the_search_equals_brute_force_for_experts():
     profile = small_profile(experts=4, experts_per_token=2)
     topology = cluster([1.0, 1.0, 0.6], memory_bytes=75_000_000)
     assert least_s(topology, 4, profile) == pytest.approx(find_least_step_s(profile, topology, 4), rel=1e-9)
@@ -164,7 +162,7 @@ def test_a_host_that_heals_never_makes_the_best_plan_slower(topology, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(3, 7), st.integers(2, 3), st.floats(0.25, 0.6), st.sampled_from([0.8, 0.4, 0.1]))
-def test_slowing_a_host_never_makes_what_fits_unfit(layers, hosts, share, speed):
+def test_slowing_a_host_never_makes_a_feasible_request_infeasible(layers, hosts, share, speed):
     profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
     topology = cluster([1.0] * hosts, devices=1, memory_bytes=tight_bytes(profile, share), network=1e9)
     slowed = topology.slowed("host-01", speed)
@@ -210,7 +208,7 @@ def test_more_of_anything_never_makes_the_best_pipelines_slower(speeds, devices,
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
-def test_hosts_that_divide_nothing_are_all_used_with_quotas_that_differ_by_one(hosts):
+def test_awkward_numbers_of_hosts_are_all_used_with_quotas_that_differ_by_one(hosts):
     plan = search_plan(PROFILE, cluster([1.0] * hosts, devices=1, network=1e10), global_batch=256)
     assert plan.replicas == hosts
     assert plan.devices_spare == 0
@@ -218,7 +216,7 @@ def test_hosts_that_divide_nothing_are_all_used_with_quotas_that_differ_by_one(h
     assert max(plan.quotas) - min(plan.quotas) <= 1
 
 
-def test_509_of_512_devices_do_almost_as_much_as_they_can():
+def test_509_of_512_devices_keep_almost_all_throughput():
     topology = cluster([1.0] * 64, devices=[8] * 63 + [5], network=1e10)
     whole = cluster([1.0] * 64, devices=8, network=1e10)
     plan, best = (search_plan(PROFILE, hosts, global_batch=81920) for hosts in (topology, whole))
@@ -238,7 +236,7 @@ def test_a_slow_host_gets_a_quota_in_proportion():
     assert slow / fast == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_host_that_would_be_waited_for_is_a_spare():
+def test_a_host_that_would_delay_the_step_is_a_spare():
     topology = cluster([1.0, 1.0, 1.0, 0.05], devices=1, network=1e10)
     plan = search_plan(PROFILE, topology, global_batch=6)
     assert [spare.first for spare in plan.spares] == ["host-03"]
@@ -274,7 +272,7 @@ def test_the_terms_add_up_to_the_step_and_the_quotas_to_the_batch():
     assert used == plan.devices_used
 
 
-def test_plans_are_ranked_and_say_why():
+def test_plans_are_ranked_and_have_reasons():
     plans = search_plans(PROFILE, cluster([1.0] * 4), global_batch=64, top=5)
     times = [plan.step_time_s for plan in plans]
     assert times == sorted(times)
@@ -283,16 +281,16 @@ def test_plans_are_ranked_and_say_why():
     assert f"slower than {plans[0].shape}" in plans[1].reason
 
 
-def test_a_search_gives_the_same_plan_again_whatever_was_lost_and_came_back():
+def test_a_search_returns_the_same_plan_after_hosts_were_lost_and_came_back():
     topology = cluster([1.0] * 5)
     again = topology.without("host-02").with_hosts([topology.host("host-02")])
     assert search_plan(PROFILE, topology, global_batch=60) == search_plan(PROFILE, again, global_batch=60)
 
 
-def test_what_would_do_is_said_where_nothing_fits_and_does():
+def test_what_the_error_says_to_suffice_suffices():
     topology = cluster([1.0, 1.0], devices=1, memory_bytes=74_000_000)
     with pytest.raises(
-        NoFeasiblePlan, match=r"found no plan for the 2 devices .* What would do: devices of"
+        NoFeasiblePlan, match=r"found no plan for the 2 devices .* What would suffice: devices of"
     ) as caught:
         search_plan(PROFILE, topology, global_batch=12)
     memory, devices = caught.value.min_memory_bytes, caught.value.min_devices
@@ -311,7 +309,7 @@ def test_what_would_do_is_said_where_nothing_fits_and_does():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(4, 8), st.sampled_from([1.0, 0.6, 0.3]), st.floats(0.3, 0.6))
 @example(6, 0.6, 0.45)
-def test_what_would_do_is_the_least_that_does(layers, speed, share):
+def test_what_the_error_says_to_suffice_is_the_least(layers, speed, share):
     profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
     memory_bytes = tight_bytes(profile, share)
     with pytest.raises(NoFeasiblePlan) as caught:
@@ -338,12 +336,12 @@ def test_a_plan_with_two_replicas_goes_on_in_place_when_one_is_lost():
     assert "of all plans with 2 replicas or more" in plan.reason
 
 
-def test_fewer_replicas_are_named_where_as_many_as_asked_for_do_not_fit():
+def test_the_error_names_the_most_replicas_that_fit():
     """A replica needs two of these devices; the message is right about what would do."""
     topology = cluster([1.0] * 4, devices=1, memory_bytes=74_600_000)
     with pytest.raises(
         NoFeasiblePlan,
-        match=r"with at least 4 replicas. What would do: asking for \d replicas? or fewer or devices of",
+        match=r"with at least 4 replicas. What would suffice: requesting \d replicas? or fewer or devices of",
     ) as caught:
         search_plan(PROFILE, topology, global_batch=12, min_replicas=4)
     most, memory, devices = (
@@ -389,17 +387,17 @@ def test_fewer_replicas_are_named_where_as_many_as_asked_for_do_not_fit():
         ),
     ],
 )
-def test_a_wish_that_no_plan_can_meet_is_refused(wish, message):
+def test_a_request_that_no_plan_can_satisfy_is_refused(wish, message):
     with pytest.raises(PlanError, match=message):
         search_plan(PROFILE, cluster([1.0] * 4), **{"global_batch": 12, **wish})
 
 
-def test_a_number_format_that_the_accelerator_has_not_is_refused():
+def test_a_number_format_without_a_peak_is_refused():
     with pytest.raises(TopologyError, match="found no peak for 'fp8'"):
         search_plan(PROFILE, cluster([1.0] * 2), global_batch=12, number_format="fp8")
 
 
-def test_a_program_whose_dims_divide_by_nothing_is_refused():
+def test_a_program_that_no_axis_can_shard_is_refused():
     prime = small_profile(
         layers=1,
         width=101,
@@ -414,7 +412,7 @@ def test_a_program_whose_dims_divide_by_nothing_is_refused():
         search_plan(prime, cluster([1.0] * 4), global_batch=12)
 
 
-def test_of_replicas_that_are_equally_fast_those_without_a_slow_host_are_taken():
+def test_of_equally_fast_replicas_those_without_a_slow_host_are_used():
     """A slow host that has fewer layers holds up no microbatch, but the update."""
     topology = cluster([1.0, 1.0, 0.6, 1.0], inner=1e8, network=1e7, latency_s=0.0, memory_bytes=74_000_000)
     assert least_s(topology, 1) == pytest.approx(find_least_step_s(PROFILE, topology, 1), rel=1e-9)

@@ -25,7 +25,7 @@ def assert_consistent(topology: Topology) -> None:
 
 
 @given(lost=some)
-def test_without_takes_away_these_hosts_and_no_others(lost):
+def test_without_removes_these_hosts_and_no_others(lost):
     left = SMALL.without(*lost)
     assert [host.name for host in left.hosts] == [name for name in NAMES if name not in lost]
     assert_consistent(left)
@@ -37,7 +37,7 @@ def test_hosts_that_come_back_give_the_same_topology(lost):
 
 
 @given(lost=some)
-def test_one_by_one_is_as_all_at_once(lost):
+def test_losing_hosts_one_by_one_equals_losing_them_at_once(lost):
     topology = SMALL
     for name in lost:
         topology = topology.without(name)
@@ -77,7 +77,7 @@ def test_new_hosts_bring_their_devices_and_failure_domains(indices):
 
 
 @given(lost=some, slow=names, speed=speeds)
-def test_a_change_leaves_the_topology_that_it_came_from_alone(lost, slow, speed):
+def test_a_change_does_not_modify_the_original(lost, slow, speed):
     before = copy.deepcopy(SMALL)
     SMALL.without(*lost)
     SMALL.slowed(slow, speed)
@@ -90,7 +90,7 @@ def test_hosts_that_did_not_change_are_shared_and_not_copied():
     assert [a is b for a, b in zip(slowed.hosts, SMALL.hosts, strict=True)].count(False) == 1
 
 
-def test_losing_nobody_changes_nothing():
+def test_losing_no_host_changes_nothing():
     assert SMALL.without() is SMALL
 
 
@@ -110,7 +110,7 @@ def test_a_host_that_is_there_cannot_come_back():
 
 
 @pytest.mark.parametrize("speed", [0, -0.5, 1.01, float("nan"), float("inf")])
-def test_a_speed_that_is_none_is_refused_with_the_host(speed):
+def test_a_speed_out_of_range_is_refused_with_the_host(speed):
     with pytest.raises(
         TopologyError, match=r"host 'host-3': speed: found .*, expected a number > 0 and <= 1"
     ):

@@ -1,4 +1,4 @@
-"""The files in `meshes/`: each loads, its figures are plausible and sourced, and it is the cluster that it says."""
+"""The files in `meshes/`: each loads, its figures are plausible and have sources, and match the named cluster."""
 
 import re
 
@@ -72,7 +72,7 @@ def test_the_figures_of_an_accelerator_are_plausible(path):
 
 
 @each_file
-def test_a_wider_level_is_not_faster_and_never_quicker_to_answer(path):
+def test_a_wider_level_has_no_more_bandwidth_and_no_less_latency(path):
     topology = rj.load_topology(path)
     devices = topology.hosts[0].devices
     rates = [level.bandwidth_of_device(devices) for level in topology.levels]
@@ -84,14 +84,14 @@ def test_a_wider_level_is_not_faster_and_never_quicker_to_answer(path):
 
 
 @pytest.mark.parametrize("stem", BANDWIDTH_BETWEEN_HOSTS)
-def test_hosts_are_connected_as_fast_as_the_cluster_s_adapters(stem):
+def test_hosts_have_the_bandwidth_of_the_clusters_adapters(stem):
     topology = load(stem)
     devices = topology.hosts[0].devices
     level = topology.level_between(topology.hosts[0].name, topology.hosts[1].name)
     assert level.bandwidth_of_device(devices) * devices == BANDWIDTH_BETWEEN_HOSTS[stem]
 
 
-def test_the_fabric_of_the_largest_cluster_is_thin_between_its_pods():
+def test_the_largest_cluster_is_oversubscribed_between_pods():
     topology = load("h100_2048x8")
     assert topology.failure_levels == ("host", "rack", "pod")
     assert [len(pod.hosts) for pod in topology.domains("pod")] == [384, 384, 384, 384, 384, 128]

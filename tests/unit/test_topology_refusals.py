@@ -1,4 +1,4 @@
-"""A topology file that is wrong: the message names file and key, what was found, what was expected, what to do."""
+"""Invalid topology files: the message names file and key, what was found, what was expected, what to do."""
 
 import re
 from pathlib import Path
@@ -247,7 +247,7 @@ def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_from(tmp_path
     )
 
 
-def test_a_folder_is_not_taken_for_a_file(tmp_path):
+def test_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\), expected a topology file"):
         load_topology(tmp_path)
 
@@ -266,7 +266,7 @@ lines = TEXT.splitlines()
     place=st.integers(0, len(lines) - 1),
     value=st.sampled_from(["-1", "0", "1e400", "nan", '""', "[]", "{}", "true", "[{}]", '"x"', "1979-05-27"]),
 )
-def test_whatever_one_value_is_the_outcome_is_a_topology_or_a_refusal_with_the_file(place, value):
+def test_any_single_value_results_in_a_topology_or_a_refusal_with_the_file(place, value):
     key, equals, _ = lines[place].partition("=")
     text = "\n".join([*lines[:place], f"{key}{equals} {value}" if equals else "", *lines[place + 1 :]])
     try:
@@ -277,6 +277,6 @@ def test_whatever_one_value_is_the_outcome_is_a_topology_or_a_refusal_with_the_f
 
 
 @pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 3000])
-def test_what_no_file_has_honestly_is_refused_too(text):
+def test_absurd_nesting_and_numbers_are_refused(text):
     with pytest.raises(ConfigError, match=r"^mine\.toml: found text that is not TOML"):
         decode_topology(text, source="mine.toml")

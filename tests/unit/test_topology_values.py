@@ -1,4 +1,4 @@
-"""What a topology answers: peaks, bandwidths, levels, failure domains, classes of hosts, names of many hosts."""
+"""Queries of a topology: peaks, bandwidths, levels, failure domains, classes of hosts, patterns of names."""
 
 import doctest
 import pickle
@@ -34,7 +34,7 @@ def test_a_file_and_values_made_by_hand_are_the_same_topology():
     assert decode_topology(TEXT, source="small.toml") == SMALL
 
 
-def test_a_topology_says_briefly_what_it_is():
+def test_a_topology_has_a_short_repr():
     assert repr(SMALL) == "Topology('small': 8 hosts, 32 devices)"
 
 
@@ -63,7 +63,7 @@ def test_a_peak_that_is_not_known_is_refused_and_not_replaced_by_another(number_
     )
 
 
-def test_a_device_with_a_port_of_its_own_shares_it_with_nobody():
+def test_a_device_with_a_port_of_its_own_does_not_share_it():
     assert [LEVELS[0].bandwidth_of_device(senders) for senders in (1, 4)] == [1e11, 1e11]
 
 
@@ -84,7 +84,7 @@ def test_an_oversubscribed_level_gives_each_device_its_part():
         ("host-3", "host-4", "cluster"),
     ],
 )
-def test_two_hosts_talk_over_the_innermost_level_that_has_both(first, second, level):
+def test_two_hosts_communicate_over_the_innermost_level_that_has_both(first, second, level):
     assert SMALL.level_between(first, second).name == SMALL.level_between(second, first).name == level
 
 
@@ -104,7 +104,7 @@ def test_the_level_that_has_all_hosts_is_no_failure_domain():
         SMALL.domains("cluster")
 
 
-def test_the_hosts_of_each_failure_domain_are_told():
+def test_each_failure_domain_has_its_hosts():
     racks = SMALL.without("host-0", "host-2", "host-3").domains("rack")
     assert [(rack.domain.name, rack.hosts, rack.device_count) for rack in racks] == [
         ("rack-0", ("host-1",), 4),
@@ -135,7 +135,7 @@ def test_equal_accelerators_are_one_class_even_if_they_were_read_twice():
     assert len(mixed.classes) == len(mixed.accelerators) == 1
 
 
-def test_accelerators_of_a_mixed_cluster_are_each_told_once():
+def test_each_accelerator_of_a_mixed_cluster_is_listed_once():
     old = Accelerator(
         name="old",
         peaks=(Peak(number_format=NumberFormat.FP32, flops_per_s=1e12),),
@@ -155,7 +155,7 @@ def test_the_same_hosts_in_any_order_are_the_same_topology(seed: random.Random):
     assert Topology(name="small", levels=LEVELS, hosts=tuple(hosts)) == SMALL
 
 
-def test_hosts_stand_by_domain_and_numbers_in_names_by_their_value():
+def test_hosts_are_sorted_by_domain_and_numbers_in_names_by_value():
     two = (LEVELS[0], LEVELS[1], LEVELS[3])
     places = {"host-10": "rack-2", "host-9": "rack-2", "host-1": "rack-10", "a": "rack-10"}
     hosts = tuple(
@@ -222,12 +222,12 @@ WRONG_PARTS = {
 
 
 @pytest.mark.parametrize("case", WRONG_PARTS)
-def test_no_value_can_be_made_of(case):
+def test_invalid_values_are_refused(case):
     with pytest.raises(TopologyError, match=r"found .*, expected "):
         WRONG_PARTS[case]()
 
 
-def test_a_rack_that_lies_in_two_pods_is_refused():
+def test_a_rack_in_two_pods_is_refused():
     wrong = Host(name=HostName("x"), accelerator=CHIP, devices=4, domains=("rack-0", "pod-1"))
     with pytest.raises(TopologyError) as refusal:
         SMALL.with_hosts([wrong])

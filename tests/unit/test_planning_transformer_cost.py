@@ -1,4 +1,4 @@
-"""Transformers in closed form: parameters exactly, FLOPs as the formulas say, and the conventions that are choices."""
+"""Transformers in closed form: exact parameters, FLOPs by the formulas, and the conventions that are choices."""
 
 import doctest
 
@@ -64,7 +64,7 @@ def shapes(draw):
 
 
 @given(shapes())
-def test_the_parameters_of_the_profile_are_all_parameters(shape):
+def test_the_program_cost_has_all_parameters(shape):
     profile = analyze_transformer(shape)
     assert profile.parameter_count == count_parameters(shape)
     assert profile.parameter_bytes == 4 * profile.parameter_count
@@ -72,7 +72,7 @@ def test_the_parameters_of_the_profile_are_all_parameters(shape):
 
 
 @given(shapes(), st.sampled_from(AttentionKind))
-def test_backward_is_twice_forward_but_for_scores_computed_again(shape, attention):
+def test_backward_is_twice_forward_but_for_recomputed_scores(shape, attention):
     profile = analyze_transformer(shape, attention=attention)
     forward, backward = profile.forward_flops, profile.backward_flops
     again = 0.5 if attention is AttentionKind.BLOCKS else 0.0
@@ -106,7 +106,7 @@ def test_attention_in_blocks_counts_the_pairs_that_look_back():
     assert blocks / square == pytest.approx((32 + 1) / (2 * 32))
 
 
-def test_only_attention_that_keeps_its_scores_keeps_more_than_in_proportion_to_the_sequence():
+def test_only_attention_that_keeps_its_scores_has_residuals_beyond_proportion_to_the_sequence():
     def kept(sequence_tokens, attention):
         shape = msgspec.structs.replace(SMALL, sequence_tokens=sequence_tokens)
         (layer,) = (
@@ -126,7 +126,7 @@ def test_experts_have_parameters_each_and_work_only_for_those_that_are_chosen():
     assert many.forward_flops.tensor == one.forward_flops.tensor - 2 * 32 * network
 
 
-def test_tokens_go_to_their_experts_and_back():
+def test_tokens_are_sent_to_their_experts_and_back():
     (layer,) = (work for work in analyze_transformer(MIXTURE).parts if work.part is ModelPart.LAYER)
     (sent,) = (exchange for exchange in layer.collectives if exchange.axis is Axis.EXPERT)
     assert (sent.kind, sent.forward_count, sent.backward_count) == (CollectiveKind.ALL_TO_ALL, 2, 2)
@@ -140,7 +140,7 @@ def test_a_tied_embedding_is_on_the_first_stage_and_on_the_last():
     assert "head/kernel" not in parts
 
 
-def test_half_the_bytes_of_a_number_are_half_the_bytes_of_activations():
+def test_half_the_bytes_of_an_element_are_half_the_bytes_of_activations():
     half, single = (
         analyze_transformer(SMALL, precision=MIXED_PRECISION),
         analyze_transformer(SMALL, precision=SINGLE_PRECISION),

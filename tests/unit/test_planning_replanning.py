@@ -1,4 +1,4 @@
-"""New plan or old: Chameleon's score; what moves, from whom, and that no other assignment moves less."""
+"""Replanning: Chameleon's score; what moves between hosts, and that no other assignment moves less."""
 
 import itertools
 
@@ -69,7 +69,7 @@ def test_a_replica_holds_the_state_once(fsdp, tensor, pipeline, replicas):
     assert not any(intersect_regions(one, other) for one, other in itertools.combinations(distinct, 2))
 
 
-def test_what_is_missing_is_what_no_box_has():
+def test_missing_bytes_are_those_of_no_held_region():
     whole = StateRegion((0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
     half = StateRegion((0, 2), (0.0, 0.5), (0.0, 1.0), (0.0, 1.0))
     corner = StateRegion((1, 2), (0.25, 1.0), (0.0, 1.0), (0.0, 1.0))
@@ -104,7 +104,7 @@ def test_a_host_that_comes_back_gets_a_copy_from_one_that_has_it():
     assert all(move.source in ("host-00", "host-02", "host-03") for move in after.transfers)
 
 
-def test_what_no_host_holds_any_more_is_said():
+def test_the_reason_names_bytes_that_no_host_holds():
     plan = plan_of(fsdp=2, tensor=4, sequence=1, pipeline=1, replica=1)
     after = replan(plan, FULL.without("host-02"))
     lost = sum(move.bytes_moved for move in after.transfers if move.source is None)
@@ -112,7 +112,7 @@ def test_what_no_host_holds_any_more_is_said():
     assert "are on no host that is left" in after.reason
 
 
-def test_hosts_change_places_where_less_moves_then():
+def test_hosts_change_places_where_that_moves_less():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)  # a stage is a host: 0 and 1, 2 and 3
     after = replan(plan, FULL.without("host-01", "host-02"), compile_s=1e9, next_failure_s=1.0)
     kept = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.KEEP)
@@ -133,7 +133,7 @@ def test_a_new_plan_pays_only_if_the_next_failure_is_far():
     assert "Not new" in soon.reason
 
 
-def test_no_option_has_fewer_copies_of_the_state_than_were_asked_for():
+def test_no_option_has_fewer_than_min_replicas():
     """Rerouting keeps as many as the stage that lost most."""
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1, replica=2)
     left = FULL.without("host-01")
@@ -143,7 +143,7 @@ def test_no_option_has_fewer_copies_of_the_state_than_were_asked_for():
     assert all(option.plan.replicas >= 2 for option in (more.chosen, *more.others))
 
 
-def test_rerouting_costs_what_chameleon_says():
+def test_rerouting_costs_what_chameleons_formula_says():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     after = replan(plan, FULL.without("host-01"), next_failure_s=1.0, compile_s=10.0)
     rerouted = next(o for o in (after.chosen, *after.others) if o.action is ReplanAction.REROUTE)
@@ -160,10 +160,10 @@ def test_a_program_in_the_cache_costs_no_compilation():
     assert [o.compile_s for o in (warm.chosen, *warm.others) if o.action is ReplanAction.NEW] == [0.0]
 
 
-def test_a_change_that_leaves_too_little_memory_says_what_would_do():
+def test_a_change_that_leaves_too_little_memory_is_refused_with_what_would_suffice():
     topology = cluster([1.0] * 4, devices=1, memory_bytes=74_600_000)
     plan = search_plan(PROFILE, topology, global_batch=12)
-    with pytest.raises(NoFeasiblePlan, match="What would do"):
+    with pytest.raises(NoFeasiblePlan, match="What would suffice"):
         replan(plan, topology.without("host-00", "host-01", "host-02"))
 
 
@@ -177,7 +177,7 @@ def test_impossible_times_are_refused():
         replan(plan_of(), FULL, next_failure_s=0)
 
 
-def test_where_a_host_is_only_slower_everything_may_stay_where_it_is():
+def test_where_a_host_is_only_slower_all_state_may_stay_in_place():
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1)
     slowed = FULL.slowed("host-02", 0.8)
     soon, never = (replan(plan, slowed, next_failure_s=horizon) for horizon in (1e-5, 1e9))
@@ -190,7 +190,7 @@ def test_where_a_host_is_only_slower_everything_may_stay_where_it_is():
     assert never.step_time_s <= soon.step_time_s
 
 
-def test_nobody_takes_over_for_a_host_that_had_nothing_to_do():
+def test_losing_a_spare_reroutes_nothing():
     five = cluster([1.0] * 5, devices=1)
     plan = plan_of(five, replica=2, pipeline=2, tensor=1, fsdp=1, sequence=1)
     (idle,) = {host.name for host in five.hosts} - {
@@ -201,6 +201,6 @@ def test_nobody_takes_over_for_a_host_that_had_nothing_to_do():
 
 
 @pytest.mark.parametrize("horizon", [float("inf"), float("nan")])
-def test_a_time_to_the_next_failure_has_an_end(horizon):
+def test_the_time_to_the_next_failure_is_finite(horizon):
     with pytest.raises(PlanError, match="expected a finite time > 0"):
         replan(plan_of(), FULL, next_failure_s=horizon)

@@ -1,4 +1,4 @@
-"""How axes cut tensors, and which sizes a program allows."""
+"""How axes partition tensors, and which sizes a program allows."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ sizes = st.fixed_dictionaries({axis: st.integers(1, 6) for axis in (Axis.FSDP, A
 
 
 @given(tensors, sizes)
-def test_parts_are_equal_and_no_axis_cuts_twice(tensor, axes):
+def test_shards_are_equal_and_no_axis_shards_two_dims(tensor, axes):
     found = partition_tensor(tensor, axes)
     for size, cutting in zip(tensor.shape, found, strict=True):
         assert size % math.prod(axes[axis] for axis in cutting) == 0
@@ -72,7 +72,7 @@ def test_parts_are_equal_and_no_axis_cuts_twice(tensor, axes):
 
 
 @given(tensors, sizes)
-def test_fsdp_cuts_whatever_has_a_dim_that_it_divides(tensor, axes):
+def test_fsdp_shards_every_tensor_with_a_dim_that_it_divides(tensor, axes):
     without = partition_tensor(tensor, {**axes, Axis.FSDP: 1})
     left = [size // math.prod(axes[a] for a in c) for size, c in zip(tensor.shape, without, strict=True)]
     can = axes[Axis.FSDP] > 1 and any(size % axes[Axis.FSDP] == 0 for size in left)
@@ -80,7 +80,7 @@ def test_fsdp_cuts_whatever_has_a_dim_that_it_divides(tensor, axes):
     assert count_shards(tensor, axes) == more * count_shards(tensor, {**axes, Axis.FSDP: 1})
 
 
-def test_a_dim_is_cut_between_its_heads_only():
+def test_a_dim_is_divided_between_its_heads_only():
     fused = make_tensor((48, 64), (Axis.FSDP, Axis.TENSOR), (48, 4))
     assert partition_tensor(fused, {Axis.TENSOR: 4}) == ((), (Axis.TENSOR,))
     assert partition_tensor(fused, {Axis.TENSOR: 8}) == ((), ())
@@ -113,14 +113,14 @@ def test_the_reason_names_the_dim_and_its_number():
     ]
 
 
-def test_an_axis_that_a_program_has_no_dim_for_is_forbidden():
+def test_an_axis_without_a_dim_in_the_program_is_forbidden():
     bare = dataclasses.replace(PROFILE, divisibility_rules=())
     assert [(d.logical_name, d.dim_size) for d in find_violated_rules(bare, Axis.SEQUENCE, 2)] == [
         ("tokens", 1)
     ]
 
 
-def test_an_axis_that_divides_only_dims_that_may_stay_whole_must_divide_one_of_them():
+def test_an_axis_whose_rules_are_all_optional_must_satisfy_one():
     only = dataclasses.replace(
         PROFILE,
         divisibility_rules=(
@@ -136,19 +136,19 @@ def indivisible() -> ProgramCost:
     return dataclasses.replace(PROFILE, name="primes", tensors=(tensor,), divisibility_rules=(divisor,))
 
 
-def test_a_model_whose_dims_divide_by_nothing_is_refused_with_its_dims():
+def test_a_model_that_no_axis_can_shard_is_refused_with_its_dims():
     with pytest.raises(
         CallerError, match=r"primes: .*nothing from 2 to 8 \(mlp = 131; sizes of parameters: 127, 131\)"
     ):
         require_partitionable(indivisible(), 8)
 
 
-def test_a_model_that_some_axis_can_cut_is_not_refused():
+def test_a_model_that_some_axis_can_shard_is_not_refused():
     require_partitionable(PROFILE, 8)
     require_partitionable(indivisible(), 127)
 
 
-def test_of_two_dims_with_one_name_one_is_cut():
+def test_of_two_dims_with_one_name_one_is_sharded():
     square = make_tensor((12, 12), (Axis.TENSOR, Axis.TENSOR))
     assert partition_tensor(square, {Axis.TENSOR: 4}) == ((Axis.TENSOR,), ())
     assert count_shards(square, {Axis.TENSOR: 4}) == 4

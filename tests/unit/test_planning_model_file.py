@@ -1,4 +1,4 @@
-"""Model files: the published shapes give the published numbers; what does not fit is refused by file and key."""
+"""Model files: published shapes have the published parameters; invalid ones are refused by file and key."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_published_shape_has_the_published_number_of_parameters(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_shape_says_where_it_is_from(name):
+def test_a_published_shape_has_a_source(name):
     assert re.search("20[12][0-9]", load_model_shape(CONFIGS / f"{name}.toml").source)
 
 
@@ -87,7 +87,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_does_not_fit_is_refused_by_file_and_key(case, tmp_path):
+def test_an_invalid_model_file_is_refused_by_file_and_key(case, tmp_path):
     old, new, said = REFUSALS[case]
     assert old in TINY
     path = tmp_path / "tiny.toml"
@@ -96,14 +96,14 @@ def test_what_does_not_fit_is_refused_by_file_and_key(case, tmp_path):
         load_model_shape(path)
 
 
-def test_the_file_that_the_refusals_change_is_good(tmp_path):
+def test_the_file_that_the_refusals_edit_is_valid(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     assert load_model_shape(path).name == "tiny"
 
 
 @pytest.mark.parametrize("name", ["lm_tiny", "lm_tiny_fsdp"])
-def test_settings_of_a_script_are_told_from_a_model(name):
+def test_settings_of_a_script_are_refused_as_a_model(name):
     said = r"found 'steps', 'seed'.* and no table \[transformer\], expected the shape of a model"
     with pytest.raises(ConfigError, match=f"{name}.toml: {said}"):
         load_model_shape(CONFIGS / f"{name}.toml")

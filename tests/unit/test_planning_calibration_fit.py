@@ -1,4 +1,4 @@
-"""Fitted constants: found again from steps that were made with them."""
+"""Fitted constants: recovered from steps that were made with them."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def test_an_estimate_with_the_plans_own_constants_is_its_own():
         assert estimate_step_s(plan, plan.request.calibration) == pytest.approx(plan.step_time_s)
 
 
-def test_so_is_that_of_a_pipeline_that_is_split_for_what_follows_the_last_microbatch():
+def test_an_estimate_of_a_pipeline_with_layer_limits_is_its_own():
     profile = small_profile(layers=6, vocabulary_tokens=4)
     topology = cluster([0.6, 1.0, 1.0, 1.0], devices=1, network=1e7)
     plan = search_plan(profile, topology, global_batch=2, axes={Axis.REPLICA: 2, Axis.PIPELINE: 2})
@@ -49,7 +49,7 @@ def test_constants_fitted_to_one_model_estimate_another():
         assert estimate_step_s(plan, fit.calibration) == pytest.approx(estimate_step_s(plan, TRUE), rel=0.1)
 
 
-def test_what_was_not_measured_stays_as_it_was():
+def test_constants_without_influence_stay_as_they_were():
     alone = search_plan(small_profile(), cluster([1.0], devices=1), global_batch=48)
     fit = fit_calibration([StepMeasurement(plan=alone, step_s=2 * alone.step_time_s)])
     assert fit.calibration.link_efficiency == Calibration().link_efficiency
@@ -65,7 +65,7 @@ def test_no_measurement_is_refused():
         fit_calibration([StepMeasurement(plan=plan, step_s=0.0)])
 
 
-def test_constants_are_in_range_whatever_was_measured():
+def test_fitted_constants_are_in_range_for_any_measurement():
     plan = plans_of(small_profile())[0]
     fit = fit_calibration([StepMeasurement(plan=plan, step_s=plan.step_time_s / 1000)])
     assert all(getattr(fit.calibration, field.name) >= 0 for field in dataclasses.fields(Calibration))
