@@ -437,7 +437,7 @@ def test_a_block_of_replicas_is_as_fast_as_its_slowest():
     )
     plan = search_plan(PROFILE, topology, global_batch=6)
     assert plan.step_time_s == pytest.approx(find_least_step_s(PROFILE, topology, 6), rel=1e-9)
-    blocked = make_layout(ReplicaAxes(), room=1, level=1, block=3, outermost=2)
+    blocked = make_layout(ReplicaAxes(), devices=1, level=1, block=3, outermost=2)
     pool = plan.request.pool
     blocks = pool.count_blocks(blocked)
     assert sorted(pool.kinds[kind].speed for composition, _ in blocks for kind, _ in composition) == [
