@@ -162,6 +162,8 @@ class Connection(Generic[SentT, ReceivedT]):
                 sent = socket.send_fds(self._socket, [frame], list(descriptors))
             else:
                 sent = self._socket.send(frame)
+            if sent == len(frame):
+                return  # the peer may have read it and closed by now: an empty send would fail
             try:
                 self._socket.sendall(frame[sent:])
             except OSError:

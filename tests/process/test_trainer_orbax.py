@@ -641,7 +641,7 @@ def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
 
 def test_a_storage_process_that_died_while_it_had_nothing_to_do_costs_no_checkpoint(tmp_path):
     def kill_idle(store):
-        os.kill(store.process, signal.SIGKILL)
+        os.kill(store.process_id, signal.SIGKILL)
         wait_until(lambda: store._connection.has_ended)
 
     with open_store(tmp_path) as store:
