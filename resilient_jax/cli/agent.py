@@ -1,4 +1,4 @@
-"""`resilient-jax agent`: what runs on each host of a pod."""
+"""`resilient-jax agent`: the supervisor of one host of a pod."""
 
 import asyncio
 import contextlib
@@ -47,9 +47,9 @@ from resilient_jax.transport.server import Server
 from resilient_jax.transport.server_address import check_bindable, parse_address
 
 WAITING_MESSAGE_INTERVAL_S = 10.0
-"""Between two messages of an agent that waits for the store."""
+"""Time between two messages of an agent that waits for the store."""
 SERVING_POLL_INTERVAL_S = 0.2
-"""Of an agent that has left the job, and serves the store as long as other hosts need it."""
+"""Time between two polls of an agent that has left the job, but serves the store while other hosts need it."""
 HOST_NAME_PATTERN = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}", re.ASCII)
 """A host's name is part of file names, store keys and log lines; the kernel's host names have at most 64 characters."""
 
@@ -98,9 +98,9 @@ def agent(
 
     The job's token is read from the environment variable RESILIENT_JAX_TOKEN.
 
-    SIGTERM is a notice: the host leaves at the next step boundary, and nothing is redone; after 25 s it leaves in any
-    case. With --serve-store the store is served until all other hosts have ended. After training the script may work as
-    long as it likes.
+    SIGTERM is a preemption notice: the host leaves at the next step boundary, so no step is repeated; after 25 s the
+    host leaves anyway. With --serve-store the agent serves the store until all other hosts have ended. The time that
+    the script takes after training is not limited.
 
     Exit codes: 0 done, the script's own for its error, 2 bad input, 75 out of memory, descriptors or threads, 80 store
     lost, 81 restart budget spent, 82 too few hosts, 83 refused, 84 left after a notice, 85 state lost, 89 a bug, 130
@@ -163,18 +163,18 @@ def _read_token() -> str:
 
 
 def _describe_outcome(outcome: JobOutcome) -> str:
-    """Return why the job is over. Of a traceback only the end: the host that failed has printed the rest."""
+    """Return why the job ended, of a traceback only the last line: the host that failed has printed the rest."""
     message = outcome.message.strip()
     if message.startswith("Traceback"):
         message = message.rpartition("\n")[2]
     if outcome.exit_code == ExitCode.RESTART_BUDGET_EXHAUSTED:
-        return f"this host ends: {message}"  # the others may go on
+        return f"this host ends: {message}"  # the other hosts may continue
     where = f" on {outcome.host}" if outcome.host else ""
     return f"the job ended: {outcome.kind}{where}: {message}"
 
 
 EXHAUSTION_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
-"""Errors of the kernel when a resource is used up."""
+"""Errors of the kernel that mean that a resource is used up."""
 
 
 async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> JobOutcome:
@@ -191,7 +191,7 @@ async def _run(settings: AgentSettings, address: str, *, serve_here: bool) -> Jo
 
 
 async def _serve_other_hosts(settings: AgentSettings, store: MemoryStore) -> None:
-    """Serve the store until the other hosts' agents, which would end with it, have ended, or a signal comes."""
+    """Serve the store until the agents of all other hosts have ended, which need the store, or a signal arrives."""
     loop, signaled = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signaled.set)
@@ -235,14 +235,14 @@ async def _supervise(settings: AgentSettings, address: str) -> JobOutcome:
 
 
 class _WaitingForStore:
-    """Prints now and then that the store does not answer yet; the agent tries several times a second."""
+    """Prints every 10 s that the store does not answer yet; the agent tries several times a second."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._say_at_s = 0.0
 
     def update(self, tried_s: float) -> None:
-        """Note that a try has failed, so many seconds after the first."""
+        """Report a failed attempt, `tried_s` seconds after the first; at most one in 10 s is printed."""
         if tried_s >= self._say_at_s:
             print_line(f"{self._text} ({tried_s:.0f} s)")
             self._say_at_s = tried_s + WAITING_MESSAGE_INTERVAL_S
@@ -265,7 +265,11 @@ def _check_host(name: str, expected_hosts: int) -> None:
 
 
 def _check_address(address: str) -> str:
-    """Return the address, after a check that this host can listen there."""
+    """Return the address.
+
+    Raises:
+        CallerError: this host cannot listen there.
+    """
     try:
         check_bindable(*parse_address(f"{address}:0"))
     except (OSError, UnicodeError, ConfigError) as error:
@@ -285,7 +289,7 @@ def _parse_store(store: str) -> tuple[str, int]:
 
 
 def _find_address(where: tuple[str, int], store: str) -> str:
-    """Return the address of this host from which packets to the store would go out; no packet is sent."""
+    """Return the address of this host from which packets to the store would be sent; no packet is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(where)

@@ -1,4 +1,4 @@
-"""Example scripts, settings and topologies that commands use, found in a wheel as well as in a checkout."""
+"""Finds the example scripts, settings and topologies that commands use, in a wheel or in a checkout."""
 
 import importlib.resources
 from pathlib import Path
@@ -9,8 +9,8 @@ from resilient_jax.errors import CallerError
 def find_bundled_file(path: str) -> Path:
     """Return a file below `examples`, `configs` or `meshes`.
 
-    A wheel has these folders inside the package (see `pyproject.toml`), a checkout beside it. Either way they are
-    neighbors, so that paths between them such as `../meshes/local_4x2.toml` hold.
+    A wheel has these folders inside the package (see `pyproject.toml`), a checkout beside the package. In both they are
+    neighbors, so paths between them such as `../meshes/local_4x2.toml` are valid.
 
     Raises:
         CallerError: neither place has the file.

@@ -1,4 +1,4 @@
-"""`resilient-jax chaos`: break a job by a plan, and check that its invariants hold."""
+"""`resilient-jax chaos`: inject the faults of a manifest into a job, and check the job's invariants."""
 
 import contextlib
 import dataclasses
@@ -42,11 +42,11 @@ from resilient_jax.cluster.run_directory import create_run_directory
 from resilient_jax.errors import CallerError, ExitCode, ResilientJaxError
 
 CAMPAIGN_FOLDER = "campaign"
-"""In the run folder: the folder of the campaign itself, beside the reference run and the compilation cache."""
+"""Folder of the campaign itself in the run folder, beside those of the reference run and the compilation cache."""
 
 
 class CampaignFailed(ResilientJaxError):
-    """An invariant was violated."""
+    """The error of a campaign that found a violated invariant."""
 
     exit_code = ExitCode.INTERNAL_ERROR
 
@@ -67,16 +67,17 @@ def chaos(
     run_dir: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Break a job by a plan: kill, stop, slow down, cut off, damage its parts; check that its invariants hold.
+    """Inject faults into a job as a manifest lists them, and check the job's invariants.
 
-    The job's steps are compared, bit for bit, with those of the same script on this machine alone. A violation prints
-    the last events of all hosts and the manifest to replay it, and exits with 89.
+    Faults kill, stop, slow down, partition or corrupt parts of the job. The job's steps are compared, bit for bit, with
+    those of a reference run: the same script in one process without faults. After a violation the command prints the
+    last events of all hosts and the manifest that replays them, and exits with 89.
 
-    So the script has to stop at a given step: the one in the file that the environment variable
-    RESILIENT_JAX_CHAOS_STOP_STEP names (see examples/chaos_job.py); or always after `job.steps` (or --steps) steps.
+    The script must stop at a given step: at the one in the file that the environment variable
+    RESILIENT_JAX_CHAOS_STOP_STEP names (see examples/chaos_job.py), or always after `job.steps` (or --steps) steps.
 
-    Ctrl-C, SIGTERM and SIGHUP end the job and take away what the campaign has set up; exit code 128 and the signal's
-    number.
+    Ctrl-C, SIGTERM and SIGHUP end the job and remove the campaign's disks and networks; the exit code is 128 plus the
+    signal's number.
 
     Example: resilient-jax chaos --random --seed 7 --incidents 20 -- examples/chaos_job.py
     """
@@ -111,7 +112,7 @@ def chaos(
 
 
 def _read_words(words: list[str], campaign: str | None) -> tuple[CampaignManifest | None, list[str]]:
-    """Return the manifest that the command line names, if any, and the script."""
+    """Return the manifest that the command line names, if any, and the command of the script."""
     if campaign is not None:
         return load_manifest(find_bundled_file(f"{CAMPAIGNS}/{campaign}.toml")), words
     if words and words[0].endswith(".toml"):
@@ -140,7 +141,7 @@ def _create_directory(run_dir: Path | None) -> Path:
 
 
 class _ProgressLog:
-    """Prints lines with the seconds since the beginning; to standard error if standard output is for figures."""
+    """Prints lines with the seconds since the start; to standard error if standard output is for JSON."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._began_s = time.monotonic()
@@ -156,14 +157,14 @@ class _ProgressLog:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Runs:
-    """The runs of one script below one folder; they share the reference run and the compilation cache."""
+    """The runs of one script in one run folder; they share the reference run and the compilation cache."""
 
     directory: Path
     command: tuple[str, ...]
     log: _ProgressLog
 
     def run(self, manifest: CampaignManifest, folder: str) -> CampaignResult:
-        """Run a campaign in a new folder."""
+        """Run a campaign in a new folder of the run folder."""
         default_cache = self.directory / "compile-cache"
         setup = CampaignSetup(
             command=self.command,
@@ -174,7 +175,7 @@ class _Runs:
         return run_campaign(manifest, setup, self.log)
 
     def shrink(self, manifest: CampaignManifest, result: CampaignResult, repeat: int) -> None:
-        """Write the smallest manifest that violates the same invariants in one of `repeat` runs."""
+        """Write the smallest manifest that violates the same invariants in at least one of `repeat` runs."""
         trials = 0
 
         def fails(candidate: CampaignManifest) -> bool:
@@ -195,9 +196,9 @@ class _Runs:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End the block at SIGTERM and SIGHUP as at Ctrl-C: disks, networks, the clock and processes are taken away.
+    """End the block at SIGTERM and SIGHUP as at Ctrl-C, so that disks, networks, clock and processes are restored.
 
-    The exit code is 128 and the signal's number. A signal that was ignored before stays ignored (`nohup`).
+    The exit code is 128 plus the signal's number. A signal that was ignored before stays ignored (`nohup`).
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Where a command's result goes: a terminal, a file or a pipe."""
+"""The output of a command's result: to a terminal, a file or a pipe."""
 
 import contextlib
 import os
@@ -10,25 +10,25 @@ from rich.console import Console
 from resilient_jax.errors import OperatorError
 
 FILE_WIDTH = 160
-"""Columns of what is printed where no terminal says how wide it is."""
+"""Columns of output that does not go to a terminal, which would have a width of its own."""
 
 
 @contextlib.contextmanager
 def open_console() -> Iterator[Console]:
-    """A console for a command's result, all of which is out at the end of the `with`; a file has wide tables.
+    """Yield a console for a command's result, which is flushed at the end of the `with` block; files get wide tables.
 
     Raises:
-        OperatorError: standard output is closed, or does not take it.
+        OperatorError: standard output is closed, or cannot be written.
     """
     if sys.stdout is None:
         raise _unprintable("it is closed")
     try:
         yield Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough; the command line ends quietly
+    except BrokenPipeError:  # the reader closed the pipe early (`head`): the command line ends quietly
         raise
     except OSError as error:
-        # What could not be written is still in the buffer, and would fail once more at the end of the process.
+        # The unwritten output is still in the buffer, and its flush at the end of the process would fail again.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise _unprintable(error.strerror or str(error)) from error

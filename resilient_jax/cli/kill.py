@@ -1,4 +1,4 @@
-"""`resilient-jax kill`: break a running job on purpose."""
+"""`resilient-jax kill`: kill a part of a running job on purpose."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ def kill(
     ] = "leader",
     stop: Annotated[bool, typer.Option("--stop", help="SIGSTOP instead of SIGKILL.")] = False,
 ) -> None:
-    """Break a part of a job on this machine, to see that training goes on."""
+    """Kill a part of a job on this machine, to see training continue."""
     report = asyncio.run(read_job_report(find_contact(run_dir)))
     number = signal.SIGSTOP if stop else signal.SIGKILL
     killed = list(find_pids(report, part, host))
     if not killed:
         raise CallerError(f"host {host} runs no {part} now; see `resilient-jax status {run_dir}`")
     for pid in killed:
-        with contextlib.suppress(ProcessLookupError):  # the store has not heard yet that it is dead
+        with contextlib.suppress(ProcessLookupError):  # the store lags behind: the process is dead already
             os.kill(pid, number)
     sys.stdout.write(f"{number.name} to {part} on {host}: process {', '.join(map(str, killed))}\n")

@@ -39,14 +39,14 @@ from resilient_jax.protocol.records import JobOutcome, JobOutcomeKind
 
 
 class Sites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The places on this machine where the hosts of a job run; none: on its loopback device."""
+    """The sites on this machine where the hosts of a job run; none: on its loopback device."""
 
     store_host: str = "127.0.0.1"
     sites: tuple[HostSite, ...] = ()
 
 
 DEFAULT_DEVICES = 2
-"""Devices of each host, where neither the option nor XLA_FLAGS has a number."""
+"""Devices of each host, if neither the option nor XLA_FLAGS sets their number."""
 MAX_HOSTS = 250
 """Every host has a loopback address of its own in 127.0.0.0/24."""
 
@@ -84,9 +84,9 @@ def launch(
     max_host_restarts: MaxHostRestartsOption = 100,
     verbose: VerboseOption = False,
 ) -> None:
-    """Train on several hosts of this machine, each with an agent as on a pod.
+    """Train on several hosts on this machine, each with an agent as on a pod.
 
-    Ctrl-C ends everything; SIGTERM ends at the next step boundary. Exit codes: see `agent --help`.
+    Ctrl-C ends the job at once; SIGTERM ends the job at the next step boundary. Exit codes: see `agent --help`.
 
     Example: resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
     """
@@ -131,7 +131,7 @@ def launch(
 
 
 def _check_files(config: Path | None, topology: Path | None, hosts: int) -> None:
-    """Refuse once what otherwise every agent would refuse.
+    """Refuse bad files here, once, instead of in the agent of every host.
 
     Raises:
         CallerError: the topology lacks a host of the job.
@@ -148,7 +148,7 @@ def _check_files(config: Path | None, topology: Path | None, hosts: int) -> None
 
 
 def _load_sites(path: Path | None, hosts: int) -> Sites:
-    """Return the sites in a file; without a file, the loopback device.
+    """Return the sites in a file; without a file no sites, which means the loopback device.
 
     Raises:
         ConfigError: the file does not have one site for each host.

@@ -17,15 +17,15 @@ COMMAND_MODULES = {
     "chaos": "resilient_jax.cli.chaos",
     "demo": "resilient_jax.cli.demo",
 }
-"""Each module has a function of the command's name, or a group of commands. Only the one that is asked for is
-loaded: an agent starts in half the time."""
+"""Modules with a function, or a group of commands, of the command's name. Only the command that the command line names
+is imported: an agent starts in half the time."""
 
 SCRIPT_FOLLOWS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 HELP = "Train with JAX on many hosts; go on when hosts die, and take them back when they return."
 
 
 def build_app(names: Iterable[str]) -> typer.Typer:
-    """The command line with these commands."""
+    """Return the command line with these commands."""
     app = typer.Typer(
         name="resilient-jax",
         help=HELP,
@@ -33,7 +33,7 @@ def build_app(names: Iterable[str]) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(lambda: None)  # so that one command alone still has to be named
+    app.callback()(lambda: None)  # without a callback, typer drops the name of a single command
     for name in names:
         command = getattr(importlib.import_module(COMMAND_MODULES[name]), name)
         if isinstance(command, typer.Typer):
@@ -46,7 +46,7 @@ def build_app(names: Iterable[str]) -> typer.Typer:
 
 
 def main() -> None:
-    """Runs a command; our own errors become one line and an exit code, never a traceback."""
+    """Run a command; this package's own errors become one line and an exit code, never a traceback."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         build_app([asked] if asked in COMMAND_MODULES else COMMAND_MODULES)()

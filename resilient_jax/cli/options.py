@@ -52,14 +52,14 @@ VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every line of the workers, also of XLA and gloo.")
 ]
 MAX_DEVICES = 256
-"""Of one host; more is a mistyped number."""
+"""The most devices of one host; a larger number is mistyped."""
 
 
 def load_job_config(path: Path | None, hosts: int) -> JobConfig:
-    """The job's knobs: from the file, or their defaults.
+    """Return the job's configuration from a file, or the defaults without one.
 
     Raises:
-        ConfigError: the file does not fit, or the job that it describes cannot be run on so many hosts.
+        ConfigError: the file is not valid, or its snapshots need more than `hosts` hosts.
     """
     if path is None:
         return JobConfig()
@@ -78,10 +78,10 @@ def load_job_config(path: Path | None, hosts: int) -> JobConfig:
 
 
 def check_script(command: list[str]) -> tuple[str, ...]:
-    """The command, once it is sure that there is something to run.
+    """Return the command, after a check that its script can be run.
 
     Raises:
-        CallerError: there is no such file, it cannot be read, or Python cannot compile it.
+        CallerError: the script does not exist, cannot be read, or is refused by Python's compiler.
     """
     script = Path(command[0])
     try:
@@ -106,12 +106,12 @@ def check_script(command: list[str]) -> tuple[str, ...]:
 
 
 def find_failure_domain(topology: Path, host: str) -> str:
-    """What fails together with a host, as the topology has it: its innermost domain under the wider ones.
+    """Return a host's innermost failure domain in the topology, as a path of all domains around the host.
 
-    Such as "pod-1/rack-3", so that neighbours sort together; empty where the topology has nothing but hosts.
+    An example is "pod-1/rack-3": paths of neighbors sort together. Empty if the topology has no domains above hosts.
 
     Raises:
-        CallerError: the file does not describe a topology, or not this host.
+        CallerError: the file does not describe a topology, or the topology lacks this host.
     """
     try:
         domains = load_topology(topology).failure_domains(host)
@@ -121,10 +121,10 @@ def find_failure_domain(topology: Path, host: str) -> str:
 
 
 def check_platform(name: str | None) -> Platform | None:
-    """The platform, once it is sure that there is such a one.
+    """Return the platform of this name; None for None.
 
     Raises:
-        CallerError: there is none of that name.
+        CallerError: no platform has the name.
     """
     if name is None or name == "cpu" or name == "gpu":
         return name
@@ -132,20 +132,20 @@ def check_platform(name: str | None) -> Platform | None:
 
 
 def check_devices(count: int | None) -> None:
-    """Refuses a number of devices that no host has.
+    """Check the number of devices of a host.
 
     Raises:
-        CallerError: it is such a number.
+        CallerError: the number is not in 1 to `MAX_DEVICES`.
     """
     if count is not None and not 1 <= count <= MAX_DEVICES:
         raise CallerError(f"--devices-per-host: found {count}, expected 1 to {MAX_DEVICES}")
 
 
 def find_contact(run_directory: Path) -> JobContact:
-    """How to reach the job of this machine that runs in a folder.
+    """Return how to reach the job of this machine that runs in a folder.
 
     Raises:
-        CallerError: none runs there, or its launcher was killed and could not take its contact file along.
+        CallerError: no job runs there, or its launcher was killed before it could remove the contact file.
     """
     contact = read_contact(run_directory)
     if not Path(f"/proc/{contact.launcher_pid}").exists():
@@ -158,7 +158,7 @@ def find_contact(run_directory: Path) -> JobContact:
 
 
 def read_versions() -> Versions:
-    """What must be equal on all hosts; read without importing any of it."""
+    """Return the versions that must be equal on all hosts, read without importing the packages."""
     return Versions(
         python=platform.python_version(),
         resilient_jax=importlib.metadata.version("resilient_jax"),
@@ -168,5 +168,5 @@ def read_versions() -> Versions:
 
 
 def print_line(text: str) -> None:
-    """A line for people."""
+    """Print a line for people."""
     print_bytes(f"{text}\n".encode())

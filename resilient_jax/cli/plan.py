@@ -32,7 +32,7 @@ from resilient_jax.planning.transformer_cost import analyze_transformer
 from resilient_jax.topology import Topology, load_topology
 
 MAX_BATCH = 10**9
-"""Sequences; more is a mistyped number, and the search for its divisors would take hours."""
+"""The most sequences of a step; a larger number is mistyped, and the search over its divisors would take hours."""
 
 
 def plan(
@@ -48,10 +48,10 @@ def plan(
     calibration: CalibrationOption = None,
     json_only: JsonOption = False,
 ) -> None:
-    """Search the fastest way to train a model on a cluster, and what to do when hosts die or slow down.
+    """Search the fastest plan to train a model on a cluster, and the replan when hosts die or slow down.
 
     Needs no accelerator and no cluster. Shows the best plans with their time by term, the memory of a device, tokens
-    per second and the reason; with --without or --slow also what moves from the plan before.
+    per second and the reason; with --without or --slow also the bytes that move from the previous plan to the next.
 
     Example: resilient-jax plan --topology meshes/h100_32x8.toml --model configs/llama3_70b.toml --global-batch 1024
     --without host-07 --slow host-11=0.6
@@ -94,5 +94,5 @@ def plan(
 
 
 def _replan(before: Plan, now: Topology, constraints: PlanConstraints) -> ReplanDecision | None:
-    """Return what to do after the change; None where axes are given: then there is no choice."""
+    """Return the replan after the change; None if axes are given, which leave no choice."""
     return None if constraints.axes else replan(before, now, min_replicas=constraints.min_replicas)

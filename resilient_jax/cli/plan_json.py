@@ -1,4 +1,4 @@
-"""Plans as JSON for machines; seconds, bytes and sequences."""
+"""Prints plans as JSON, in seconds, bytes and sequences."""
 
 import dataclasses
 import sys
@@ -11,7 +11,7 @@ from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 
 
 def print_plans_as_json(plans: Sequence[Plan], change: ReplanDecision | None, search_s: float) -> None:
-    """One object: the plans, the fastest first, and what to do after a change."""
+    """Print one object: the plans, fastest first, and the replan after a change."""
     values = {
         "search_s": search_s,
         "plans": [describe_plan(plan) for plan in plans],
@@ -21,7 +21,7 @@ def print_plans_as_json(plans: Sequence[Plan], change: ReplanDecision | None, se
 
 
 def describe_plan(plan: Plan) -> dict[str, object]:
-    """All that a plan says, in types that JSON has."""
+    """Return all fields of a plan in types that JSON has."""
     return {
         "model": plan.model_name,
         "topology": plan.topology_name,

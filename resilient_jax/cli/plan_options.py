@@ -1,4 +1,4 @@
-"""Options of `resilient-jax plan`, and what they mean."""
+"""The options of `resilient-jax plan`, and the parsers of their values."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,10 +48,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 def find_calibration(path: Path | None, topology: Path) -> Calibration:
-    """Those in the file, or beside the topology, or the defaults.
+    """Return the calibration in a file; without a path that beside the topology, if any, else the defaults.
 
     Raises:
-        ConfigError: the file does not fit.
+        ConfigError: the file is not a valid calibration.
     """
     beside = topology.with_suffix(".calibration.toml")
     if path is None:
@@ -60,10 +60,10 @@ def find_calibration(path: Path | None, topology: Path) -> Calibration:
 
 
 def change_topology(topology: Topology, lost: Iterable[str], slow: Iterable[str]) -> Topology:
-    """After hosts were lost, and others became slow.
+    """Return the topology without the lost hosts and with the slow ones at their speed.
 
     Raises:
-        CallerError: a text is not as the option has it, or there is no such host.
+        CallerError: a string is not HOST=SPEED, or the topology lacks a host.
     """
     known: set[str] = set()
     for text in slow:
@@ -89,10 +89,10 @@ def _refuse_twice(option: str, name: str, known: set[str]) -> None:
 
 
 def parse_axes(texts: Iterable[str]) -> dict[Axis, int]:
-    """Sizes of axes.
+    """Return the sizes of the given axes.
 
     Raises:
-        CallerError: a text is not as the option has it.
+        CallerError: a string is not AXIS=SIZE, or names an axis twice.
     """
     known: set[str] = set()
     axes: dict[Axis, int] = {}

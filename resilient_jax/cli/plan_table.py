@@ -1,4 +1,4 @@
-"""Plans as tables and a chart for people."""
+"""Prints plans as tables and a bar chart."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from resilient_jax.planning.plan import Plan
 from resilient_jax.planning.replanning import ReplanDecision, ReplanOption
 
 BAR_CELLS = 50
-"""Length of the chart's longest bar."""
+"""The length of the chart's longest bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def print_plans(
     console: Console, plans: Sequence[Plan], change: ReplanDecision | None, search_s: float
 ) -> None:
-    """The best plans, where their time and memory goes, and what a change of the cluster means."""
+    """Print the best plans, their time and memory by term, and the replan after a change of the cluster."""
     best = plans[0]
     console.print(
         f"{escape(best.model_name)} on {escape(best.topology_name)}: {best.device_count} devices, "
@@ -38,7 +38,7 @@ def print_plans(
 
 
 def tabulate_plans(plans: Sequence[Plan]) -> Table:
-    """A row for each plan, the fastest first."""
+    """Return a table with a row for each plan, fastest first."""
     table = Table("", "plan", title="plans")
     for name in ("microbatch", "again", "quotas", "spare", "step", "tokens/s", "MFU", "memory"):
         table.add_column(name, justify="right")
@@ -60,13 +60,13 @@ def tabulate_plans(plans: Sequence[Plan]) -> Table:
 
 
 def tabulate_times(plans: Sequence[Plan]) -> Table:
-    """Seconds of a step by term; terms that no plan has are left out."""
+    """Return the table of the seconds of a step by term, without terms that are 0 in all plans."""
     terms = [plan.step_breakdown.by_term() for plan in plans]
     return _tabulate("seconds of a step by term", terms, lambda seconds: f"{seconds:.3g}")
 
 
 def tabulate_memory(plans: Sequence[Plan]) -> Table:
-    """Memory of the fullest device by term."""
+    """Return the table of the fullest device's memory by term, without terms that are 0 in all plans."""
     terms = [
         {field.name: getattr(p.memory, field.name) for field in dataclasses.fields(p.memory)} for p in plans
     ]
@@ -84,7 +84,7 @@ def _tabulate(title: str, rows: Sequence[dict[str, float]], show) -> Table:  # n
 
 
 def draw_bars(terms: dict[str, float]) -> list[str]:
-    """A bar for each term that is not 0, the longest for the largest.
+    """Return a bar for each term that is not 0; lengths are proportional to the terms.
 
     >>> draw_bars({"compute": 3.0, "bubble": 0.0, "fsdp": 1.0})[1]
     '     fsdp ████████████████▋ 25.0 %'

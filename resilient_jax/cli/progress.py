@@ -1,4 +1,4 @@
-"""One line that says where a job stands: redrawn on a terminal, now and then in a log."""
+"""The progress line of a job: redrawn in place on a terminal, printed every 10 s in a log."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressLine:
-    """Step, loss, generation and live hosts; other output goes above it."""
+    """A line with step, loss, generation and live hosts; other output is printed above the line."""
 
     def __init__(self) -> None:
         self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -32,12 +32,12 @@ class ProgressLine:
             _show((CLEAR_LINE if self._on_terminal else "") + self._text + "\n")
 
     def print_line(self, line: bytes) -> None:
-        """A line of a host, above the progress line."""
+        """Print a line of a host's output above the progress line."""
         text = line.decode(errors="replace")
         _show(f"{CLEAR_LINE}{text}\n{self._text}" if self._on_terminal else text + "\n")
 
     def update(self, view: JobView) -> None:
-        """The job has moved."""
+        """Show the job's new progress, unless the line was drawn too recently."""
         self._text = describe_progress(view)
         now = time.monotonic()
         interval_s = REDRAW_INTERVAL_S if self._on_terminal else LOG_INTERVAL_S
@@ -52,7 +52,7 @@ def _show(text: str) -> None:
 
 
 def describe_progress(view: JobView) -> str:
-    """The line itself."""
+    """Return the progress line of a job."""
     generation = view.generation
     if generation is None:
         return "waiting for hosts"

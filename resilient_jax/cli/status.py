@@ -1,4 +1,4 @@
-"""`resilient-jax status`: look at a running job."""
+"""`resilient-jax status`: show a running job."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ from resilient_jax.cluster.job_report import JobReport, read_job_report
 from resilient_jax.protocol.snapshots import SnapshotStatus
 
 MIN_WIDTH = 110
-"""Columns of the table; in a narrower terminal its lines wrap, which can be read, unlike columns that are cut away."""
+"""Columns of the table. In a narrower terminal its lines wrap, which is still readable; truncated columns are not."""
 
 
 def status(
@@ -34,7 +34,7 @@ def status(
 
 
 def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
-    """Such as "step 12 (committed, 3 s old, 1.5 MiB, survives 2 of 6 hosts)"."""
+    """Return a description such as "step 12 (committed, 3 s old, 1.5 MiB, survives 2 of 6 hosts)"."""
     weakest = min(snapshot.groups, key=lambda group: group.parity)
     return (
         f"step {snapshot.id.step} ({snapshot.phase}, {max(now_s - snapshot.wall_s, 0):.0f} s old, "
@@ -43,7 +43,7 @@ def _describe(snapshot: SnapshotStatus, now_s: float) -> str:
 
 
 def print_report(console: Console, report: JobReport) -> None:
-    """The generation in a line, and a table with a row for each host."""
+    """Print the generation in a line, and a table with a row for each host."""
     job, generation = escape(report.job), report.generation
     if generation is None:
         console.print(f"job {job}: no generation yet, {len(report.hosts)} hosts registered")

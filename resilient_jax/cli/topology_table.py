@@ -1,4 +1,4 @@
-"""A topology as tables for people."""
+"""Prints a topology as tables."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def print_topology(console: Console, topology: Topology) -> None:
-    """Hosts and devices, accelerators, links and failure domains, each table with where its figures come from."""
+    """Print tables of hosts, accelerators, links and failure domains, and the sources of their figures."""
     console.print(
         f"topology {escape(topology.name)}: {len(topology.hosts)} hosts, {topology.device_count} devices"
         + (f". {escape(topology.description)}" if topology.description else "")
@@ -26,7 +26,7 @@ def print_topology(console: Console, topology: Topology) -> None:
 
 
 def format_si(number: float, unit: str) -> str:
-    """Such as "989.4 TFLOP/s": at most four digits that count."""
+    """Return a number with an SI prefix and at most four significant digits, such as "989.4 TFLOP/s"."""
     for factor, prefix in _PREFIXES:
         if number >= factor:
             return f"{number / factor:.4g} {prefix}{unit}"

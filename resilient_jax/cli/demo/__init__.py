@@ -1,4 +1,4 @@
-"""`resilient-jax demo`: train on four hosts, kill six things one after the other, show how training resumed."""
+"""`resilient-jax demo`: train on four hosts, inject six faults one after the other, show how training resumes."""
 
 import sys
 import tempfile
@@ -21,10 +21,10 @@ from resilient_jax.cli.demo.scenarios import NUM_HOSTS, ProgressPrinter, Recover
 from resilient_jax.errors import InternalError
 
 FILE_WIDTH: Final = 150
-"""Columns where the output is no terminal."""
+"""Columns of output that does not go to a terminal."""
 DEVICES_PER_HOST: Final = 2
 PARITY: Final = 2
-"""Of four hosts any two may be lost at once."""
+"""Any two of the four hosts may be lost at once."""
 LOSS_TOLERANCE: Final = 1e-3
 """The relative difference between losses under different plans after some dozens of steps."""
 REPORT_INTERVAL_S: Final = 0.1
@@ -40,11 +40,11 @@ def demo(
 ) -> None:
     """Train a small language model on 4 hosts x 2 devices, kill parts of the job, show how training resumes.
 
-    First the state is replicated: every host has all of it. Then it is sharded (FSDP): each host has a quarter, and
-    what is lost is decoded from parity in the memory of the others. Then the trainer follows the fastest plan for the
-    hosts at hand, which changes when one dies. Takes about seven minutes on two cores. Ends with a table: each fault,
-    what detected it, the phases of the stall; and the weights beside those of runs without faults: the same, bit for
-    bit; of the planned run the loss, within 0.1 %.
+    First the state is replicated on every host. Then the state is sharded (FSDP): each host has a quarter, and lost
+    quarters are decoded from parity in the memory of the other hosts. Then the trainer follows the fastest plan for the
+    live hosts, which changes when a host dies. Takes about seven minutes on two cores. Ends with a table of the faults,
+    their detectors and the phases of their stalls. The weights are those of runs without faults, bit for bit; the loss
+    of the planned run is equal within 0.1 %.
     """
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     directory = run_dir or Path(tempfile.mkdtemp(prefix="resilient-jax-demo-"))
@@ -85,7 +85,7 @@ def _train_with_faults(
     progress: ProgressPrinter,
     run_scenario: Callable[[Scenario], None],
 ) -> tuple[TrainingResult, list[Recovery]]:
-    """Run a job, break it as the scenario does, and return its result and recoveries."""
+    """Run a job under the faults of a scenario, and return the job's result and recoveries."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "job.toml"
     config.write_text(f"snapshot_parity = {PARITY}\n")
@@ -118,6 +118,6 @@ def _compare(console: Console, name: str, found: TrainingResult, expected: Train
 
 
 def _compare_losses(console: Console, found: float, expected: float) -> bool:
-    """Print both losses, and return whether they are close: another plan adds in another order, which grows by step."""
+    """Print both losses, and return whether they are close: plans sum in different orders, and rounding errors grow."""
     console.print(f"planned, with kills:   loss {found}; the same without plan or kill: {expected}")
     return abs(found - expected) <= LOSS_TOLERANCE * expected

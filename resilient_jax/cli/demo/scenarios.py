@@ -1,4 +1,4 @@
-"""The demo's jobs: each is broken in one way after the other, and its recoveries are measured."""
+"""The demo's scenarios: each injects faults into a job one after the other, and measures the recoveries."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ from resilient_jax.telemetry.stall import Stall
 
 NUM_HOSTS: Final = 4
 RECOVERED_STEPS: Final = 3
-"""All hosts train together for so many steps between two kills, so that each kill starts from health."""
+"""Steps that all hosts train together between two kills, so that each kill hits a healthy job."""
 RECOVERY_TIMEOUT_S: Final = 120.0
 TRAINING_TIMEOUT_S: Final = 86_400.0
-"""For the steps that are left after the last kill."""
+"""The longest time of the steps after the last kill."""
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
-"""Between two progress lines."""
+"""Time between two progress lines."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class Recovery:
     """A fault, and how training resumed after it.
 
     Attributes:
-        steps_lost: committed steps that were done again.
-        decoded_bytes: bytes of the state that were computed from parity, on all hosts.
-        snapshot_bytes: bytes that were read from snapshots as they were, on all hosts.
-        restore_s: for reading and decoding, on the slowest host.
+        steps_lost: committed steps that were repeated.
+        decoded_bytes: bytes of the state that were decoded from parity, on all hosts.
+        snapshot_bytes: bytes that were read from snapshots without decoding, on all hosts.
+        restore_s: seconds of reading and decoding on the slowest host.
     """
 
     fault: str
@@ -51,7 +51,7 @@ class Recovery:
 
 
 class ProgressPrinter:
-    """Prints step and loss of a running job now and then; on a terminal always in the same line."""
+    """Prints step and loss of a running job at intervals; on a terminal always in the same line."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -60,7 +60,7 @@ class ProgressPrinter:
         self._printed_s = 0.0
 
     def show(self, report: JobReport) -> None:
-        """Print a line, unless the one before is too recent."""
+        """Print a line, unless the previous line is too recent."""
         newest = max(report.hosts, key=lambda host: host.step, default=None)
         is_recent = time.monotonic() - self._printed_s < self._interval_s
         if newest is None or report.generation is None or is_recent:
@@ -76,10 +76,10 @@ class ProgressPrinter:
 
 
 class Scenario:
-    """A running job that is broken again and again.
+    """A running job and the faults that are injected into the job.
 
     Attributes:
-        recoveries: from the faults so far.
+        recoveries: the recoveries from the faults so far.
     """
 
     def __init__(self, job: LocalJob, console: Console) -> None:
@@ -88,7 +88,7 @@ class Scenario:
         self.recoveries: list[Recovery] = []
 
     def run_replicated_state(self) -> None:
-        """Break a job with the complete state on every host: a worker in a collective, the leader's host, a service."""
+        """Kill parts of a job with replicated state: a worker in a collective, the leader's host, a service."""
         self._wait_training(f"{NUM_HOSTS} hosts import JAX, compile and begin to train")
         self._break("one worker, SIGKILL inside a collective", self._kill_worker_in_collective)
         self._wait_training("the worker comes back and asks to join")
@@ -102,14 +102,14 @@ class Scenario:
         )
 
     def run_sharded_state(self) -> None:
-        """Break a job with a part of the state on every host: two hosts at once, and a worker during its copy."""
+        """Kill parts of a job with sharded state: two hosts at once, and a worker during its copy."""
         self._wait_training(f"{NUM_HOSTS} hosts train; each keeps a part of the state, and parity of others")
         self._break("two hosts at once, with their memory", self._kill_two_hosts)
         self._wait_training("both hosts come back")
         self._break("a worker while its part of a snapshot is copied", self._kill_worker_in_copy)
 
     def run_planned_job(self) -> None:
-        """Break a job that follows a plan: a worker, once the programs of the next plan are compiled."""
+        """Kill a worker of a job that follows a plan, once the programs of the next plan are compiled."""
         self._wait_training(f"{NUM_HOSTS} hosts train, as the fastest plan for them says")
         self._print_plan()
         self._wait_compiled_ahead()
@@ -131,14 +131,14 @@ class Scenario:
             raise InternalError(f"the demo's job failed:\n{self._job.read_tail()}")
 
     def _wait_training(self, why: str) -> None:
-        """Wait until all hosts train together; their state is in committed snapshots, if they take snapshots."""
+        """Wait until all hosts train together and, if they take snapshots, the snapshots are committed."""
         self._console.print(f"[dim]{why}[/]")
         hosts = [f"host-{index}" for index in range(NUM_HOSTS)]
         wait_training(self._job, hosts, RECOVERED_STEPS, RECOVERY_TIMEOUT_S)
         self._job.wait_report("a committed snapshot on every host", _is_protected, RECOVERY_TIMEOUT_S)
 
     def _wait_compiled_ahead(self) -> None:
-        """Wait until every host has compiled the programs for the loss of one of them."""
+        """Wait until every host has compiled the programs for the loss of a host."""
         self._console.print("[dim]the programs of the next plan are compiled while training goes on[/]")
         for host in [status.host for status in self._read_report().hosts]:
             self._job.wait_event(
@@ -150,7 +150,7 @@ class Scenario:
             )
 
     def _print_plan(self) -> None:
-        """Print the plan of the newest generation, its reason, and what its first step waited for programs."""
+        """Print the plan of the newest generation, its reason, and how long its first step waited for programs."""
         events = self._job.read_events()
         plan = next((e for e in reversed(events) if e.kind is EventKind.PLAN_CHOSEN), None)
         if plan is None:
