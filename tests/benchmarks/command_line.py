@@ -26,7 +26,7 @@ for command in (stall, step, erasure, snapshot, plan, resilience):
 
 
 def main() -> None:
-    """Run a benchmark; our own errors become one line and an exit code, never a traceback."""
+    """Run a benchmark; report an error of this package in one line and by its exit code, without a traceback."""
     try:
         app(prog_name=PROGRAM)
     except ResilientJaxError as error:

@@ -1,10 +1,10 @@
-"""The figures of `meshes/local_*.toml`: what one of many "hosts" on one machine gets when all work at once.
+"""Measure the figures of `meshes/local_*.toml`: the share of one of several "hosts" on one machine, all busy at once.
 
     python tests/benchmarks/local_topology.py --hosts 4
 
-Prints one line of JSON. Compute: a matrix product on all cores. Memory: copies on all cores. Links between hosts:
-as many processes, each sending to the next over TCP on the loopback and receiving from the one before at once.
-Every figure is the median of `--repeats` runs, with the smallest and the largest beside it.
+The output is one line of JSON. Compute: a matrix product on all cores. Memory: copies on all cores. Links between
+hosts: a ring of one process per host, each sending to the next over TCP on the loopback while it receives from the one
+before. Each figure is the median of `--repeats` runs, with the smallest and the largest beside it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROUND_TRIPS = 2000
 
 
 def measure_flops_per_s(dtype: str, repeats: int) -> list[float]:
-    """Of a square matrix product."""
+    """Return the FLOP/s of a square matrix product, for each repeat."""
     product = jax.jit(jnp.matmul)
     left = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype=dtype)
     product(left, left).block_until_ready()
@@ -41,7 +41,7 @@ def measure_flops_per_s(dtype: str, repeats: int) -> list[float]:
 
 
 def measure_copied_bytes_per_s(repeats: int) -> list[float]:
-    """Bytes copied, each read once and written once, by one thread per core."""
+    """Return the bytes per second that one thread per core copies, each byte read once and written once."""
     cores = os.cpu_count() or 1
     arrays = [(np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)) for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
@@ -54,7 +54,7 @@ def measure_copied_bytes_per_s(repeats: int) -> list[float]:
 
 
 def measure_ring(hosts: int, repeats: int) -> list[float]:
-    """Bytes per second that each host sends and receives, all at once; a run's figure is its slowest host's."""
+    """Return the bytes per second that each host of a ring sends and receives at once: the slowest host of each run."""
     runs = []
     for _ in range(repeats):
         rates = _run_hosts(hosts, _send_and_receive)
@@ -63,7 +63,7 @@ def measure_ring(hosts: int, repeats: int) -> list[float]:
 
 
 def measure_latency_s(repeats: int) -> list[float]:
-    """Half a round trip of one byte between two otherwise idle hosts."""
+    """Return half the round-trip time of one byte between two otherwise idle hosts, for each repeat."""
     return [max(_run_hosts(2, _bounce)) for _ in range(repeats)]
 
 
@@ -74,7 +74,7 @@ def _time(work: Callable[[], object]) -> float:
 
 
 def _run_hosts(hosts: int, work: Callable[..., None]) -> list[float]:
-    """Starts a process per host, in a ring; gives what each of them measured."""
+    """Run `work` in one process per host, connected in a ring, and return what each process measured."""
     context = get_context("spawn")
     results, barrier = context.Queue(), context.Barrier(hosts)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(hosts)]

@@ -1,4 +1,4 @@
-"""Where the benchmarks find the files of the source tree that they run."""
+"""Paths of the files of the source tree that the benchmarks run."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Final
 REPOSITORY: Final = Path(__file__).parents[2]
 TESTS: Final = REPOSITORY / "tests"
 JOBS: Final = TESTS / "benchmarks" / "jobs"
-"""Scripts that run as processes of their own."""
+"""Scripts that the benchmarks run in processes of their own."""
 COMMAND: Final = (sys.executable, str(TESTS / "benchmarks"))
-"""Runs a benchmark, whose name and options follow."""
+"""Command that runs a benchmark, followed by its name and options."""
 IMPORT_PATHS: Final = (REPOSITORY, TESTS, TESTS / "support", REPOSITORY / "examples")
 """Folders of the modules that these scripts import."""

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: drawn by scripts in processes of their own, so that nothing here loads matplotlib."""
+"""Plots of benchmarks, drawn by scripts in processes of their own: no command loads matplotlib."""
 
 import importlib.util
 import subprocess
@@ -12,10 +12,10 @@ from resilient_jax.errors import CallerError, InternalError
 
 
 def check_can_plot(path: Path) -> None:
-    """Refuses early what would fail after a long run.
+    """Check, before a long run, that its result can be plotted.
 
     Raises:
-        CallerError: matplotlib is missing, or the folder is.
+        CallerError: matplotlib is missing, the folder is missing, or the suffix is not `.png`.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise CallerError(
@@ -28,16 +28,16 @@ def check_can_plot(path: Path) -> None:
 
 
 def run_plot_script(script: Path, data: msgspec.Struct, work: Path, path: Path) -> None:
-    """Has a picture drawn.
+    """Run a script that draws a plot.
 
     Args:
-        script: gets a file with `data` as JSON, and `path`.
-        data: what is drawn.
-        work: a folder for that file.
-        path: of the picture.
+        script: its arguments are the path of a file with `data` as JSON, and `path`.
+        data: what the script draws.
+        work: folder for the file with the data.
+        path: of the plot.
 
     Raises:
-        InternalError: it failed.
+        InternalError: the script failed.
     """
     written = work / "picture.json"
     written.write_bytes(msgspec.json.encode(data))

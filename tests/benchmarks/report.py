@@ -1,4 +1,4 @@
-"""What a benchmark prints: tables for people, and the one line of JSON."""
+"""Output of a benchmark: tables on a console, and one line of JSON."""
 
 import os
 import platform
@@ -11,15 +11,15 @@ FILE_WIDTH = 120
 
 
 def open_console(json_only: bool) -> Console:
-    """Where people look; silent when only the line of JSON is wanted."""
+    """Return the console for tables and progress; it prints nothing if only the line of JSON is wanted."""
     return Console(quiet=json_only, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 def print_json_line(figures: msgspec.Struct) -> None:
-    """The machine-readable line."""
+    """Print the figures as one line of JSON on standard output."""
     sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
 
 
 def describe_machine() -> str:
-    """What the figures were measured on."""
+    """Return the machine and the Python that the figures were measured on."""
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"

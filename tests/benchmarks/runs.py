@@ -1,6 +1,6 @@
 """Runs of a benchmark's script: as a job under agents, as a bare multi-process JAX program, or alone on one host.
 
-All hosts are processes of this machine with one device and one thread each, so that they share its cores equally.
+All hosts are processes of this machine, with one device and one thread each, so that they share its cores equally.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from resilient_jax.protocol.records import GenerationPhase
 
 HOSTS = 4
 MANY_STEPS = 100_000
-"""For a job that the benchmark ends."""
+"""Steps of a job that the benchmark stops."""
 HEALTHY_STEPS = 3
 """Steps that all hosts train together between two kills."""
 REPORT_TIMEOUT_S = 180.0
@@ -47,7 +47,7 @@ def script_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
-    """Run the script as a job on all hosts; at the end the job is interrupted, and processes that remain are killed."""
+    """Run the script as a job on all hosts; on exit, interrupt the job, then kill the processes that remain."""
     work.mkdir(parents=True, exist_ok=True)
     config = work / "job.toml"
     config.write_text("max_restarts = 1000\nrestart_backoff_s = 0.0\n")
@@ -67,30 +67,30 @@ def run_job(command: Sequence[str], work: Path) -> Iterator[LocalJob]:
 
 
 def run_undisturbed(command: Sequence[str], work: Path) -> None:
-    """Run the script as a job on all hosts, to its end.
+    """Run the script as a job on all hosts until it ends.
 
     Raises:
-        InternalError: it failed.
+        InternalError: the job failed.
     """
     with run_job(command, work) as job:
         wait_success(job, "the undisturbed job")
 
 
 def wait_success(job: LocalJob, what: str) -> None:
-    """Wait for the end of a job.
+    """Wait until a job ends.
 
     Raises:
-        InternalError: it failed, or goes on for too long.
+        InternalError: the job failed, or is still running after `RUN_TIMEOUT_S`.
     """
     if job.wait(RUN_TIMEOUT_S) != 0:
         raise InternalError(f"{what} failed:\n{job.read_tail()}")
 
 
 def run_bare(command: Sequence[str], work: Path) -> None:
-    """Run the script on all hosts without this package; it connects by the variables BARE_*.
+    """Run the script on all hosts without this package; the variables BARE_* tell it how to connect.
 
     Raises:
-        InternalError: it failed.
+        InternalError: a process failed.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def run_alone(
     """Run the script on one host, without an agent.
 
     Raises:
-        InternalError: it failed.
+        InternalError: the script failed.
     """
     _run_processes(command, work, [environment or {}], timeout_s)
 
@@ -147,7 +147,7 @@ def _run_processes(
 
 
 def read_times(work: Path) -> list[float]:
-    """Return the step times in seconds of all processes, without the first steps, which compile."""
+    """Return the step times of all processes in seconds, without the first `COMPILING_STEPS` steps of each."""
     times: list[float] = []
     for path in work.glob("times-*.json"):
         times += msgspec.json.decode(path.read_bytes(), type=list[float])[COMPILING_STEPS:]
@@ -155,7 +155,7 @@ def read_times(work: Path) -> list[float]:
 
 
 def wait_healthy(job: LocalJob) -> JobReport:
-    """Wait until all hosts have trained together for some steps."""
+    """Return a report after all hosts have trained together for `HEALTHY_STEPS` steps."""
     first = job.wait_report("all hosts training", are_all_training, REPORT_TIMEOUT_S)
     target = max(h.step for h in first.hosts) + HEALTHY_STEPS
     return job.wait_report(

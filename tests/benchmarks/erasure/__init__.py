@@ -1,1 +1,1 @@
-"""The benchmark `erasure`."""
+"""Benchmark of the erasure code on one core."""

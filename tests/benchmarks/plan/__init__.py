@@ -1,1 +1,1 @@
-"""The benchmark `plan`."""
+"""Benchmark of the planner: search time and estimate errors."""

@@ -1,1 +1,1 @@
-"""The benchmark `resilience`."""
+"""Benchmark of training under failures, against restarts from Orbax checkpoints."""

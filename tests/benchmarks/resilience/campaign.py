@@ -46,27 +46,27 @@ from resilient_jax.state.snapshot_interval import compute_interval_steps
 
 BEST: Final = "Orbax, best n"
 DEFAULTS_FAULT: Final = 3
-"""Steps after the warm ones; the run with JAX's defaults has one failure."""
+"""Steps between the warm-up and the only failure of the run with JAX's defaults."""
 DEFAULTS_EVERY: Final = 2
 FAST_STEPS: Final = 2 * WARM_STEPS + 10
 MICROBATCH: Final = 4
-"""Sequences: one microbatch a host, as large as the baseline's share of a step."""
+"""Sequences: one microbatch per host, as large as a host's share of a step in the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignScale:
-    """How much is run.
+    """Size of a campaign: model, failure rates and length of the runs.
 
     Attributes:
-        failure_every: steps between two failures, the rates.
-        max_steps: of a run; rarer failures are padded.
+        failure_every: the failure rates, as steps between two failures.
+        max_steps: of a run; a run at a rarer rate is padded.
         max_failures: of a run.
-        hosts: of one device each.
+        hosts: number of hosts, with one device each.
         width: of the model.
         layers: of the model.
-        fixed: intervals of checkpoints beside the best one.
-        pairs: of windows that the cost of a checkpoint is measured with.
-        window: steps in one.
+        fixed: checkpoint intervals in steps that are run besides the best one.
+        pairs: of windows, to measure the cost of a checkpoint.
+        window: length of a window in steps.
         with_defaults: whether a failure with JAX's defaults is measured, which takes some minutes.
     """
 
@@ -102,18 +102,18 @@ TINY: Final = CampaignScale(
 
 @dataclasses.dataclass(slots=True)
 class ResilienceCampaign:
-    """All runs of a benchmark; what was measured is added as it comes.
+    """All runs of a benchmark, with their measurements so far.
 
     Attributes:
-        paces: without failures, by system.
-        costs_s: of a checkpoint, each time it was measured.
-        blocking_s: part of it.
-        digests: of our undisturbed run, by steps.
+        paces: step times without failures, by system.
+        costs_s: cost of a checkpoint, each time it was measured.
+        blocking_s: the part of each cost that blocks the process.
+        digests: SHA-256 of the weights of our undisturbed run, by number of steps.
         runs: figures of the runs with failures.
-        timelines: of the same, by system and rate, of the first seed.
-        failed: runs that did not come to their end, which ends nothing but their own figures.
-        unequal: runs of ours that ended with other weights than an undisturbed one.
-        defaults_stall_s: of one failure with JAX's defaults.
+        timelines: of the runs with failures and the first seed, by system and rate.
+        failed: runs that did not finish; they have no figures, and the campaign continues.
+        unequal: runs of ours whose final weights differ from those of an undisturbed run.
+        defaults_stall_s: stall of one failure with JAX's defaults.
     """
 
     scale: CampaignScale
@@ -133,7 +133,7 @@ class ResilienceCampaign:
     _done: dict[tuple[str, int, int, int, int], FinishedRun] = dataclasses.field(default_factory=dict)
 
     def run(self) -> None:
-        """Everything."""
+        """Run the undisturbed runs, the calibration, and each system at each rate and seed."""
         self._run_undisturbed()
         self._run_fast_undisturbed()
         self._calibrate()
@@ -145,7 +145,7 @@ class ResilienceCampaign:
 
     @property
     def checkpoint_cost_s(self) -> float:
-        """The median; at least what it blocks, which noise on a busy machine may hide."""
+        """The median cost, but at least the blocking time, which noise on a busy machine may hide."""
         return max(statistics.median(self.costs_s), statistics.median(self.blocking_s))
 
     @property
@@ -177,7 +177,7 @@ class ResilienceCampaign:
             raise InternalError(
                 f"the undisturbed run: found weights {self.digests}, expected one of each step"
             )
-        # The step after a digest waits for it.
+        # The digest delays the step after it.
         times_s = step_times(ran.timeline, leave_out=totals)
         self.paces[OURS] = Pace(step_s=statistics.fmean(times_s))
         self._say(f"undisturbed, {OURS}: {self.paces[OURS].step_s:.3f} s a step, n = {len(times_s)}")
@@ -189,7 +189,7 @@ class ResilienceCampaign:
         self._say(f"undisturbed, {FAST}: {self.paces[FAST].step_s:.3f} s a step, n = {len(times_s)}")
 
     def _calibrate(self) -> None:
-        """The baseline's pace, and what a checkpoint adds to it: windows in turn without and with one."""
+        """Measure the baseline's pace and the cost of a checkpoint, in windows without and with one in alternation."""
         window = self.scale.window
         steps = 2 * window * (self.scale.pairs + 1)
         file = msgspec.structs.replace(self._file(steps), every=2 * window, phase=window)
@@ -208,7 +208,7 @@ class ResilienceCampaign:
     # With failures.
 
     def _run_defaults(self) -> None:
-        """One failure, of a host without the coordination service: with that one all would end at once."""
+        """Measure one failure with JAX's defaults, not on the host of the coordination service, which all depend on."""
         fault = ScheduledKill(step=WARM_STEPS + DEFAULTS_FAULT, host=self._hosts[-1])
         file = self._file(fault.step + QUIET_STEPS + 2, [fault])
         file = msgspec.structs.replace(file, every=DEFAULTS_EVERY, heartbeat_s=None)
@@ -262,7 +262,7 @@ class ResilienceCampaign:
         )
 
     def _ran(self, system: str, size: RunSize, seed: int, every: int) -> FinishedRun:
-        """The run; rates whose runs are the same but for the padding share it."""
+        """Return the run; rates that differ only in the padding share one."""
         kind = _kind_of(system)
         key = kind, every, size.measured, size.failures, seed
         if key not in self._done:
@@ -285,9 +285,9 @@ class ResilienceCampaign:
         return run_restarting(script, file, self.work / name, cache, waits_for_all=waits_for_all)
 
     def _say(self, line: str) -> None:
-        self.console.print(f"  {line}", highlight=False, markup=False)  # it may quote others' words
+        self.console.print(f"  {line}", highlight=False, markup=False)  # the line may quote other programs' output
 
 
 def _kind_of(system: str) -> str:
-    """All intervals of checkpoints are one kind."""
+    """Return the kind of job that a system runs: the baseline is one kind, whatever its checkpoint interval."""
     return system if system in OUR_SYSTEMS else BARE

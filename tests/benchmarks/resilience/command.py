@@ -1,4 +1,4 @@
-"""The resilience benchmark: the same failures with this package, and with restarts from Orbax checkpoints."""
+"""The resilience benchmark: this package and restarts from Orbax checkpoints, under the same failures."""
 
 import dataclasses
 import enum
@@ -31,7 +31,7 @@ from resilient_jax.errors import CallerError
 
 
 class CampaignSize(enum.StrEnum):
-    """How much is run."""
+    """Name of a campaign's scale."""
 
     TINY = "tiny"
     QUICK = "quick"
@@ -69,28 +69,29 @@ def resilience(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """The same model, data, hosts and failures: this package, and restarts from Orbax checkpoints.
+    """Compare this package with restarts from Orbax checkpoints, on the same model, data, hosts and failures.
 
     4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16
-    sequences of 64 bytes a step. A failure is SIGKILL of one worker in the middle of a
-    step. Schedules are seeded and the same for all: step numbers and hosts.
+    sequences of 64 bytes per step. A failure is SIGKILL of one worker in the middle of
+    a step. The schedule (steps and hosts) is seeded, and the same for all systems.
 
-    The baseline: a supervisor sees a death at once, ends the other processes and starts
-    all again; asynchronous Orbax checkpoints on local disk every n steps. n: best by
+    The baseline: a supervisor detects a death at once, ends the other processes and
+    restarts all; asynchronous Orbax checkpoints on local disk every n steps. n: best by
     Young and Daly from the cost of a checkpoint measured here and the rate; 10; 50.
-    JAX's compilation cache is on and made to hit on every process, which JAX's own
-    does not. With JAX's defaults the survivors end when the heartbeat expires: one such
+    JAX's compilation cache is on and made to hit in every process, which JAX alone does
+    not do. With JAX's defaults the survivors end when the heartbeat expires: one such
     failure is measured, and the rest computed from the baseline with the best n.
 
     Rates that would take too many steps are run shorter, with one failure, and padded
-    with steps at the system's own pace; the table says how many.
+    with steps at the system's own pace; the table shows how many.
 
-    Ours is run twice: with reproducible sums, whose weights do not depend on who lives,
-    and with fast ones (Sharing(reproducible=False)).
+    Ours runs twice: with reproducible sums, whose weights do not depend on which hosts
+    survive, and with fast ones (rj.Parallelism(reproducible=False)).
 
-    stall: from SIGKILL to the end of the next step, the step included. goodput: the
-    productive share of time; see resilience_timeline.py for the buckets. Throughput:
-    tokens per second and living device; all four count as living all the time.
+    stall: from SIGKILL to the end of the next step, that step included. goodput: the
+    productive share of time; see tests/benchmarks/resilience/timeline.py for the
+    buckets. Throughput: tokens per second and live device; all four devices count as
+    live all the time.
     """
     if repeats < 1:
         raise CallerError(f"resilience: found --repeats {repeats}, expected at least 1")

@@ -1,8 +1,8 @@
 """Figures of the resilience benchmark from runs and their time buckets. Pure.
 
-Effective throughput is tokens per second and living device. A device counts as living as long as its host is up, and a
-host whose worker was killed is up again at once: so it counts all the time, for every system, and a ratio of
-throughputs is one of times. `member_tokens_per_s` counts, of ours, only devices that train.
+Effective throughput is tokens per second and live device. A device is live as long as its host is up, and a host whose
+worker was killed is up again at once: so all devices are live all the time, for every system, and a ratio of
+throughputs is a ratio of times. `member_tokens_per_s` counts only devices of hosts that train.
 """
 
 import statistics
@@ -25,10 +25,10 @@ from resilient_jax.errors import InternalError
 
 OURS: Final = "resilient_jax"
 FAST: Final = "ours, fast sums"
-"""The same without reproducible reduction: its weights depend, within rounding, on who lived."""
+"""This package without reproducible reduction: the weights depend, within rounding, on which hosts survived."""
 OUR_SYSTEMS: Final = (OURS, FAST)
 BARE: Final = "bare JAX"
-"""The baseline's loop without checkpoints and failures."""
+"""The baseline's loop, without checkpoints and failures."""
 DEFAULTS: Final = "JAX defaults"
 TOKENS_A_STEP: Final = 16 * 64
 RATIO_EVERY: Final = 50
@@ -36,11 +36,11 @@ GOODPUT_EVERY: Final = 100
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a system takes without failures.
+    """Mean time of a system's step without failures.
 
     Attributes:
-        step_s: a step, on average.
-        saving_s: what checkpoints cost each step, on average.
+        step_s: of the step itself.
+        saving_s: cost of checkpoints per step.
     """
 
     step_s: float
@@ -48,25 +48,25 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run with failures; times in seconds.
+    """Figures of one run with failures; times in seconds.
 
     Attributes:
-        failure_every: steps; with the padding.
+        failure_every: steps per failure, padding included.
         seed: of the schedule.
-        checkpoint_every: steps; 0: none.
-        failures: that struck.
+        checkpoint_every: interval in steps; 0: no checkpoints.
+        failures: number of kills.
         measured: steps that were run.
-        padded: steps that were added at the system's pace, for the rate to be right.
-        computed: whether nothing of this system was run, but figures of others were put together.
+        padded: steps that were added at the system's pace, to match the rate.
+        computed: whether the figures are derived from another system's run.
         buckets: of measured and padded steps.
-        tokens_per_s: and living device.
-        member_tokens_per_s: and device that trains, of measured steps.
-        goodput: productive share.
-        cost_s: all that is not productive, for each failure: also what the return of a host and checkpoints take.
-        redone: steps.
+        tokens_per_s: per live device.
+        member_tokens_per_s: per device that trains, of measured steps.
+        goodput: productive share of time.
+        cost_s: unproductive time per failure, including the return of a host and checkpoints.
+        redone: commits of steps that had been committed before.
         stalls_s: from each failure to the end of the next step.
-        regained_s: from each failure to the end of the step that it was in.
-        host_mib: the most memory of a host's processes.
+        regained_s: from each failure to the end of the step that it interrupted.
+        host_mib: peak memory of a host's processes.
     """
 
     system: str
@@ -89,7 +89,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A median, with the least, the most and the number of what it was taken of."""
+    """A median, with the minimum, the maximum and the number of values."""
 
     median: float
     least: float
@@ -98,7 +98,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one."""
+        """Return the spread of at least one value."""
         return cls(
             median=round(statistics.median(values), 4),
             least=round(min(values), 4),
@@ -107,40 +107,40 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def text(self, digits: int = 2) -> str:
-        """For people."""
+        """Return the median, followed by the range if there are several values."""
         found = f"{self.median:.{digits}f}"
         return found if self.n == 1 else f"{found} ({self.least:.{digits}f} to {self.most:.{digits}f})"
 
 
 class ResilienceFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine-readable line. Medians; seconds unless the name says otherwise; null what was not measured.
+    """The line of JSON: medians, in seconds unless the name has another unit; null where nothing was measured.
 
     Attributes:
         stall_s: of ours, from a failure to the end of the next step.
         baseline_stall_s: of restarts with Orbax, tuned; all intervals together.
-        stall_ratio: the second over the first.
-        stall_less_a_step_s: the first without a step as it is without failures, as in the stall benchmark.
-        baseline_stall_less_a_step_s: the same of the baseline.
+        stall_ratio: `baseline_stall_s / stall_s`.
+        stall_less_a_step_s: `stall_s` minus a step without failures, as in the stall benchmark.
+        baseline_stall_less_a_step_s: the same for the baseline.
         effective_throughput_ratio: ours over the best baseline, at one failure in 50 steps.
-        effective_throughput_ratios: the same by rate; of several schedules the median of their ratios.
-        throughput_spread: the same with spread and number.
+        effective_throughput_ratios: the same by rate; the median over schedules.
+        throughput_spread: the same with range and number of schedules.
         fast_throughput_ratios: by rate, of ours without reproducible sums.
         goodput: of ours at one failure in 100 steps.
-        goodputs: the same by rate.
+        goodputs: of ours, by rate.
         baseline_goodput: of the best baseline at one failure in 100 steps.
-        baseline_goodputs: the same by rate.
+        baseline_goodputs: of the best baseline, by rate.
         steps_lost: committed steps that ours did again, in all runs.
-        bitwise_equal: whether ours ended each run with the weights of an undisturbed one.
-        stall: with spread and number.
-        baseline_stall: with spread and number.
-        baseline_regained: until the step that failed is done.
-        defaults_stall_s: with JAX's defaults, of one failure.
+        bitwise_equal: whether all runs of ours ended with the weights of an undisturbed one.
+        stall: `stall_s` with range and number.
+        baseline_stall: `baseline_stall_s` with range and number.
+        baseline_regained: from a failure until the step that it interrupted is done.
+        defaults_stall_s: of one failure with JAX's defaults.
         step_s: without failures and checkpoints, by system.
-        checkpoint_cost: what an asynchronous Orbax save adds to a run.
-        checkpoint_blocking: for how long it blocks the process that calls it.
-        memory_mib: the most of one host, by system.
+        checkpoint_cost: time that an asynchronous Orbax save adds to a run.
+        checkpoint_blocking: time that the save blocks its caller.
+        memory_mib: peak memory of one host, by system.
         load: of the machine over the last minute, before and after.
-        failed: runs that did not come to their end.
+        failed: runs that did not finish.
         runs: all others.
     """
 
@@ -184,7 +184,7 @@ def make_run_figures(
     hosts: int,
     host_mib: float,
 ) -> RunFigures:
-    """What a run shows of a rate."""
+    """Return the figures of a run for the rate of `size`."""
     measured = split_time(timeline, pace_s=pace.step_s, keeps_partial=system in OUR_SYSTEMS)
     buckets = pad_buckets(measured, size.padded, pace_s=pace.step_s, saving_s=pace.saving_s)
     tokens = TOKENS_A_STEP * size.measured
@@ -209,7 +209,7 @@ def make_run_figures(
 
 
 def with_longer_stalls(run: RunFigures, stall_s: float) -> RunFigures:
-    """The same run if each of its stalls had taken so long: JAX's defaults, of which one failure is measured."""
+    """Return the run as if each of its stalls had taken `stall_s`: JAX's defaults, of which one stall is measured."""
     longer_s = sum(stall_s - found_s for found_s in run.stalls_s)
     buckets = msgspec.structs.replace(run.buckets, recovery=run.buckets.recovery + longer_s)
     return msgspec.structs.replace(
@@ -229,27 +229,27 @@ def with_longer_stalls(run: RunFigures, stall_s: float) -> RunFigures:
 def median_of(
     runs: Sequence[RunFigures], system: str, failure_every: int, value: Callable[[RunFigures], float]
 ) -> float:
-    """Over the repetitions of a run."""
+    """Return the median of `value` over the runs of one system at one rate."""
     return statistics.median(
         value(run) for run in runs if (run.system, run.failure_every) == (system, failure_every)
     )
 
 
 def best_baseline(runs: Sequence[RunFigures], failure_every: int) -> str:
-    """The baseline with the highest effective throughput at a rate."""
+    """Return the baseline with the highest effective throughput at a rate."""
     systems = sorted({run.system for run in runs if run.failure_every == failure_every} - set(OUR_SYSTEMS))
     return max(systems, key=lambda name: median_of(runs, name, failure_every, lambda run: run.tokens_per_s))
 
 
 def compare(runs: Sequence[RunFigures], baseline: str, failure_every: int, system: str = OURS) -> list[float]:
-    """A system's effective throughput over a baseline's, of each schedule that both met."""
+    """Return a system's effective throughput over a baseline's, for each schedule that both completed."""
     speeds = {(run.system, run.seed): run.tokens_per_s for run in runs if run.failure_every == failure_every}
     seeds = sorted(seed for name, seed in speeds if name == system and (baseline, seed) in speeds)
     return [speeds[system, seed] / speeds[baseline, seed] for seed in seeds]
 
 
 def rates_of(runs: Sequence[RunFigures]) -> list[int]:
-    """That ours and a baseline came to the end of, from the rarest failures to the most frequent."""
+    """Return the rates that ours and a baseline completed, from the rarest failures to the most frequent."""
     ours = {run.failure_every for run in runs if run.system == OURS}
     return sorted(ours & {run.failure_every for run in runs if run.system not in OUR_SYSTEMS}, reverse=True)
 
@@ -266,10 +266,10 @@ def make_resilience_figures(
     machine: str,
     failed: Sequence[str] = (),
 ) -> ResilienceFigures:
-    """All figures of the line. Runs that stand for several rates count once among the stalls.
+    """Return the figures of the line of JSON. A run that several rates share contributes its stalls once.
 
     Raises:
-        InternalError: no run of ours or of the baseline came to its end.
+        InternalError: no run of ours, or none of the baseline, finished.
     """
     once = {(r.system, r.checkpoint_every, r.measured, r.failures, r.seed): r for r in runs if not r.computed}
     ours = [run for run in once.values() if run.system == OURS]

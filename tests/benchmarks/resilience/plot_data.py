@@ -1,4 +1,4 @@
-"""The data of the resilience plot, for the script that draws it. Pure."""
+"""Data of the resilience plot, as the script that draws it reads them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -9,18 +9,18 @@ from benchmarks.resilience.figures import RunFigures, median_of, rates_of
 from benchmarks.resilience.timeline import Timeline
 
 DRAWN_EVERY: Final = 20
-"""The rate whose runs are drawn over time, if it was run; else the most frequent failures."""
+"""The rate whose runs are drawn over time; if it was not run, the most frequent failures are."""
 
 
 class CommitCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """One system's run.
+    """Committed steps over time, in one system's run.
 
     Attributes:
-        system: its name.
-        at_s: of each commit, from the first that counts.
-        steps: committed at these times: goes back where steps are done again.
-        struck_s: when failures struck.
-        struck_steps: committed at those times.
+        system: name of the system.
+        at_s: time of each commit since the first that counts.
+        steps: committed by then; decreases where steps are done again.
+        struck_s: time of each failure.
+        struck_steps: committed by then.
     """
 
     system: str
@@ -31,12 +31,12 @@ class CommitCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThroughputCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """One system's effective throughput.
+    """Effective throughput of one system by failure rate.
 
     Attributes:
-        system: its name.
-        failure_every: steps, the rates.
-        tokens_per_s: and living device, at each of them.
+        system: name of the system.
+        failure_every: the rates, as steps between two failures.
+        tokens_per_s: per live device, at each rate.
     """
 
     system: str
@@ -45,7 +45,7 @@ class ThroughputCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResiliencePlot(msgspec.Struct, frozen=True, kw_only=True):
-    """The two halves of the picture; `failure_every` is that of the lines."""
+    """The two panels of the plot; `failure_every` is the rate of the runs in `lines`."""
 
     failure_every: int
     lines: list[CommitCurve]
@@ -55,7 +55,7 @@ class ResiliencePlot(msgspec.Struct, frozen=True, kw_only=True):
 def make_resilience_plot(
     runs: Sequence[RunFigures], timelines: Mapping[tuple[str, int], Timeline]
 ) -> ResiliencePlot:
-    """Of all runs."""
+    """Return the data of the plot: throughput of all runs, and commits over time of those at one rate."""
     rates = rates_of(runs) or sorted({run.failure_every for run in runs}, reverse=True)
     drawn = DRAWN_EVERY if DRAWN_EVERY in rates else rates[-1]
     systems = {
@@ -79,7 +79,7 @@ def make_resilience_plot(
 
 
 def make_commit_curve(system: str, timeline: Timeline) -> CommitCurve:
-    """Of one run."""
+    """Return the curve of one run, with times from its first commit that counts."""
     start_s = timeline.commits[0].at_s
     struck_steps = [
         max((c.step + 1 for c in timeline.commits if c.at_s <= fault.at_s), default=0)

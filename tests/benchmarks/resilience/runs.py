@@ -1,4 +1,4 @@
-"""Runs of the resilience benchmark: the same job under agents, and under a supervisor that restarts all processes."""
+"""Runs of the resilience benchmark: one job under agents, or under a supervisor that restarts all processes."""
 
 import contextlib
 import dataclasses
@@ -20,36 +20,35 @@ from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.errors import InternalError
 
 SHORT_HEARTBEAT_S: Final = 10
-"""Of the tuned baseline. Its supervisor sees a death at once and waits for no heartbeat."""
+"""Of the tuned baseline, whose supervisor detects a death at once and does not wait for a heartbeat."""
 DEFAULTS_TIMEOUT_S: Final = 240.0
-"""How long survivors may take to end by themselves with JAX's defaults, whose heartbeat takes 100 s; then they are
-killed, so that a run ends."""
+"""Time for survivors to end by themselves with JAX's defaults, whose heartbeat takes 100 s; then they are killed."""
 POLL_INTERVAL_S: Final = 0.01
 MEMORY_INTERVAL_S: Final = 2.0
 UNPLANNED_LIMIT: Final = 5
-"""Attempts of the baseline that end without one of our failures: a bug of the script would repeat for ever."""
+"""Attempts of the baseline that may end without an injected failure; without a limit, a bug would restart for ever."""
 SNAPSHOT_EVERY: Final = 10
-"""Steps; of ours: should the last host die that has the state. Orbax's usual interval here."""
+"""Snapshot interval of ours in steps, against the loss of the last host with the state; as often as Orbax usually."""
 LIMIT_S_A_STEP, LIMIT_S_A_FAILURE, LIMIT_S_START = 15.0, 120.0, 180.0
-"""A run that takes longer than their sum hangs."""
+"""A run that takes longer than their sum is taken to hang."""
 
 
 class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What both jobs read.
+    """Configuration file that the jobs of both systems read.
 
     Attributes:
         steps: to train.
-        hosts: their names.
+        hosts: names of the hosts.
         faults: in order of their steps.
         width: of the model.
         layers: of the model.
-        microbatch: sequences in one; of ours.
-        unit: microbatches that a host adds up in one go; of ours.
-        reproducible: whether our sums are.
-        every: steps between two checkpoints of the baseline; 0: none.
-        phase: it saves after a step whose number leaves this rest.
+        microbatch: sequences per microbatch, of ours.
+        unit: microbatches that a host adds up in one unit, of ours.
+        reproducible: whether the sums of ours are reproducible.
+        every: checkpoint interval of the baseline in steps; 0: no checkpoints.
+        phase: the baseline saves when the number of finished steps, modulo `every`, is this.
         heartbeat_s: of the baseline; null: JAX's default.
-        digest_after: how many steps; the weights' SHA-256 is then written.
+        digest_after: numbers of steps after which the SHA-256 of the state is written.
     """
 
     steps: int
@@ -67,19 +66,19 @@ class BenchmarkJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timeout_s(self) -> float:
-        """For how long it may run."""
+        """Time after which the run is taken to hang."""
         return LIMIT_S_START + LIMIT_S_A_STEP * self.steps + LIMIT_S_A_FAILURE * len(self.faults)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A run that came to its end.
+    """A run that finished.
 
     Attributes:
-        timeline: what happened in it.
-        saves_s: how long each checkpoint blocked its process.
-        digests: of the weights, by the number of steps; several where hosts disagree.
-        host_mib: the most memory that a host's processes had, shared pages in parts; seen every 2 s.
+        timeline: commits and failures of the run.
+        saves_s: time that each checkpoint blocked its process.
+        digests: SHA-256 of the weights by number of steps; several, joined by spaces, if hosts disagree.
+        host_mib: peak memory (Pss) per host, sampled every 2 s.
     """
 
     timeline: Timeline
@@ -89,10 +88,10 @@ class FinishedRun:
 
 
 def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> FinishedRun:
-    """The job under agents, to its end.
+    """Run the job under agents until it ends.
 
     Raises:
-        InternalError: it failed, or hangs.
+        InternalError: the job failed, or hangs.
     """
     _write_job(work, file)
     config = work / "job.toml"
@@ -125,17 +124,17 @@ def run_resilient(script: Path, file: BenchmarkJob, work: Path, cache: Path) -> 
 def run_restarting(
     script: Path, file: BenchmarkJob, work: Path, cache: Path, *, waits_for_all: bool = False
 ) -> FinishedRun:
-    """The job under a supervisor: when a process has died it ends the others and starts all again, at once.
+    """Run the job under a supervisor that, when a process dies, ends the others and restarts all at once.
 
     Args:
-        script: the job's.
-        file: what it does.
-        work: an empty folder.
-        cache: of compiled programs.
-        waits_for_all: leave the others to JAX, and start again when they have ended by themselves.
+        script: of the job.
+        file: configuration of the job.
+        work: a new folder.
+        cache: folder of compiled programs.
+        waits_for_all: do not end the others, but restart when JAX has ended them.
 
     Raises:
-        InternalError: it failed, or hangs.
+        InternalError: the job failed, or hangs.
     """
     _write_job(work, file)
     memory = _Memory(len(file.hosts))
@@ -164,7 +163,7 @@ def run_restarting(
 def _start_all(
     script: Path, file: BenchmarkJob, work: Path, cache: Path, attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start all processes of an attempt; at the end those that remain are killed."""
+    """Start all processes of an attempt; on exit, kill those that remain."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -198,7 +197,7 @@ def _start_all(
 def _wait_end(
     processes: Sequence[subprocess.Popen[bytes]], end_s: float, memory: "_Memory", *, waits_for_all: bool
 ) -> bool:
-    """Whether all have ended well; returns at the first that has not, or when `waits_for_all` after the last."""
+    """Return whether all succeed; return at the first failure or, with `waits_for_all`, when all have ended."""
     give_up_s: float | None = None
     while time.monotonic() < end_s:
         codes = [process.poll() for process in processes]
@@ -216,7 +215,7 @@ def _wait_end(
 
 
 class _Memory:
-    """The most memory that all processes of a run had at a time."""
+    """Peak memory of all processes of a run together."""
 
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
@@ -224,7 +223,7 @@ class _Memory:
         self._next_s = 0.0
 
     def look(self, pids: Callable[[], Sequence[int]]) -> None:
-        """Now and then: a look takes some milliseconds of a processor."""
+        """Sample the memory if `MEMORY_INTERVAL_S` has passed: a sample takes some milliseconds of a core."""
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + MEMORY_INTERVAL_S
@@ -232,12 +231,12 @@ class _Memory:
 
     @property
     def host_mib(self) -> float:
-        """Of one host."""
+        """Peak memory per host in MiB."""
         return self._most_kib / 1024 / self._hosts
 
 
 def _proportional_kib(pid: int) -> int:
-    """What a process has in memory; of what it shares with others only its part. 0 if it has ended."""
+    """Return the proportional set size (Pss) of a process in KiB; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

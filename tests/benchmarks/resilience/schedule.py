@@ -1,8 +1,8 @@
-"""The schedule of failures of the resilience benchmark: how many, in which step, of which host. Pure.
+"""Failure schedule of the resilience benchmark: how many failures, in which step, of which host. Pure.
 
-A schedule is a function of a seed and the sizes alone, so every system meets the same one. It counts in steps of
-training, not in seconds: a system that takes longer for the same steps is not hit more often for it, and steps that are
-done again are not hit again. Both are in favour of systems that do steps again.
+A schedule depends only on a seed and the sizes, so all systems get the same one. It counts steps, not seconds: a
+system that takes longer for the same steps does not have more failures, and a step that is done again does not fail
+again. Both favor systems that do steps again.
 """
 
 import random
@@ -14,17 +14,17 @@ import msgspec
 from resilient_jax.errors import CallerError
 
 WARM_STEPS: Final = 3
-"""The first steps of a run compile and settle; nothing is counted before they are committed, and nothing fails."""
+"""The first steps of a run compile; until they are committed nothing is counted, and nothing fails."""
 QUIET_STEPS: Final = 2
-"""At the end of a run: so that a failure's cost falls into the run."""
+"""Steps without failures at the end of a run, so that the cost of each failure falls into the run."""
 
 
 class ScheduledKill(msgspec.Struct, frozen=True, kw_only=True):
     """SIGKILL of one worker.
 
     Attributes:
-        step: that it dies in, counted from 0.
-        host: whose worker it is.
+        step: in which the worker is killed, counted from 0.
+        host: of the worker.
     """
 
     step: int
@@ -32,12 +32,12 @@ class ScheduledKill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSize(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a run is that stands for one failure in so many steps.
+    """Length of a run that represents one failure in `failure_every` steps.
 
     Attributes:
-        failure_every: steps, the rate.
+        failure_every: the rate.
         failures: in the run.
-        measured: steps that are run after the warm ones.
+        measured: steps that are run after the warm-up.
         padded: steps that are not run, but added at the system's pace without failures.
     """
 
@@ -48,15 +48,15 @@ class RunSize(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Steps that the job is asked for."""
+        """Steps of the job, warm-up included."""
         return WARM_STEPS + self.measured
 
 
 def size_run(failure_every: int, *, max_steps: int, max_failures: int) -> RunSize:
-    """As many failures as fit in `max_steps`, at most `max_failures`; for rare failures one, and padding.
+    """Return a run with as many failures as fit, at most `max_failures`; for rare failures one, and padding.
 
     Raises:
-        CallerError: a number is too small for a run that has a failure and steps after it.
+        CallerError: an argument is too small for a run that has a failure and steps after it.
 
     Example:
         >>> size_run(20, max_steps=50, max_failures=8)
@@ -81,15 +81,15 @@ def size_run(failure_every: int, *, max_steps: int, max_failures: int) -> RunSiz
 
 
 def draw_faults(seed: int, size: RunSize, hosts: Sequence[str]) -> tuple[ScheduledKill, ...]:
-    """One failure in each of as many equal blocks of steps, anywhere in its block, of any host.
+    """Draw one failure for each of `size.failures` equal blocks of steps: any step of the block, any host.
 
-    Blocks and not a Poisson process: the rate of a short run is then exactly what its name says.
+    Blocks instead of a Poisson process make the rate exact, even in a short run.
     """
     source = random.Random(seed)
     block = size.measured // size.failures
     faults: list[ScheduledKill] = []
     for number in range(size.failures):
-        # Not in a block's first step, nor in its last ones: then the run's first step and its end are quiet.
+        # Not in a block's first step or its last ones, so that the run's first step and its end are quiet.
         offset = 1 + int(source.random() * (block - 1 - QUIET_STEPS))
         host = hosts[int(source.random() * len(hosts))]
         faults.append(ScheduledKill(step=WARM_STEPS + number * block + offset, host=host))

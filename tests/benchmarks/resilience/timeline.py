@@ -1,12 +1,12 @@
-"""Where the time of a run with failures went, from what its processes wrote. Pure.
+"""Time buckets of a run with failures, from the records of its processes. Pure.
 
-The clock runs from the commit of the last warm step to the last commit. An *attempt* trains between two changes:
-a generation of ours, the processes between two restarts of the baseline. Each moment falls into one bucket:
-- *productive*: steps that count, as long as they take without failures; a step counts when it is not done again;
-- *slower*: what they took beyond that: fewer hosts, saves that block, checkpoints written beside them;
-- *wasted*: steps that were done again, and the step in flight at a failure, where its parts are not kept;
-- *recovery*: from the failure until the next attempt's processes begin: noticing, ending what is left, agreeing;
-- *reinitialisation*: from there until its first step is committed, less one step: imports, connecting, compilation,
+The clock runs from the commit of the last warm-up step to the last commit. An *attempt* is the training between two
+changes: a generation of ours, or the processes between two restarts of the baseline. Each moment is in one bucket:
+- *productive*: steps that count, at their time without failures; a step counts if it is not done again later;
+- *slower*: the rest of their time: fewer hosts, saves that block, checkpoints written in the background;
+- *wasted*: steps that are done again later, and the step in flight at a failure, unless its parts are kept;
+- *recovery*: from the failure until the processes of the next attempt begin: detection, ending the rest, agreement;
+- *reinitialisation*: from there until the first step is committed, minus one step: imports, connecting, compilation,
   restoring; and all of a planned change.
 goodput = productive / all.
 """
@@ -21,15 +21,15 @@ from resilient_jax.errors import InternalError
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that an attempt's processes have committed, when the last of them did.
+    """The commit of a step by all processes of an attempt.
 
-    What a failure's victim had committed alone, ahead of hosts that lived on, was still in flight.
+    A step that only the victim of a failure had committed, ahead of the survivors, was still in flight.
 
     Attributes:
-        attempt: that it was in.
+        attempt: of the commit.
         step: counted from 0.
-        at_s: monotonic.
-        hosts: that trained.
+        at_s: when the last process committed; monotonic.
+        hosts: number of hosts that trained.
     """
 
     attempt: int
@@ -39,14 +39,14 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InjectedKill(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure that came.
+    """A failure that was injected.
 
     Attributes:
-        number: in the schedule.
-        attempt: that it ended.
+        number: index in the schedule.
+        attempt: that the failure ended.
         step: in flight.
-        host: that was hit.
-        at_s: monotonic.
+        host: of the killed worker.
+        at_s: time of the kill; monotonic.
     """
 
     number: int
@@ -57,7 +57,7 @@ class InjectedKill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that a process of a run wrote: `began` an attempt, `committed` a step, `saved` a checkpoint."""
+    """A line of a process's record; `kind` is "began" (an attempt), "committed" (a step) or "saved" (a checkpoint)."""
 
     kind: str
     attempt: int
@@ -70,11 +70,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A run.
+    """Commits, attempts and failures of a run.
 
     Attributes:
-        commits: in order of time, from the last warm step on.
-        began_s: of each attempt, when the last of its processes did.
+        commits: in order of time, from that of the last warm-up step.
+        began_s: for each attempt, when its last process began.
         struck: failures in order of time.
     """
 
@@ -84,22 +84,22 @@ class Timeline:
 
     @property
     def wall_s(self) -> float:
-        """From the first commit that counts to the last."""
+        """Seconds from the first commit to the last."""
         return self.commits[-1].at_s - self.commits[0].at_s
 
     @property
     def redone(self) -> int:
-        """Commits that were no progress: of steps that had been committed before."""
+        """Number of commits of steps that had been committed before."""
         return len(self.commits) - 1 - self.progress
 
     @property
     def progress(self) -> int:
-        """Steps that were committed after the warm ones, each once."""
+        """Number of distinct steps that were committed after the warm-up."""
         return len({commit.step for commit in self.commits if commit.step > self.commits[0].step})
 
 
 class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a run, by what they went into; see above."""
+    """Seconds of a run by bucket, as the module defines them."""
 
     productive: float = 0.0
     slower: float = 0.0
@@ -109,12 +109,12 @@ class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wall_s(self) -> float:
-        """All of them."""
+        """Sum of all buckets."""
         return self.productive + self.slower + self.wasted + self.recovery + self.reinitialisation
 
     @property
     def goodput(self) -> float:
-        """The productive share."""
+        """Productive share of the time."""
         return self.productive / self.wall_s
 
 
@@ -125,17 +125,17 @@ def read_timeline(
     steps: int,
     warm: int,
 ) -> Timeline:
-    """Puts together what the processes wrote.
+    """Return the timeline of a run from the records of its processes.
 
     Args:
         rows: of all processes.
-        struck: the failures that came.
-        began_s: of attempts, where a supervisor knows it; else it is in the rows.
-        steps: that the run was asked for.
-        warm: steps at its begin that do not count.
+        struck: the failures that were injected.
+        began_s: of attempts that a supervisor started; those of others are in `rows`.
+        steps: of the job.
+        warm: number of warm-up steps.
 
     Raises:
-        InternalError: no process committed a step.
+        InternalError: a step was committed by no process.
     """
     merged: dict[tuple[int, int], Commit] = {}
     committers: dict[tuple[int, int], set[str]] = {}
@@ -165,14 +165,14 @@ def read_timeline(
 
 
 def measure_stalls(timeline: Timeline) -> list[float]:
-    """Seconds from each failure to the end of the next attempt's first step; a healthy step is not subtracted."""
+    """Return seconds from each failure to the end of the next attempt's first step; no healthy step is subtracted."""
     return [_next_commit(timeline, fault, -1) - fault.at_s for fault in timeline.struck]
 
 
 def measure_regained(timeline: Timeline) -> list[float]:
-    """Seconds from each failure until the attempts after it have come to the end of the step that it was in.
+    """Return seconds from each failure until a later attempt commits the step that the failure interrupted.
 
-    If survivors had committed that step nevertheless, until the end of the one after it.
+    If survivors had committed that step nevertheless, the seconds are those until the step after it.
     """
     return [_next_commit(timeline, fault, fault.step) - fault.at_s for fault in timeline.struck]
 
@@ -188,18 +188,18 @@ def _next_commit(timeline: Timeline, fault: InjectedKill, step: int) -> float:
 
 
 def split_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> TimeBuckets:
-    """The run's buckets.
+    """Return the run's buckets.
 
     Args:
-        timeline: the run.
-        pace_s: of a step without failures, checkpoints or anything else; the mean.
-        keeps_partial: whether what survivors have computed of the step in flight is used.
+        timeline: of the run.
+        pace_s: mean time of a step without failures and checkpoints.
+        keeps_partial: whether the survivors' part of the step in flight is kept.
     """
     start = timeline.commits[0].step
     final = {commit.step: index for index, commit in enumerate(timeline.commits)}
     counted_s = wasted_s = recovery_s = reinitialisation_s = 0.0
     for index, (before, after) in enumerate(itertools.pairwise(timeline.commits), start=1):
-        counts = final[after.step] == index and after.step > start  # warm steps have counted before
+        counts = final[after.step] == index and after.step > start  # warm-up steps do not count
         gap_s = after.at_s - before.at_s
         partial_s = recovered_s = 0.0
         if after.attempt != before.attempt:
@@ -208,7 +208,7 @@ def split_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> Tim
                 (f.at_s for f in timeline.struck if before.attempt <= f.attempt < after.attempt), None
             )
             if killed_s is not None:
-                killed_s = max(before.at_s, killed_s)  # the others may have committed the step nevertheless
+                killed_s = max(before.at_s, killed_s)  # survivors may have committed the step nevertheless
                 began_s = max(killed_s, began_s)
                 partial_s, recovered_s = killed_s - before.at_s, began_s - killed_s
             own_s = min(pace_s, after.at_s - began_s)
@@ -233,13 +233,13 @@ def split_time(timeline: Timeline, *, pace_s: float, keeps_partial: bool) -> Tim
 
 
 def pad_buckets(buckets: TimeBuckets, steps: int, *, pace_s: float, saving_s: float) -> TimeBuckets:
-    """The same for a run that goes on for `steps` without failures.
+    """Return the buckets of the run if `steps` more steps without failures followed.
 
     Args:
-        buckets: of what was measured.
+        buckets: of the measured steps.
         steps: to add.
-        pace_s: of a step.
-        saving_s: that checkpoints cost each of them, on average.
+        pace_s: time of a step.
+        saving_s: mean cost of checkpoints per step.
     """
     return msgspec.structs.replace(
         buckets,
@@ -249,13 +249,13 @@ def pad_buckets(buckets: TimeBuckets, steps: int, *, pace_s: float, saving_s: fl
 
 
 def mean_hosts(timeline: Timeline) -> float:
-    """Hosts that trained, on average over the time."""
+    """Return the time-weighted mean of the number of hosts that trained."""
     pairs = itertools.pairwise(timeline.commits)
     return sum(after.hosts * (after.at_s - before.at_s) for before, after in pairs) / timeline.wall_s
 
 
 def step_times(timeline: Timeline, leave_out: Sequence[int] = ()) -> list[float]:
-    """Seconds of each step after the first, without the steps `leave_out`."""
+    """Return the seconds of each step after the first, without the steps `leave_out`."""
     return [
         after.at_s - before.at_s
         for before, after in itertools.pairwise(timeline.commits)
@@ -264,9 +264,9 @@ def step_times(timeline: Timeline, leave_out: Sequence[int] = ()) -> list[float]
 
 
 def saving_costs(timeline: Timeline, window: int) -> list[float]:
-    """What each checkpoint cost in seconds: a window of so many steps with one at its begin, less the one before it.
+    """Return each checkpoint's cost in seconds: a window that begins with a checkpoint minus the window before it.
 
-    A run for this saves after `window` steps, after 3 times, 5 times as many, and so on.
+    The run must save after `window` steps, after 3 times, 5 times as many, and so on.
 
     >>> ends_s = [0.0, 1.0, 2.5]  # a checkpoint after the third step
     >>> commits = [Commit(attempt=1, step=1 + n, at_s=at_s, hosts=1) for n, at_s in enumerate(ends_s)]

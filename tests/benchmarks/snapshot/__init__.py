@@ -1,1 +1,1 @@
-"""The benchmark `snapshot`."""
+"""Benchmark of taking and restoring snapshots."""

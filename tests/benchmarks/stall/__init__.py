@@ -1,1 +1,1 @@
-"""The benchmark `stall`."""
+"""Benchmark of the stall after a kill, and of the overhead without one."""

@@ -1,4 +1,4 @@
-"""The step benchmark: step time of the trainer, and the work that a kill makes it redo."""
+"""The step benchmark: step time of the trainer, and the work that is redone after a kill."""
 
 import statistics
 import tempfile
@@ -52,28 +52,29 @@ def step(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """Step time of the trainer, and the work that a kill makes it do again.
+    """Measure the trainer's step time, and the work that is redone after a kill.
 
     4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam,
-    16 sequences of 64 bytes a step. The keys of the line of JSON:
+    16 sequences of 64 bytes per step. The keys of the line of JSON:
 
-    fast_overhead: the trainer with fast sums and microbatches of 4 sequences, one a
+    fast_overhead: the trainer with fast sums and microbatches of 4 sequences, one per
     host, over a data-parallel jax.jit step of the same model without this package.
 
     reproducible_overhead: reproducible sums over fast ones, both with microbatches of
-    1 sequence, by unit size: so many microbatches a host adds up in one go.
+    1 sequence, by unit size: the number of microbatches that a host adds up per unit.
 
-    lost_microbatches, redone_microbatches: a worker is killed when it has computed all
-    of its own and not yet entered the sum. What it had is lost; what was computed
-    twice was redone. Equal is best: then no survivor did anything again. For one kill.
+    lost_microbatches, redone_microbatches: per kill. A worker is killed after it has
+    computed its microbatches and before it enters the sum. Its microbatches are lost;
+    those that were computed twice are redone. Equal is best: then no survivor redid
+    work of its own.
 
-    bitwise_equal: the weights after all kills are those of an undisturbed run on one
-    host.
+    bitwise_equal: whether the weights after all kills are those of an undisturbed run
+    on one host.
 
     step_s: median step times in seconds.
 
-    Takes about fifteen minutes on two cores. With --steady-steps 6 --windows 1
-    --kills 1 it takes four, and its times are worth little.
+    The benchmark takes about fifteen minutes on two cores. With --steady-steps 6
+    --windows 1 --kills 1 it takes four, but its times are then not meaningful.
     """
     if steady_steps <= COMPILING_STEPS or windows < 1 or kills < 1:
         raise CallerError(
@@ -101,7 +102,7 @@ def step(
 
 
 def make_figures(times: Mapping[Loop, LoopTimes], campaign: KillCampaign) -> StepFigures:
-    """All figures of the line."""
+    """Return the figures of the line of JSON."""
     fast_s = times[FAST_SMALL].times_s
     return StepFigures(
         fast_overhead=overhead(times[FAST].times_s, times[BARE].times_s),
@@ -117,7 +118,7 @@ def make_figures(times: Mapping[Loop, LoopTimes], campaign: KillCampaign) -> Ste
 
 
 def _times_table(times: Mapping[Loop, LoopTimes]) -> Table:
-    """Steps, and what the sums take by the formulas, beside the memory that was measured."""
+    """Return the table of step times, bytes of the sums by formula, and measured memory."""
     table = Table(title=f"a step on {HOSTS} hosts; a sum's bytes a host by formula, peak memory as measured")
     table.add_column("loop")
     for name in ("median s", "5 % to 95 %", "n", "sent MiB", "held MiB", "peak RSS MiB"):

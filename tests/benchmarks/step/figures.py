@@ -1,7 +1,8 @@
 """Figures of the step benchmark from its measurements. Pure.
 
-G is the size of one tree of gradients in bytes, H the number of hosts, M the most units that a host has. A host sends
-(M + 1) G (H - 1) / H bytes in a reproducible sum, and holds 2 M G; see `training/step/reduction.py`.
+G is the size of one tree of gradients in bytes, H the number of hosts, M the largest number of units of a host. In a
+reproducible sum a host sends (M + 1) G (H - 1) / H bytes and needs memory for 2 M G; see
+`resilient_jax/step/reduction.py`.
 """
 
 import collections
@@ -12,17 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 MicrobatchId = tuple[int, int]
-"""Step and index."""
+"""Step, and index in the step."""
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine-readable line.
+    """The line of JSON.
 
     Attributes:
         fast_overhead: of the trainer with fast sums, over a plain `jax.jit` data-parallel loop; 0.02 is 2 %.
         reproducible_overhead: over fast sums, by unit size.
-        redone_microbatches: computed again, a kill.
-        lost_microbatches: that the killed workers had computed, a kill. Nobody can redo less.
+        redone_microbatches: computed again, per kill.
+        lost_microbatches: that the killed workers had computed, per kill; the least that must be redone.
         bitwise_equal: whether the weights after all kills are those of an undisturbed run on one host.
         step_s: median step times in seconds, by loop.
     """
@@ -41,9 +42,9 @@ class WorkerKill:
     """One worker that was killed.
 
     Attributes:
-        host: that it was on.
+        host: of the worker.
         pid: of the worker.
-        step: that it died in, counted from 0.
+        step: in which the worker was killed, counted from 0.
     """
 
     host: str
@@ -53,11 +54,11 @@ class WorkerKill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RedoneWork:
-    """What a kill cost, in microbatches of its step.
+    """Cost of a kill, in microbatches of its step.
 
     Attributes:
-        lost: that the dead worker had computed.
-        redone: computed more often than once.
+        lost: that the killed worker had computed.
+        redone: computations beyond the first of each microbatch.
         missing: computed by no process, though the step was committed.
     """
 
@@ -68,14 +69,14 @@ class RedoneWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionCost:
-    """What a sum over hosts takes on each of them, in bytes."""
+    """Bytes that a sum over hosts sends from, and needs on, each host."""
 
     sent_bytes: float
     held_bytes: float
 
 
 def overhead(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
-    """By how much our median step is longer than theirs, as a fraction of it.
+    """Return by how much our median step exceeds theirs, as a fraction of theirs.
 
     >>> overhead([1.0, 1.1, 9.0], [1.0])
     0.1
@@ -86,12 +87,12 @@ def overhead(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
 def count_work(
     computed: Mapping[int, Sequence[MicrobatchId]], kill: WorkerKill, microbatches: int
 ) -> RedoneWork:
-    """What one kill cost.
+    """Return the cost of one kill.
 
     Args:
-        computed: what each worker process computed, by its pid, as often as it did.
-        kill: of one of them.
-        microbatches: of a step.
+        computed: microbatches that each worker process computed, by pid, with repetitions.
+        kill: of one of these workers.
+        microbatches: number per step.
     """
     counts = collections.Counter(
         index for mine in computed.values() for step, index in mine if step == kill.step
@@ -105,7 +106,7 @@ def count_work(
 
 
 def count_redone(computed: Mapping[int, Sequence[MicrobatchId]], steps: int) -> int:
-    """How many microbatches were computed again in the first `steps` steps, whatever the reason."""
+    """Return how many microbatches of the first `steps` steps were computed again, for any reason."""
     counts = collections.Counter(m for mine in computed.values() for m in mine if m[0] < steps)
     return counts.total() - len(counts)
 
@@ -113,28 +114,28 @@ def count_redone(computed: Mapping[int, Sequence[MicrobatchId]], steps: int) -> 
 def find_missing(
     computed: Mapping[int, Sequence[MicrobatchId]], steps: int, microbatches: int
 ) -> list[MicrobatchId]:
-    """The microbatches of committed steps that no process computed; none, unless there is a bug."""
+    """Return the microbatches of committed steps that no process computed; there are none, unless there is a bug."""
     done = {m for mine in computed.values() for m in mine}
     return [(s, i) for s in range(steps) for i in range(microbatches) if (s, i) not in done]
 
 
 def max_units_per_host(microbatches: int, unit: int, hosts: int) -> int:
-    """M: the most units that a host has when they are dealt out evenly."""
+    """Return M, the largest number of units of a host when units are distributed evenly."""
     units = -(-microbatches // unit)
     return -(-units // hosts)
 
 
 def reproducible_cost(tree_bytes: int, units_a_host: int, hosts: int) -> ReductionCost:
-    """Of a reproducible sum: (M + 1) G (H - 1) / H sent, 2 M G held."""
+    """Return the cost of a reproducible sum: (M + 1) G (H - 1) / H bytes sent, 2 M G in memory."""
     sent_bytes = (units_a_host + 1) * tree_bytes * (hosts - 1) / hosts
     return ReductionCost(sent_bytes=sent_bytes, held_bytes=2.0 * units_a_host * tree_bytes)
 
 
 def fast_cost(tree_bytes: int, hosts: int) -> ReductionCost:
-    """Of one all-reduce: 2 G (H - 1) / H sent, G held."""
+    """Return the cost of one all-reduce: 2 G (H - 1) / H bytes sent, G in memory."""
     return ReductionCost(sent_bytes=2 * tree_bytes * (hosts - 1) / hosts, held_bytes=float(tree_bytes))
 
 
 def are_equal(words: Iterable[str]) -> bool:
-    """Whether there is a word, and no other."""
+    """Return whether there is at least one string, and all are equal."""
     return len(set(words)) == 1

@@ -1,4 +1,4 @@
-"""The loss of a run that loses half its hosts, beside that of an undisturbed one, as a picture."""
+"""Losses of a run that loses half its hosts and of an undisturbed run, for a plot."""
 
 from pathlib import Path
 from typing import Final
@@ -30,13 +30,13 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """What is drawn; the drawing script reads it as JSON.
+    """Data of the plot, which the script that draws it reads as JSON.
 
     Attributes:
         losses: of each step, in the run that lost half its hosts.
-        undisturbed: the same without.
-        hosts: how many trained, of each step.
-        equal: whether all final weights are equal, bit for bit.
+        undisturbed: of each step, in the undisturbed run.
+        hosts: number of hosts that trained, for each step.
+        equal: whether the final weights of both runs are equal, bit for bit.
     """
 
     losses: list[float]
@@ -46,10 +46,10 @@ class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_curve(script: Path, work: Path) -> LossCurve:
-    """Trains a small model twice: half of the workers killed at one step, and undisturbed on one host."""
+    """Train a small model twice, with half of the workers killed at one step and undisturbed on one host."""
     disturbed, alone = work / "half", work / "whole"
     with run_job([str(script), "curve", str(STEPS), str(disturbed / "times")], disturbed) as job:
-        job.hold(FailPoint.BEFORE_REDUCE, VICTIMS, DEATH_STEP)  # before anybody can be there
+        job.hold(FailPoint.BEFORE_REDUCE, VICTIMS, DEATH_STEP)  # before any host can reach that step
         job.wait_held(VICTIMS, REPORT_TIMEOUT_S)
         for host in VICTIMS:
             job.kill(JobComponent.WORKER, host)
@@ -71,7 +71,7 @@ def record_curve(script: Path, work: Path) -> LossCurve:
 
 
 def _read_rows(work: Path) -> dict[int, _Row]:
-    """The line of each step, counted from 1, of whichever host in the newest generation that committed it."""
+    """Return one line for each step, counted from 1: of any host of the newest generation that committed the step."""
     rows: dict[int, _Row] = {}
     for path in sorted((work / "log").glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:

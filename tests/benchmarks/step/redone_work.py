@@ -1,4 +1,4 @@
-"""Kills at a logical time, and what was computed again because of them."""
+"""Kills at chosen points of a step, and the microbatches that were computed again because of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from resilient_jax.protocol.failpoints import FailPoint
 
 MICROBATCHES = 16
 AHEAD_STEPS = 3
-"""A step that is ordered must be one that no host has reached: reports are a moment old."""
+"""An order must be for a step that no host has reached, and reports are slightly out of date."""
 JOB_ARGUMENTS = ("microbatch=1", "unit=1", "log")
 
 
@@ -43,14 +43,14 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KillCampaign:
-    """One job that was killed again and again, beside an undisturbed run.
+    """Results of one job with several kills, beside an undisturbed run.
 
     Attributes:
-        steps: that both trained.
-        work: what each kill cost.
-        redone: microbatches computed again in the whole job, also apart from the kills' own steps.
-        digest: SHA-256 of the weights after the kills; several, if the hosts disagree.
-        undisturbed: SHA-256 of the weights without.
+        steps: that both runs trained.
+        work: cost of each kill.
+        redone: microbatches computed again in any step of the job.
+        digest: SHA-256 of the weights after the kills; several, joined by spaces, if the hosts disagree.
+        undisturbed: SHA-256 of the weights of the undisturbed run.
     """
 
     steps: int
@@ -62,17 +62,17 @@ class KillCampaign:
 
     @property
     def lost(self) -> int:
-        """Microbatches that died with the workers."""
+        """Microbatches that the killed workers had computed."""
         return sum(work.lost for work in self.work)
 
     @property
     def is_equal(self) -> bool:
-        """Whether all weights are equal, bit for bit."""
+        """Whether both runs ended with equal weights, bit for bit."""
         return self.digest == self.undisturbed
 
 
 def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) -> KillCampaign:
-    """Kills workers that have computed all of their own and not yet entered the sum, each after all train again.
+    """Kill workers that have computed their microbatches and not yet entered the sum, each when all train again.
 
     Raises:
         InternalError: the job fails, or no process computed a microbatch of a committed step.
@@ -101,7 +101,7 @@ def run_kill_campaign(script: Path, work: Path, kills: int, console: Console) ->
 
 
 def read_digest(work: Path) -> str:
-    """What the processes that came to the end say of the weights; all that they say, if they disagree."""
+    """Return the SHA-256 of the weights of the processes that finished; several, joined by spaces, if they differ."""
     found = sorted(path.read_text() for path in work.glob("digest-*.txt"))
     return found[0] if are_equal(found) else " ".join(found)
 
@@ -129,7 +129,7 @@ def _wait_change(job: LocalJob, before: int) -> None:
 
 
 def _end(job: LocalJob, work: Path) -> int:
-    """Lets the job end a few steps later, on all hosts at the same step; gives their number."""
+    """Stop the job a few steps later, on all hosts at the same step, and return the number of steps."""
     report = wait_healthy(job)
     steps = max(status.step for status in report.hosts) + AHEAD_STEPS
     order = work / "stop.tmp"
@@ -147,7 +147,7 @@ def _look(job: LocalJob) -> JobReport:
 
 
 def _read_computed(work: Path) -> dict[int, Sequence[MicrobatchId]]:
-    """What each process computed, by pid."""
+    """Return the microbatches that each process computed, by pid."""
     found: dict[int, Sequence[MicrobatchId]] = {}
     for path in work.glob("computed-*.jsonl"):
         lines = path.read_bytes().split(b"\n")[:-1]

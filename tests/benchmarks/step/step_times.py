@@ -1,4 +1,4 @@
-"""Step times of several loops of one model, their windows in turn."""
+"""Step times of several training loops of one model, in interleaved windows."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from benchmarks.runs import read_times, run_bare, run_undisturbed
 from resilient_jax.errors import InternalError
 
 UNITS: Final = (1, 2, 4)
-"""Sizes to measure: with 16 microbatches on 4 hosts, a host has 4, 2 or 1 units."""
+"""Unit sizes to measure: with 16 microbatches on 4 hosts, a host has 4, 2 or 1 units."""
 SMALL: Final = "microbatch=1"
 
 
@@ -23,9 +23,9 @@ class Loop:
     """One way to train the model.
 
     Attributes:
-        name: for people, and in the line of JSON.
-        words: of the script.
-        bare: whether it is without anything of ours.
+        name: in tables and in the line of JSON.
+        arguments: of the script.
+        bare: whether the loop does without this package.
     """
 
     name: str
@@ -44,11 +44,11 @@ LOOPS: Final = (BARE, FAST, FAST_SMALL, *REPRODUCIBLE.values())
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process.
+    """Memory of one process.
 
     Attributes:
-        peak_rss_mib: the most that was resident, compilation included.
-        tree_bytes: of the parameters, so of a tree of gradients.
+        peak_rss_mib: peak resident memory, compilation included.
+        tree_bytes: of the parameters, and so of one tree of gradients.
     """
 
     peak_rss_mib: float
@@ -57,26 +57,26 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(slots=True)
 class LoopTimes:
-    """All windows of one loop."""
+    """Measurements of one loop, from all windows."""
 
     times_s: list[float] = dataclasses.field(default_factory=list)
     memory: list[ProcessMemory] = dataclasses.field(default_factory=list)
 
     @property
     def step_s(self) -> float:
-        """The median step."""
+        """Median step time in seconds."""
         return statistics.median(self.times_s)
 
     @property
     def peak_rss_mib(self) -> float:
-        """The median process's peak."""
+        """Median over processes of the peak resident memory."""
         return statistics.median(found.peak_rss_mib for found in self.memory)
 
 
 def measure_steps(
     script: Path, work: Path, steps: int, windows: int, console: Console
 ) -> Mapping[Loop, LoopTimes]:
-    """A window of each loop in turn, every other turn backwards: so what drifts evenly hits all alike."""
+    """Measure one window of each loop per round, every other round in reverse: a steady drift affects all alike."""
     found = {loop: LoopTimes() for loop in LOOPS}
     for window, loop in itertools.chain.from_iterable(_turn(window) for window in range(windows)):
         folder = work / f"window-{window}-{LOOPS.index(loop)}"
