@@ -285,7 +285,9 @@ class ResilienceCampaign:
         return run_restarting(script, file, self.work / name, cache, waits_for_all=waits_for_all)
 
     def _say(self, line: str) -> None:
-        self.console.print(f"  {line}", highlight=False, markup=False)  # the line may quote other programs' output
+        self.console.print(
+            f"  {line}", highlight=False, markup=False
+        )  # the line may quote other programs' output
 
 
 def _kind_of(system: str) -> str:
