@@ -43,7 +43,7 @@ class BlockReader:
         own: OwnPart | None,
         get_decoder: Callable[[], StripeDecoder],
     ) -> None:
-        """Read nothing yet.
+        """Prepare to read, without a request.
 
         Args:
             manifest: of the part.

@@ -1,4 +1,4 @@
-"""The snapshots that a host has dropped, with the reason for each, and who is notified of a drop."""
+"""The snapshots that a host has dropped, with the reason for each, and the notifications of a drop."""
 
 import collections
 from typing import Final

@@ -22,7 +22,7 @@ SLICE_ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype asks for."""
 MAGIC: Final = b"RJMF"
 VERSION: Final = 2
-"""Of the manifest's form: readers refuse another."""
+"""Of the encoding; a reader refuses every other version."""
 _HEADER = struct.Struct("<4sIQI")
 _CHECKED_BYTES = struct.calcsize("<4sIQ")
 """Of the header, without the checksum."""
@@ -92,9 +92,9 @@ def checksum_blocks(
     *,
     check_cancelled: Callable[[], None] = lambda: None,
 ) -> tuple[int, ...]:
-    """The checksum of each block of bytes that begin at a block; the last may be shorter.
+    """Return the checksum of each block; the last block may be shorter.
 
-    `go_on` is called before each; what it raises ends the work.
+    `check_cancelled` is called before each block; an exception that it raises ends the work.
     """
     view, digests = memoryview(part), []
     for start in range(0, len(view), block_bytes):

@@ -1,8 +1,8 @@
-"""Whether a host has the memory for its snapshots, found out before training starts; refused with numbers.
+"""The memory that a host's snapshots need and the memory that is free, compared before training starts.
 
-What is needed follows from the layout alone. What is free is what the kernel says is available, or less where a control
-group (a container, a batch job) allows less: Linux `Documentation/admin-guide/cgroup-v2.rst` (memory.max,
-memory.current, memory.stat) and `cgroup-v1/memory.rst`.
+The required memory follows from the layout alone. The free memory is what the kernel reports as available, or less
+where a control group (a container, a batch job) allows less: Linux `Documentation/admin-guide/cgroup-v2.rst`
+(memory.max, memory.current, memory.stat) and `cgroup-v1/memory.rst`.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ from resilient_jax.snapshot.stripes import cut_grid
 NUM_SLOTS: Final = 2
 """The newest committed snapshot stays while the next one is taken."""
 HEADER_BYTES: Final = 4096
-"""One page, written at once."""
+"""One page, written by one call."""
 MANIFEST_BYTES: Final = 2**20
-"""Room for what a manifest says of leaves and pieces: some 10000 of them. Block checksums come on top."""
+"""Room for the leaves and slices in a manifest: about 10000 of them. Block checksums come on top."""
 CHECKSUM_RECORD_BYTES: Final = 8
-"""A block's checksum, in a manifest at most 5 bytes, beside parity 4; some room is left."""
+"""Room for a block's checksum, which takes at most 5 bytes in a manifest and 4 beside parity."""
 UNLIMITED: Final = 2**60
-"""A limit of version 1 from here on says that there is none: the kernel gives the largest number of pages."""
+"""From this limit on a group of version 1 has none: the kernel then reports the largest number of pages."""
 
 _CGROUPS: Final = PurePosixPath("sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredMemory:
-    """What one host's snapshots take, in bytes.
+    """The memory that one host's snapshots need, in bytes.
 
     Attributes:
-        part: of one slot: this host's part of the state.
-        parity: of one slot: chunks for others.
-        records: of one slot: header, the manifests of the host's group, checksums.
+        part_bytes: of one slot, for this host's part of the state.
+        parity_bytes: of one slot, for the parity chunks that it keeps for other hosts.
+        metadata_bytes: of one slot, for the header, the manifests of the host's group and the checksums.
     """
 
     part_bytes: int
@@ -46,18 +46,18 @@ class RequiredMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Of all slots."""
+        """Required memory of all slots."""
         return NUM_SLOTS * (self.part_bytes + self.parity_bytes + self.metadata_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:
-    """What this process may still take, in bytes, and who says so.
+    """The memory that this process can still allocate, in bytes, and the limits that it follows from.
 
     Attributes:
-        available: as the kernel estimates for the machine.
-        limit: of the control group that has least left; None if none has a limit.
-        used: in that group, without page cache that is given back when needed.
+        available_bytes: on the machine, as the kernel estimates.
+        limit_bytes: of the control group that has least left; None if none has a limit.
+        used_bytes: in that group, without page cache that the kernel can reclaim.
     """
 
     available_bytes: int
@@ -66,7 +66,7 @@ class FreeMemory:
 
     @property
     def free_bytes(self) -> int:
-        """The smaller of what the machine and what the control group has left."""
+        """The memory that is left on the machine or in the control group, whichever is smaller."""
         return (
             self.available_bytes
             if self.limit_bytes is None
@@ -75,7 +75,7 @@ class FreeMemory:
 
 
 def compute_required_memory(layout: SnapshotLayout, host: HostName) -> RequiredMemory:
-    """What the snapshots of a layout take on a host."""
+    """Return the memory that the snapshots of a layout need on a host."""
     group = layout.find_group(host)
     parts = [layout.part_bytes[member] for member in group.hosts]
     block, chunk = cut_grid(parts, len(group.hosts) - group.parity)
@@ -93,16 +93,16 @@ def compute_required_memory(layout: SnapshotLayout, host: HostName) -> RequiredM
 def check_memory(
     required: RequiredMemory, free: FreeMemory, host: HostName, *, reclaimed_bytes: int = 0
 ) -> None:
-    """Refuses snapshots that do not fit.
+    """Check that snapshots fit into the free memory.
 
     Args:
-        needed: by the new layout.
-        free: now.
+        required: by the new layout.
+        free: from `read_free_memory`.
         host: for the message.
-        held: bytes of earlier slots, which the new ones take over or replace.
+        reclaimed_bytes: of earlier slots, which the new ones reuse or replace.
 
     Raises:
-        SnapshotRefused: more is needed than is free; with the numbers and what to do.
+        SnapshotRefused: more is required than is free; the message has the amounts and what to do.
     """
     if required.total_bytes <= free.free_bytes + reclaimed_bytes:
         return
@@ -120,13 +120,13 @@ def check_memory(
 
 
 def read_free_memory(root: Path = Path("/")) -> FreeMemory:
-    """What is free now.
+    """Return the memory that is free now.
 
     Args:
-        root: where `proc` and `sys` are mounted; another one in tests.
+        root: where `proc` and `sys` are mounted; another directory in tests.
 
     Raises:
-        SnapshotRefused: the kernel does not say.
+        SnapshotRefused: the kernel does not report the available memory.
     """
     try:
         available = _kib(root / "proc/meminfo", "MemAvailable:")
@@ -140,7 +140,7 @@ def read_free_memory(root: Path = Path("/")) -> FreeMemory:
 
 
 def _find_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of every control group that this process is in, of both versions."""
+    """Yield the limit and the usage of every control group that this process is in, of both versions."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -157,7 +157,7 @@ def _find_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _walk(
     mounted: Path, path: str, limit_name: str, used_name: str, cache_name: str
 ) -> Iterator[tuple[int, int]]:
-    """From the group up to the root: each may have a limit. Inside a container the lower ones may not be mounted."""
+    """Yield limit and usage from a group up to the root; in a container the lower groups may not be mounted."""
     inner = PurePosixPath(path.lstrip("/"))
     for folder in (mounted / inner, *(mounted / parent for parent in inner.parents)):
         try:
@@ -170,7 +170,7 @@ def _walk(
 
 
 def _cache(path: Path, name: str) -> int:
-    """Page cache that the group can give back; as if there were none where it does not say."""
+    """Return the page cache that the kernel can reclaim from the group; 0 where the file does not report it."""
     try:
         lines = (line.split() for line in path.read_text().splitlines())
         return next((int(words[1]) for words in lines if words and words[0] == name), 0)
@@ -184,7 +184,7 @@ def _kib(path: Path, name: str) -> int:
 
 
 def _size(nbytes: int) -> str:
-    """In the unit in which people compare it.
+    """Format a size in MiB, or in GiB from one GiB on.
 
     >>> _size(3 * 2**29)
     '1.50 GiB'

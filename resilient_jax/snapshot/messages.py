@@ -1,7 +1,7 @@
 """The messages of a snapshot server: with its agent, with its host's worker, and between servers.
 
-Between servers (gRPC, service `snapshot`) every call may be repeated: it asks for a level, never for a change by one.
-On the two links (socket pairs, one frame a message) descriptors travel beside the frame that names them.
+Between servers (gRPC, service `snapshot`) every call is idempotent, so it may be repeated. On the connections with
+agent and worker (socket pairs, one frame for each message) descriptors travel with the frame that mentions them.
 """
 
 import enum
@@ -239,8 +239,8 @@ class ParityPiece(msgspec.Struct, frozen=True, kw_only=True):
         stripe: of the group.
         row: of the stripe's parity.
         offset: in the chunk, a multiple of `PARITY_PIECE_BYTES`.
-        checksum: the algorithm of `digests`.
-        digests: of each block of `data`.
+        checksum: the algorithm of `checksums`.
+        checksums: of each block of `data`.
     """
 
     id: SnapshotId
@@ -257,7 +257,7 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class CommitOutcome(enum.StrEnum):
-    """The outcome of a snapshot, as known to the root."""
+    """The outcome of a snapshot, which the root decides."""
 
     WAITING = "waiting"
     """Not all hosts are complete yet."""

@@ -1,6 +1,6 @@
-"""Sends events and notifications to agent and worker, in order, on a thread of its own.
+"""Sends events and notifications to agent and worker, in order.
 
-So no lock is held while a socket's buffer is full.
+They are sent on a thread of their own, so that no lock is held while a socket's buffer is full.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Notifier:
         self._waiting.put(lambda: self._send_worker(notice))
 
     def notify_root(self, id: SnapshotId, layout: SnapshotLayout, reason: str) -> None:
-        """Have the root learn that this host dropped a snapshot."""
+        """Start a report to the root that this host dropped a snapshot."""
         self.on_dropped(id, layout, reason)
 
     def serve_worker(self, worker: Connection[ServerReply | ServerNotification, WorkerRequest]) -> None:
@@ -92,7 +92,7 @@ class Notifier:
                 return
 
     def _send_patiently(self, send: Callable[[], None]) -> None:
-        """Send a message, and wait out a shortage of memory: without the message others would decide wrongly."""
+        """Send a message, retrying while memory is short: without the message the receiver would decide wrongly."""
         while True:
             try:
                 return send()

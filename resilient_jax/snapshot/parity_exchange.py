@@ -59,7 +59,7 @@ from resilient_jax.snapshot.stripes import data_members, parity_members
 logger = logging.getLogger(__name__)
 
 CONCURRENT_PIECES: Final = 2
-"""One piece is multiplied while the next is transferred. Each holds n pieces in memory."""
+"""One piece is multiplied while the next is transferred. Each needs memory for n pieces."""
 MIN_RETRY_INTERVAL_S: Final = 0.01
 MAX_RETRY_INTERVAL_S: Final = 0.5
 MAX_ATTEMPTS: Final = 5
@@ -74,7 +74,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """What all exchanges of a server share."""
+    """The objects that all exchanges of a server share."""
 
     host: HostName
     slots: SnapshotSlots
@@ -106,7 +106,7 @@ class ParityExchange:
     """The exchange of one snapshot, from a part that its worker has finished to a commit or a drop."""
 
     def __init__(self, snapshot: SlotContents, part_contents: PartContents, context: ExchangeContext) -> None:
-        """Take the snapshot of a finished part, and what its worker says of the part."""
+        """Prepare the exchange of a finished part, which its worker has described in `part_contents`."""
         self._snapshot = snapshot
         self._part_contents = part_contents
         self._context = context
@@ -237,7 +237,7 @@ class ParityExchange:
 
         Raises:
             SnapshotDropped: this host dropped the snapshot, or another one did, whose row will then never come. Only
-                the root knows of the latter.
+                the root can report the latter.
         """
         while True:
             with self._slots.changed:
@@ -253,7 +253,7 @@ class ParityExchange:
                 raise SnapshotDropped(reply.reason)
 
     def _ask_outcome(self) -> CompleteReply:
-        """Return the outcome that the root knows, or WAITING if the root does not answer."""
+        """Return the root's outcome, or WAITING if the root does not answer."""
         snapshot = self._snapshot
         if snapshot.layout.root == self._context.host:
             with self._slots.changed:
@@ -305,8 +305,8 @@ class ParityExchange:
     def _poll_root(self) -> CompleteReply:
         """Poll the root for the outcome, on every other host.
 
-        Once a new generation has begun the root is asked one last time, since it may know the outcome, but is not
-        waited for.
+        Once a new generation has begun the root is polled one last time, since it may have decided the outcome, but
+        is not waited for.
         """
         snapshot = self._snapshot
         address = snapshot.layout.server_endpoints[snapshot.layout.root]
@@ -391,7 +391,7 @@ class ParityExchange:
 def report_drop_to_root(
     id: SnapshotId, layout: SnapshotLayout, reason: str, context: ExchangeContext
 ) -> None:
-    """Report a drop to the root; return when the root knows it, or a newer layout has made it irrelevant."""
+    """Report a drop to the root; return when the root has recorded it, or a newer layout has made it irrelevant."""
     slots, delay_s = context.slots, MIN_RETRY_INTERVAL_S
     request = DropNotice(id=id, host=context.host, reason=f"{context.host}: {reason}")
     if layout.root == context.host:

@@ -75,7 +75,7 @@ def describe_weaknesses(
 
 
 def _describe_exposed(group: ParityGroup, domain_of: Mapping[HostName, str]) -> list[str]:
-    # Without parity no loss is covered, so that a domain's is not says nothing new.
+    # Without parity no loss is covered at all, so the domains need not be listed.
     counted = Counter(domain_of[host] for host in group.hosts if host in domain_of) if group.parity else {}
     exposed = [domain for domain, count in counted.items() if count > group.parity]
     return [

@@ -23,11 +23,11 @@ class PeerPool:
         self._peers: dict[str, PeerClient] = {}
 
     def call(self, address: str, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT:
-        """Call a method of a server and return the reply; raise as `Peer.call`."""
+        """Call a method of a server and return the reply; raise as `PeerClient.call`."""
         return self._peer(address).call(method, request, timeout_s=CALL_TIMEOUT_S)
 
     def read_part(self, address: str, id: SnapshotId, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a part, for the caller to verify; raise as `Peer.read_into`."""
+        """Fill `out` with bytes of a part, for the caller to verify; raise as `PeerClient.read_into`."""
         request = ReadRequest(id=id, region=Region.PART, offset=offset, length=len(out), verify=False)
         self._peer(address).read_into(request, out, timeout_s=CALL_TIMEOUT_S)
 

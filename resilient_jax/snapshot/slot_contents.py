@@ -46,12 +46,12 @@ class SlotContents:
     """The data that this host has of one snapshot.
 
     Attributes:
-        layout: that it belongs to.
-        group: that this host is in, and `member` its place there.
-        phase: as in the mark.
-        writer: the line to the worker that may write to the part; None when nobody may.
-        dropped: why it will not be completed; empty if it may be.
-        wall_s: when it became complete.
+        layout: of the snapshot's generation.
+        group: the parity group of this host, and `member_index` its index there.
+        phase: as in the header.
+        writer: the session of the worker that may write to the part; None when no worker may.
+        drop_reason: why the snapshot will not be completed; empty if it may be.
+        wall_s: the time at which it became complete.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SlotContents:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, manifests included."""
+        """Size in bytes of the snapshot's memory, manifests included."""
         return self.slot_layout.mapped_bytes + self._manifests_end - self.memory.mapped_bytes
 
     def advance(self, phase: SlotPhase, wall_s: float = 0.0) -> None:
@@ -164,7 +164,7 @@ class SlotContents:
         Args:
             contents: the description of the part by the worker.
             checksum: of the blocks.
-            go_on: called between blocks; an exception that it raises ends the work.
+            check_cancelled: called between blocks; an exception that it raises ends the work.
         """
         part, size = self.part, self.slot_layout.block_bytes
         return PartManifest(

@@ -57,7 +57,7 @@ class SlotLayout:
 
     Attributes:
         part_bytes: of this host's part.
-        rows: parity chunks that this host keeps.
+        parity_rows: number of parity chunks that this host keeps.
         grid: of the host's group.
     """
 
@@ -67,37 +67,37 @@ class SlotLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of each row of parity; whole pages."""
+        """Length of each row of parity, in complete pages."""
         return self.grid.chunk_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Under one checksum."""
+        """Length of a block, which has one checksum."""
         return self.grid.block_bytes
 
     @property
     def part_offset(self) -> int:
-        """Of the part; the header is before it."""
+        """Offset of the part; the header is before it."""
         return PAGE_BYTES
 
     @property
     def parity_offset(self) -> int:
-        """Of the first row of parity."""
+        """Offset of the first row of parity."""
         return self.part_offset + _whole_pages(self.part_bytes)
 
     @property
     def checksums_offset(self) -> int:
-        """Of the checksums of parity blocks."""
+        """Offset of the checksums of parity blocks."""
         return self.parity_offset + self.parity_rows * self.chunk_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """Of all regions but the manifests."""
+        """Length of all regions but the manifests."""
         return self.checksums_offset + _whole_pages(self.parity_rows * self.blocks_per_row * CHECKSUM_BYTES)
 
     @property
     def blocks_per_row(self) -> int:
-        """Blocks of a parity chunk, each with a checksum."""
+        """Number of blocks of a parity chunk, each with a checksum."""
         return self.chunk_bytes // self.block_bytes
 
 
@@ -108,7 +108,7 @@ class SlotHeader:
     Attributes:
         phase: of the snapshot.
         manifest_bytes: of this host's manifest, and `manifest_crc` its CRC-32; 0 while there is none.
-        wall_s: when it became complete; 0 before.
+        wall_s: the time at which the snapshot became complete; 0 before.
     """
 
     id: SnapshotId
@@ -123,7 +123,7 @@ class SlotMemory:
     """The memory of one snapshot.
 
     Attributes:
-        number: never given out twice by a server.
+        number: unique among all slots of a server, past ones included.
         mapped_bytes: of memory that the worker may map; the manifests come behind it.
         descriptor: of the memfd; closed by `close`.
         view: of all mapped memory.

@@ -22,7 +22,7 @@ from resilient_jax.snapshot.slot_memory import SlotMemory, SlotPhase
 ALLOCATION_TIMEOUT_S: Final = 2.0
 """How long a new snapshot waits for a slot whose memory is being allocated."""
 COMMIT_TIMEOUT_S: Final = 0.1
-"""How long a new snapshot waits for the slot of a complete one, which other hosts may already know to be committed."""
+"""How long a new snapshot waits for the slot of a complete one, which may already be committed on other hosts."""
 
 
 @dataclasses.dataclass(slots=True)

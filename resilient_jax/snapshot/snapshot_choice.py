@@ -27,7 +27,7 @@ MAX_EXPLAINED = 2
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Reported:
-    """A snapshot, the hosts that have it complete, and whether one of them knows it to be committed."""
+    """A snapshot, the hosts that have it complete, and whether one of them reports it as committed."""
 
     id: SnapshotId
     groups: tuple[ParityGroup, ...]
@@ -36,7 +36,7 @@ class _Reported:
 
     @property
     def spare(self) -> int:
-        """How many more hosts, whichever they are, may be lost; negative if the snapshot cannot be rebuilt."""
+        """Number of further hosts, any of them, that may be lost; negative if the snapshot cannot be rebuilt."""
         return min(
             group.parity - sum(host not in self.holders for host in group.hosts) for group in self.groups
         )

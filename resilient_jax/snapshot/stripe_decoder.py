@@ -61,7 +61,7 @@ class StripeDecoder:
         own: OwnPart | None,
         fetching: Executor,
     ) -> None:
-        """Read nothing yet.
+        """Prepare to decode, without a request.
 
         Args:
             group: with parity.

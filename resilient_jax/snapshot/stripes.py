@@ -3,14 +3,14 @@
 A group has n members and m parity, so k = n - m. Stripe r, of the n there are, has its parity shard p on member
 (r + p) mod n and its data shard j on member (r + m + j) mod n, whose chunk j that is. So every member has each of
 its k chunks in a stripe of its own, keeps parity of m further stripes, and no stripe has two shards on one member.
-The docstring of `protocol/snapshots` says the same from the member's side.
+The docstring of `protocol/snapshots` has the same formulas from the member's side.
 """
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 MIN_BLOCK_BYTES: Final = 4096
-"""Pages, so that chunks of shared memory can be mapped and copied whole."""
+"""A page, so that chunks of shared memory can be mapped, and copied in one piece."""
 MAX_BLOCK_BYTES: Final = 256 * 2**10
 """Smaller blocks only add checksums to a large part."""
 MIN_BLOCKS_PER_CHUNK: Final = 8

@@ -17,7 +17,7 @@ READ_TIMEOUT_S = 60.0
 """For a few MiB from a server that others read from at the same time."""
 
 RecordEvent = Callable[..., object]
-"""`note(kind, **detail)` records an event."""
+"""Called as `record_event(kind, **detail)`."""
 
 
 class Survivors:

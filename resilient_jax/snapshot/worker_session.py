@@ -50,7 +50,7 @@ class WorkerSession:
         listener: SlotListener,
         on_finished: Callable[[SlotContents, PartContents], None],
     ) -> None:
-        """Serve nothing yet.
+        """Prepare the session; `serve` answers the requests.
 
         Args:
             connection: with the worker.

@@ -1,7 +1,7 @@
-"""Copies this host's part of a snapshot into the snapshot server's memory while training goes on.
+"""Copies this host's part of a snapshot into the snapshot server's memory while training continues.
 
 A capture is *copying* from `start` until its arrays are read, and can be cancelled until it is *finishing*, when the
-server is given the small mark. What is not finished is abandoned, visibly: no reader ever sees it.
+server gets the description of the part. An unfinished part is abandoned, with an event: no reader ever sees it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from resilient_jax.state.part_copy import copy_into_part
 from resilient_jax.state.state_partition import StatePartition, check_same_structure
 
 SLOT_TIMEOUT_S: Final = 2.0
-"""How long a snapshot waits for the one before: longer, and parity does not keep up with training."""
+"""How long a snapshot waits for the previous one to settle; if that takes longer, snapshots outpace the parity."""
 CHECK_INTERVAL_S: Final = 0.02
 NO_STRINGS: Final[Mapping[str, str]] = types.MappingProxyType({})
 
@@ -42,26 +42,26 @@ class _Phase(enum.Enum):
 
 @dataclass(slots=True)
 class _Order:
-    """One snapshot to be taken."""
+    """A snapshot that is to be taken, or is being taken."""
 
     id: SnapshotId
     state_cut: StatePartition
     leaves: Sequence[FlatLeaf]
     texts: Mapping[str, str]
     tasks: list[CopyTask] | None
-    """None: still to be found out, from the leaves."""
+    """None if they are still to be planned, from the leaves."""
     started_s: float = field(default_factory=time.monotonic)
     phase: _Phase = _Phase.COPYING
     cancelled: str | None = None
-    """Why."""
+    """The reason, once the snapshot is cancelled."""
 
     @property
     def is_reading(self) -> bool:
-        """Whether it reads its arrays, and will go on with it."""
+        """Whether the arrays are being read and the snapshot is not cancelled."""
         return self.phase is _Phase.COPYING and self.cancelled is None
 
     def let_go(self) -> None:
-        """Of the arrays."""
+        """Release the arrays."""
         self.tasks, self.leaves = None, ()
 
 
@@ -70,14 +70,14 @@ class _Cancelled(Exception):
 
 
 class SnapshotCapture:
-    """Takes this host's part of snapshots, one after the other, on a thread of its own. Nothing here stops training.
+    """Copies this host's part of snapshots, one after the other, on a thread of its own. No failure stops training.
 
-    The arrays are read until `wait` says that they are not: they may be donated then. Donated earlier they make the
-    snapshot fail, visibly; they are never read while something else is written there.
+    The arrays are read until `wait_until_copied` returns True; from then on they may be donated. Donated earlier, they
+    make the snapshot fail, with an event; they are never read while something else is written there.
 
     Attributes:
-        finished: the newest snapshot whose part is complete on this host.
-        seconds: that it took, from its start.
+        newest_finished: the newest snapshot whose part is complete on this host.
+        duration_s: the duration of that snapshot, from its start.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class SnapshotCapture:
         *,
         num_threads: int = 1,
     ) -> None:
-        """Starts its thread, which has nothing to do yet.
+        """Start the thread, without work.
 
         Args:
-            server: where the part goes.
-            host: this one.
-            note: writes events.
-            reach: where a test may hold it.
-            threads: that copy.
+            server: takes the part.
+            host: the name of this host.
+            record_event: records the outcome of each snapshot.
+            failpoint: passes failpoints, where a test may stop this process.
+            num_threads: that share a copy.
         """
         self.newest_finished: SnapshotId | None = None
         self.duration_s = 0.0
@@ -105,11 +105,11 @@ class SnapshotCapture:
         self._note = record_event
         self._reach = failpoint
         self._threads = num_threads
-        self._changed = threading.Condition()  # guards what follows, and phases of the orders
+        self._changed = threading.Condition()  # guards what follows, and the phases of the orders
         self._orders: list[_Order] = []
-        """The first one is being taken; then those that wait for what is left of it."""
+        """The first one is being taken; the others wait until the first is finished."""
         self._skipped: list[SnapshotId] = []
-        """To be told to the server, so that other hosts do not wait for our part."""
+        """Snapshots to be declined at the server, so that other hosts do not wait for this host's part."""
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="resilient-jax-snapshot", daemon=True)
         self._thread.start()
@@ -123,16 +123,16 @@ class SnapshotCapture:
         leaves: Sequence[FlatLeaf],
         strings: Mapping[str, str] = NO_STRINGS,
     ) -> None:
-        """Begins to take a snapshot, unless one before it still reads its arrays. Returns at once.
+        """Begin a snapshot, unless a previous one still reads its arrays; return at once.
 
         Args:
             id: of the snapshot.
-            state_cut: who copies what.
+            partition: the slices that each host copies.
             leaves: of the state, computed.
-            texts: leaves that are no arrays; they go into the manifest.
+            strings: leaves that are strings, by path; they go into the manifest.
 
         Raises:
-            StateError: the state is not the one that was cut.
+            StateError: the state has another structure than the partition.
         """
         check_same_structure(partition, leaves)
         order = _Order(id, partition, leaves, strings, None)
@@ -147,7 +147,7 @@ class SnapshotCapture:
             )
             return
         if is_on_accelerator(leaves):
-            try:  # before the next step's programs, or the slices would wait for those
+            try:  # dispatched before the next step's programs, for which the slices would wait otherwise
                 order.tasks = start_host_transfer(plan_copies(leaves, partition.slices[self._host]))
             except (StateError, jax.errors.JaxRuntimeError) as error:
                 self._skip(id, _say(error))
@@ -157,21 +157,21 @@ class SnapshotCapture:
             self._changed.notify_all()
 
     def wait_until_copied(self, timeout_s: float) -> bool:
-        """Whether the newest start's arrays are read by now, at most this much later; they may be donated then."""
+        """Return whether all arrays are read, and may be donated, before the timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: all(order.phase is not _Phase.COPYING for order in self._orders), timeout_s
             )
 
     def cancel(self, reason: str) -> None:
-        """Ends what is not finished: it never will be. Returns at once; `wait` says when the arrays are free."""
+        """Cancel the snapshots that are not finishing; return at once. `wait_until_copied` waits for their arrays."""
         with self._changed:
             for order in self._orders:
                 if order.phase is not _Phase.FINISHING and order.cancelled is None:
                     order.cancelled = reason
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Cancels what is not finished and ends the thread; whether it has ended."""
+        """Cancel the snapshots that are not finishing and end the thread; return whether it has ended in time."""
         self.cancel("the worker stops")
         with self._changed:
             self._closed = True
@@ -200,7 +200,7 @@ class SnapshotCapture:
                 self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
-        """False once there is none and will be none."""
+        """Wait for a snapshot to take or decline; return False once there is none and the capture is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._orders or self._skipped or self._closed)
             return bool(self._orders or self._skipped)
@@ -208,7 +208,7 @@ class SnapshotCapture:
     def _decline(self, id: SnapshotId) -> None:
         with contextlib.suppress(
             ResilientJaxError
-        ):  # refused, or no server: then it is dropped as it should be
+        ):  # if the server refuses the snapshot or is gone, the snapshot is dropped anyway
             self._server.begin(id)
             self._server.abandon(id)
 
@@ -219,7 +219,7 @@ class SnapshotCapture:
             part = self._server.begin(order.id)
         except (
             Exception
-        ) as error:  # here and below, the boundary of the thread: training goes on without this one
+        ) as error:  # here and below, the boundary of the thread: training continues without this snapshot
             order.let_go()
             self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
             if order.cancelled is not None:
@@ -227,7 +227,7 @@ class SnapshotCapture:
             return
         try:
             self._copy(order, part)
-            del part  # may be unmapped from now on
+            del part  # its memory may be unmapped from now on
             self._finish(order)
         except Exception as error:
             self._drop(order.id, _say(error) if order.cancelled is None else f"cancelled: {order.cancelled}")
@@ -242,7 +242,7 @@ class SnapshotCapture:
         )
 
     def _wait_for_slot(self, order: _Order) -> None:
-        """The snapshot before may still exchange its parity: the slot that this one takes is free after that."""
+        """Wait until the previous snapshot has exchanged its parity, which frees the slot that this snapshot takes."""
         before, end_s = self.newest_finished, time.monotonic() + SLOT_TIMEOUT_S
         while (
             before is not None
@@ -254,7 +254,7 @@ class SnapshotCapture:
             pass
 
     def _copy(self, order: _Order, part: memoryview) -> None:
-        """Lets go of all arrays before it returns or raises."""
+        """Copy the slices into the part; release all arrays before returning or raising."""
         try:
             expected = order.state_cut.part_bytes[self._host]
             if part.nbytes != expected:
@@ -267,12 +267,12 @@ class SnapshotCapture:
             steps = itertools.count()
 
             def go_on() -> None:
-                if next(steps) == 1:  # one step is done
+                if next(steps) == 1:  # the first step is done
                     self._reach(FailPoint.DURING_COPY, order.id.step)
                 _check(order)
 
             copy_into_part(part.cast("B"), tasks, go_on, self._threads)
-            go_on()  # the place in between is reached in a copy of one step, too
+            go_on()  # so that a copy of a single step passes the failpoint, too
         finally:
             order.let_go()
             with self._changed:
@@ -283,14 +283,14 @@ class SnapshotCapture:
         self._reach(FailPoint.AFTER_COPY, order.id.step)
         with self._changed:
             _check(order)
-            order.phase = _Phase.FINISHING  # from here on `cancel` comes too late
+            order.phase = _Phase.FINISHING  # from here on `cancel` has no effect
         contents = PartContents(order.state_cut.leaves, order.state_cut.slices[self._host], dict(order.texts))
         self._server.finish(order.id, contents)
 
     def _abandon(self, id: SnapshotId) -> None:
         try:
             self._server.abandon(id)
-        except Exception as error:  # the server is gone, and with it what it was given
+        except Exception as error:  # the server is gone, and the part with it
             self._drop(id, f"it could not be abandoned either: {_say(error)}")
 
     def _drop(self, id: SnapshotId, reason: str) -> None:

@@ -16,11 +16,11 @@ from resilient_jax.state.index_box import IndexBox, box_from_index, intersect_bo
 
 
 class CopySource(NamedTuple):
-    """An array on one device, or in host memory, that holds a box of a leaf.
+    """An array on one device, or in host memory, that contains a box of a leaf.
 
     Attributes:
-        box: that it holds.
-        wanted: what of that the task copies.
+        box: the box of the leaf that the array contains.
+        wanted: the part of `box` that the task copies.
         data: the array.
     """
 
@@ -30,14 +30,14 @@ class CopySource(NamedTuple):
 
 
 class CopyTask(NamedTuple):
-    """A piece to be copied into the part.
+    """A slice of a leaf that is to be copied into the part.
 
     Attributes:
-        path: of its leaf.
-        box: of the leaf.
-        itemsize: bytes of a number.
-        offset: in the part.
-        sources: whose disjoint wanted boxes cover it.
+        path: of the leaf.
+        box: the slice's box of the leaf.
+        itemsize: bytes of an element.
+        offset: bytes from the start of the part.
+        sources: arrays whose disjoint `wanted` boxes cover `box`.
     """
 
     path: str
@@ -48,15 +48,15 @@ class CopyTask(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The offset after its last byte."""
+        """The offset after the slice's last byte."""
         return self.offset + self.box.size * self.itemsize
 
 
 def plan_copies(leaves: Sequence[FlatLeaf], slices: Sequence[LeafSlice]) -> list[CopyTask]:
-    """What there is to copy on this host.
+    """Return the copies that this host has to make, one for each slice.
 
     Raises:
-        StateError: this host does not hold all of a piece, or an array was donated.
+        StateError: this host's arrays do not cover a slice, or an array was donated.
     """
     known: SourceCache = {}
     return [_plan(leaves[piece.leaf], piece, turn, known) for turn, piece in enumerate(slices)]
@@ -65,7 +65,7 @@ def plan_copies(leaves: Sequence[FlatLeaf], slices: Sequence[LeafSlice]) -> list
 SourceCache = dict[
     tuple[Sharding, tuple[int, ...], IndexBox], list[tuple[IndexBox, IndexBox, tuple[int, ...]]]
 ]
-"""Of a sharding, a shape and a piece: what is held, what of that is wanted, which shards have it. Layers are alike."""
+"""(sharding, shape, slice) -> (shard's box, its wanted part, shards that have it); equal for the layers of a model."""
 
 
 def _plan(leaf: FlatLeaf, piece: LeafSlice, turn: int, known: SourceCache) -> CopyTask:
@@ -82,7 +82,7 @@ def _plan(leaf: FlatLeaf, piece: LeafSlice, turn: int, known: SourceCache) -> Co
 
 
 def _find_sources(leaf: FlatLeaf, box: IndexBox, turn: int, known: SourceCache) -> list[CopySource]:
-    """Several devices may hold the same: they take turns, so that each link to a device carries its share."""
+    """Return the arrays that cover a box. Equal shards are used in rotation, to balance the load of device links."""
     value = leaf.value
     if isinstance(value, np.ndarray):
         return [CopySource(whole_box(value.shape), box, value)]
@@ -115,9 +115,9 @@ def is_on_accelerator(leaves: Sequence[FlatLeaf]) -> bool:
 
 
 def start_host_transfer(tasks: Sequence[CopyTask]) -> list[CopyTask]:
-    """The same tasks, with their bytes on the way to host memory: only those of the pieces, cut out on the devices.
+    """Return the same tasks with their bytes on the way to host memory; only the slices are sent, cut on the devices.
 
-    Returns at once. The slices are programs on the devices' own queues: what is dispatched later comes after them.
+    Returns at once. The slicing programs are in the devices' queues, before everything that is dispatched later.
     """
     sent: list[list[CopySource]] = [[] for _ in tasks]
     to_cut: dict[Device, list[tuple[int, CopySource]]] = {}
@@ -145,7 +145,7 @@ def _bounds(box: IndexBox, outer: IndexBox) -> tuple[tuple[int, int], ...]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cut_out(arrays: list[jax.Array], indices: tuple[tuple[tuple[int, int], ...], ...]) -> list[jax.Array]:
-    """Slice all arrays of a device by one program, which is compiled once for a state and a partition."""
+    """Slice all arrays of a device by one program, which is compiled once for each state and partition."""
     return [
         jax.lax.slice(array, [start for start, _ in index], [stop for _, stop in index])
         for array, index in zip(arrays, indices, strict=True)

@@ -1,7 +1,7 @@
 """The training state between two generations: a flat list of named leaves.
 
-A flat state has no tree type and no sharding of a mesh that is gone. The user's own `init_state` gives the tree back
-its structure.
+A flat state has no tree type and no sharding of a mesh that no longer exists. The user's own `init_fn` determines the
+structure of the tree when the state is restored.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class FlatLeaf:
 
     Attributes:
         path: of the leaf in its tree, as `jax.tree_util.keystr` formats it.
-        value: on devices, or in host memory. A random key is held as its raw data.
+        value: on devices, or in host memory. A random key is represented by its raw data.
         key_impl: the implementation of a random key; None for other arrays.
     """
 
@@ -51,7 +51,7 @@ class FlatLeaf:
 
     @property
     def spec(self) -> LeafSpec:
-        """The leaf without its values."""
+        """The leaf's path, dtype, shape and key implementation."""
         return LeafSpec(self.path, self.value.dtype.name, tuple(self.value.shape), self.key_impl)
 
 
@@ -70,7 +70,7 @@ class FlatState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the global arrays."""
+        """Size in bytes of the global arrays."""
         return sum(leaf.value.nbytes for leaf in self.leaves)
 
     @property
@@ -103,10 +103,10 @@ def flatten_state(step: int, tree: Any) -> FlatState:  # noqa: ANN401 - any pytr
 
 
 def make_abstract_state(init: Callable[[], Tree]) -> Tree:
-    """Return what `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; strings are kept.
+    """Return the tree that `init` makes, with `jax.ShapeDtypeStruct` in place of its arrays; strings are kept.
 
     Raises:
-        StateError: `init` needs concrete values of what it makes, which a trace does not have.
+        StateError: `init` needs concrete values of its arrays, which a trace does not have.
     """
     made: list[Any] = []
 
@@ -143,8 +143,8 @@ def _flatten_leaf(path: str, value: object) -> FlatLeaf:
         key_impl = None
         if is_random_key(value):
             value, key_impl = jax.random.key_data(value), str(jax.random.key_impl(value))
-        # JAX lists an array's shards at the first access, and of two threads that access them at once one may see half
-        # of the list (jax 0.10.2). From here on the thread that copies a snapshot may access them, too.
+        # JAX makes the list of an array's shards at the first access; of two threads that access it at once, one may
+        # see half of the list (jax 0.10.2). From here on the thread that copies a snapshot may access it, too.
         _ = value.addressable_shards
         return FlatLeaf(path=path, value=value, key_impl=key_impl)
     array = np.asarray(value)
@@ -153,7 +153,7 @@ def _flatten_leaf(path: str, value: object) -> FlatLeaf:
             f"the state's leaf {path} is a {type(value).__name__}, expected an array, a number or a string. Keep other "
             "things outside of the state: they are the same on every host"
         )
-    if not array.dtype.isnative:  # copies are bytes, and their dtype is a name without a byte order
+    if not array.dtype.isnative:  # a copy consists of bytes and the name of a dtype, without a byte order
         array = array.astype(array.dtype.newbyteorder("="))
     return FlatLeaf(path=path, value=_canonicalize(path, array))
 
@@ -176,7 +176,7 @@ def copy_to_host(state: FlatState) -> FlatState:
     """Return a copy in host memory, which outlives the devices.
 
     Raises:
-        StateError: a leaf is sharded over several hosts, so that none can copy all of it.
+        StateError: a leaf is sharded over several hosts, so that no host can copy all of it.
     """
     return dataclasses.replace(
         state,
@@ -202,7 +202,7 @@ def copy_array(path: str, value: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def assemble_array(path: str, value: jax.Array) -> np.ndarray:
-    """Return the global array, of the shards on this host's devices.
+    """Return the global array, assembled from the shards on this host's devices.
 
     Raises:
         StateError: this host does not have all shards.

@@ -18,13 +18,13 @@ from resilient_jax.state.index_box import IndexBox, intersect_boxes
 from resilient_jax.state.interfaces import PartReader
 
 MAX_READ_BYTES: Final = 32 * 2**20
-"""At most, for one read."""
+"""Of one read."""
 SCRATCH_BYTES: Final = 2 * MAX_READ_BYTES
-"""Of memory beside the state, used again and again: enough for a reader to have several reads under way."""
+"""Memory beside the state, reused for all reads: enough for a reader to have several in flight."""
 EXACT_READ_BYTES: Final = 16 * MAX_BLOCK_BYTES
-"""From here on what is read beside what is wanted does not count."""
+"""From this size on a read is not extended to complete blocks: the partial blocks at its ends no longer matter."""
 MAX_GAP_BYTES: Final = MAX_BLOCK_BYTES
-"""A longer stretch that nobody wants is left out."""
+"""A longer stretch between two requested ranges is not read."""
 
 
 class GatherTarget(NamedTuple):
@@ -36,7 +36,7 @@ class GatherTarget(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """A box of a piece that goes into a target, and the bytes of the part from its first to its last number."""
+    """A box of a slice that goes into a target, and the range of the part from its first to its last element."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class BoxGatherer:
         """Fill all targets.
 
         Raises:
-            MessageError: the manifests do not hold every number of a target exactly once.
+            MessageError: the manifests do not list every element of a target exactly once.
         """
         wants: dict[HostName, list[_Want]] = {}
         for target in targets:
@@ -84,7 +84,7 @@ class BoxGatherer:
     def _stretches(self, wants: Mapping[HostName, list[_Want]]) -> Iterator["_Stretch"]:
         for host in sorted(wants):
             ordered = sorted(wants[host], key=_extent)
-            if host == self._reader.local_host:  # reads cost nothing there, copies do
+            if host == self._reader.local_host:  # there a request costs nothing, but every copied byte does
                 yield from (_Stretch(host, [want]) for want in ordered)
             else:
                 manifest = self._manifests[host]
@@ -94,7 +94,7 @@ class BoxGatherer:
                     yield stretch
 
     def _read(self, batch: Sequence["_Stretch"]) -> None:
-        """Into the targets where they lie in one piece, else into the scratch and from there."""
+        """Read into contiguous targets directly, into the others through the scratch memory."""
         reads, used = [], 0
         scattered: list[tuple[_Stretch, np.ndarray]] = []
         for stretch in batch:
@@ -113,7 +113,7 @@ class BoxGatherer:
 
 
 class _Stretch:
-    """What is read of a part in one go."""
+    """A contiguous range of a part that is read by one request, for one or more boxes."""
 
     def __init__(self, host: HostName, wants: Sequence[_Want]) -> None:
         self.host = host
@@ -123,9 +123,9 @@ class _Stretch:
         self._is_exact = True
 
     def take_whole_blocks(self, block_bytes: int, part_bytes: int) -> None:
-        """Reads from the start of a block to the end of one, if it is short.
+        """Extend a short stretch to complete blocks.
 
-        A block must be fetched and verified whole, and would be another request at either end.
+        A block must be fetched and verified completely anyway; partial ones would be another request at either end.
         """
         if self.nbytes < EXACT_READ_BYTES:
             stop = min(-(-(self.start + self.nbytes) // block_bytes) * block_bytes, part_bytes)
@@ -134,7 +134,7 @@ class _Stretch:
             self.nbytes = stop - self.start
 
     def find_place(self) -> np.ndarray | None:
-        """The memory where all of it goes as it is, if there is such."""
+        """Return the target's memory if the stretch can be read into it directly, else None."""
         if len(self._wants) > 1 or not self._is_exact:
             return None
         place = _place_of(self._wants[0])
@@ -143,7 +143,7 @@ class _Stretch:
         return place.reshape(-1).view(np.uint8)
 
     def hand_out(self, memory: np.ndarray) -> None:
-        """Copies every wanted box out of the stretch's bytes."""
+        """Copy the boxes from the stretch's bytes into their targets."""
         for want in self._wants:
             dtype = want.target.data.dtype
             found = np.ndarray(want.box.shape, dtype, memory.data, want.start - self.start, want.strides)
@@ -151,7 +151,7 @@ class _Stretch:
 
 
 def _batches(stretches: Iterable[_Stretch]) -> Iterator[list[_Stretch]]:
-    """As many as the scratch has room for, were none read in place."""
+    """Group the stretches so that each batch fits into the scratch memory even if none is read in place."""
     batch: list[_Stretch] = []
     used = 0
     for stretch in stretches:
@@ -173,7 +173,7 @@ def _place_of(want: _Want) -> np.ndarray:
 
 
 def _merge(wants: Iterable[_Want]) -> Iterator[list[_Want]]:
-    """What one read gives at a time; takes them in order of their starts."""
+    """Group boxes, which are sorted by their starts, so that one read covers each group."""
     some: list[_Want] = []
     stop = 0
     for want in wants:
@@ -200,13 +200,13 @@ def _split(box: IndexBox, piece: LeafSlice, target: GatherTarget) -> Iterator[_W
 
 
 def _split_box(box: IndexBox, strides: Sequence[int], itemsize: int) -> Iterator[IndexBox]:
-    """Boxes that lie in a short stretch of the piece each, without long gaps."""
+    """Split a box so that each part covers a short stretch of the slice, without long gaps."""
     shape = box.shape
     dim = next((dim for dim, length in enumerate(shape) if length > 1), None)
     if dim is None:
         yield box
         return
-    # Of all gaps between wanted numbers, those between rows of the first dim are the longest.
+    # Of all gaps between wanted elements, those between rows of the first dim are the longest.
     row = _span((*shape[:dim], 1, *shape[dim + 1 :]), strides, itemsize)
     has_gaps = strides[dim] - row > MAX_GAP_BYTES
     rows = 1 if has_gaps else max(1, MAX_READ_BYTES // strides[dim])
@@ -227,5 +227,5 @@ def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to the last number."""
+    """Return the number of bytes from the first element to the end of the last one."""
     return sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + itemsize

@@ -14,11 +14,11 @@ class HostShards:
     """The boxes of one array, under one sharding, that this host needs.
 
     Attributes:
-        boxes: that are needed, in order.
+        boxes: the distinct boxes, sorted.
     """
 
     def __init__(self, shape: tuple[int, ...], sharding: Sharding) -> None:
-        """The sharding may span hosts; only this host's devices count."""
+        """Find the boxes of this host's devices; the sharding may span several hosts."""
         self._shape = shape
         self._sharding = sharding
         self._box_of: dict[Device, IndexBox] = {
@@ -33,9 +33,9 @@ class HostShards:
         return sum(box.size for box in self.boxes)
 
     def assemble(self, buffers: Mapping[IndexBox, np.ndarray]) -> jax.Array:
-        """The array, whose shards may share the buffers: they must be nobody else's from now on.
+        """Return the array. Its shards may share the buffers, which must not be used otherwise from now on.
 
-        XLA never writes to memory that it does not own, so devices may share one.
+        XLA never writes to memory that it does not own, so several devices may share a buffer.
         """
         kind = self._sharding.memory_kind
         shards = [

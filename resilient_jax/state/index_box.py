@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 MAX_ROW_BYTES: Final = 256 * 2**10
-"""A box may be cut between rows of up to this size; larger ones would make the parts of hosts too unequal."""
+"""A box may be cut between rows of up to this size; larger rows would make the parts of hosts too unequal."""
 
 
 class IndexBox(NamedTuple):
@@ -17,12 +17,12 @@ class IndexBox(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths in each dim."""
+        """Length of the box in each dim."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def size(self) -> int:
-        """How many elements are in it."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
     def index_within(self, outer: "IndexBox") -> tuple[slice, ...]:
@@ -33,7 +33,7 @@ class IndexBox(NamedTuple):
         )
 
     def narrow(self, dim: int, start: int, stop: int) -> "IndexBox":
-        """The rows `start` to `stop` of it along a dim, both as indices of the leaf."""
+        """Return the rows from `start` to `stop` of the box along a dim, both as indices of the leaf."""
         return IndexBox(_put(self.start, dim, start), _put(self.stop, dim, stop))
 
 
@@ -58,10 +58,10 @@ def intersect_boxes(one: IndexBox, other: IndexBox) -> IndexBox | None:
 
 
 def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
-    """The box in up to `ways` boxes whose sizes differ by at most one row; the larger ones come first.
+    """Split a box into up to `num_parts` boxes whose sizes differ by at most one row; the larger ones come first.
 
-    It is cut along the first dim that has a row for each and whose rows are small, so that copies run over long
-    stretches of memory; where there is none, along its longest.
+    The box is cut along the first dim that has a row for each part and small rows, so that copies run over long
+    stretches of memory; if there is no such dim, along the longest.
     """
     shape = box.shape
     if num_parts == 1 or not shape:
@@ -81,7 +81,7 @@ def split_box(box: IndexBox, num_parts: int, itemsize: int) -> list[IndexBox]:
 
 
 def contiguous_runs(box: IndexBox, itemsize: int, limit_bytes: int) -> Iterator[IndexBox]:
-    """The box in boxes of at most `limit_bytes` (or one element), in C order: each is one stretch of its memory."""
+    """Yield a box as boxes of at most `limit_bytes` (or one element), in C order, each contiguous in its memory."""
     if box.size <= max(1, limit_bytes // itemsize):
         if box.size:
             yield box

@@ -40,7 +40,7 @@ class PartReader(Protocol):
 
     @property
     def local_host(self) -> HostName | None:
-        """The host whose part is in memory here, if there is one."""
+        """The host whose part is in this process's memory, if there is one."""
         ...
 
     def read_all(self, reads: Iterable[PartRead]) -> None:
@@ -52,7 +52,7 @@ class EventRecorder(Protocol):
     """Records an event; called from any thread."""
 
     def __call__(self, kind: EventKind, **detail: str | float | bool) -> object:
-        """Record an event."""
+        """Record an event with its details."""
         ...
 
 
@@ -60,9 +60,9 @@ class FailPointHook(Protocol):
     """Passes a failpoint, where a test may stop this worker; implemented by `FailPoints.hit`."""
 
     def __call__(self, place: FailPoint, step: int) -> None:
-        """Pass a failpoint in the snapshot of a step."""
+        """Pass a failpoint in the snapshot of `step`."""
         ...
 
 
 def ignore_failpoint(place: FailPoint, step: int) -> None:
-    """Do nothing: there are no failpoints."""
+    """Pass a failpoint without effect, where no hook is given."""

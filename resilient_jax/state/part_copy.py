@@ -22,7 +22,7 @@ UNSIGNED_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def copy_into_part(
     part: memoryview, tasks: list[CopyTask], check_cancelled: Callable[[], None], num_threads: int = 1
 ) -> None:
-    """Copy all slices. Bytes between two slices keep their value.
+    """Copy all slices into the part. Bytes between two slices keep their value.
 
     Args:
         part: the memory, one dimension of bytes.
@@ -44,7 +44,7 @@ def _split_tasks(tasks: Sequence[CopyTask], threads: int, part_bytes: int) -> li
 
 
 def _copy_all(part: memoryview, tasks: list[CopyTask], go_on: Callable[[], None]) -> None:
-    """Copy the tasks of one thread."""
+    """Copy the tasks of one thread, in order, and release each when it is copied."""
     tasks.reverse()
     while tasks:
         _copy(part, tasks.pop(), go_on)

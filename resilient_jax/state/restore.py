@@ -1,8 +1,8 @@
 """Restores a state from a snapshot onto any mesh.
 
-Each box that a device of this host needs is read into an array of its own, never mapped: what JAX makes of the array
-may share its memory, and must not share the arena's, which the next snapshot overwrites. A host reads the boxes of its
-devices and no others, a batch of leaves at a time.
+Each box that a device of this host needs is read into an array of its own, never mapped: a JAX array may share the
+memory that it is made from, and must not share that of a slot, which the next snapshot overwrites. A host reads the
+boxes of its own devices only, a batch of leaves at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ Tree = TypeVar("Tree")
 RESTORE_BATCH_BYTES: Final = 256 * 2**20
 """Of leaves that are read together, so that many small ones take few reads."""
 MEMORY_ALIGNMENT: Final = 64
-"""Bytes: JAX's CPU client takes memory that lies so as it is, and copies other."""
+"""Bytes: JAX's CPU client adopts memory that is aligned like this, and copies other memory."""
 SLAB_BYTES: Final = 32 * 2**20
-"""The kernel gives memory in huge pages where there is much of it at once: seven times faster than in small ones. All
-of a slab lives as long as one array in it; after a step of training none does."""
+"""The kernel backs large allocations with huge pages, which is seven times faster than small ones. A slab is freed with
+the last array in it; after one training step all are."""
 
 
 def restore_snapshot(
@@ -42,21 +42,18 @@ def restore_snapshot(
     *,
     failpoint: FailPointHook = ignore_failpoint,
 ) -> tuple[int, Tree]:
-    """The snapshot's state in the tree of `abstract`, placed for the present mesh.
+    """Return the step of a snapshot and its state, in the tree of `abstract` and placed on the present mesh.
 
     Args:
-        abstract: as `held_state.describe` gives it.
+        abstract: as `make_abstract_state` returns it.
         reader: of the parts of all hosts.
-        sharding: where each leaf goes; None: this process's first device.
-        reach: where a test may hold it.
-
-    Returns:
-        How many steps are in it, and the state.
+        sharding: of each leaf; None: this process's first device.
+        failpoint: passes failpoints, where a test may stop this process.
 
     Raises:
-        StateError: structure, shape or dtype differ; names the first leaf that does.
+        StateError: structure, shape or dtype differ; names the first leaves that do.
         MessageError: the parts of the hosts do not belong together.
-        SnapshotLost: more is gone than parity covers.
+        SnapshotLost: more is lost than parity covers.
     """
     manifests = reader.read_manifests()
     first = _check_agree(manifests)
@@ -79,12 +76,12 @@ def restore_snapshot(
         gatherer.gather([target for leaf in batch for target in leaf.allocate(slabs)])
         arrays.extend(leaf.place() for leaf in batch)
         failpoint(FailPoint.DURING_RESTORE, first.id.step)
-        jax.block_until_ready(arrays)  # a batch in host memory at a time
+        jax.block_until_ready(arrays)  # so that host memory contains one batch at a time
     return first.id.step, matched.build(arrays)
 
 
 def _check_agree(manifests: Mapping[HostName, PartManifest]) -> PartManifest:
-    """The first host's manifest, by name: the same one on whichever host this is called."""
+    """Return the manifest of the host whose name sorts first, after checking that all manifests agree."""
     names = sorted(manifests)
     if not names:
         raise MessageError("the snapshot has no manifest, expected one for each host")
@@ -114,7 +111,7 @@ def _check_dtype(spec: LeafSpec) -> None:
 
 
 class _Wanted:
-    """A leaf that is being restored."""
+    """A leaf that is being restored, and the memory that its boxes are read into."""
 
     def __init__(self, number: int, info: LeafSpec, sharding: Sharding | None) -> None:
         self._number = number
@@ -124,16 +121,16 @@ class _Wanted:
 
     @property
     def nbytes(self) -> int:
-        """In this host's memory."""
+        """Size of the leaf's boxes in this host's memory."""
         return self._share.num_elements * self._dtype.itemsize
 
     def allocate(self, slabs: "SlabAllocator") -> list[GatherTarget]:
-        """Allocate memory for the leaf, to be filled."""
+        """Allocate memory for the leaf's boxes; return the targets to fill."""
         self._buffers = {box: slabs.allocate(box.shape, self._dtype) for box in self._share.boxes}
         return [GatherTarget(self._number, box, buffer) for box, buffer in self._buffers.items()]
 
     def place(self) -> jax.Array:
-        """Return the array, in that memory."""
+        """Return the array made of the filled boxes, which it may share memory with."""
         array = self._share.assemble(self._buffers)
         self._buffers.clear()
         return array

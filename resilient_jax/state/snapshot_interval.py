@@ -14,7 +14,7 @@ def compute_optimal_interval_s(cost_s: float, mean_time_between_failures_s: floa
     """Return sqrt(2 C M), limited to M: the formula assumes that C is far below M.
 
     Args:
-        cost_s: C, by how much one snapshot prolongs training.
+        cost_s: C, the time by which one snapshot prolongs training.
         mean_time_between_failures_s: M, of the job: that of one host divided by the number of hosts.
 
     Raises:
@@ -38,7 +38,7 @@ def compute_interval_steps(
     """Return the number of steps from one snapshot to the next, at least 1.
 
     Args:
-        cost_s: by how much one snapshot prolongs training.
+        cost_s: the time by which one snapshot prolongs training.
         mean_time_between_failures_s: of the job.
         step_s: the duration of one step.
         copy_s: from the start of a snapshot until the next can begin; a shorter interval would only drop snapshots.

@@ -1,8 +1,8 @@
-"""The worker's side of snapshots: it decides when to take one, opens layouts, and opens readers for a restore.
+"""The worker's side of snapshots: decides when to take one, opens layouts, and opens readers for a restore.
 
 The first snapshot of a generation opens its *layout*: the hosts exchange the endpoints of their snapshot servers (one
-small all-reduce), partition the state, and form parity groups. All of it follows from shardings and names, so every
-host computes the same. Later snapshots of the generation only copy.
+small all-reduce), partition the state, and form parity groups. Partition and groups follow from shardings and names, so
+every host computes the same ones. Later snapshots of the generation only copy.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ from resilient_jax.state.state_partition import StatePartition, partition_state
 from resilient_jax.transport.credentials import Credentials
 
 COPY_TIMEOUT_S: Final = 5.0
-"""How long training waits for a copy before it needs the memory: longer, and the snapshot is given up."""
+"""How long training waits for a copy whose arrays it needs; after that the snapshot is cancelled."""
 COMMIT_TIMEOUT_S: Final = 15.0
-"""How long a planned change waits for the last snapshot: without it the others would go back a step. Shorter than what
-schedulers give a host that is to leave."""
+"""How long a planned change waits for the last snapshot, without which the other hosts resume from an earlier step.
+Shorter than the notice that schedulers give before they preempt a host."""
 POLL_INTERVAL_S: Final = 0.05
 NUM_MEASURED_STEPS: Final = 8
-"""Of a generation, with a snapshot each, before `every = "auto"` says how many there are between two."""
+"""The first steps of a generation, each with a snapshot, from which `"auto"` computes the interval."""
 MAX_DESCRIPTION_BYTES: Final = MAX_FRAME_BYTES - (2 << 20)
-"""Names of leaves, what lies where, and texts go in one message, with the checksums of a part."""
+"""Paths, slices and strings travel in one message with the checksums of a part, for which 2 MiB are left."""
 ADDRESS_BYTES: Final = 192
-"""For a server's address and a failure domain's name."""
+"""Room for a server's address and a failure domain's name."""
 
 
 class SnapshotAgentConnection(Protocol):
-    """What is needed of the line to the agent."""
+    """The methods of the connection to the agent that snapshots use."""
 
     def raise_if_ended(self) -> None:
         """Raise `GenerationEnded` if the generation has ended."""
@@ -62,14 +62,14 @@ class SnapshotAgentConnection(Protocol):
 
 
 class SnapshotWorld(Protocol):
-    """What is needed of the world."""
+    """The attributes and methods of the world that snapshots use."""
 
     generation: GenerationNumber
     hosts: tuple[HostName, ...]
 
     @property
     def host_index(self) -> int:
-        """This host's place in `hosts`."""
+        """This host's index in `hosts`."""
         ...
 
     def host_of_device(self, device: Device) -> HostName:
@@ -77,7 +77,7 @@ class SnapshotWorld(Protocol):
         ...
 
     def all_reduce(self, tree: Any) -> Any:  # noqa: ANN401 - a tree of small numpy arrays
-        """Return the sum over all hosts."""
+        """Return the sum of a tree over all hosts."""
         ...
 
 
@@ -89,23 +89,23 @@ class _Opened:
     cut: StatePartition
     first_step: int
     every: int | None
-    """None: to be measured."""
+    """Steps between two snapshots; None while the interval is being measured."""
     began_s: float
     described_bytes: int
-    """What says which numbers are where, without the texts."""
+    """Size of the description of this host's part, without the strings."""
     newest: SnapshotId | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Peer:
-    """What a host says of itself when a layout is opened."""
+    """The server and the failure domain that a host announces when a layout is opened."""
 
     server: str
     domain: str
 
 
 class Snapshotter:
-    """Takes the snapshots of one worker, in all of its generations."""
+    """Takes and opens the snapshots of one worker, in all of its generations."""
 
     def __init__(
         self,
@@ -117,16 +117,16 @@ class Snapshotter:
         agent: SnapshotAgentConnection,
         failpoint: FailPointHook,
     ) -> None:
-        """Connect to the snapshot server, without a request yet.
+        """Connect to the snapshot server without a request.
 
         Args:
             descriptor: this worker's end of its socket pair with the snapshot server, which may start later.
-            host: this one.
+            host: the name of this host.
             settings: of the job.
-            failure_domain: what fails together with this host; empty: nothing.
+            failure_domain: the rack or slice that fails together with this host; empty if there is none.
             credentials: for the servers of other hosts.
-            line: to the agent.
-            reach: here a test can hold this worker.
+            agent: the connection to the agent.
+            failpoint: passes failpoints, where a test may stop this worker.
         """
         self._host = host
         self._settings = settings
@@ -138,15 +138,16 @@ class Snapshotter:
         self._capture = SnapshotCapture(self._server, host, agent.record_event, failpoint=failpoint)
         self._opened: _Opened | None = None
         self._restored: SnapshotId | None = None
-        """What the present generation goes on from, if it is a snapshot."""
+        """The snapshot that the present generation resumed from, if any."""
         self._blocked_s = 0.0
-        """By the snapshots of this generation."""
+        """How long the snapshots of this generation have blocked training."""
 
     def take(self, world: SnapshotWorld, state: FlatState) -> None:
-        """Begins a snapshot of the committed state, if one is due; every host must call it after the same steps.
+        """Begin a snapshot of the committed state, if one is due; every host must call `take` after the same steps.
 
         Raises:
-            CallerError: it does not fit in memory, or its texts and names in a message; says how much does.
+            CallerError: the paths and strings of the state do not fit in a message; the message has the limit.
+            SnapshotRefused: the host has too little memory; the message has the required and the free amount.
         """
         opened = self._opened
         if opened is None or opened.layout.generation != world.generation:
@@ -227,7 +228,7 @@ class Snapshotter:
         settings = self._settings
         peers = self._exchange(world, self._line.wait_for_snapshot_server())
         cut = partition_state(held.leaves, world.host_of_device, world.hosts)
-        # Then a host that is lost takes nothing along, and parity would protect against nothing.
+        # With more replicas than hosts that may be lost one replica always remains, and parity adds no protection.
         has_copies = len(cut.replicated_on) > settings.num_parity
         parity = 0 if has_copies else settings.num_parity
         domains = {host: peer.domain for host, peer in peers.items()}
@@ -255,7 +256,7 @@ class Snapshotter:
         return _Opened(layout, cut, held.step, every, time.monotonic(), described)
 
     def _agree_on_interval(self, world: SnapshotWorld, opened: _Opened) -> int:
-        """Young and Daly's, from what snapshots cost the slowest host in the first steps of this generation."""
+        """Return Young and Daly's interval for the cost of a snapshot on the slowest host in the measured steps."""
         measured = np.zeros((len(world.hosts), 3), np.float32)
         step_s = (time.monotonic() - opened.began_s) / NUM_MEASURED_STEPS
         measured[world.host_index] = self._blocked_s / NUM_MEASURED_STEPS, self._capture.duration_s, step_s
@@ -282,14 +283,14 @@ class Snapshotter:
 
 
 def check_description_size(description_bytes: int, state: FlatState) -> None:
-    """Refuses a state that a snapshot's messages cannot describe; each would be dropped, and nothing protected.
+    """Check that a snapshot's messages can describe the state; otherwise every snapshot would be dropped.
 
     Args:
-        described_bytes: of what stands beside the texts.
-        held: the state.
+        description_bytes: size of the description without the strings.
+        state: that is to be snapshotted.
 
     Raises:
-        CallerError: says what takes how much.
+        CallerError: the description is too long; the message has its size and the longest string.
     """
     sizes = {path: len(path.encode()) + len(text.encode()) for path, text in state.strings.items()}
     if description_bytes + sum(sizes.values()) <= MAX_DESCRIPTION_BYTES:

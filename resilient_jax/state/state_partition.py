@@ -1,7 +1,7 @@
-"""Which boxes of which leaf each host keeps in its part: every number of the state exactly once.
+"""Which boxes of which leaf each host keeps in its part: every element of the state exactly once.
 
-A shard that R hosts hold is cut into R boxes of nearly equal size, one for each. Everything follows from shapes,
-dtypes and shardings, so that every host computes the same for all.
+A shard that R hosts have is cut into R boxes of nearly equal size, one for each of these hosts. The partition follows
+from shapes, dtypes and shardings, so every host computes the same one.
 """
 
 import itertools
@@ -22,18 +22,18 @@ from resilient_jax.state.index_box import IndexBox, box_from_index, split_box, w
 
 HostOf = Callable[[Device], HostName]
 BoxHolders = Mapping[IndexBox, tuple[HostName, ...]]
-"""The boxes of a leaf, which are disjoint and cover it, and who holds each."""
+"""The boxes of a leaf, which are disjoint and cover the leaf, and the hosts that have each box."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePartition:
-    """A state of this structure in parts.
+    """The partition of all states of one structure into the parts of hosts.
 
     Attributes:
         leaves: every leaf of the state.
-        pieces: of each host's part, in order of their offsets.
+        slices: of each host's part, in order of their offsets.
         part_bytes: length of each host's part.
-        complete_on: hosts that hold every leaf whole.
+        replicated_on: hosts that have every element of every leaf.
     """
 
     leaves: tuple[LeafSpec, ...]
@@ -43,18 +43,18 @@ class StatePartition:
 
 
 def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence[HostName]) -> StatePartition:
-    """The parts of all hosts, of equal size (to within one row of a leaf) where all hold the same.
+    """Return the parts of all hosts, of equal size (to within one row of a leaf) where hosts have the same shards.
 
-    A leaf in host memory, or on the devices of one host only, is taken to be the same on every host, as a state is that
-    each host computes for itself.
+    A leaf in host memory, or on the devices of one host only, is assumed to be the same on every host, as it is when
+    each host computes the state by itself.
 
     Args:
-        leaves: of a state; of their values only shape, dtype and sharding are read.
-        host_of: whose device it is.
+        leaves: of a state; only their shapes, dtypes and shardings are read, not their values.
+        host_of: returns the host of a device.
         hosts: all hosts of the generation, in the same order on each.
 
     Raises:
-        StateError: a leaf lies on a device of a host that is not among `hosts`.
+        StateError: a leaf is on a device of a host that is not among `hosts`.
     """
     known: dict[tuple[Sharding, tuple[int, ...]], BoxHolders] = {}  # many leaves share a sharding and a shape
     loads = dict.fromkeys(hosts, 0)
@@ -64,7 +64,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
         holdings = _find_holdings(leaf, host_of, hosts, known)
         itemsize = leaf.value.dtype.itemsize
         for box, holders in holdings.items():
-            # Who has least so far takes the larger boxes. That keeps the loads of equal holders within one row.
+            # The least loaded hosts get the larger boxes: loads of hosts with equal shards stay within one row.
             by_load = sorted(holders, key=loads.__getitem__)
             boxes = split_box(box, len(holders), itemsize) if box.size else []
             for host, (start, stop) in zip(by_load, boxes, strict=False):
@@ -80,7 +80,7 @@ def partition_state(leaves: Sequence[FlatLeaf], host_of: HostOf, hosts: Sequence
 
 
 def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) -> None:
-    """Refuses a state of another structure than the one that was cut.
+    """Check that a state has the structure that the partition was made for.
 
     Raises:
         StateError: names the first leaf that differs.
@@ -95,7 +95,7 @@ def check_same_structure(partition: StatePartition, leaves: Sequence[FlatLeaf]) 
 
 
 def _is_like(leaf: FlatLeaf, info: LeafSpec) -> bool:
-    """A microsecond; to describe a leaf takes four, and training waits meanwhile."""
+    """Compare without making a spec: one microsecond instead of four for each leaf, while training waits."""
     value = leaf.value
     return (leaf.path, value.shape, leaf.key_impl) == (
         info.path,

@@ -27,8 +27,8 @@ def restore_state(abstract: Tree, state: FlatState, sharding: ShardingRule | Non
 
     Args:
         abstract: as `make_abstract_state` returns it.
-        state: leaves that are placed right already are used without a copy.
-        sharding: of each leaf; None: this process's first device, or where the leaf is already.
+        state: the committed state; leaves that already have the right sharding are used without a copy.
+        sharding: of each leaf; None keeps a leaf's devices, or takes this process's first device.
 
     Raises:
         StateError: structure, shape or dtype differ; names the first leaves that do.

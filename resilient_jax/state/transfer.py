@@ -1,6 +1,6 @@
-"""The committed state on its way from a worker that holds it to one that does not: streamed and verified.
+"""The transfer of the committed state from a worker that has it to one that does not: streamed and verified.
 
-Nothing is unpickled: a manifest has the spec and the CRC-32 of each leaf, then come the bytes.
+Nothing is unpickled: a manifest has the spec and the CRC-32 of each leaf, and the bytes of the leaves follow.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from resilient_jax.transport.sync_channel import SyncChannel
 from resilient_jax.transport.sync_server import SyncServer
 
 TRANSFER_CHUNK_BYTES = 2**22
-"""Large enough to hide the cost of a message; four in flight take 16 MiB."""
+"""Large enough to hide the overhead of a message; four in flight take 16 MiB."""
 OFFER_TIMEOUT_S = 30.0
 FETCH_TIMEOUT_S = 600.0
 SERVICE = "state"
 NUM_THREADS = 16
-"""Each host that waits for a program to be compiled takes one; the others must still get the state."""
+"""A host that waits for a program to be compiled occupies a thread; other hosts must still get the state meanwhile."""
 
 
 class FetchStateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +80,12 @@ class StateServer:
             self._offered.notify_all()
 
     def withdraw(self) -> None:
-        """Release the copy, which every host has fetched."""
+        """Release the offered state, once every host has fetched it."""
         with self._offered:
             self._offer = None
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop the server, which ends running transfers."""
         self._server.stop()
 
     def _fetch(self, request: FetchStateRequest) -> Iterator[StateChunk]:
@@ -116,7 +116,7 @@ class StateServer:
 
 
 class CancellableTransfer:
-    """The transfer in flight, which another thread can cancel: a peer that was stopped sends nothing."""
+    """The transfer in flight, which another thread can cancel, since a suspended peer sends nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class CancellableTransfer:
 
     @contextlib.contextmanager
     def use_channel(self, channel: SyncChannel) -> Iterator[SyncChannel]:
-        """Fetch over this channel in the body of the context manager."""
+        """Make `cancel` close this channel for the duration of the context."""
         with channel:
             self._use(channel)
             try:
@@ -133,7 +133,7 @@ class CancellableTransfer:
                 self._use(None)
 
     def cancel(self) -> None:
-        """Make the thread that waits for a peer raise PeerError."""
+        """Close the channel: the thread that waits for a peer raises PeerError."""
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
@@ -152,15 +152,19 @@ def fetch_state(
     check: Callable[[], None],
     on_source_failed: Callable[[StateSource, PeerError], None],
 ) -> FlatState:
-    """The state, from the first source that gives it whole; begins with `sources[first % len]`.
+    """Return the state from the first source that sends all of it.
 
     Args:
-        transfer: to be ended by another thread.
-        check: called between chunks, and when a source has failed; raises what should end the transfer.
-        on_source_failed: called for each source that failed, with why.
+        generation: that continues from the state.
+        sources: the workers that have the state.
+        first_source: index, modulo the number of sources, of the source that is tried first.
+        credentials: of the job.
+        transfer: lets another thread cancel the fetch.
+        check: called between chunks, and when a source has failed; an exception that it raises ends the transfer.
+        on_source_failed: called for each source that failed, with the error.
 
     Raises:
-        PeerUnreachable: no source gave it.
+        PeerUnreachable: no source sent the state.
     """
     for attempt in range(len(sources)):
         source = sources[(first_source + attempt) % len(sources)]
@@ -202,7 +206,7 @@ def _fetch_from(
 
 
 class _ByteReader:
-    """Reads the data of a stream of chunks as one run of bytes."""
+    """Reads the data of a stream of chunks as one sequence of bytes."""
 
     def __init__(self, parts: Iterator[StateChunk], check: Callable[[], None], source: StateSource) -> None:
         self._parts = parts

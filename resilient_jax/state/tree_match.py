@@ -1,4 +1,4 @@
-"""Whether the arrays at hand are those of the wanted tree: of a committed state, a snapshot, or a checkpoint."""
+"""The comparison of arrays from a committed state, a snapshot or a checkpoint with the wanted tree."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,18 @@ from resilient_jax.state.flat_state import ShardingRule, is_random_key
 
 Tree = TypeVar("Tree")
 PathFormat = Callable[[Any], str]
-"""Formats a path of `jax.tree_util` as the paths of the arrays at hand are formatted."""
+"""Formats a path of `jax.tree_util` in the manner of the found arrays' paths."""
 MAX_SHOWN: Final = 3
-"""Differences in an error."""
+"""Differences that an error message lists."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatchedTree(Generic[Tree]):
-    """The wanted tree, with the type and the sharding of each array that is to come.
+    """The wanted tree, with the spec and the sharding of each array that is to be filled in.
 
     Attributes:
         leaves: (spec, sharding) of each array, in the tree's order; the sharding of a key's data is the key's own.
-        tree: the wanted tree of abstract arrays, with the strings at hand.
+        tree: the wanted tree of abstract arrays, with the found strings.
     """
 
     leaves: tuple[tuple[LeafSpec, Sharding | None], ...]
@@ -44,7 +44,7 @@ class MatchedTree(Generic[Tree]):
 
 
 def make_leaf_spec(path: str, leaf: Any) -> LeafSpec:  # noqa: ANN401 - an array, or an abstract one
-    """Return the spec of a leaf; of a random key that of its raw data."""
+    """Return the spec of a leaf; for a random key, the spec of its raw data."""
     key_impl = None
     if is_random_key(leaf):
         found: list[str] = []
@@ -77,19 +77,19 @@ def match_tree(
     expected: str,
     format_path: PathFormat = jax.tree_util.keystr,
 ) -> MatchedTree[Tree]:
-    """Return the wanted tree with the arrays at hand in their places.
+    """Return the wanted tree with the found strings, and the spec and sharding of each of its arrays.
 
     Args:
-        abstract: the wanted tree: abstract arrays, and strings.
-        found: the arrays at hand, in any order.
-        strings: the strings at hand, by path.
+        abstract: the wanted tree of abstract arrays and strings.
+        found: specs of the found arrays, in any order.
+        strings: the found strings, by path.
         sharding: of each array, by its path as `jax.tree_util.keystr` writes it and its abstract value.
         source: for the error: where the arrays are from.
-        expected: for the error: what was wanted of them, and what to do.
+        expected: for the error: what was expected, and what to do.
         format_path: how the paths of `found` are formatted.
 
     Raises:
-        StateError: a path, shape, dtype or kind of key differs; names the first that do.
+        StateError: a path, shape, dtype or key implementation differs; names the first that do.
     """
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     wanted = list_leaf_specs(abstract, format_path)
