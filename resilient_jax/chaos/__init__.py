@@ -1,1 +1,1 @@
-"""Chaos campaigns: they break a job on this machine as a manifest says, and check the invariants of the job."""
+"""Chaos campaigns: they inject the faults of a manifest into a job on this machine, and check the job's invariants."""

@@ -1,4 +1,4 @@
-"""Temporary faults: each is undone in time, and in any case before the campaign ends."""
+"""The registry of temporary faults: each is undone in time, at the latest when the campaign ends."""
 
 import dataclasses
 import threading
@@ -15,18 +15,18 @@ class _Pending:
 
 
 class ActiveFaults:
-    """The faults that are still to be undone; the campaign must call `undo_all` in the end.
+    """The faults that are not undone yet; the campaign must call `undo_all` at its end.
 
-    Timed faults end on threads of their own: a campaign may be waiting for a store that it has stopped itself.
+    Timed faults end on their own threads: the campaign's thread may be waiting for a store that the fault has stopped.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards the pending faults: each is undone once."""
+        """Guards the pending faults, so that each is undone once."""
         self._pending: list[_Pending] = []
 
     def add(self, undo: Callable[[], None], *, after_s: float | None, until: str | None = None) -> None:
-        """Call `undo` after so many seconds, or when an event of the kind `until` is observed, or in the end."""
+        """Call `undo` after `after_s` seconds, at an event of kind `until`, or in `undo_all`, whichever is first."""
         pending = _Pending(undo, until, None)
         if after_s is not None:
             pending.timer = threading.Timer(after_s, self._end, (pending,))
@@ -37,7 +37,7 @@ class ActiveFaults:
             pending.timer.start()
 
     def observe_events(self, events: Iterable[Event]) -> None:
-        """Undo the faults that were to last until one of these events."""
+        """Undo the faults that last until one of these events."""
         kinds = {str(event.kind) for event in events}
         for pending in list(self._pending):
             if pending.until in kinds:
@@ -45,12 +45,12 @@ class ActiveFaults:
 
     @property
     def num_timed(self) -> int:
-        """Return how many faults are left that will end by themselves."""
+        """Return the number of pending faults that end by a timer or an event."""
         with self._lock:
             return sum(p.timer is not None or p.until is not None for p in self._pending)
 
     def undo_all(self) -> None:
-        """Undo all faults that are left."""
+        """Undo all pending faults."""
         for pending in list(self._pending):
             self._end(pending)
 

@@ -10,17 +10,17 @@ from resilient_jax.errors import CallerError, ChecksumMismatch
 from resilient_jax.snapshot.slot_memory import MEMFD_NAME, PAGE_BYTES, SlotHeader, SlotPhase, parse_header
 
 MARK_BYTES = 64
-"""The part of the first page that is used."""
+"""The used part of a slot's first page."""
 
 
 def flip_snapshot_bits(server_pid: int, region: str, count: int, rng: random.Random) -> int:
     """Flip a bit in each of `count` bytes of the newest complete snapshot of a server process.
 
     Args:
-        server_pid: the process.
+        server_pid: the snapshot server.
         region: "part" for the host's part, "parity", "manifest" or "mark".
         count: an upper bound; a short region has fewer bytes.
-        rng: draws the bytes and bits.
+        rng: draws the bytes and their bits.
 
     Returns:
         The step of the snapshot.

@@ -1,7 +1,7 @@
 """Runs a campaign against a job, and checks the job's invariants after every incident and in the end.
 
-One thread does everything in turn: wait for an incident's trigger, carry the incident out, wait until it is over and
-all hosts train again, check. Only temporary faults end on threads of their own.
+One thread does everything in turn: wait for an incident's trigger, carry out the incident, wait until the fault has
+ended and all hosts train again, check. Only temporary faults end on threads of their own.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from resilient_jax.config import JobConfig, override_values
 from resilient_jax.protocol.ledger import LedgerEntry
 
 STOP_AHEAD_STEPS = 30
-"""All hosts have to read at which step to stop before they come to that step."""
+"""Lead of the stop step: all hosts must read the stop file before they reach that step."""
 RECOVERED_STEPS = 2
-"""After an incident all hosts must have finished so many steps."""
+"""Steps that all hosts must finish after an incident."""
 EVENT_TIMEOUT_S = 10.0
-"""For an event to be written: the disk may just have been full."""
+"""Timeout for an event to be written: the disk may have been full until now."""
 OUTPUT_LINES = 15
-"""Of the job's output, in the report of a wrong exit code."""
+"""Lines of the job's output in the report of a wrong exit code."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class CampaignResult:
     """The outcome of a campaign.
 
     Attributes:
-        incidents: every incident, also those that were skipped.
-        samples: of the long-lived processes, in order of time.
+        incidents: the records of all incidents, including skipped ones.
+        samples: samples of the long-lived processes, in order of time.
         timeline: the last events of all hosts; empty if nothing was violated.
         steps: the number of finished steps.
     """
@@ -60,7 +60,7 @@ class CampaignResult:
 
     @property
     def growth(self) -> ResourceGrowth:
-        """Return how much the long-lived processes have grown."""
+        """Return the growth of the long-lived processes."""
         return measure_growth(self.samples)
 
     @property
@@ -70,7 +70,7 @@ class CampaignResult:
 
 
 class Campaign:
-    """One job that is broken as a manifest says."""
+    """A run of a manifest against one job."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Campaign:
         """Prepare a campaign.
 
         Args:
-            manifest: what to do.
+            manifest: the incidents, and how the job must end.
             job: the running job; its events go to `active_faults`.
-            ledger: of the job's workers.
-            active_faults: the faults that are still to be undone.
+            ledger: the ledgers of the job's workers.
+            active_faults: the faults that are not undone yet.
             reference: the run of the same script without faults.
             environment: what faults need besides processes.
-            stop_file: tells a script without a fixed length at which step to stop.
+            stop_file: the file in which a script without a fixed length reads at which step to stop.
             log: prints a line about the progress.
         """
         self._manifest = manifest
@@ -111,12 +111,12 @@ class Campaign:
         self._notes: list[tuple[float, str]] = []
         self._records: list[IncidentRecord] = []
         self._num_reported = 0
-        """So many of the records have had their expected events."""
+        """The number of records whose expected events have been seen."""
         self._base_step = 0
-        """The step at the end of the incident before."""
+        """The step at the end of the previous incident."""
 
     def run(self) -> CampaignResult:
-        """Run the campaign to the end of the job."""
+        """Run the campaign until the job ends, and return its outcome."""
         began_s = time.monotonic()
         segments = list_shared_segments()
         violations: list[Violation] = []
@@ -169,7 +169,7 @@ class Campaign:
             self._samples += sample_job(report, self._job.process.pid)
 
     def _wait_trigger(self, incident: Incident) -> None:
-        """Wait for all of the trigger but its failpoint, where the worker is held, or fails, afterwards."""
+        """Wait for all conditions of the trigger but the failpoint, where the injector holds or fails the worker."""
         trigger, timeout_s = incident.trigger, self._manifest.recovery_timeout_s
         has_exact_step = trigger.step is not None and trigger.failpoint is not None
         relative = trigger.after_steps and self._base_step + trigger.after_steps
@@ -221,7 +221,7 @@ class Campaign:
             raise InvariantBroken(*found)
 
     def _check_events(self) -> list[Violation]:
-        """Check the incidents since the last call that found nothing: events that came are not looked for again."""
+        """Check the incidents since the last call that found nothing; events that were found are not searched again."""
         records = self._records[self._num_reported :]
         found = check_expected_events(records, self._job.events.records, self._lease_ttl_s)
         if not found:
@@ -231,11 +231,11 @@ class Campaign:
     # The end.
 
     def _finish(self) -> None:
-        """Wake what was stopped for good, then wait for the end of the job.
+        """Resume processes that were stopped without a duration, then wait for the end of the job.
 
         Raises:
-            InvariantBroken: the job does not end.
-            JobEnded: the job ends.
+            InvariantBroken: the job does not end in time.
+            JobEnded: the job has ended, as it must.
         """
         is_to_fail = self._manifest.expected_exit.code != 0
         if self._injector.stopped_hosts:
@@ -250,7 +250,7 @@ class Campaign:
             self._wait_done()
 
     def _wait_failure(self) -> None:
-        """Wait for the end with one deadline: a job that survives by mistake makes progress step by step for ever."""
+        """Wait for the end with one deadline for all steps: a job that survives by mistake may train forever."""
         incidents = self._manifest.incidents
         duration_s = (fault_duration_s(incidents[-1].fault) or 0.0) if incidents else 0.0
         timeout_s = duration_s + self._manifest.recovery_timeout_s
@@ -274,7 +274,7 @@ class Campaign:
         raise InvariantBroken(Violation(invariant=Invariant.EXIT, description=text))
 
     def _check_end(self, segments: frozenset[str]) -> list[Violation]:
-        """Check all invariants of a job that has ended; `segments` is the shared memory from before it."""
+        """Check all invariants of a job that has ended; `segments` is the shared memory from before the job."""
         expected, code = self._manifest.expected_exit.code, self._job.exit_code()
         steps_wanted = self._read_steps_wanted()
         found: list[Violation] = []
@@ -287,7 +287,7 @@ class Campaign:
             found.append(Violation(invariant=Invariant.EXIT, description=text))
         self._job.poll_events()
         entries = self._monitor.read_ledger()
-        steps = steps_wanted if expected == code == 0 else None  # a job that failed ended on the way
+        steps = steps_wanted if expected == code == 0 else None  # a job that failed has ended earlier
         reference = self._reference.extend_to(steps or self._monitor.step + 1)
         found += check_commits(entries, reference)
         found += check_completeness(entries, steps, reference)
@@ -296,7 +296,7 @@ class Campaign:
         return found + check_leftovers(self._job, segments)
 
     def _read_steps_wanted(self) -> int | None:
-        """Return how many steps the job was to train, by the manifest or by the stop file; None: neither says so."""
+        """Return the number of steps that manifest or stop file ask for; None if neither does."""
         if self._manifest.job.steps or not self._stop_file.exists():
             return self._manifest.job.steps or None
         return int(self._stop_file.read_text())

@@ -1,4 +1,4 @@
-"""Limits a process to a share of a core: by a quota of a control group, else by stopping it again and again."""
+"""Limits a process to a share of a core: by the quota of a control group, else by periodic SIGSTOP and SIGCONT."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 
 PERIOD_US = 100_000
 STOP_CYCLE_S = 0.04
-"""Of stopping and resuming: shorter than the time between an agent's two checks for a stopped worker."""
+"""Period of stopping and resuming: shorter than the interval at which an agent checks for a stopped worker."""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def limit_cpu(pid: int, share: float) -> Callable[[], None]:
-    """Limit a process to this share of one core, and return what undoes that."""
+    """Limit a process to this share of one core, and return the function that lifts the limit."""
     for attempt in (_limit_by_cgroup_v2, _limit_by_cgroup_v1):
         with contextlib.suppress(OSError):
             return attempt(pid, share)
@@ -50,7 +50,7 @@ def _enter(group: Path, pid: int, members: str, key: str, value: str) -> Callabl
                 (group.parent / members).write_text(member)
         with contextlib.suppress(
             OSError
-        ):  # a process that just dies still holds it; the kernel takes it along
+        ):  # a dying process still keeps the group; the kernel removes it
             group.rmdir()
 
     try:

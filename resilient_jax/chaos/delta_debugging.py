@@ -12,14 +12,13 @@ from resilient_jax.chaos.manifest import CampaignManifest, Incident
 def minimize_manifest(
     manifest: CampaignManifest, fails: Callable[[CampaignManifest], bool]
 ) -> CampaignManifest:
-    """Return a manifest with some of the incidents, none of which can be left out.
+    """Return a manifest with a subset of the incidents that is 1-minimal: without any one of them the failure is gone.
 
-    This holds if `fails` gives the same answer each time; for a failure that is not deterministic the returned manifest
-    has failed once.
+    This is guaranteed if `fails` is deterministic; otherwise the returned manifest has failed at least once.
 
     Args:
-        manifest: the one that fails.
-        fails: runs a manifest, and returns whether it fails in the same way.
+        manifest: the failing manifest.
+        fails: runs a manifest, and returns whether the same failure occurs.
     """
 
     def of(incidents: Sequence[Incident]) -> CampaignManifest:
@@ -47,13 +46,13 @@ def minimize_manifest(
 def is_same_failure(found: Iterable[Violation], first: Iterable[Violation]) -> bool:
     """Return whether all invariants that `first` violates are violated again.
 
-    Another invariant does not count: a job without the incident that was to end it violates the expected exit code.
+    New violations do not count: without the incident that should end the job, the exit code is not the expected one.
     """
     return {violation.invariant for violation in first} <= {violation.invariant for violation in found}
 
 
 def _cut(incidents: Sequence[Incident], pieces: int) -> list[Sequence[Incident]]:
-    """Return about equal pieces, none of them empty."""
+    """Return `pieces` slices of nearly equal length; empty ones are left out."""
     bounds = [len(incidents) * place // pieces for place in range(pieces + 1)]
     return [incidents[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 

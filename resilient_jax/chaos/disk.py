@@ -1,4 +1,4 @@
-"""A small disk for a run folder that can be filled to the last byte."""
+"""A small separate disk for a run folder, which can be filled to the last byte."""
 
 import contextlib
 import subprocess
@@ -10,13 +10,13 @@ CHUNK_BYTES = 65_536
 
 
 class Disk:
-    """A file system in memory, mounted over a folder."""
+    """A tmpfs that is mounted over a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def fill(self) -> Callable[[], None]:
-        """Use up every byte, and return what frees them."""
+        """Fill the disk to the last byte, and return the function that frees the space."""
         filler = self.folder / FILLER
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -29,7 +29,7 @@ class Disk:
 
 @contextlib.contextmanager
 def mount_disk(folder: Path, size_mib: int) -> Iterator[Disk]:
-    """Mount a disk of that size for the time of the block; its files are copied out at the end.
+    """Mount a disk of that size during the `with` block; at the end its files are copied to `<folder>-kept`.
 
     Raises:
         OSError: this process may not mount.

@@ -1,4 +1,4 @@
-"""The events that must follow a fault: no degradation is silent. Pure."""
+"""The events that must follow a fault, so that no degradation is silent. Pure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from resilient_jax.errors import ChecksumMismatch
 from resilient_jax.events import Event, EventKind
 
 NOTICEABLE_STOP_S = 1.0
-"""A busy machine has shorter pauses, too: they need no event."""
+"""Shorter stops need no event: a busy machine has such pauses without a fault."""
 LEASES_MISSED = 2.0
-"""A silence of so many leases must have an event."""
+"""A silence longer than so many leases must have an event."""
 
 EVENTS_OF_PART = {
     TargetPart.WORKER: (EventKind.WORKER_EXITED, EventKind.WORKER_DYING),
@@ -39,9 +39,9 @@ class IncidentRecord:
     """An incident as it was carried out.
 
     Attributes:
-        index: its place in the manifest.
-        hosts: the hosts that were hit.
-        started_s: the monotonic time just before.
+        index: the incident's index in the manifest.
+        hosts: the hosts that the fault hit.
+        started_s: the monotonic time just before the fault.
         skip_reason: why the incident could not be carried out; empty if it was.
     """
 
@@ -52,13 +52,13 @@ class IncidentRecord:
     skip_reason: str = ""
 
     def describe(self) -> str:
-        """Return a line for people."""
+        """Return the incident as a line for people."""
         what = f"{fault_kind(self.incident.fault)} {self.incident.target.part}"
         return f"incident {self.index}: {what} on {', '.join(self.hosts) or 'no host'}"
 
 
 def list_expected_events(incident: Incident, lease_ttl_s: float) -> tuple[EventKind, ...]:
-    """Return the events of which one must follow on each host that was hit; empty: none must."""
+    """Return the events of which at least one must follow on each host that was hit; empty if none must."""
     part, fault = incident.target.part, incident.fault
     match fault:
         case ProcessKill():
@@ -91,9 +91,9 @@ def check_expected_events(
     """Return a violation for each incident without an expected event.
 
     Args:
-        records: incidents that are over.
-        events: of all hosts.
-        lease_ttl_s: of the job.
+        records: incidents that have ended.
+        events: the events of all hosts.
+        lease_ttl_s: the lease of the job's hosts.
     """
     found = []
     for record in records:
@@ -103,7 +103,7 @@ def check_expected_events(
         expected = list_expected_events(record.incident, lease_ttl_s)
         if expected and not is_message_flip(
             record.incident.fault
-        ):  # a lost host takes all of its processes along
+        ):  # the loss of a host covers all of its processes
             expected = (*expected, EventKind.HOST_LOST)
         silent = [h for h in record.hosts if expected and not any(_matches(e, expected, h) for e in later)]
         if silent:

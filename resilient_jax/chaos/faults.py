@@ -1,4 +1,4 @@
-"""The closed set of faults that a campaign can make; a manifest names them by their `kind`."""
+"""The closed set of faults that a campaign can inject; a manifest names them by their `kind`."""
 
 from typing import Annotated
 
@@ -19,13 +19,13 @@ class _Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ProcessKill(_Fault, frozen=True, tag="kill"):
-    """SIGKILL."""
+    """SIGKILL to the target's processes."""
 
 
 class ProcessStop(_Fault, frozen=True, tag="stop"):
     """SIGSTOP, then SIGCONT after `duration_s` or at the event `until_event`.
 
-    Without either the process stays stopped until all incidents are over: a zombie that must be fenced.
+    Without either the process stays stopped until all incidents have ended: a zombie that must be fenced.
     """
 
     duration_s: Seconds | None = None
@@ -33,17 +33,17 @@ class ProcessStop(_Fault, frozen=True, tag="stop"):
 
 
 class SlowProcess(_Fault, frozen=True, tag="slow"):
-    """A share of the time of one core, by a quota of a control group, else by stopping for the rest of each 40 ms."""
+    """A limit to a share of one core: by the quota of a control group, else by SIGSTOP for the rest of each 40 ms."""
 
     share: Share
     duration_s: Seconds
 
 
-# From inside a worker's main thread, at a place in a step.
+# From inside a worker's main thread, at a failpoint in a step.
 
 
 class ProcessExit(_Fault, frozen=True, tag="exit"):
-    """The process exits with this code: 75 asks for a restart, any other is the script's own failure."""
+    """An exit of the process with this code: 75 asks for a restart, any other is the script's own failure."""
 
     code: Annotated[int, Meta(ge=0, le=255)]
 
@@ -53,49 +53,49 @@ class UserException(_Fault, frozen=True, tag="raise"):
 
 
 class MainThreadHang(_Fault, frozen=True, tag="hang"):
-    """The main thread does nothing for so long; the other threads continue."""
+    """A hang of the main thread for `duration_s`; the other threads continue."""
 
     duration_s: Seconds
 
 
 class NanGradients(_Fault, frozen=True, tag="nan"):
-    """The host's gradient accumulator becomes NaN after a microbatch, with everything else that is accumulated."""
+    """NaN in the host's accumulator after a microbatch: in the gradient and all else that is accumulated."""
 
 
-# The network. Hosts must be in namespaces of their own.
+# The network. Each host must have a network namespace of its own.
 
 
 class NetworkPartition(_Fault, frozen=True, tag="partition"):
-    """The host's link is down: packets vanish without an error."""
+    """A host's link that is down: packets are lost without an error."""
 
     duration_s: Seconds
 
 
 class SlowLink(_Fault, frozen=True, tag="slow_link"):
-    """The host's link carries no more than this (`tc tbf`)."""
+    """A host's link that is limited to this rate (`tc tbf`)."""
 
     mbit_per_s: Annotated[float, Meta(gt=0)]
     duration_s: Seconds
 
 
 class LossyLink(_Fault, frozen=True, tag="lossy_link"):
-    """The host's link loses packets (`tc netem`)."""
+    """A host's link that loses this share of its packets (`tc netem`)."""
 
     percent: Percent
     duration_s: Seconds
 
 
-# Damage.
+# Corruption.
 
 
 class BitFlip(_Fault, frozen=True, tag="flip"):
-    """One bit of each of `count` bytes is flipped: in memory, in a file, or in a message.
+    """A flip of one bit in each of `count` bytes: in memory, in a file, or in a message.
 
     Attributes:
-        region: of the host's newest snapshot; or "checkpoint": the largest file of the newest checkpoint in `path`; or
-            "message": one bit, whatever `count`, of the next bytes that a snapshot server sends, after their digest was
-            made (TCP finds what changes on a real link).
-        path: a folder of checkpoints, relative to the campaign's.
+        region: a region of the host's newest snapshot; or "checkpoint": the largest file of the newest checkpoint in
+            `path`; or "message": one bit, whatever `count`, of the next bytes that a snapshot server sends, flipped
+            after their digest is computed (corruption on a real link is found by TCP).
+        path: a folder of checkpoints, relative to the campaign's folder.
     """
 
     region: Annotated[str, Meta(pattern="^(part|parity|manifest|mark|checkpoint|message)$")] = "part"
@@ -103,31 +103,31 @@ class BitFlip(_Fault, frozen=True, tag="flip"):
     path: str = ""
 
 
-# Resources that are used up.
+# Exhausted resources.
 
 
 class FullDisk(_Fault, frozen=True, tag="full_disk"):
-    """The run folder's disk has no byte left. The job must have a disk of its own (`job.disk_mib`)."""
+    """A run folder's disk without free space. The job must have a disk of its own (`job.disk_mib`)."""
 
     duration_s: Seconds
 
 
 class FullMemory(_Fault, frozen=True, tag="full_memory"):
-    """The process gets no more memory from the kernel: RLIMIT_AS at what it has."""
+    """A process that gets no more memory from the kernel: RLIMIT_AS is its present size."""
 
     duration_s: Seconds
 
 
 class NoDescriptors(_Fault, frozen=True, tag="no_descriptors"):
-    """The process can open nothing more: RLIMIT_NOFILE at what it has."""
+    """A process that can open no more files: RLIMIT_NOFILE is its present number of descriptors."""
 
     duration_s: Seconds
 
 
 class ClockJump(_Fault, frozen=True, tag="clock_jump"):
-    """The wall clock of this machine is set ahead by `jump_s` (back, if negative), and reset by as much later.
+    """A jump of this machine's wall clock by `jump_s` (back, if negative), which is reverted after `duration_s`.
 
-    All programs see the jump, so the manifest must allow it (`job.may_set_clock`).
+    All programs see the jump, so the manifest must allow jumps (`job.may_set_clock`).
     """
 
     jump_s: float
@@ -152,7 +152,7 @@ Fault = (
     | ClockJump
 )
 WORKER_FAULTS = (ProcessExit, UserException, MainThreadHang, NanGradients)
-"""Faults that a worker makes itself, by an order for a failpoint."""
+"""Faults that a worker injects into itself, by an order for a failpoint."""
 NETWORK_FAULTS = (NetworkPartition, SlowLink, LossyLink)
 TEMPORARY_FAULTS = (
     ProcessStop,
@@ -170,7 +170,7 @@ TEMPORARY_FAULTS = (
 
 
 def is_message_flip(fault: Fault) -> bool:
-    """Return whether the fault flips bits of a message: the sender does that itself, at a failpoint."""
+    """Return whether the fault flips bits of a message, which the sender does itself, at a failpoint."""
     return isinstance(fault, BitFlip) and fault.region == "message"
 
 
@@ -180,5 +180,5 @@ def fault_kind(fault: Fault) -> str:
 
 
 def fault_duration_s(fault: Fault) -> float | None:
-    """Return the time after which the fault ends by itself; None if it does not, or not by time."""
+    """Return the time after which the fault ends by itself; None if the fault does not end by time."""
     return fault.duration_s if isinstance(fault, TEMPORARY_FAULTS) else None

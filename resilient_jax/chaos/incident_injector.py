@@ -1,4 +1,4 @@
-"""Carries out the incidents of a manifest on a running job, and remembers what must be gone afterwards."""
+"""Carries out the incidents of a manifest on a running job, and records the processes that must die by them."""
 
 import dataclasses
 import random
@@ -25,15 +25,15 @@ from resilient_jax.cluster.job_report import JobReport
 from resilient_jax.protocol.failpoints import ANY_STEP, FailPointAction, FailPointOrder, HoldAction
 
 FAILPOINT_TIMEOUT_S = 15.0
-"""For a worker to come to the failpoint of an incident: the worker may just have died itself."""
+"""Timeout for a worker to reach the failpoint of an incident: the worker may have died for another reason."""
 
 
 class IncidentInjector:
-    """The incidents of one campaign.
+    """Carries out the incidents of one campaign.
 
     Attributes:
-        stopped_hosts: hosts that were stopped for good: they are not expected to train again.
-        dead_processes: processes that must not be seen again.
+        stopped_hosts: hosts that were stopped without a duration: they are not expected to train again.
+        dead_processes: processes that must not run any more.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class IncidentInjector:
         self._rng = random.Random(manifest.seed)
 
     def carry_out(self, index: int, incident: Incident) -> IncidentRecord:
-        """Do what an incident says, once the worker that it waits for is at the failpoint.
+        """Inject an incident's fault, with a failpoint once the worker is there, and return the record.
 
         Raises:
             InvariantBroken: the store does not answer.
@@ -88,7 +88,7 @@ class IncidentInjector:
             self._job.failpoints.release(_order_name(record))
 
     def _order(self, record: IncidentRecord, hosts: tuple[str, ...], action: FailPointAction) -> None:
-        """Order workers to hold or fail at the incident's failpoint, and wait until they have come there."""
+        """Order workers to hold or fail at the incident's failpoint, and wait until they have reached the failpoint."""
         trigger, name = record.incident.trigger, _order_name(record)
         assert trigger.failpoint is not None, "asked by the caller"
         step = trigger.step if trigger.step is not None else ANY_STEP
@@ -104,9 +104,9 @@ class IncidentInjector:
         return self._job.failpoints.list_held_hosts(_order_name(record))
 
     def _await_worker(self, record: IncidentRecord, report: JobReport) -> IncidentRecord:
-        """Complete the record of a fault that the worker makes itself; it is from the time of the order on.
+        """Return the completed record of a fault that the worker injects itself, which counts from the order on.
 
-        `report` is from before the order: afterwards another process may have the dead one's place.
+        `report` is from before the order: afterwards another process may have replaced the dead one.
         """
         incident, arrived = record.incident, self._arrived(record)
         if isinstance(incident.fault, ProcessExit | UserException):
@@ -149,7 +149,7 @@ class IncidentInjector:
     def _find_processes(
         self, incident: Incident, hosts: tuple[str, ...], report: JobReport
     ) -> tuple[ProcessIdentity, ...]:
-        """Return the processes that live: the store may not know yet of a death."""
+        """Return the live processes of the target: the store's records may still contain dead ones."""
         if incident.target.part is TargetPart.STORE:
             return _identify([self._job.process.pid])
         return _identify([pid for host in hosts for pid in find_target_pids(incident.target, host, report)])

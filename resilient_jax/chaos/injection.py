@@ -1,4 +1,4 @@
-"""Makes the faults that come from outside; what this machine does not permit is refused with the reason."""
+"""Injects the faults that come from outside of a worker; refuses, with a reason, what this machine does not permit."""
 
 import dataclasses
 import random
@@ -36,7 +36,7 @@ from resilient_jax.protocol import failpoints
 
 
 class FaultUnsupported(Exception):
-    """A fault that cannot be made on this machine; the message is a complete line for people."""
+    """The error of a fault that cannot be injected on this machine; the message is a complete line for people."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class FaultEnvironment:
     """What faults need besides processes.
 
     Attributes:
-        network: of the job's hosts; None if they have no namespaces.
-        disk: a separate one of the run folder; None if the run folder is on a disk of the machine.
-        checkpoint_root: the folder that relative paths of a bit flip are in.
+        network: the network of the job's hosts; None if they have no namespaces.
+        disk: the run folder's separate disk; None if the run folder is on a disk of the machine.
+        checkpoint_root: the folder to which the paths of bit flips are relative.
     """
 
     network: Network | None
@@ -55,7 +55,7 @@ class FaultEnvironment:
 
 
 def get_worker_action(fault: Fault) -> failpoints.FailPointAction | None:
-    """Return what a worker is ordered to do at its failpoint; None for a fault that comes from outside."""
+    """Return the action of a worker at its failpoint; None for a fault that comes from outside."""
     match fault:
         case ProcessExit(code=code):
             return failpoints.ExitAction(exit_code=code)
@@ -109,7 +109,7 @@ _Undo = list[Callable[[], None]]
 def _inject(
     fault: Fault, hosts: Sequence[str], pids: Sequence[int], environment: FaultEnvironment, rng: random.Random
 ) -> tuple[_Undo, str]:
-    """Return what undoes the fault, and a line about it."""
+    """Inject the fault, and return the functions that undo the fault and a line for the log."""
     match fault:
         case ProcessKill() | ProcessStop() | SlowProcess() | FullMemory() | NoDescriptors():
             return _disturb_processes(fault, pids)

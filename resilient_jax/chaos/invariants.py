@@ -25,7 +25,7 @@ class Invariant(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One invariant that does not hold, and what was found."""
+    """A violated invariant, and what was found."""
 
     invariant: Invariant
     description: str
@@ -37,16 +37,16 @@ class Violation:
 ROUTINE_EVENTS = frozenset(
     {EventKind.SNAPSHOT_COPIED, EventKind.SNAPSHOT_COMPLETE, EventKind.SNAPSHOT_COMMITTED}
 )
-"""Events of every step of a healthy job: they would bury the others."""
+"""Events of every step of a healthy job: they would hide the others in a timeline."""
 MAX_TIMELINE_EVENTS = 60
-"""At the end of a timeline: older events rarely explain a violation."""
+"""The length of a timeline: older events rarely explain a violation."""
 
 
 def format_timeline(events: Iterable[Event], notes: Iterable[tuple[float, str]] = ()) -> list[str]:
     """Return the last events of all hosts and the notes of the campaign, merged by time, a line each.
 
     Args:
-        events: of all hosts, in any order.
+        events: the events of all hosts, in any order.
         notes: monotonic time and text of each note of the campaign.
     """
     lines = [

@@ -1,4 +1,4 @@
-"""A running job as a campaign sees it: what does not happen in time violates an invariant."""
+"""Waits for a campaign's job: what does not happen in time violates an invariant."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from resilient_jax.protocol.ledger import LedgerEntry, MicrobatchEntry
 
 
 class InvariantBroken(Exception):
-    """The job violates invariants, so the campaign ends here."""
+    """The error that ends a campaign whose job violates invariants."""
 
     def __init__(self, *violations: Violation) -> None:
         super().__init__("; ".join(map(str, violations)))
@@ -25,7 +25,7 @@ class JobMonitor:
     """The waits of a campaign, and the ledger of its job.
 
     Attributes:
-        step: the number of finished steps, as far as the store knew when it was last read.
+        step: the number of finished steps at the last read of the store.
     """
 
     def __init__(self, job: ObservedJob, ledger: LogTail[LedgerEntry]) -> None:
@@ -57,7 +57,7 @@ class JobMonitor:
         """Wait until `holds` is true of the store's records, and return them.
 
         Raises:
-            InvariantBroken: not within `timeout_s`, which violates `invariant`.
+            InvariantBroken: `holds` stayed false for `timeout_s`, which violates `invariant`.
             JobEnded: the job ended before.
         """
 
@@ -94,7 +94,7 @@ class JobMonitor:
         return self.try_wait(lambda: any(_matches(event, trigger) for event in events[known:]), timeout_s)
 
     def read_ledger(self) -> list[LedgerEntry]:
-        """Return all entries but the newest, which may belong to an entry that another process has yet to write."""
+        """Return the entries from before this call: of later ones those of other processes may still be missing."""
         until_s = time.monotonic()
         self._ledger.poll()
         return [

@@ -1,4 +1,4 @@
-"""What a job leaves behind on its machine, and what its long-lived processes use meanwhile."""
+"""Finds what a job leaves behind on its machine, and samples the resources of its long-lived processes."""
 
 import contextlib
 import os
@@ -14,15 +14,15 @@ from resilient_jax.cluster.run_directory import CONTACT_FILE
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_WORDS = ("resilient", "gloo", "jax")
-"""In the names of segments that a job might make. Ours make none; other programs run on the machine, too."""
+"""Words in the names of segments that a job might create. This package creates none; other programs may."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 CLEANUP_TIMEOUT_S = 15.0
-"""For the kernel to take away what has been killed."""
+"""Timeout for the kernel to remove killed processes."""
 CLEANUP_POLL_S = 0.1
 
 
 def list_shared_segments() -> frozenset[str]:
-    """Return the shared memory segments that may be a job's."""
+    """Return the names of the shared memory segments that may belong to a job."""
     with contextlib.suppress(OSError):
         names = os.listdir(SHARED_MEMORY)
         return frozenset(name for name in names if any(word in name for word in SEGMENT_WORDS))
@@ -30,10 +30,10 @@ def list_shared_segments() -> frozenset[str]:
 
 
 def check_leftovers(job: LocalJob, segments: frozenset[str]) -> list[Violation]:
-    """Return a violation for each thing that is still left of an ended job after `CLEANUP_TIMEOUT_S`.
+    """Return a violation for each process, segment or file that an ended job still has after `CLEANUP_TIMEOUT_S`.
 
     Args:
-        job: has ended.
+        job: the job, which has ended.
         segments: the shared memory from before the job.
     """
     deadline_s = time.monotonic() + CLEANUP_TIMEOUT_S
@@ -52,7 +52,7 @@ def _list_leftovers(job: LocalJob, segments: frozenset[str]) -> list[str]:
 
 
 class ProcessIdentity(NamedTuple):
-    """A process, told from a later one with the same pid: a busy machine reuses pids within minutes."""
+    """A process, distinct from a later one with the same pid: a busy machine reuses pids within minutes."""
 
     pid: int
     start_ticks: int

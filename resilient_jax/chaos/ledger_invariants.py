@@ -1,7 +1,7 @@
 """The invariants of commits, read from the ledgers of all workers. Pure.
 
-Several hosts may commit a step, and again in a later generation if the hosts that had committed it died or the job
-went back to a snapshot; the result must be the same each time.
+Several hosts may commit a step, and a later generation may commit the step again if the hosts that had committed the
+step died or the job resumed from a snapshot; the result must be the same each time.
 """
 
 import collections
@@ -15,18 +15,18 @@ SUM_MODULUS = 2**64
 LANE_DIGITS = 16
 """Hexadecimal digits of each of the two lanes of a sum."""
 MAX_SHOWN = 5
-"""Violations of one kind in a report: more would bury the others."""
+"""Violations of one kind in a report: more would hide the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateDigest:
-    """The digest of the complete state after a step; `sha256` is empty where no host had the complete state."""
+    """The digest of the complete state after a step; `sha256` is empty if no host had the complete state."""
 
     sha256: str
     sum: str
 
     def matches(self, other: "StateDigest") -> bool:
-        """Return whether the states are equal: by SHA-256 where both digests have it."""
+        """Return whether the states are equal: by SHA-256 if both digests have one, else by the sum."""
         if self.sha256 and other.sha256:
             return self.sha256 == other.sha256
         return self.sum == other.sum
@@ -37,8 +37,8 @@ class ReferenceStep:
     """A step of the run without faults.
 
     Attributes:
-        digest: of the complete state after the step.
-        microbatches: the number in each accumulation of the step, by its name.
+        digest: the digest of the complete state after the step.
+        microbatches: the number of microbatches of each accumulation of the step, by its name.
     """
 
     digest: StateDigest
@@ -55,7 +55,7 @@ def combine_sums(sums: Iterable[str]) -> str:
 
 
 def iterate_digests(lines: Iterable[StepEntry | RestoreEntry]) -> Iterator[tuple[int, StateDigest, str]]:
-    """Yield step, digest of the complete state after it, and source. Incomplete sets of parts are left out."""
+    """Yield step, digest of the complete state after the step, and source, without incomplete sets of parts."""
     parts: dict[tuple[int, int], list[StepEntry | RestoreEntry]] = collections.defaultdict(list)
     for line in lines:
         step = line.step if isinstance(line, StepEntry) else line.num_steps - 1
@@ -88,7 +88,7 @@ def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Referenc
 
     Args:
         lines: the entries of all workers, those of one process in their order.
-        reference: the run without faults; on steps that it lacks the hosts must agree with each other.
+        reference: the run without faults; on steps that the run lacks the hosts must agree with each other.
     """
     committed = [line for line in lines if isinstance(line, StepEntry)]
     restored = [line for line in lines if isinstance(line, RestoreEntry)]
@@ -105,7 +105,7 @@ def check_commits(lines: Sequence[LedgerEntry], reference: Mapping[int, Referenc
 def check_completeness(
     lines: Sequence[LedgerEntry], steps: int | None, reference: Mapping[int, ReferenceStep]
 ) -> list[Violation]:
-    """Return a violation for everything that is missing when the job has ended.
+    """Return the violations of a job that has ended: missing steps, extra steps, and steps that were never compared.
 
     Args:
         lines: the entries of all workers.
@@ -115,7 +115,7 @@ def check_completeness(
     committed = [line for line in lines if isinstance(line, StepEntry)]
     restored = [line for line in lines if isinstance(line, RestoreEntry)]
     done = {line.step for line in committed}
-    # A step in which a host died is done again; or all hosts restore it, which gives its digest as well.
+    # A step in which a host died is repeated; or all hosts restore the step, which gives its digest as well.
     compared = {step for found in (committed, restored) for step, _, _ in iterate_digests(found)}
     total = steps if steps is not None else max(done, default=-1) + 1
     found = []
@@ -174,7 +174,7 @@ def _wrong_microbatches(
 ) -> Iterator[Violation]:
     computed = {(line.host, line.step, line.index) for line in begun}
     owners: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {}
-    # By step: an evaluation is a sum that few steps have.
+    # By step: only few steps have the accumulation of an evaluation.
     expected = {step: known.microbatches for step, known in reference.items()}
     for line in committed:
         first = owners.setdefault((line.generation, line.step), line.owners)
@@ -198,7 +198,7 @@ def _microbatches_of(line: StepEntry) -> dict[str, int]:
 
 
 def _late_commits(committed: list[StepEntry]) -> Iterator[Violation]:
-    """Yield commits of workers that woke up late and did more than to finish the step that they were in.
+    """Yield commits of workers that woke up late and did more than finish their step in flight.
 
     The step in flight of a generation that has ended is at most the first that a later one commits.
     """

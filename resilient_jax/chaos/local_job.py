@@ -1,4 +1,4 @@
-"""A job on this machine as a process of its own, which campaigns, the demo, benchmarks and tests watch and break."""
+"""A job on this machine as a child process, which campaigns, the demo, benchmarks and tests observe and break."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ from resilient_jax.protocol.failpoints import (
 )
 
 MARK_VARIABLE = "RESILIENT_JAX_LOCAL_JOB"
-"""Every process of the job inherits this variable: so what the job leaves behind can be found."""
+"""Every process of the job inherits this variable, by which processes that the job leaves behind are found."""
 
 
 class LocalJob(ObservedJob):
-    """`resilient-jax launch` as a child process, with its components to kill and its workers to hold.
+    """`resilient-jax launch` as a child process, whose components can be killed and whose workers can be held.
 
-    The end of the `with` block kills all processes of the job that are left.
+    The end of the `with` block kills all remaining processes of the job.
 
     Attributes:
         process: the launcher, which serves the store and starts the agents.
@@ -59,10 +59,10 @@ class LocalJob(ObservedJob):
 
         Args:
             command: the script and its arguments.
-            num_hosts: of the job.
-            run_directory: for logs and events.
-            options: of `launch`.
-            environment: of the launcher; default: that of this process.
+            num_hosts: the number of hosts of the job.
+            run_directory: the folder for logs and events.
+            options: options of `launch`.
+            environment: the launcher's environment; default: that of this process.
             on_events, on_report, report_interval_s: see `ObservedJob`.
         """
         super().__init__(
@@ -102,14 +102,14 @@ class LocalJob(ObservedJob):
         return self.process.poll()
 
     def read_report(self) -> JobReport | None:
-        """Return the store's records of the job; None while it starts, and when it is over."""
+        """Return the store's records of the job; None while the job starts, and after its end."""
         try:
             return asyncio.run(read_job_report(read_contact(self.run_directory)))
         except ResilientJaxError:
             return None
 
     def read_output(self) -> str:
-        """Return what `launch` has printed."""
+        """Return the output of `launch` so far."""
         return self.output_path.read_text(errors="replace")
 
     def read_tail(self, lines: int = 60) -> str:
@@ -120,7 +120,7 @@ class LocalJob(ObservedJob):
         return "\n".join([*printed, *(f"{e.monotonic_s:.3f} {describe_event(e)}" for e in newest)])
 
     def find_processes(self) -> list[int]:
-        """Return the pids of all living processes of the job, also of those whose parent is gone."""
+        """Return the pids of all live processes of the job, including orphans."""
         mark = f"{MARK_VARIABLE}={self._mark}".encode()
         found: list[int] = []
         for entry in Path("/proc").iterdir():
@@ -154,10 +154,10 @@ class LocalJob(ObservedJob):
         self.failpoints.hold(failpoint, hosts, step, index)
 
     def wait_held(self, hosts: Sequence[str], timeout_s: float = 60.0) -> None:
-        """Wait until all of these hosts have come to the failpoint where they are held.
+        """Wait until all of these hosts have reached the failpoint where they are held.
 
         Raises:
-            JobTimeout: not within `timeout_s`; with the end of the job's output.
+            JobTimeout: a host has not arrived within `timeout_s`; with the end of the job's output.
             JobEnded: the job ended before.
         """
         what = f"the arrival of {', '.join(hosts)} at the failpoint"
@@ -188,7 +188,7 @@ class LocalJob(ObservedJob):
         """Wait for the end of the job, and return its exit code.
 
         Raises:
-            JobTimeout: it runs on after `timeout_s`; with the end of its output.
+            JobTimeout: the job still runs after `timeout_s`; with the end of its output.
         """
         try:
             return self.process.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""Incremental readers of what a running job writes: its event logs and its ledgers."""
+"""Incremental readers of a running job's event logs and ledgers."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class LogTail(Generic[T]):
-    """The decoded lines of all files that match a pattern; lines that are torn or no record are left out.
+    """Reads the records in all files that match a pattern; torn lines and lines that do not decode are skipped.
 
     Attributes:
-        records: all records read so far; those of one file are in its order.
+        records: all records read so far; those of one file are in the file's order.
     """
 
     def __init__(self, directory: Path, pattern: str, decode: Callable[[bytes], T]) -> None:

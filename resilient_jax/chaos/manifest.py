@@ -1,6 +1,6 @@
 """The manifest of a campaign: which faults a job gets, when, and how the job must end.
 
-A manifest is complete: the same one on the same machine does the same things at the same logical times.
+A manifest is complete: on the same machine it causes the same faults at the same logical times.
 """
 
 import enum
@@ -28,7 +28,7 @@ from resilient_jax.events import EventKind
 from resilient_jax.protocol.failpoints import FailPoint
 
 MAX_NUMBER = 1_000_000
-"""The largest integer in a manifest: more is a mistyped one."""
+"""The largest integer in a manifest; a larger one is mistyped."""
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 HostIndex = Annotated[str, Meta(pattern="^(host-[0-9]+|leader|follower|all)$")]
 
@@ -46,14 +46,14 @@ class TargetPart(enum.StrEnum):
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The time of an incident. Of several conditions all are waited for, in the order of the attributes.
+    """The time of an incident: all given conditions are waited for, in the order of the attributes.
 
     Attributes:
-        step: when so many steps are committed.
-        after_steps: when so many more steps are committed than at the end of the incident before.
-        after_s: so many seconds later.
-        event: when an event of this kind (`events.EventKind`) comes, with these values in its `detail`.
-        failpoint: when a worker comes to this failpoint, where it is held meanwhile.
+        step: so many steps are committed.
+        after_steps: so many more steps are committed than at the end of the previous incident.
+        after_s: so many seconds have passed.
+        event: an event of this kind (`events.EventKind`) is recorded, with the values of `detail` in its detail.
+        failpoint: a worker reaches this failpoint, where the worker is held during the injection.
         host: the host whose worker is held there; default: the target's first.
     """
 
@@ -70,7 +70,7 @@ class FaultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The processes or links that a fault hits.
 
     Attributes:
-        hosts: "host-2"; at the time of the incident: "leader", "follower" (the last host that does not lead), "all".
+        hosts: "host-2"; or resolved at the incident: "leader", "follower" (the last host that does not lead), "all".
     """
 
     part: TargetPart
@@ -81,8 +81,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One fault at one time.
 
     Attributes:
-        overlaps: the incident comes into the recovery from the one before.
-        required_events: one of these must follow, besides the events that the fault implies; empty: none.
+        overlaps: the incident comes during the recovery from the previous one.
+        required_events: at least one of these must follow, besides the events that the fault implies; empty: none.
     """
 
     trigger: Trigger
@@ -100,14 +100,15 @@ CHAOS_CONFIG: dict[str, float | int | str] = {
     "store_timeout_s": 30.0,
     "collective_timeout_s": 40.0,
 }
-"""For jobs that are broken every few seconds: no host is given up. A manifest can override these keys."""
+"""Defaults for jobs with a fault every few seconds: no host is given up. A manifest can override these keys."""
 
 
 class ChaosJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job that runs the script.
 
     Attributes:
-        steps: that the script trains; 0: up to the step in the file that RESILIENT_JAX_CHAOS_STOP_STEP names.
+        steps: the number of steps that the script trains; 0: up to the step in the file that the environment variable
+            RESILIENT_JAX_CHAOS_STOP_STEP names.
         network: "namespaces": each host has a network namespace, with a link to a bridge. Needs root.
         disk_mib: the size of a separate disk for the run folder; 0: none. Needs root.
         may_set_clock: whether this machine's wall clock, which belongs to all its programs, may be set. Needs root.
@@ -139,13 +140,13 @@ class ExpectedExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CampaignManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A campaign.
+    """A campaign: its job, its incidents, and how the job must end.
 
     Attributes:
-        seed: of the bits that are flipped; of a random campaign also the seed that it was drawn with.
-        script: with its arguments, when the command line names none: one of those that come with the package. In
-            arguments, also of the command line, {folder} stands for a folder of the run; the reference run has another.
-        recovery_timeout_s: within which all hosts must train again after an incident.
+        seed: seed of the flipped bits; of a random campaign also the seed that drew the incidents.
+        script: a script of this package with its arguments, used if the command line names none. In arguments, also
+            of the command line, {folder} stands for a folder of the run; the reference run has another.
+        recovery_timeout_s: time within which all hosts must train again after an incident.
     """
 
     seed: Count = 0
@@ -166,7 +167,7 @@ def load_manifest(path: Path) -> CampaignManifest:
     """Return the manifest in a file.
 
     Raises:
-        ConfigError: the file cannot be read, or a value does not fit; with file and key.
+        ConfigError: the file cannot be read, or a value is not valid; with file and key.
     """
     return _check(load_toml(path, CampaignManifest), str(path))
 

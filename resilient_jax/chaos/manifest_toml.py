@@ -1,4 +1,4 @@
-"""Writes manifests as TOML, so that a campaign that was drawn or shrunk can be read and run again."""
+"""Formats manifests as TOML, so that a campaign that was drawn or shrunk can be loaded and run again."""
 
 import json
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from resilient_jax.chaos.manifest import CampaignManifest, Incident
 
 
 def format_manifest(manifest: CampaignManifest) -> str:
-    """Return the string that `parse_manifest` reads as the same manifest; defaults are left out.
+    """Return the string that `parse_manifest` parses as the same manifest, without default values.
 
     Example:
-        >>> print(write_manifest(Manifest(seed=7)), end="")
+        >>> print(format_manifest(CampaignManifest(seed=7)), end="")
         seed = 7
     """
     top = _changed(manifest, CampaignManifest())

@@ -1,7 +1,7 @@
 """The invariants of membership, read from the events of all hosts. Pure.
 
-Every decision of a leader is a transaction of the store, and its event carries the transaction's revision and the
-leader's fencing token. So the order of decisions is known even if a leader was stopped before it wrote its event.
+Every decision of a leader is a transaction of the store, and its event has the transaction's revision and the leader's
+fencing token. So the order of decisions is known even if a leader was stopped before it wrote its event.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ PHASE_ORDER = {phase: place for place, phase in enumerate(GenerationPhase)}
 
 
 def check_membership(events: Sequence[Event]) -> list[Violation]:
-    """Return all violations."""
+    """Return the violations in the events of all hosts so far."""
     return [*_two_leaders(events), *_numbers(events), *_forms(events), *_without_reason(events)]
 
 
@@ -54,7 +54,7 @@ def _numbers(events: Sequence[Event]) -> Iterator[Violation]:
 
 
 def _may_follow(phase: GenerationPhase, last: GenerationPhase) -> bool:
-    """Return whether one phase may follow another under one generation number: see `cluster/membership.py`.
+    """Return whether `phase` may follow `last` under one generation number: see `cluster/membership.py`.
 
     An active generation is written again when its record changes.
     """
@@ -66,7 +66,7 @@ def _may_follow(phase: GenerationPhase, last: GenerationPhase) -> bool:
 
 
 def _forms(events: Sequence[Event]) -> Iterator[Violation]:
-    """Yield members of a generation that have formed different worlds."""
+    """Yield a violation for each generation whose members have formed different worlds."""
     seen: dict[int, tuple[str, int]] = {}
     for event in events:
         if event.kind is EventKind.WORLD_FORMED and event.generation is not None:

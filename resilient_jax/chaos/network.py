@@ -11,7 +11,7 @@ TBF = ("burst", "32kbit", "latency", "400ms")
 
 
 class Network:
-    """The namespaces of a job's hosts. Call `build`, and in any case `remove`.
+    """The namespaces of a job's hosts. After `build`, even a failed one, `remove` must be called.
 
     Attributes:
         gateway: the address of this machine, where the store listens.
@@ -32,16 +32,16 @@ class Network:
         )
 
     def cut_link(self, host: str) -> Callable[[], None]:
-        """Take the host's link down, and return what takes it up again."""
+        """Take the host's link down, and return the function that brings the link up again."""
         run_command("ip", "link", "set", self._names[host], "down")
         return lambda: run_command("ip", "link", "set", self._names[host], "up")
 
     def throttle_link(self, host: str, mbit_s: float) -> Callable[[], None]:
-        """Limit the host's link in both directions, and return what undoes that."""
+        """Limit the host's link in both directions, and return the function that lifts the limit."""
         return self._queue(host, "tbf", "rate", f"{mbit_s}mbit", *TBF)
 
     def drop_packets(self, host: str, percent: float) -> Callable[[], None]:
-        """Make the host's link lose packets in both directions, and return what undoes that.
+        """Drop packets of the host's link in both directions, and return the function that ends the loss.
 
         Raises:
             OSError: the kernel has no netem.
@@ -71,7 +71,7 @@ class Network:
         """Create the namespaces, the links and the bridge.
 
         Raises:
-            OSError: this process may not create them.
+            OSError: this process lacks the permission.
         """
         run_command("ip", "link", "add", self._bridge, "type", "bridge")
         run_command("ip", "address", "add", f"{self.gateway}/24", "dev", self._bridge)
@@ -85,7 +85,7 @@ class Network:
             run_command("ip", "-n", name, "link", "set", "lo", "up")
 
     def remove(self) -> None:
-        """Undo `build`, also an incomplete one."""
+        """Remove what `build`, even an incomplete one, has created."""
         for words in (
             *(("netns", "delete", name) for name in self._names.values()),
             ("link", "delete", self._bridge),
@@ -101,10 +101,10 @@ class Network:
 
 @contextlib.contextmanager
 def build_network(hosts: int) -> Iterator[Network]:
-    """Build a network for the time of the block.
+    """Build a network for the time of the `with` block.
 
     Raises:
-        OSError: this process may not build one.
+        OSError: this process lacks the permission.
     """
     network = Network(hosts)
     try:
@@ -115,7 +115,7 @@ def build_network(hosts: int) -> Iterator[Network]:
 
 
 def run_command(*words: str) -> None:
-    """Run a command of the system.
+    """Run a system command.
 
     Raises:
         OSError: the command failed; with its error output.

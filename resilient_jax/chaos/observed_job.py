@@ -1,4 +1,4 @@
-"""A running job seen from outside, and the one loop that waits for what happens to it.
+"""A running job as seen from outside, and the one loop that waits for its records, events and end.
 
 Each wait has a timeout and ends when the job ends: a campaign, the demo, a benchmark and a test never hang with a job.
 """
@@ -20,15 +20,15 @@ from resilient_jax.telemetry.event_log import read_events
 T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.02
-"""A poll of the store costs 9 ms of processor time, which the job itself needs: those that measure poll less often."""
+"""A poll of the store takes 9 ms of processor time from the job: measurements poll less often."""
 
 
 class JobTimeout(InternalError):
-    """What was waited for did not happen in time, while the job ran on."""
+    """The error of a wait that timed out while the job still ran."""
 
 
 class JobEnded(InternalError):
-    """The job ended before what was waited for happened."""
+    """The error of a wait that the end of the job cut short."""
 
 
 class ObservedJob(abc.ABC):
@@ -36,7 +36,7 @@ class ObservedJob(abc.ABC):
 
     Attributes:
         run_directory: the folder with the event logs.
-        events: a reader of the events so far; corrupt lines are left out of it.
+        events: a reader of the events so far, which skips corrupt lines.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ObservedJob(abc.ABC):
         """Observe the job of a run folder.
 
         Args:
-            run_directory: the folder.
-            on_events: is called with each event once, during waits.
-            on_report: is called with the store's records whenever a wait has read them.
-            report_interval_s: between two polls of the store.
+            run_directory: the run folder.
+            on_events: called with each event once, during waits.
+            on_report: called with the store's records whenever a wait has read them.
+            report_interval_s: time between two polls of the store.
         """
         self.run_directory = run_directory
         self.events = tail_events(run_directory)
@@ -67,7 +67,7 @@ class ObservedJob(abc.ABC):
 
     @abc.abstractmethod
     def read_report(self) -> JobReport | None:
-        """Return the store's records of the job; None while it starts, and when it is over."""
+        """Return the store's records of the job; None while the job starts, and after its end."""
 
     @abc.abstractmethod
     def read_tail(self, lines: int = 60) -> str:
@@ -89,15 +89,15 @@ class ObservedJob(abc.ABC):
         timeout_s: float,
         interval_s: float = POLL_INTERVAL_S,
     ) -> T:
-        """Poll until `find` returns something, and return that.
+        """Poll until `find` returns a value that is not None, and return the value.
 
         Raises:
-            JobTimeout: nothing was found within `timeout_s`; with the end of the job's output.
+            JobTimeout: `find` returned None for `timeout_s`; with the end of the job's output.
             JobEnded: the job ended before.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            has_ended = self.exit_code() is not None  # asked first: the job's last records are still found
+            has_ended = self.exit_code() is not None  # checked first, so that the job's last records are still found
             self.poll_events()
             found = find()
             if found is not None:
@@ -119,7 +119,7 @@ class ObservedJob(abc.ABC):
         """Poll until `holds` is true of the store's records, and return them.
 
         Raises:
-            JobTimeout: not within `timeout_s`; with the end of the job's output and the last records.
+            JobTimeout: `holds` stayed false for `timeout_s`; with the end of the job's output and the last records.
             JobEnded: the job ended before.
         """
         newest: JobReport | None = None
@@ -142,7 +142,7 @@ class ObservedJob(abc.ABC):
         """Poll until an event of any host satisfies `holds`, and return the first such event.
 
         Raises:
-            JobTimeout: not within `timeout_s`; with the end of the job's output.
+            JobTimeout: no such event within `timeout_s`; with the end of the job's output.
             JobEnded: the job ended before.
         """
         return self.wait_for(what, lambda: next(filter(holds, self.read_events()), None), timeout_s)

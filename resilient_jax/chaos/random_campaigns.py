@@ -1,9 +1,9 @@
 """Draws campaigns from published failure rates. Pure: the same options give the same manifest.
 
 Each host fails by a Poisson process of its own. So the failures of all hosts are separated by exponential gaps, hit
-random hosts, and sometimes come into the recovery from the one before. The cause is drawn with the counts that Meta
+random hosts, and sometimes come during the recovery from the previous one. The cause is drawn with the counts that Meta
 published for Llama 3: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv
-2407.21783, table 5). Only the gaps are scaled, so that a campaign takes minutes and not months.
+2407.21783, table 5). Only the gaps are scaled, so that a campaign takes minutes instead of months.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ from resilient_jax.protocol.worker_messages import RESTART_EXIT_CODE
 
 MIN_GAP_STEPS = 0.1
 MAX_GAP_STEPS = 10_000.0
-"""Of the mean gap: a drawn gap is at most 37 times as long, and a manifest has at most a million steps."""
+"""Bound of the mean gap: a drawn gap is at most 37 times as long, and a manifest has at most a million steps."""
 OVERLAP_STEPS = 1
-"""An incident that is closer to the one before comes into the recovery from that."""
+"""An incident that is closer to the previous one comes during the recovery from the previous one."""
 FAILPOINTS = (
     FailPoint.BEFORE_MICROBATCH,
     FailPoint.BEFORE_REDUCE,
@@ -44,7 +44,7 @@ FAILPOINTS = (
     FailPoint.AFTER_COMMIT,
 )
 FAILPOINT_SHARE = 0.6
-"""The share of incidents at a failpoint in a step; the others come at any time."""
+"""The share of incidents at a failpoint in a step; the others come at any place in a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class RandomCampaign:
 
     Attributes:
         gap_steps: mean gap between two incidents of the job, from MIN_GAP_STEPS to MAX_GAP_STEPS.
-        max_hosts_lost: at once; None: all but one.
+        max_hosts_lost: the most hosts that are lost at once; None: all but one.
     """
 
     seed: int
@@ -67,7 +67,7 @@ FaultFactory = Callable[[random.Random], tuple[TargetPart, Fault]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCause:
-    """A published cause of failures, its count, and the fault that stands for it here."""
+    """A published cause of failures, its count, and the fault that represents the cause here."""
 
     name: str
     count: int
@@ -79,7 +79,7 @@ def _part(part: TargetPart, *faults: Fault) -> FaultFactory:
 
 
 def _software(rng: random.Random) -> tuple[TargetPart, Fault]:
-    """Return the death of one of our own processes, or of the script."""
+    """Return the death of one of this package's processes, or of the script."""
     part = rng.choice([TargetPart.WORKER, TargetPart.AGENT, TargetPart.SERVICE, TargetPart.SNAPSHOTS])
     if part is TargetPart.WORKER:
         return part, ProcessExit(code=RESTART_EXIT_CODE)
@@ -97,13 +97,13 @@ def _network(rng: random.Random) -> tuple[TargetPart, Fault]:
 
 
 def _silence(rng: random.Random) -> tuple[TargetPart, Fault]:
-    """Return a host that does not answer: what a broken link looks like where there are no links to break."""
+    """Return a host that does not answer: the effect of a broken link on a machine without links to break."""
     part = rng.choice([TargetPart.AGENT, TargetPart.HOST, TargetPart.WORKER, TargetPart.STORE])
     return part, ProcessStop(duration_s=rng.choice([0.5, 2.5, 6.0]))
 
 
 def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
-    """Return the causes that have a fault here; the other 2 of 419 are memory, which is counted as a GPU's."""
+    """Return the causes of all 419 interruptions, each with its fault; `has_links`: hosts have links to break."""
     worker_dies = _part(TargetPart.WORKER, ProcessKill())
     host_dies = _part(TargetPart.HOST, ProcessKill())
     link = _network if has_links else _silence
@@ -145,14 +145,14 @@ def draw_campaign(job: ChaosJob, options: RandomCampaign) -> CampaignManifest:
     """Return a random manifest.
 
     Args:
-        job: its hosts and network.
-        options: seed, number and gap of the incidents.
+        job: the job, of which hosts and network are used.
+        options: seed, number and mean gap of the incidents.
     """
     rng = random.Random(options.seed)
     table = list_causes(has_links=job.network == "namespaces")
     max_hosts_lost = options.max_hosts_lost if options.max_hosts_lost is not None else job.hosts - 1
     hosts = [f"host-{index}" for index in range(job.hosts)]
-    # Of `hosts` processes with the same rate the merged one has `hosts` times the rate, and any host is as likely.
+    # Merging H Poisson processes of the same rate gives one of H times the rate, in which each host is equally likely.
     incidents: list[Incident] = []
     hit: set[str] = set()
     for number in range(options.incidents):

@@ -1,4 +1,4 @@
-"""The steps that every experiment repeats: wait for health, kill inside a collective, wait for the next step."""
+"""The steps of every fault experiment: wait for health, kill inside a collective, wait for the next step."""
 
 import contextlib
 import time
@@ -12,9 +12,9 @@ from resilient_jax.protocol.failpoints import FailPoint
 from resilient_jax.telemetry.stall import Stall, measure_stall
 
 AHEAD_STEPS = 2
-"""A failpoint is ordered in a step that no host has begun yet: the store's records are a moment old."""
+"""Lead of a failpoint's step: no host has begun that step yet, although the store's records lag behind."""
 COLLECTIVE_ENTRY_S = 0.3
-"""For the other hosts to enter the all-reduce once the late one is held before it."""
+"""Time for the other hosts to enter the all-reduce once the late host is held before its own."""
 
 
 def wait_training(job: ObservedJob, hosts: Collection[str], num_steps: int, timeout_s: float) -> JobReport:
@@ -22,12 +22,12 @@ def wait_training(job: ObservedJob, hosts: Collection[str], num_steps: int, time
 
     Args:
         job: the running job.
-        hosts: the names of its members to be.
-        num_steps: to be finished together, so that what comes next starts from health.
-        timeout_s: for either wait.
+        hosts: the names of the expected members.
+        num_steps: steps to finish together, so that the next fault hits a healthy job.
+        timeout_s: timeout of either wait.
 
     Raises:
-        JobTimeout: not within `timeout_s`.
+        JobTimeout: either wait took longer than `timeout_s`.
         JobEnded: the job ended before.
     """
     what = f"training on {', '.join(sorted(hosts))}"
@@ -38,12 +38,12 @@ def wait_training(job: ObservedJob, hosts: Collection[str], num_steps: int, time
 
 @contextlib.contextmanager
 def hold_collective(job: LocalJob, late_host: str, timeout_s: float = 60.0) -> Iterator[int]:
-    """Keep all other hosts waiting inside the all-reduce during the `with` block: a failure costs most there.
+    """Hold all other hosts inside the all-reduce during the `with` block, where a failure costs most.
 
     Args:
-        job: the running job; it trains.
-        late_host: is held just before its all-reduce.
-        timeout_s: for the store's records, and for the host to arrive.
+        job: the running job, which trains.
+        late_host: the host that is held just before its all-reduce.
+        timeout_s: timeout for the store's records, and for the host to arrive.
 
     Yields:
         The step whose all-reduce is held.
@@ -61,7 +61,7 @@ def wait_stall(job: ObservedJob, fault_s: float, timeout_s: float) -> Stall:
     Args:
         job: the running job.
         fault_s: the monotonic time of the fault.
-        timeout_s: for training to resume.
+        timeout_s: timeout for training to resume.
 
     Raises:
         JobTimeout: training did not resume within `timeout_s`.

@@ -13,7 +13,7 @@ from resilient_jax.errors import CallerError
 from resilient_jax.protocol.ledger import LEDGER_VARIABLE, read_ledger
 
 STOP_STEP_VARIABLE = "RESILIENT_JAX_CHAOS_STOP_STEP"
-"""Environment variable with the file that says at which step a script without a fixed length stops."""
+"""Environment variable with the path of the file in which a script without a fixed length reads when to stop."""
 RUN_TIMEOUT_S = 1800.0
 
 
@@ -21,18 +21,18 @@ class ReferenceRun:
     """The steps of the reference run, which is repeated with more steps when more are needed.
 
     Attributes:
-        steps: the steps that are known so far, by their index.
+        steps: the steps so far, by their index.
     """
 
     def __init__(self, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
-        """Set up the run; `environment` is that of the script, besides the variables of stop file and ledger."""
+        """Set up the run; `environment` is the script's, without the variables of stop file and ledger."""
         self._command = command
         self._directory = directory
         self._environment = environment
         self.steps: Mapping[int, ReferenceStep] = self._read()
 
     def extend_to(self, steps: int) -> Mapping[int, ReferenceStep]:
-        """Return at least so many steps, or all if the script ends before.
+        """Return the first `steps` steps at least, or all if the script ends before.
 
         Raises:
             CallerError: the script fails even without faults.

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 SETTLING_INCIDENTS = 10
-"""Incidents after which a process has loaded and opened everything that it ever needs."""
+"""Incidents after which a process has loaded and opened all that it will ever need."""
 WINDOW_SAMPLES = 5
-"""Samples of which the minimum counts: for some seconds a process still holds what belonged to the world before."""
+"""Samples whose minimum counts: for some seconds a process still has the resources of the previous world."""
 MIB = 2**20
 
 
@@ -15,7 +15,7 @@ class ProcessSample:
     """A process after an incident.
 
     Attributes:
-        name: the kind of process, and whether it leads: a leader holds more.
+        name: the kind of process, and whether its host leads: a leader needs more memory.
         start_ticks: distinguishes the process from a later one with the same pid.
     """
 
@@ -28,13 +28,13 @@ class ProcessSample:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceGrowth:
-    """The largest growth of any process; 0 if no process has lived that long.
+    """The largest growth of any process; 0 if no process ran for more than `SETTLING_INCIDENTS` incidents.
 
     Attributes:
         rss_mib, rss_process: memory, and the name of the process.
-        late_rss_mib: since the middle of its life: what fills up to a limit, as the store's history does, is full then.
+        late_rss_mib: growth since the middle of its life, when caches with a limit, as the store's history, are full.
         descriptors, descriptors_process: open descriptors, and the name of the process.
-        processes: the number that have lived that long.
+        processes: the number of processes that ran long enough.
     """
 
     rss_mib: float = 0.0

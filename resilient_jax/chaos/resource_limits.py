@@ -1,4 +1,4 @@
-"""Limits a process to the memory or the descriptors that it has: the kernel refuses more."""
+"""Limits a process to its present memory or descriptors, so that the kernel refuses more."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def limit_memory(pid: int) -> Callable[[], None]:
-    """Let the process map nothing more, and return what undoes that.
+    """Limit a process to its present address space, and return the function that lifts the limit.
 
     Raises:
         OSError: this process may not set limits.
@@ -18,7 +18,7 @@ def limit_memory(pid: int) -> Callable[[], None]:
 
 
 def limit_descriptors(pid: int) -> Callable[[], None]:
-    """Let the process open nothing more, and return what undoes that.
+    """Limit a process to its present descriptors, and return the function that lifts the limit.
 
     Raises:
         OSError: this process may not set limits.

@@ -24,9 +24,9 @@ from resilient_jax.protocol.ledger import LEDGER_VARIABLE
 
 MAX_HOST_RESTARTS = 10_000
 REFERENCE_STEPS = 200
-"""Of the reference run at first: enough for a short campaign."""
+"""Steps of the first reference run: enough for a short campaign."""
 REPORT_INTERVAL_S = 0.1
-"""A poll of the store costs 9 ms of processor time, which the job needs itself."""
+"""Time between two polls of the store: each takes 9 ms of processor time from the job."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class CampaignSetup:
 
     Attributes:
         command: the script and its arguments, as in `CampaignManifest.script`.
-        directory: for everything that is written.
+        directory: the folder of all files of the campaign.
         compile_cache: JAX's persistent compilation cache, shared by all runs.
-        reference_directory: of the reference run, shared by campaigns of the same script.
+        reference_directory: the folder of the reference run, shared by campaigns of the same script.
     """
 
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class CampaignSetup:
 def run_campaign(
     manifest: CampaignManifest, setup: CampaignSetup, log: Callable[[str], None]
 ) -> CampaignResult:
-    """Run the job under the campaign, to its end.
+    """Run the job under the campaign until the job ends, and return the outcome.
 
     Raises:
         CallerError: the script fails even without faults.
@@ -96,10 +96,10 @@ def run_campaign(
 def make_environment(devices: int, compile_cache: Path, base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the script, in the job and in the reference run.
 
-    Both have the same flags of XLA, because these flags change what the script computes.
+    Both have the same XLA flags, because these flags change what the script computes.
 
     Args:
-        devices: per host; replaces a number of devices in `base`.
+        devices: devices per host; replaces the number in `base`, if any.
         compile_cache: JAX's persistent compilation cache.
         base: the environment of this process.
     """

@@ -1,4 +1,4 @@
-"""Resolves the targets of faults in a job as it is now. Pure."""
+"""Resolves the targets of faults in the present records of a job. Pure."""
 
 from collections.abc import Collection
 
@@ -32,7 +32,7 @@ def resolve_hosts(names: Collection[str], report: JobReport) -> tuple[str, ...]:
 
 
 def find_target_pids(target: FaultTarget, host: str, report: JobReport) -> tuple[int, ...]:
-    """Return the pids of the target on one host; none if the host does not run it now."""
+    """Return the pids of the target on one host; none if the host does not run the target now."""
     part = PARTS.get(target.part)
     if part is None or all(h.host != host for h in report.hosts):
         return ()
@@ -49,7 +49,7 @@ def find_service_host(report: JobReport) -> str | None:
 
 
 def list_pids(report: JobReport) -> frozenset[int]:
-    """Return the pids of all processes that the store knows."""
+    """Return the pids of all processes in the store's records."""
     found: set[int] = set()
     for host in report.hosts:
         found |= set(find_pids(report, JobComponent.HOST, host.host))
@@ -89,5 +89,5 @@ def is_training(report: JobReport, hosts: Collection[str]) -> bool:
 
 
 def newest_step(report: JobReport) -> int:
-    """Return the number of finished steps."""
+    """Return the number of steps that the most advanced host has finished."""
     return max((host.step for host in report.hosts), default=0)

@@ -1,11 +1,11 @@
-"""Sets this machine's wall clock, as an administrator or a time server does: for all programs at once."""
+"""Sets this machine's wall clock for all programs, as an administrator or a time server does."""
 
 import time
 from collections.abc import Callable
 
 
 def jump_clock(seconds: float) -> Callable[[], None]:
-    """Set the clock ahead, or back if negative, and return what resets it by as much.
+    """Set the clock ahead, or back if negative, and return the function that reverts the jump.
 
     Raises:
         OSError: this process may not set the clock.
