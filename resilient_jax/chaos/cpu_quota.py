@@ -48,9 +48,7 @@ def _enter(group: Path, pid: int, members: str, key: str, value: str) -> Callabl
         for member in (group / members).read_text().split():
             with contextlib.suppress(OSError):
                 (group.parent / members).write_text(member)
-        with contextlib.suppress(
-            OSError
-        ):  # a dying process still keeps the group; the kernel removes it
+        with contextlib.suppress(OSError):  # a dying process still keeps the group; the kernel removes it
             group.rmdir()
 
     try:
