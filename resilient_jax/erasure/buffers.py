@@ -120,9 +120,8 @@ def _refuse_overlap(operands: Operands) -> None:
     if any(following < start + length for start, following in pairwise(starts)):
         raise ErasureCodeError("destinations overlap each other, expected separate memory for each")
     for i, source in enumerate(operands.source_addresses):
-        following = bisect.bisect_right(
-            starts, source - length
-        )  # the first that ends after the source starts
+        # The first destination that ends after the source starts: start + length > source.
+        following = bisect.bisect_right(starts, source - length)
         if following < len(starts) and starts[following] < source + length:
             raise ErasureCodeError(f"source {i} overlaps a destination, expected that only sources are read")
 
@@ -155,11 +154,11 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(("PyBuffer_
 def _address(view: memoryview) -> int:
     """Return the address of the view's bytes, which is valid while the view exists: the view pins the memory."""
     if not view.readonly and view.nbytes:
-        return ctypes.addressof(
-            ctypes.c_char.from_buffer(view)
-        )  # three times as fast as the general way below
+        # Three times as fast as the general way below.
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     raw = _PyBuffer()
-    _get_buffer(view, raw, _PYBUF_SIMPLE)  # raises BufferError itself
+    # Raises BufferError itself.
+    _get_buffer(view, raw, _PYBUF_SIMPLE)
     try:
         return raw.buf or 0
     finally:

@@ -85,6 +85,7 @@ def _google_crc32c(buffer: Buffer) -> int:
     assert google_crc32c is not None
     view, crc = view_bytes(buffer, "data"), 0
     for start in range(0, len(view), COPY_CHUNK_BYTES):
+        # crc(a b) = extend(crc(a), b): the checksum of a buffer is that of its chunks, one after the other.
         crc = google_crc32c.extend(crc, bytes(view[start : start + COPY_CHUNK_BYTES]))
     return crc
 

@@ -35,6 +35,7 @@ def decode(
     decoding = code.make_decoding(present, wanted)
     if not wanted:
         return ()
+    # wanted = matrix sources over GF(2^8), column by column: the first k of the present shards determine all others.
     sources = [present[shard] for shard in decoding.sources]
     kernel.apply(decoding.matrix, sources, [wanted[shard] for shard in decoding.wanted])
     return decoding.sources

@@ -25,4 +25,5 @@ def encode(code: ReedSolomon, kernel: Kernel, data: Sequence[Buffer], parity: Se
             raise ErasureCodeError(
                 f"{name}: found {len(buffers)} buffers, expected {expected}, one for each {name} shard"
             )
+    # parity_i = sum_j parity_matrix[i][j] data_j over GF(2^8), uint8[length] each.
     kernel.apply(code.parity_matrix, data, parity)

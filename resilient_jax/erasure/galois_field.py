@@ -2,7 +2,7 @@
 
 A byte b7 .. b0 is the polynomial b7 x^7 + ... + b0 over GF(2). The sum of two bytes is their XOR; a product is
 the product of the polynomials modulo x^8 + x^4 + x^3 + x^2 + 1. Plank, "A tutorial on Reed-Solomon coding for
-fault-tolerance in RAID-like systems" (Software: Practice and Experience 27, 1997), section "Galois fields".
+fault-tolerance in RAID-like systems" (Software: Practice and Experience 27, 1997).
 
 `reedsolo.RSCodec(prim=0x11d, generator=2)` and ISA-L use the same polynomial and generator. Any other choice is
 another code, whose parity neither of them can read.
@@ -19,7 +19,8 @@ GROUP_ORDER = 255
 def _compute_powers_of_two() -> tuple[int, ...]:
     powers = [1]
     while len(powers) < GROUP_ORDER:
-        doubled = powers[-1] << 1  # times x; x^8 = x^4 + x^3 + x^2 + 1 brings the result back below 256
+        # Times x; x^8 = x^4 + x^3 + x^2 + 1 brings the result back below 256.
+        doubled = powers[-1] << 1
         powers.append(doubled ^ PRIMITIVE_POLYNOMIAL if doubled > 0xFF else doubled)
     return tuple(powers)
 
@@ -42,7 +43,8 @@ def multiply(a: int, b: int) -> int:
 
 def reciprocal(a: int) -> int:
     """Return the element whose product with `a` is 1; `a` is in range(1, 256)."""
-    return POWERS[-LOGARITHMS[a] % GROUP_ORDER]  # 1 / 2^i = 2^-i
+    # 1 / 2^i = 2^-i = 2^(255 - i).
+    return POWERS[-LOGARITHMS[a] % GROUP_ORDER]
 
 
 @functools.cache

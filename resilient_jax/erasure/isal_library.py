@@ -16,7 +16,7 @@ from typing import Any
 from resilient_jax.erasure.errors import KernelUnavailable
 
 SYSTEM_NAME = "libisal.so.2"
-"""The name that the linker knows; 2 is the binary interface of the signatures below."""
+"""The name that the dynamic linker resolves; 2 is the binary interface of the signatures below."""
 MAX_CALL_BYTES = 2**30
 """The most bytes of one call. Lengths are C ints, so longer buffers take several calls."""
 TABLE_BYTES = 32
@@ -55,7 +55,8 @@ def load_isal() -> IsalLibrary:
     for candidate in _candidates():
         try:
             return _declare(ctypes.CDLL(candidate), candidate)
-        except (OSError, AttributeError) as error:  # no such file, or another processor; no such function
+        # OSError: no such file, or one for another processor. AttributeError: the library lacks a function.
+        except (OSError, AttributeError) as error:
             failures.append(str(error))
     raise KernelUnavailable(
         f"ISA-L is not on this machine; run `pip install 'resilient_jax[isal]'`. Tried: {'; '.join(failures)}"
@@ -63,7 +64,8 @@ def load_isal() -> IsalLibrary:
 
 
 def _candidates() -> Iterator[str]:
-    spec = importlib.util.find_spec("pyeclib")  # finds the folder without importing the package
+    # `find_spec` finds the folder without importing the package.
+    spec = importlib.util.find_spec("pyeclib")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         yield from sorted(str(path) for path in Path(folder).parent.glob("pyeclib.libs/libisal*.so*"))
     yield SYSTEM_NAME
@@ -71,10 +73,14 @@ def _candidates() -> Iterator[str]:
 
 def _declare(library: ctypes.CDLL, origin: str) -> IsalLibrary:
     number, address = ctypes.c_int, ctypes.c_void_p
+    # Signatures of ISA-L, version 2 of its binary interface:
+    # void ec_init_tables(int k, int rows, uchar *matrix, uchar *tables)
     init_tables = library.ec_init_tables
     init_tables.argtypes, init_tables.restype = (number, number, address, address), None
+    # void ec_encode_data(int len, int k, int rows, uchar *tables, uchar **data, uchar **coding)
     encode_data = library.ec_encode_data
     encode_data.argtypes, encode_data.restype = (number, number, number, address, address, address), None
+    # unsigned crc32_iscsi(uchar *buffer, int len, unsigned start)
     crc32c = library.crc32_iscsi
     crc32c.argtypes, crc32c.restype = (address, number, ctypes.c_uint32), ctypes.c_uint32
     return IsalLibrary(

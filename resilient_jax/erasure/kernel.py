@@ -47,6 +47,7 @@ class Kernel(abc.ABC):
         Raises:
             ErasureCodeError: matrix and buffers do not fit, see `check_operands`. Nothing was written.
         """
+        # A row for each destination, a column for each source.
         shape = [len(row) for row in matrix]
         if shape != [len(sources)] * len(destinations):
             raise ErasureCodeError(
@@ -54,6 +55,7 @@ class Kernel(abc.ABC):
                 f"(one for each destination) of length {len(sources)} (one for each source)"
             )
         operands = check_operands(sources, destinations)
+        # An empty product writes nothing, and kernels need not handle it.
         if operands.length and matrix:
             self._multiply(tuple(matrix), operands)
 

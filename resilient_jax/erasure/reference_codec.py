@@ -15,4 +15,5 @@ def make_reference_codec(code: ReedSolomon) -> reedsolo.RSCodec:
     reedsolo keeps the tables of the field in module globals, which every call sets to those of its codec: a thread
     that uses reedsolo with another field at the same time breaks it.
     """
+    # fcr=0 makes g(x) = prod_{i<m} (x - 2^i), as in `reed_solomon`; nsize=n, as a codeword has one byte of each shard.
     return reedsolo.RSCodec(nsym=code.m, nsize=code.n, fcr=0, prim=PRIMITIVE_POLYNOMIAL, generator=2)

@@ -51,6 +51,7 @@ def run_self_test(kernel: Kernel) -> SelfTest:
 
 
 def _compare_products(kernel: Kernel) -> None:
+    # The 256 x 1 matrix of all factors times the row of all bytes gives all 65,536 products.
     every_byte = bytes(range(256))
     rows = [bytearray(256) for _ in range(256)]
     kernel.apply(tuple(bytes([factor]) for factor in range(256)), [every_byte], rows)
@@ -62,6 +63,7 @@ def _compare_products(kernel: Kernel) -> None:
 
 
 def _compare_code(kernel: Kernel, code: ReedSolomon) -> None:
+    # Each column is a codeword: reedsolo encodes the k data bytes and appends the m parity bytes.
     source = random.Random(code.n)
     data = [source.randbytes(SHARD_BYTES) for _ in range(code.k)]
     parity = [bytearray(SHARD_BYTES) for _ in range(code.m)]
@@ -75,6 +77,7 @@ def _compare_code(kernel: Kernel, code: ReedSolomon) -> None:
                 f"{kernel.name} kernel ({kernel.description}): parity of k = {code.k}, m = {code.m} at byte {column} "
                 f"of {SHARD_BYTES}: found {found.hex()}, expected {bytes(expected).hex()} as of reedsolo"
             )
+    # Worst case of decoding: as many data shards as possible, at most m, are lost.
     lost = range(min(code.k, code.m))
     stripe: dict[int, bytes | bytearray] = dict(enumerate([*data, *parity]))
     decoded = {shard: bytearray(SHARD_BYTES) for shard in lost}

@@ -82,6 +82,7 @@ def enumerate_axes(cost_model: CostModel, constraints: PlanConstraints) -> Itera
         sizes(Axis.TENSOR), sizes(Axis.SEQUENCE), sizes(Axis.EXPERT)
     ):
         for stage_count in stages:
+            # Sizes are ascending, so all further pipelines need too many devices, too.
             if tensor * sequence * expert * stage_count > devices:
                 break
             yield ReplicaAxes(tensor=tensor, sequence=sequence, expert=expert, pipeline=stage_count)
@@ -157,6 +158,8 @@ class _Visit:
         all_axes = enumerate_axes(self._cost_model, self._constraints)
         queue = [_Node(self._bounds.bound_step_compute_s(axes), axes, _Known.BARE) for axes in all_axes]
         heapq.heapify(queue)
+        # Best first: a bound is at most the step time of every plan below its node, and the queue returns the least
+        # bound, so the search may end at the first bound that reaches the limit.
         while queue:
             node = heapq.heappop(queue)
             if node.least_s >= self._limit_s(ANY_AXES):
@@ -188,6 +191,7 @@ class _Visit:
         most_blocks = self._constraints.axes.get(Axis.REPLICA, devices)
         least = self._constraints.min_replicas
         for fsdp in self._fsdps:
+            # R <= floor(N / (m p f)) for FSDP of size f; it falls with f, and sizes are ascending.
             replicas = min(devices // (each * fsdp), most_blocks)
             if replicas < least:
                 return
@@ -196,6 +200,8 @@ class _Visit:
 
     def _with_batch(self, node: _Node) -> Iterator[_Node]:
         request, axes = self._cost_model.request, node.axes
+        # share = B / f sequences of a step are computed at each position along FSDP, in B / (f b) microbatches of b;
+        # each replica needs one. A larger b needs more memory still, and gives fewer microbatches.
         share = request.global_batch // axes.fsdp
         for is_remat in (False, True) if request.program_cost.can_remat else (False,):
             for size in find_divisors(share):
@@ -203,7 +209,7 @@ class _Visit:
                 if share // size < self._constraints.min_replicas or not self._bounds.memory_filter.may_fit(
                     axes, microbatch
                 ):
-                    break  # a larger microbatch needs more still, and there are fewer of them
+                    break
                 if self._constraints.microbatch in (None, microbatch):
                     bound = self._bounds.bound_microbatch_step_s(axes, microbatch, node.replicas)
                     yield _Node(bound, axes, _Known.BATCH, node.replicas, microbatch)
@@ -231,6 +237,7 @@ class _Visit:
         if not classes:
             return
         self._keep_all(layout, microbatch, classes)
+        # Blocks are inside a domain. Each replica needs a microbatch: blocks <= microbatches / replicas per slot.
         if layout.level == layout.outermost_level:
             return
         most_blocks = min(
@@ -239,6 +246,7 @@ class _Visit:
         )
         if most_blocks < 2:
             return
+        # Lower bound for all block sizes, in s: makespan on all blocks + overhead of a step, without the all-reduce.
         done_s = cost_model.assign_microbatches(layout, microbatch, classes, most_blocks).makespan_s
         done_s += cost_model.request.calibration.step_overhead_s
         for block in BLOCK_SIZES[1:]:
@@ -255,6 +263,8 @@ class _Visit:
         open_layouts, seen = [(layout, classes)], {layout}
         while open_layouts:
             layout, classes = open_layouts.pop()
+            # least_s = makespan of this split + all-reduce and update of the least bytes that any split has: a lower
+            # bound of all slower splits. Splits with less on the fullest stage are visited while it is below the limit.
             relaxed = bound_block_classes(cost_model, layout, microbatch, classes)
             least_s = math.inf
             for blocks, cost in enumerate_block_counts(
@@ -301,6 +311,7 @@ def enumerate_block_counts(
         makespan_s = cost_model.assign_microbatches(layout, microbatch, classes, most_blocks).makespan_s
         if makespan_s >= limit_s:
             return
+        # The makespan does not grow with the number of blocks: bisect for the least number with the same makespan.
         low, high = fewest, most_blocks
         while low < high:
             middle = (low + high) // 2

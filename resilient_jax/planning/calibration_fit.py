@@ -84,12 +84,14 @@ def fit_calibration(
         )
     base = measurements[0].plan.request.calibration if start is None else start
     error_before = base_error = _error(measurements, base)
+    # Factors are 2, 2^(1/2), 2^(1/4), ...: one that lowers the error by less than 1 % is replaced by its root.
     factor = FIRST_FACTOR
     while factor > LAST_FACTOR:
         best, error = _explore(measurements, base, base_error, factor)
         if error >= base_error * WORTHWHILE:
             factor = math.sqrt(factor)
-        while error < base_error:  # the pattern move: repeat the last improvement while it improves
+        # The pattern move of Hooke and Jeeves: repeat the last improvement while it improves.
+        while error < base_error:
             ahead = _beyond(base, best)
             base, base_error = best, error
             best, error = _explore(measurements, ahead, _error(measurements, ahead), factor)
@@ -111,6 +113,7 @@ def _explore(
 
 def _beyond(start: Calibration, end: Calibration) -> Calibration:
     """Return the calibration as far beyond `end` as `end` is from `start`, in factors."""
+    # c_ahead = c_end (c_end / c_start) for each constant: the pattern move in logarithms.
     ratios = {name: getattr(end, name) / max(getattr(start, name), LEAST) for name in FITTED_CONSTANTS}
     return _with(end, {name: getattr(end, name) * ratio for name, ratio in ratios.items()})
 
@@ -125,5 +128,6 @@ def _with(calibration: Calibration, values: Mapping[str, float]) -> Calibration:
 
 def _error(measurements: Sequence[StepMeasurement], calibration: Calibration) -> float:
     """Return the root mean square of ln(estimated / measured)."""
+    # sqrt(mean_i ln(e_i / t_i)^2), without unit; e_i estimated and t_i measured, both in s.
     squares = [math.log(estimate_step_s(m.plan, calibration) / m.step_s) ** 2 for m in measurements]
     return math.sqrt(sum(squares) / len(squares))

@@ -4,9 +4,8 @@ The k devices of a group are arranged as `k = q_0 q_1 ... q_n`: q_0 in a host, q
 and so on. A hierarchical collective works level by level, and only `1 / (q_0 ... q_(l-1))` of the array crosses level
 l on each device (Chan et al. 2007, https://doi.org/10.1002/cpe.1206). Large arrays are sent in pieces, so that the
 links within a host and those between hosts work at the same time and the slower ones count. All levels between hosts
-start at
-the same adapter, so their times add up: where such links are equal, the level at which devices meet does not matter.
-The latencies of the levels add up.
+start at the same adapter, so their times add up: where such links are equal, the level at which devices meet does not
+matter. The latencies of the levels add up.
 """
 
 import dataclasses
@@ -40,6 +39,8 @@ def find_device_links(
         efficiency: part of the bandwidth that a large collective reaches.
         latency_factor: multiple of the links' latency that a message in a collective has.
     """
+    # bandwidth_l = efficiency (a device's bandwidth while all devices of the largest host send) [bytes/s];
+    # latency_l = latency_factor (latency of the level) [s].
     senders = max(kind.devices for kind in topology.classes)
     return tuple(
         DeviceLink(
@@ -81,6 +82,7 @@ def estimate_collective_s(
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
             return pieces * _gather_s(message_bytes / pieces, factors, links)
         case CollectiveKind.ALL_REDUCE:
+            # A reduce-scatter and an all-gather: twice M (q - 1) / q bytes at each level.
             return 2 * pieces * _gather_s(message_bytes / pieces, factors, links)
         case CollectiveKind.ALL_TO_ALL:
             return pieces * _exchange_s(message_bytes / pieces, factors, links)
@@ -116,6 +118,7 @@ def _exchange_s(message_bytes: float, factors: LevelFactors, links: Sequence[Dev
 
 
 def estimate_send_s(message_bytes: float, factors: LevelFactors, links: Sequence[DeviceLink]) -> float:
-    """Return the seconds of a message between neighbors along an axis, over the widest link that the axis crosses."""
+    """Return the seconds of a message between neighbors along an axis, over the slowest link that the axis crosses."""
+    # max_l (latency_l + M / bandwidth_l) over the crossed levels: the slowest pair of neighbors counts.
     crossed = [link for parts, link in zip(factors, links, strict=False) if parts > 1]
     return max((link.latency_s + message_bytes / link.bytes_per_s for link in crossed), default=0.0)

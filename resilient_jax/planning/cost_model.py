@@ -127,6 +127,7 @@ class CostModel:
 
     def count_replicas(self, layout: DeviceLayout) -> int:
         """Return the number of replicas that the hosts can form."""
+        # R = (blocks of all compositions) (replicas per block); slots that fill no block form no replica.
         return sum(blocks for _, blocks in self.find_blocks(layout)) * layout.replicas_per_block
 
     def find_block_classes(
@@ -160,6 +161,8 @@ class CostModel:
     def _time_parts(self, layout: DeviceLayout, microbatch: MicrobatchConfig) -> list[PartTimes]:
         """Return the times of the model's parts by host kind; equal for all pipelines of two or more stages."""
         request = self.request
+        # In s per microbatch: compute + exposed collectives. Of the pipeline only matters whether stages send, and how
+        # long that takes, so the key lacks the number of stages.
         sending_s = estimate_transfer_s(request.program_cost, layout, microbatch, self.links)
         is_piped = layout.axes.pipeline > 1
         key = (layout.axes[:-1], layout.axes_in_host[:-1], layout.level, is_piped, microbatch, sending_s)
@@ -205,7 +208,10 @@ class CostModel:
         if found is None:
             return None
         split, memory = found
-        # Each term that all wait for is a maximum over stages: the microbatch, the all-reduced and the updated bytes.
+        # All wait for the fullest or slowest stage s of P, with L_s layers:
+        #     t = max_s (L_s layer_s + ends_s + transfer_s)   s per microbatch
+        #     synced = max_s gradients_s                      bytes, all-reduced over replicas
+        #     updated = max_s updated_s                       bytes, read and written by the optimizer
         stages, state = layout.axes.pipeline, self.memory.count_state(layout.axes)
         slowest = StageTime()
         synced = updated = 0.0
@@ -257,7 +263,9 @@ class CostModel:
         """Return the fastest split of the layers over stages with these limits, whatever memory it needs."""
         if sum(count for _, count, _ in runs) == 1:
             return [(runs[0][0], 1, self.layers)]
-        # Every stage between sends to two neighbors, so that is no difference between splits; the ends send to one.
+        # Minimize max_s (L_s layer_s + extra_s) in s. Every stage between sends to two neighbors, so that is no
+        # difference between splits; the ends send to one: extra_0 = embedding - transfer, extra_(P-1) = head -
+        # transfer.
         first, last = parts[runs[0][0]], parts[runs[-1][0]]
         split = split_layers_by_run(
             self.layers,
@@ -298,8 +306,8 @@ class CostModel:
         self, layout: DeviceLayout, classes: Sequence[BlockClass], blocks: int
     ) -> tuple[float, float]:
         """Return the seconds after the last microbatch: all-reduce over replicas; update with a step's overhead."""
-        # update = max over classes of bytes / (bandwidth e_memory speed); the all-reduce waits for the largest
-        # gradient.
+        # update = max over classes of updated bytes / (bandwidth e_memory speed) + overhead, in s; the all-reduce waits
+        # for the largest gradient. Only the classes that the first `blocks` blocks use count.
         constants = self.request.calibration
         synced = update = 0.0
         left = blocks
@@ -323,6 +331,8 @@ class CostModel:
         blocks: int,
     ) -> PlanCost:
         """Return the cost of a step on the fastest `blocks` blocks."""
+        # step = max_i (n_i + (P - 1) / r) t_i + all-reduce + update, in s; i over replicas, sum_i n_i = microbatches
+        # of a step.
         assignment = self.assign_microbatches(layout, microbatch, classes, blocks)
         reduction, update = self.estimate_reduction_and_update_s(layout, classes, blocks)
         return PlanCost(

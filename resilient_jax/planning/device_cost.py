@@ -40,6 +40,8 @@ class DeviceWork(NamedTuple):
 
 def compute_device_share(program_cost: ProgramCost, amounts: AmountByAxis, axes: ReplicaAxes) -> float:
     """Return a device's share of an amount; `AmountByAxis` defines which axes divide each kind."""
+    # share = (replicated + (tensor + attention) / t + vocabulary / t_v + expert / (e t)) / s, with t, e and s devices
+    # along tensor, expert and sequence, and t_v = t if tensor shards the vocabulary, else 1.
     vocabulary = axes.tensor if is_partitioned(program_cost, Axis.TENSOR, "vocab", axes.tensor) else 1
     return (
         amounts.replicated

@@ -82,6 +82,8 @@ class LowerBounds:
         self._levels = levels
         request = cost_model.request
         kinds, constants = request.pool.kinds, request.calibration
+        # F = max e_matrix peak speed [FLOP/s], W = max e_memory bandwidth speed [bytes/s], each over all host kinds; no
+        # pass has less overhead than overhead / max speed [s].
         self._flops_per_s = constants.matrix_efficiency * max(
             kind.accelerator.peak_flops_per_s(request.number_format) * kind.speed for kind in kinds
         )
@@ -123,8 +125,8 @@ class LowerBounds:
         return self._compute_bounds[key]
 
     def _bound_compute(self, axes: ReplicaAxes, is_remat: bool) -> SequenceBound:
-        # T_compute = flops share / (fastest F e_matrix) + bytes share / (fastest B e_memory), per layer and for the
-        # ends.
+        # Roofline without overlap, as in `device_cost`: T = flops share / F + bytes share / W, in s per sequence, for
+        # one layer and for the ends together.
         program_cost = self._cost_model.request.program_cost
         layer = ends = 0.0
         for cost in program_cost.parts:
@@ -141,6 +143,9 @@ class LowerBounds:
 
     def _bound_exchange_s(self, cost: PartCost, axes: ReplicaAxes, is_remat: bool) -> float:
         """Return the least time of a part's collectives over all layouts."""
+        # (1 - activation_overlap) min over placements of sum_axis collectives, in s per sequence. FSDP and the
+        # pipeline lie outside of these axes and so never move them; without latency the time is proportional to the
+        # bytes.
         narrow = axes._replace(fsdp=1, pipeline=1)
         program_cost, microbatch = self._cost_model.request.program_cost, MicrobatchConfig(1, is_remat)
         all_factors = {tuple(map(layout.axis_level_factors, _EXCHANGING)) for layout in self._layouts(narrow)}
@@ -158,8 +163,8 @@ class LowerBounds:
 
     def _bound_parameters(self, axes: ReplicaAxes) -> ParameterBound:
         """Return the least time of a layer's parameters under these axes."""
-        # Per microbatch, whatever its size: parameters read, gradients read and written, all-reduce over sequence,
-        # FSDP.
+        # In s per microbatch, whatever its size: a read of the parameters = parameters / W, gradients read and written
+        # = 2 gradients / W, their all-reduce over sequence, and FSDP's gathers and scatters.
         layer = self._cost_model.memory.count_state(axes).layer
         exposed = 1 - self._cost_model.request.calibration.activation_overlap
         return ParameterBound(
@@ -182,6 +187,7 @@ class LowerBounds:
         """Return the least time of these collectives along an axis over all placements; equal for many axes."""
         if (size := getattr(axes, axis)) == 1:
             return 0.0
+        # min over (q_0, level) of the sum of the collectives: q_0 = gcd(size, devices of a host that inner axes leave).
         inside = frozenset(math.gcd(size, left) for left in self._find_left(axes[: axes._fields.index(axis)]))
         if (key := (size, inside, collectives)) not in self._times:
             outermost = self._levels[-1]
@@ -220,6 +226,7 @@ class LowerBounds:
     ) -> MicrobatchBound:
         sequence = self.bound_sequence(axes, is_remat)
         return MicrobatchBound(
+            # fixed = passes (overhead + parameters / W) + 2 gradients / W: two passes, and with remat a third.
             fixed_s=(3 if is_remat else 2) * (self._overhead_s + parameters.pass_s) + parameters.gradient_s,
             each_s=sequence.layer_compute_s,
             exchange_fixed_s=parameters.reduced_s,
@@ -232,6 +239,8 @@ class LowerBounds:
     def _bound_microbatch_s(self, bound: MicrobatchBound, stages: int, size: float, longest: int) -> float:
         """Return the least time of a microbatch on the slowest stage: the stages' average, or the longest stage."""
         fixed, each, exchange_fixed, exchange_each, fsdp, ends, _ = bound
+        # c = fixed + b each, layer = c + exchanges + max(0, fsdp - fsdp_overlap c);
+        # t(b) = max(longest layer, (L layer + b ends) / P): no stage is faster than the longest, nor than the average.
         computing = fixed + size * each
         layer = computing + exchange_fixed + size * exchange_each
         if fsdp > self._overlap * computing:
@@ -314,5 +323,6 @@ class LowerBounds:
 @functools.lru_cache(maxsize=4096)
 def find_divisors(global_batch: int) -> tuple[int, ...]:
     """Return the divisors of the batch, in order."""
+    # Divisors come in pairs (d, B / d) with d <= sqrt(B).
     small = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     return tuple(sorted({size for low in small for size in (low, global_batch // low)}))

@@ -103,11 +103,13 @@ def _find_early(tasks: int, machines: Sequence[MachineClass]) -> float:
 
 
 def _assign_equal(tasks: int, machines: MachineClass) -> TaskAssignment:
+    # n_i = floor(tasks / count), and one more on (tasks mod count) machines: makespan = s + ceil(tasks / count) p.
     low, more = divmod(tasks, machines.count)
     return _collect([machines], [low], [more])
 
 
 def _collect(machines: Sequence[MachineClass], base: Sequence[int], extra: Sequence[int]) -> TaskAssignment:
+    # makespan = max_i (s_i + n_i p_i) over the machines with a task, in s.
     makespan_s = 0.0
     counts = []
     for one, low, more in zip(machines, base, extra, strict=True):

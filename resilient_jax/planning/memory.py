@@ -107,6 +107,9 @@ def count_activations(
     With remat a layer keeps its input, and one layer at a time has all its residuals as well. The result of an
     all-reduce is kept where the collectives of the backend block; in a loop JAX's own list of residuals has it.
     """
+    # Bytes per microbatch of b sequences: kept = b share(residuals) + b (results of all-reduces, where they are
+    # kept); extra = max over parts of b share(working). Remat keeps the input as residual, and the residuals are
+    # working bytes.
     keeps_sums = program_cost.has_blocking_collectives and not program_cost.has_scanned_layers
     kept = dict.fromkeys(ModelPart, 0.0)
     extra = 0.0
@@ -133,6 +136,8 @@ def count_activations(
 def _count_reduced(program_cost: ProgramCost, cost: PartCost, axes: ReplicaAxes) -> float:
     """Return the bytes that a part's forward all-reduces give, of one sequence on one device."""
     return sum(
+        # sum_c count_c M_c / s: each device has the complete result of an all-reduce, but for the s parts of a
+        # sequence.
         collective.forward_count * collective.message_bytes / axes.sequence
         for collective in cost.collectives
         if collective.kind is CollectiveKind.ALL_REDUCE
@@ -145,6 +150,8 @@ def count_in_flight(stage: int, stages: int, microbatches: int, repeats: int = 1
 
     With r repeats each chunk has its own: `(1 + (P - 1) / (P r))` times as many as without, at most.
     """
+    # Stage i has F_i = min(P - i, N); interleaved, the first has P (1 + (P - 1) / (P r)) = P + (P - 1) / r
+    # (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198), and stage i has i fewer.
     depth = stages - stage
     if repeats > 1:
         return min(depth + (stages - 1) / repeats, microbatches)
@@ -190,6 +197,7 @@ def estimate_stage_memory(
         has_gathers: whether FSDP gathers the parameters.
         measured: what a compiler was measured to need; None for a closed form.
     """
+    # Bytes: L p, L g, L o each with the ends; activations = F_i (L a + ends) + x.
     is_first, is_last = position.is_first, position.is_last
     held = state.count_stage(position.layers, is_first=is_first, is_last=is_last)
     kept = position.layers * activations.layer

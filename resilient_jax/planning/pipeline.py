@@ -105,5 +105,6 @@ def estimate_rerouted_s(
         raise CallerError(f"failed: found {len(failed)} numbers, expected one for each of {stages} stages")
     if any(count >= pipelines for count in failed):
         return None
+    # Each of the D - F_i live peers of stage i takes N F_i / (D - F_i) of the N F_i microbatches of the failed ones.
     more = math.fsum(microbatches * count / (pipelines - count) for count in failed)
     return (stages + microbatches - 1 + more) * stage_s

@@ -118,6 +118,8 @@ def compute_score(samples: float, step_s: float, transition_s: float, next_failu
     >>> compute_score(10, 2, 0, 20) == compute_score(10, 1, 10, 20)
     True
     """
+    # In samples per second: after T seconds without steps, D - T seconds with a step of B samples each t seconds, over
+    # D seconds in all (Chameleon, arXiv 2508.21613). A transition that outlasts D computes nothing.
     if next_failure_s <= transition_s:
         return 0.0
     return samples / step_s * (next_failure_s - transition_s) / next_failure_s
@@ -129,11 +131,14 @@ def compute_break_even_s(rerouted_step_s: float, new_step_s: float, transition_s
     >>> compute_break_even_s(2, 1, 10)
     20.0
     """
+    # Rerouting has no transition, so scores are equal at (B / t_dyn) (D - T) / D = B / t_rr; solved for D, in s. D is
+    # positive only if the new step is shorter than the rerouted one.
     return transition_s / (1 - new_step_s / rerouted_step_s)
 
 
 def estimate_next_failure_s(topology: Topology, device_hours: float = DEVICE_HOURS_PER_FAILURE) -> float:
     """Return the mean time to the next failure of any of the devices."""
+    # D = (device hours per failure) / devices, in s: the rates of independent failures add up.
     return device_hours / topology.device_count * HOUR_S
 
 
@@ -235,6 +240,8 @@ def _try_keep(plan: Plan, topology: Topology, min_replicas: int) -> Plan | None:
 
 
 def _make_option(before: Plan, plan: Plan, horizon: float, search_s: float, compile_s: float) -> ReplanOption:
+    # move = bytes / (bandwidth devices) + latency, in s: the bytes of the host that sends or receives the most, over
+    # the outermost links of all its devices at once. T = search + compile + move.
     migration = plan_migration(before, plan)
     request = plan.request
     cost_model = CostModel(request)
@@ -271,7 +278,9 @@ def _try_reroute(plan: Plan, topology: Topology, horizon: float, min_replicas: i
         return None
     if plan.replicas - max(failed) < min_replicas:
         return None
+    # N: the most microbatches of a replica; t: the time of a microbatch on the slowest stage.
     slot, quota = replica_class.microbatch_s, max(plan.quotas)
+    # step = before + rerouted - pipeline, in s: all-reduce and update stay, only the pipeline takes longer.
     time = estimate_rerouted_s(plan.layout.axes.pipeline, quota, plan.replicas, failed, slot)
     if time is None:
         return None
@@ -305,9 +314,11 @@ def _try_stay(plan: Plan, topology: Topology, horizon: float, min_replicas: int)
         topology
     ):
         return None
+    # step = before / min_h (speed_h now / speed_h before), an upper bound in s. If no host is slower, the search
+    # finds the same plan again, or a better one.
     slowest = min(host.speed / old.speed for host, old in zip(topology.hosts, was.hosts, strict=True))
     if slowest >= 1:
-        return None  # no host is slower: the search finds the same plan again, or a better one
+        return None
     return _make_immediate_option(ReplanAction.KEEP, plan, plan.step_time_s / slowest, horizon)
 
 
@@ -322,6 +333,8 @@ def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
     hosts = request.topology.hosts
     failed = [0] * layout.axes.pipeline
     for cells in place_replicas(request.topology, request.pool, layout, plan.compositions, plan.blocks):
+        # With s stages per host, stage i of P is on c s / P of a replica's c slots, from the (i // s)-th such group on.
+        # One missing host makes the stage fail in all replicas that share the slot.
         each = len(cells) * layout.stages_per_host // layout.axes.pipeline
         for stage in range(layout.axes.pipeline):
             start = stage // layout.stages_per_host * each
@@ -331,6 +344,7 @@ def _count_failed(plan: Plan, alive: set[str]) -> list[int]:
 
 
 def _compute_loss(option: ReplanOption, best: ReplanOption) -> float:
+    # 1 - score / best score: the fraction of samples that an option computes less.
     return 1 - option.score / best.score if best.score else 0.0
 
 

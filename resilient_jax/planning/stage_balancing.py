@@ -34,6 +34,8 @@ def bound_block_classes(
         cost_model.memory.count_state(layout.axes),
         cost_model.memory.find_longest_stage(layout.axes, microbatch),
     )
+    # least = max(longest stage without ends, each end with one layer) in bytes: some stage has `longest` layers or
+    # more, and each end has at least one.
     kept = [state.count_stage(longest, is_first=False, is_last=False), *_ends(state, 1)]
     least = {"synced_bytes": max(map(_GRADIENTS, kept)), "updated_bytes": max(map(_UPDATED, kept))}
     return [
@@ -62,6 +64,7 @@ def tighten_layer_limits(
         (_GRADIENTS, max(time.synced_bytes for time in times)),
         (_UPDATED, max(time.updated_bytes for time in times)),
     ):
+        # For each of the two measures, n_max per position: extra + n layer < limit, the bytes of the fullest stage now.
         below = (_count_below(limit, measure(end), measure(state.layer)) for end in (first, NOTHING, last))
         tighter = StageLayerLimits(*map(min, layout.layer_limits, below))
         allowed = tighter.per_stage(layout.axes.pipeline)

@@ -62,6 +62,8 @@ class PartTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def estimate_stage(self, layers: int, stage: int, stages: int) -> StageTime:
         """Return the time of one stage with so many layers."""
+        # t = L layer + embedding (first stage) + head (last stage) + neighbors transfer, in s; a stage has two
+        # neighbors, an end one, and a single stage none.
         is_first, is_last = stage == 0, stage == stages - 1
         time = StageTime(*[layers * term for term in self.layer])
         if is_first:
@@ -127,6 +129,7 @@ def estimate_transfer_s(
     """Return the time to send to one neighboring stage and receive from it, one microbatch forward and backward."""
     if layout.axes.pipeline == 1:
         return 0.0
+    # M = b (bytes of a layer's input) / s bytes: b sequences of which each device along the sequence axis has 1 / s.
     sent = sum(cost.input_bytes for cost in program_cost.parts if cost.part is ModelPart.LAYER)
     return estimate_send_s(
         sent * microbatch.sequences / layout.axes.sequence, layout.axis_level_factors(Axis.PIPELINE), links
@@ -154,6 +157,9 @@ def estimate_part_times(
     """Return the times of the parts on hosts of a kind."""
     bandwidth = kind.accelerator.memory_bandwidth_bytes_per_s
 
+    # In s per microbatch, with c = compute / speed:
+    #     tensor, sequence, expert = (1 - activation_overlap) collectives
+    #     fsdp = max(0, collectives - fsdp_overlap c)
     # Only computing depends on the host's speed. Activations are needed at once, so their collectives are exposed but
     # for the calibrated overlap; FSDP prefetches, so only what exceeds the overlapped part of computing is exposed.
     def time(part: PartLoad) -> StageTime:

@@ -111,8 +111,9 @@ class StageMemory:
         """Return the memory of the fullest device of a replica; independent of the hosts, so layouts share it."""
         key = (axes, microbatch, tuple((count, layers) for _, count, layers in split))
         if key not in self._fullest:
+            # max_i memory(L_i, i). F_i falls with i, so of a run of equal stages the first needs the most.
             stage, needed = 0, []
-            for _, count, layers in split:  # of equal stages the first has the most microbatches in flight
+            for _, count, layers in split:
                 needed.append(self.estimate(axes, microbatch, layers, stage))
                 stage += count
             self._fullest[key] = max(needed, key=_total_bytes)
@@ -122,7 +123,9 @@ class StageMemory:
         """Return an upper bound of the bytes that a device has left for layers and activations."""
         key = (axes.tensor, axes.expert, axes.fsdp, axes.pipeline > 1)
         if key not in self._headrooms:
-            stages = 3 if axes.pipeline > 1 else 1  # all stages between the ends need the same
+            # C_i = usable - bytes of stage i with no layer and no activations; S = C_i - the same with one layer. All
+            # stages between the ends have the same C_i, so three stages stand for any number.
+            stages = 3 if axes.pipeline > 1 else 1
 
             def count_left(stage: int, layers: int = 0) -> float:
                 return self.usable_bytes - self._estimate_state(axes, StagePosition(layers, stage, stages))
@@ -151,8 +154,9 @@ class StageMemory:
         """
         key = (axes, microbatch)
         if key not in self._max_layers:
-            # C_0 and C_(P-1) lose the residuals of the embedding and the head, in as many microbatches as are in
-            # flight there; every stage loses x, the working memory of one part.
+            # floor((C_i - F_i ends_i - x) / (S + F_i A)) layers, in bytes. C_0 and C_(P-1) lose the residuals of the
+            # embedding and the head, in as many microbatches as are in flight there; every stage loses x, the working
+            # memory of one part. More than L - P + 1 are of no use: each other stage has one.
             headroom, one = self.find_headroom(axes), self.count_activations(axes, microbatch)
             stages, repeats = axes.pipeline, self.request.pipeline_repeats
             microbatches = self.count_microbatches(axes, microbatch)
@@ -182,6 +186,7 @@ class StageMemory:
         key = (axes, microbatch)
         if key not in self._longest:
             limits = self.count_max_layers(axes, microbatch)
+            # The least l from ceil(L / P) on with sum_i min(l, limit_i) >= L.
             sizes = range(-(-self.layers // axes.pipeline), max(limits) + 1)
             enough = (size for size in sizes if sum(min(size, most) for most in limits) >= self.layers)
             self._longest[key] = next(enough, 0) if min(limits) else 0
@@ -197,7 +202,9 @@ class StageMemory:
         most = max(count_bytes(1, stage) for stage in range(stages))
         queue = [(count_bytes(2, stage), stage, 2) for stage in range(stages)]
         heapq.heapify(queue)
-        for _ in range(self.layers - stages):  # the next layer to the stage that needs least with it: optimal
+        # Minimize max_i memory(L_i, i) with sum_i L_i = L, L_i >= 1: memory grows with L_i, so giving each further
+        # layer to the stage that needs the least with it is optimal.
+        for _ in range(self.layers - stages):
             needed, stage, layers = queue[0]
             most = max(most, needed)
             heapq.heapreplace(queue, (count_bytes(layers + 1, stage), stage, layers + 1))

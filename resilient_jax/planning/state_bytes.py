@@ -56,6 +56,7 @@ class StateBytes(NamedTuple):
 
     def count_stage(self, layers: int, *, is_first: bool, is_last: bool) -> PartBytes:
         """Return the bytes of a device of a stage with so many layers."""
+        # Bytes: L layer + embedding (first stage) + head (last stage) + tied (either end, once if one stage is both).
         held = PartBytes(*[layers * number for number in self.layer])
         if is_first:
             held = held.plus(self.embedding)
@@ -92,6 +93,7 @@ class StateCounter:
             if key not in known:
                 known[key] = len(self._kinds)
                 self._kinds.append(tensor)
+            # A row counts one layer: (copies / L) (elements of a copy); the ends have L = 1.
             copies = tensor.copies / (
                 max(program_cost.layers, 1) if tensor.parts == (ModelPart.LAYER,) else 1
             )
@@ -107,8 +109,10 @@ class StateCounter:
 
     def count(self, axes: ReplicaAxes) -> StateBytes:
         """Return the bytes of each part under these axes."""
-        # Per tensor of n elements per layer: parameters n dtype / s, gradients n gradient / s, gathered n compute / s',
-        # gathered gradients n gradient / s'; s shards with FSDP, s' without. What is no parameter counts as optimizer.
+        # Bytes of a tensor of n elements per layer, with s shards under FSDP and s' without:
+        #     parameters n dtype / s      gradients n gradient / s
+        #     gathered n compute / s'     gathered gradients n gradient / s'
+        # What is no parameter counts as optimizer: n dtype / s.
         program_cost, sizes = self._program_cost, axes.state_axis_sizes
         gathered_sizes = {**sizes, Axis.FSDP: 1}
         parts = [(count_shards(one, sizes), count_shards(one, gathered_sizes)) for one in self._kinds]

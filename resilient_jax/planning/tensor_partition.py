@@ -37,9 +37,11 @@ def partition_tensor(tensor: StateTensor, sizes: Mapping[Axis, int]) -> TensorPa
     own: list[tuple[Axis, ...]] = []
     for dim in range(len(tensor.shape)):
         axis = _own_axis(tensor, dim, sizes)
-        own.append(() if axis in own else axis)  # an axis shards one dim of an array, not two
+        # An axis shards one dim of an array, not two.
+        own.append(() if axis in own else axis)
     fsdp = sizes.get(Axis.FSDP, 1)
     if fsdp > 1:
+        # left_d = n_d / (product of the axes that shard dim d); FSDP of size f shards a dim with left_d mod f = 0.
         left = [size // math.prod(sizes[axis] for axis in own[dim]) for dim, size in enumerate(tensor.shape)]
         dims = sorted(range(len(left)), key=lambda dim: (tensor.axes[dim] is not Axis.FSDP, -left[dim]))
         chosen = next((dim for dim in dims if left[dim] % fsdp == 0), None)
@@ -57,6 +59,7 @@ def _own_axis(tensor: StateTensor, dim: int, sizes: Mapping[Axis, int]) -> tuple
 
 def count_shards(tensor: StateTensor, sizes: Mapping[Axis, int]) -> int:
     """Return the number of equal shards of a tensor; a device has one of them (of each layer on its stage)."""
+    # s = product of the sizes of all axes of all dims; a device has n / s elements.
     return math.prod(sizes[axis] for axes in partition_tensor(tensor, sizes) for axis in axes)
 
 
@@ -101,6 +104,7 @@ def find_axis_sizes(program_cost: ProgramCost, axis: Axis, at_most: int) -> tupl
 
 
 def _divisors_of(number: int, at_most: int) -> set[int]:
+    # Divisors come in pairs (d, n / d) with d <= sqrt(n).
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return {size for low in small for size in (low, number // low) if size <= at_most}
 
@@ -117,9 +121,10 @@ def require_partitionable(program_cost: ProgramCost, at_most: int) -> None:
     """
     if any(len(find_axis_sizes(program_cost, axis, at_most)) > 1 for axis in _MISSING):
         return
+    # FSDP can shard any dim of the state that has a divisor from 2 to `at_most`.
     dims = {size for tensor in program_cost.tensors for size in tensor.shape}
     if any(len(_divisors_of(size, at_most)) > 1 for size in dims):
-        return  # FSDP shards these
+        return
     named = (
         ", ".join(sorted({f"{d.logical_name} = {d.dim_size}" for d in program_cost.divisibility_rules}))
         or "no named dim"

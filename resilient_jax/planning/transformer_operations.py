@@ -42,22 +42,22 @@ class ElementwiseCost:
 
 NORM = {"rms": ElementwiseCost(forward=4, backward=9), "layer": ElementwiseCost(forward=7, backward=13)}
 GATED_ACTIVATION = ElementwiseCost(forward=5, backward=8)
-PLAIN_ACTIVATION = ElementwiseCost(forward=8, backward=14)  # gelu by tanh
+# GELU in its tanh form.
+PLAIN_ACTIVATION = ElementwiseCost(forward=8, backward=14)
 SOFTMAX = ElementwiseCost(forward=6, backward=8)
 ROTARY = ElementwiseCost(forward=3, backward=3.5)
 CROSS_ENTROPY = ElementwiseCost(forward=3, backward=2)
-ADD = ElementwiseCost(forward=1, backward=1)  # a bias, a residual; a lookup in a table
-GRADIENT_SUM = ElementwiseCost(
-    forward=0, backward=1
-)  # of the gradients of an input that several products use
+# A bias, a residual, a lookup in a table.
+ADD = ElementwiseCost(forward=1, backward=1)
+# The sum of the gradients of an input that several products use.
+GRADIENT_SUM = ElementwiseCost(forward=0, backward=1)
 
 
 def _count_pairs(shape: TransformerShape, attention: AttentionKind) -> float:
     """Return the pairs of tokens whose score a head computes."""
+    # T^2 pairs, or those with i <= j: T (T + 1) / 2.
     tokens = shape.sequence_tokens
-    return (
-        tokens * tokens if attention is AttentionKind.SQUARE else tokens * (tokens + 1) / 2
-    )  # i <= j: T (T + 1) / 2
+    return tokens * tokens if attention is AttentionKind.SQUARE else tokens * (tokens + 1) / 2
 
 
 def _split_feed_forward(shape: TransformerShape, amount: float) -> AmountByAxis:
@@ -103,6 +103,8 @@ def count_residuals(shape: TransformerShape, attention: AttentionKind) -> Amount
     feed-forward network the results of the products up, the logistic function or hyperbolic tangent of one of them,
     and the input of the product down.
     """
+    # 4 T D + T h (2 H + 2 K) + T F (4 if gated, else 3), and 2 T^2 H where scores are kept; with experts T D for each
+    # of a token, and F of all of these.
     tokens = shape.sequence_tokens
     scores = 2 * tokens * tokens * shape.heads if attention is AttentionKind.SQUARE else 0
     attended = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -121,6 +123,8 @@ def count_residuals(shape: TransformerShape, attention: AttentionKind) -> Amount
 
 def count_working_set(shape: TransformerShape, attention: AttentionKind) -> AmountByAxis:
     """Return the elements of gradients that a layer's backward holds at once: feed-forward network or attention."""
+    # 2 T D + max(T F (3 if gated, else 2), T h (2 H + 2 K) + 2 T^2 H where scores are kept): gradients of the width,
+    # and of the larger of both halves of a layer.
     tokens = shape.sequence_tokens
     gradient = AmountByAxis(replicated=2 * tokens * shape.width)
     network = _split_feed_forward(shape, tokens * shape.feed_forward * (3 if shape.gated else 2))
@@ -136,6 +140,7 @@ def count_other_flops(shape: TransformerShape, attention: AttentionKind) -> Elem
     tokens, hidden = shape.sequence_tokens, shape.feed_forward * shape.experts_per_token
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = (2 if shape.gated else 1) * hidden
+    # sum over (elements per token, operations per element), times T.
     terms = [
         (2 * shape.width, NORM[shape.norm]),
         (2 * shape.width, ADD),

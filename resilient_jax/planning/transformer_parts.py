@@ -160,6 +160,9 @@ def analyze_layer(shape: TransformerShape, precision: Precision, attention: Atte
 def _list_layer_collectives(
     shape: TransformerShape, precision: Precision, width_bytes: float
 ) -> tuple[ActivationCollective, ...]:
+    # Bytes of a message: T D c for tensor, twice in each direction (attention and feed-forward network, Shoeybi et
+    # al.); 2 T K h c of keys and values for sequence; T D c (experts of a token) for expert, to the experts and back.
+    # K key/value heads of h elements, c bytes of an activation.
     keys_and_values = 2 * shape.sequence_tokens * shape.kv_heads * shape.head_dim * precision.compute_bytes
     reduced = _make_all_reduce(width_bytes, 2, 2)
     gathered = ActivationCollective(

@@ -1,6 +1,6 @@
 """The number of steps between two snapshots that minimizes the time lost to snapshots and to failures.
 
-Young's first-order optimum (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006, equation 9): with a cost C
+Young's first-order optimum (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006): with a cost C
 for each snapshot and a mean time M between failures, T = sqrt(2 C M) minimizes C / T + T / (2 M), the share of time
 that goes into snapshots and into work that is repeated.
 """
@@ -29,6 +29,7 @@ def compute_optimal_interval_s(cost_s: float, mean_time_between_failures_s: floa
             f"snapshot interval: found a cost of {cost_s} s and a failure every {mean_time_between_failures_s} s, "
             "expected a cost of 0 or more and a time between failures above 0, both finite"
         )
+    # d/dT (C / T + T / (2 M)) = -C / T^2 + 1 / (2 M) = 0 at T = sqrt(2 C M), all in s.
     return min(math.sqrt(2 * cost_s * mean_time_between_failures_s), mean_time_between_failures_s)
 
 
@@ -55,5 +56,6 @@ def compute_interval_steps(
             f"snapshot interval: found steps of {step_s} s and a copy of {copy_s} s, expected steps above 0 and a "
             "copy of 0 or more, both finite"
         )
+    # max(1, T / step, ceil(copy / step)) steps.
     optimal_steps = round(compute_optimal_interval_s(cost_s, mean_time_between_failures_s) / step_s)
     return max(1, optimal_steps, math.ceil(copy_s / step_s))

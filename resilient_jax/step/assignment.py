@@ -95,6 +95,7 @@ class ReplicaShape:
 
     def count_devices(self, devices_per_host: int) -> int:
         """Return how many devices a replica has."""
+        # (devices of a host) hosts / (replicas per host); `hosts` or the replicas per host is 1.
         return devices_per_host * self.hosts // self.count_replicas_per_host(devices_per_host)
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
@@ -174,6 +175,8 @@ def locate_replicas(
             f"replicas: found {len(process_indexes)} live hosts, expected at least {shape.hosts}, which one replica "
             "spans. Start more hosts, and set min_hosts in the job's configuration so that the others wait for them"
         )
+    # Block = process index // (hosts of a replica), intact if all of its hosts are alive. The hosts of other blocks are
+    # regrouped in order, and the last (their number mod hosts of a replica) are left over.
     by_block: dict[int, list[int]] = {}
     for host, process_index in enumerate(process_indexes):
         by_block.setdefault(process_index // shape.hosts, []).append(host)
@@ -211,18 +214,21 @@ def assign_units(
     """
     owners = {}
     for unit in range(spec.num_units):
+        # A unit is complete on each host whose progress equals its size; the first such host owns it.
         complete = np.flatnonzero(progress[:, unit] == len(spec.microbatches_of(unit)))
         if complete.size:
             owners[unit] = int(complete[0])
     missing = [unit for unit in range(spec.num_units) if unit not in owners]
     replica_of_begun_unit = {}
     for unit in missing:
+        # A unit in progress stays with the replica that is furthest: the most microbatches that all of its hosts have.
         counts = [find_common_progress(progress, location, unit) for location in locations]
         if max(counts):
             replica_of_begun_unit[unit] = counts.index(max(counts))
     assigned = distribute_units(missing, replica_speeds(locations, speeds), replica_of_begun_unit)
     for location, units in zip(locations, assigned, strict=True):
         for position, unit in enumerate(units):
+            # A replica's units are owned by its hosts in turn, so that each reduces about as many.
             owners[unit] = location.host_indexes[position % len(location.host_indexes)]
     return Assignment(
         locations=locations,
@@ -255,10 +261,12 @@ def predict_widths_after_loss(
     widths, uneven = set(), set()
     for lost in itertools.combinations(candidates, num_hosts - num_left):
         survivors = np.setdiff1d(np.arange(num_hosts), lost)
+        # int[survivors, units]: the size of a unit on its owner, else 0.
         at_end = (survivors[:, None] == np.array(owners)) * sizes
         widths |= {_find_width(spec, after, progress) for progress in (np.zeros_like(at_end), at_end)}
         first = np.argmax((at_end > 0).sum(1))
         uneven.add(_find_width(spec, after, np.where(np.arange(num_left)[:, None] == first, at_end, 0)))
+    # From the smallest width to that of the most uneven progress any may occur; MAX_WIDTHS of these are added.
     smallest = min(widths)
     return widths | set(range(smallest, min(max(uneven), smallest + MAX_WIDTHS - 1) + 1))
 

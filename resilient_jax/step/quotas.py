@@ -21,6 +21,7 @@ def count_units(num_microbatches: int, unit_size: int) -> int:
     for name, found in (("num_microbatches", num_microbatches), ("unit_size", unit_size)):
         if found < 1:
             raise CallerError(f"{name}: found {found}, expected at least 1")
+    # ceil(microbatches / unit size).
     return -(-num_microbatches // unit_size)
 
 
@@ -42,7 +43,8 @@ def apportion_units(num_units: int, speeds: Sequence[float]) -> tuple[int, ...]:
     if not speeds or any(not (speed > 0 and math.isfinite(speed)) for speed in speeds):
         raise CallerError(f"speeds: found {list(speeds)}, expected a positive number for each of the hosts")
     shares = [0] * len(speeds)
-    # Greedy: each unit goes to the host that would finish it first.
+    # Minimize max_h n_h / v_h with sum_h n_h = units: greedily, each unit to the host that would finish it first, at
+    # (n_h + 1) / v_h. Optimal for equal units: on any other host the last unit would end no sooner.
     finish_times = [(1 / speed, host) for host, speed in enumerate(speeds)]
     heapq.heapify(finish_times)
     for _ in range(num_units):
@@ -69,6 +71,7 @@ def distribute_units(
     shares = apportion_units(len(missing), speeds)
     units: list[list[int]] = [[] for _ in speeds]
     taken = set()
+    # Begun units first, up to the share of their host; all others fill the shares in order, and sum(shares) = missing.
     for unit, host in sorted((host_of_begun_unit or {}).items()):
         if unit in missing and len(units[host]) < shares[host]:
             units[host].append(unit)

@@ -74,6 +74,7 @@ class OrderedAllReduce:
         """
         grid = self._grid
         slots = [[u for u, owner in enumerate(owners) if owner == host] for host in range(grid.num_hosts)]
+        # Host h sends `width` rows, its units in order, so unit u is row owner_u width + (its position on its owner).
         width = max(map(len, slots))
         where = np.array([owner * width + slots[owner].index(u) for u, owner in enumerate(owners)], np.int32)
         origins, treedef = jax.tree.flatten(like)
@@ -131,6 +132,8 @@ def _make_add_in_order(mesh: Mesh) -> Any:  # noqa: ANN401 - a jitted function
     )
     def add_in_order(units: list[jax.Array], where: jax.Array) -> jax.Array:
         """[1, n] of each own unit, and the position of each of all units -> [1, n / hosts]: a slice of the sum."""
+        # [slots, n] -> all-to-all -> [hosts slots, n / hosts]: this host's slice of every row of every host. The sum
+        # row where[0] + row where[1] + ... has the order of the units, whatever the number of hosts.
         mine = jnp.concatenate(units)
         slots, size = mine.shape
         sliced = jnp.pad(mine, ((0, 0), (0, -size % hosts))).reshape(slots, hosts, -1)

@@ -42,6 +42,7 @@ class IsalKernel(Kernel):
 
     def _make_tables(self, matrix: Matrix) -> ctypes.Array[ctypes.c_char]:
         rows, columns = len(matrix), len(matrix[0])
+        # 32 bytes of tables for each of the rows x columns coefficients; ISA-L reads the matrix row by row.
         tables = ctypes.create_string_buffer(TABLE_BYTES * rows * columns)
         self._library.init_tables(columns, rows, b"".join(matrix), tables)
         return tables

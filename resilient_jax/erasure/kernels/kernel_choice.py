@@ -49,6 +49,7 @@ def choose_kernel(requested: KernelName | None = None, *, allow_jax: bool = Fals
     if requested is not None:
         kernel = _make_kernel(requested)
         return KernelChoice(kernel, f"{requested} was requested", (), run_self_test(kernel))
+    # Fastest first; measured on one CPU core with k = 8, m = 2: ISA-L 9.5, XLA 5.3, numpy 1.0 GB/s of data.
     rejected: list[RejectedKernel] = []
     for name in (KernelName.ISAL, KernelName.XLA):
         if name is KernelName.XLA and not allow_jax:

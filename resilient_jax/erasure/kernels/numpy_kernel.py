@@ -3,7 +3,7 @@
 Let c_b be bit b of a coefficient c. As c = sum_b c_b 2^b, a row of the product is, by Horner's rule,
     sum_j c[j] s[j] = 2 (2 (... 2 X_7 + X_6 ...) + X_1) + X_0,  with  X_b = XOR of all s[j] where c[j]_b = 1.
 XOR and doubling are vector instructions. The alternative, a table of products, costs a load for each byte.
-Anvin, "The mathematics of RAID-6" (2004), section 4, doubles bytes in the same way.
+Anvin, "The mathematics of RAID-6" (2004), doubles bytes in the same way.
 """
 
 from typing import final
@@ -48,6 +48,7 @@ def _multiply_row(
     row: bytes, sources: list[ByteArray], result: ByteArray, mask: npt.NDArray[np.int8]
 ) -> None:
     """Write sum_j row[j] * sources[j] to `result`; `mask` is scratch. All are uint8[size] or int8[size]."""
+    # Horner's rule over the bits b, highest first: result = 2 result + XOR of all s[j] with c[j]_b = 1.
     result[:] = 0
     for bit in reversed(range(max(row).bit_length())):
         _double(result, mask)

@@ -100,6 +100,7 @@ def multiply_arrays(matrix: Matrix, sources: Sequence[jax.Array]) -> list[jax.Ar
 
 
 def _multiply_row(row: bytes, sources: Sequence[jax.Array]) -> jax.Array:
+    # The sum over j is a sum over tiles of 16 sources, since XOR is associative; each tile adds to `total`.
     total: jax.Array | None = None
     for left in range(0, len(sources), MAX_SOURCES):
         tile = slice(left, left + MAX_SOURCES)
@@ -111,6 +112,7 @@ def _multiply_row(row: bytes, sources: Sequence[jax.Array]) -> jax.Array:
 @functools.lru_cache(maxsize=256)
 def _make_bit_masks(row: bytes) -> npt.NDArray[np.uint8]:
     """Return uint8[8, columns]: 255 where a bit of a coefficient is set, else 0, highest bit first."""
+    # masks[7 - b, j] = 255 c[j]_b: an AND with the mask multiplies a source by bit b.
     bits = np.arange(BITS, dtype=np.uint8)[::-1, None]
     return np.where(np.frombuffer(row, np.uint8) >> bits & 1, np.uint8(0xFF), np.uint8(0))
 
