@@ -64,8 +64,8 @@ def permute(positions: npt.ArrayLike, n: int, *, seed: int, epoch: int) -> npt.N
 
 def _encipher(words: Uint64Array, bits: int, keys: Uint64Array) -> Uint64Array:
     """Permute [0, 2**bits): each round changes one half as a function of the other, so it is invertible."""
-    # word = left 2^right_bits + right. A pair of rounds: left ^= f(right + key), right ^= f(left + next key), with f the
-    # low bits of `mix_words`. A round is its own inverse, whatever f is.
+    # word = left 2^right_bits + right. A pair of rounds: left ^= f(right + key), right ^= f(left + next key), f being
+    # the low bits of `mix_words`. A round is its own inverse, whatever f is.
     right_bits = bits // 2
     left_bits = bits - right_bits
     shift, right_mask, left_mask = (np.uint64(n) for n in (right_bits, 2**right_bits - 1, 2**left_bits - 1))

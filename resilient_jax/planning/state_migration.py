@@ -1,8 +1,8 @@
 """The bytes of the state that move between hosts when a plan follows another, and the assignment of hosts to places.
 
 Hosts of one kind in one domain may change places. Among these the assignment that moves the least is found by the
-Hungarian method (as in Chameleon, arXiv 2508.21613); for more than `MAX_EXACT_HOSTS` of them greedily, the largest common
-part first, and the result says so.
+Hungarian method (as in Chameleon, arXiv 2508.21613); for more than `MAX_EXACT_HOSTS` of them greedily, the largest
+common part first, and the result says so.
 """
 
 import dataclasses
