@@ -1,7 +1,7 @@
-"""A job of the trainer, its state complete on every host or sharded. Usage: sharded_job.py WORK_DIR complete|sharded.
+"""A job of the trainer with a replicated or sharded state. Usage: sharded_job.py WORK_DIR replicated|sharded.
 
-After every step each host appends to `shares.<host index>` what it has of the state: the bytes here, those of the
-whole, and how many complete arrays of a parameter's shape live in the process, whoever holds them, other than zeros.
+After every step each host appends a line to `shares.<host index>`: the step, the bytes of the state on this host, those
+of the complete state, and how many complete nonzero arrays of a parameter's shape the process has in all.
 """
 
 import sys
@@ -23,7 +23,7 @@ WIDTH = 96
 
 
 class Net(nnx.Module):
-    """With statistics over the batch, and with leaves in which only one of the dims can be cut."""
+    """A network with batch statistics, and with leaves of which only one dim can be sharded."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(11, WIDTH, rngs=rngs)
@@ -45,7 +45,7 @@ def loss(model: Net, rows: dict):
 
 
 def bytes_here(leaf: jax.Array) -> int:
-    """Of the different pieces that this process has."""
+    """Return the bytes of the distinct shards in this process."""
     return sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
 
 

@@ -36,7 +36,7 @@ def test_every_caller_of_a_process_gets_the_same_thread():
     assert share_event_loop().run(current_thread()) is share_event_loop().run(current_thread())
 
 
-def test_an_error_of_a_coroutine_reaches_its_caller_and_the_loop_goes_on(loop):
+def test_an_error_of_a_coroutine_reaches_its_caller_and_the_loop_continues(loop):
     async def fail():
         raise MemoryError("no memory")
 
@@ -93,7 +93,7 @@ def test_a_stopped_loop_refuses_work():
     loop._loop.close()
 
 
-def test_a_process_with_open_channels_and_servers_exits_in_silence():
+def test_a_process_with_open_channels_and_servers_exits_silently():
     result = subprocess.run(
         [sys.executable, "-c", EXIT_PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )

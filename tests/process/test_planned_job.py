@@ -1,4 +1,4 @@
-"""A real job whose trainer searches its plans: what it follows changes with the hosts, and training goes on."""
+"""A real job whose trainer searches its plans: the plan changes with the hosts, and training continues."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
 DEADLINE_S = 240.0
 STEPS = 10
 MANY_STEPS = 100_000
-"""The test ends the job."""
+"""More than a test waits for: the end of the test ends the job."""
 
 
 def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):
@@ -33,19 +33,19 @@ def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):
 
 
 def plans_of(job, host):
-    """The plans that a host followed, in order."""
+    """Return the plans that a host followed, in order."""
     events = sorted(job.events(), key=lambda event: event.monotonic_s)
     return [event.detail["plan"] for event in events if event.kind == "plan.chosen" and event.host == host]
 
 
 def ending(job):
-    """(SHA-256 of the weights, loss)."""
+    """Return (SHA-256 of the weights, loss)."""
     words = job.output().rpartition("sha256 ")[2].split()
     return words[0], float(words[2])
 
 
 def run_and_kill(work, *words):
-    """Kills a worker inside the reduction of step 3; the first plans that another host followed, and the ending."""
+    """Kill a worker in the reduction of step 3; return the first two plans of another host, and the ending."""
     with launch(work, *words) as job:
         job.hold(FailPoint.BEFORE_REDUCE, ["host-1"], 3)
         job.wait_held(["host-1"], DEADLINE_S)
@@ -61,7 +61,7 @@ def run_undisturbed(work, *words):
         return plans_of(job, "host-0"), ending(job)
 
 
-def test_when_a_host_dies_the_axes_change_and_training_goes_on_to_the_same_loss(tmp_path):
+def test_when_a_host_dies_the_axes_change_and_training_reaches_the_same_loss(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     plans, (_, expected) = run_undisturbed(tmp_path / "undisturbed", "--checkpoints", str(checkpoints))
     assert plans == ["replica 4 x fsdp 2"], "of 12 microbatches 3 for each of 4, not 2 for some of 8"
@@ -74,7 +74,7 @@ def test_when_a_host_dies_the_axes_change_and_training_goes_on_to_the_same_loss(
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_where_only_replicas_are_lost_the_weights_are_the_same_bits(tmp_path):
+def test_where_only_replicas_are_lost_the_weights_have_the_same_bits(tmp_path):
     plans, expected = run_undisturbed(tmp_path / "undisturbed", "--named")
     assert plans == ["replica 4 x tensor 2"]
     plans, found = run_and_kill(tmp_path / "killed", "--named")
@@ -109,7 +109,7 @@ def test_after_losing_any_host_nothing_is_compiled(tmp_path, victim):
     assert compiled == dict.fromkeys(survivors, 0)
 
 
-def test_a_world_that_is_left_leaves_no_devices_behind_with_programs_compiled_for_it(tmp_path):
+def test_programs_compiled_ahead_keep_no_devices_of_a_world_that_is_left(tmp_path):
     with launch(tmp_path, steps=MANY_STEPS) as job:
         for name in ("host-0", "host-2"):
             job.wait_event(
@@ -119,7 +119,7 @@ def test_a_world_that_is_left_leaves_no_devices_behind_with_programs_compiled_fo
                 ),
                 DEADLINE_S,
             )
-        job.kill(JobComponent.WORKER, "host-1")  # which comes back: the others form a world with it
+        job.kill(JobComponent.WORKER, "host-1")  # which restarts: the others form a world with it
         for name in ("host-0", "host-2"):
             left = job.wait_event(
                 f"{name} left its world",
@@ -129,7 +129,7 @@ def test_a_world_that_is_left_leaves_no_devices_behind_with_programs_compiled_fo
             assert left.detail["leaked_backends"] == 0
 
 
-def test_a_host_that_the_topology_does_not_have_ends_the_job_with_what_to_do(tmp_path):
+def test_a_host_that_is_not_in_the_topology_ends_the_job_with_a_remedy(tmp_path):
     topology = tmp_path / "other.toml"
     topology.write_text(TOPOLOGY.read_text().replace("host-{0..3}", "node-{0..3}"))
     with launch(tmp_path, hosts=2, topology=topology) as job:
@@ -140,7 +140,7 @@ def test_a_host_that_the_topology_does_not_have_ends_the_job_with_what_to_do(tmp
     )
 
 
-def test_other_devices_than_the_topology_says_end_the_job_with_both_numbers(tmp_path):
+def test_another_number_of_devices_than_in_the_topology_ends_the_job_with_both_numbers(tmp_path):
     with launch(tmp_path, hosts=2, devices=1) as job:
         assert job.wait(DEADLINE_S) != ExitCode.DONE
         said = job.read_output()

@@ -1,4 +1,4 @@
-"""One table drives every store through the contract."""
+"""Every implementation of `Store` passes the conformance suite."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ STORES = {"memory": open_memory_store, "embedded": open_embedded_store}
 
 @pytest.mark.parametrize("open_store", STORES.values(), ids=STORES.keys())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_store_keeps_the_contract(check, open_store):
+def test_a_store_keeps_the_contract(check, open_store):
     asyncio.run(check(open_store))
 
 

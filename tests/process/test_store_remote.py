@@ -24,7 +24,7 @@ WAIT_S = 20.0
 
 @contextlib.contextmanager
 def store_process(address="127.0.0.1:0"):
-    """A store in a process of its own: (process, address)."""
+    """Yield (process, address) of a store in its own process."""
     command = [sys.executable, str(SCRIPT), address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -43,7 +43,7 @@ def run(main):
     asyncio.run(bounded())
 
 
-def test_a_store_that_is_not_there_is_named_with_the_time_tried():
+def test_the_error_names_an_unreachable_store_and_the_time_tried():
     async def main():
         told = []
         started_s = time.monotonic()
@@ -69,7 +69,7 @@ def test_a_store_that_is_not_there_is_named_with_the_time_tried():
     run(main)
 
 
-def test_connect_waits_for_a_store_that_comes_later():
+def test_connect_waits_for_a_store_that_starts_later():
     async def main():
         with store_process() as (_, address):
             pass
@@ -96,7 +96,7 @@ def test_a_wrong_token_is_refused_at_once():
     run(main)
 
 
-def test_a_killed_store_fails_calls_at_once_and_watches_after_give_up():
+def test_a_killed_store_fails_calls_at_once_and_watches_after_the_resume_timeout():
     async def main():
         with store_process() as (process, address):
             async with await RemoteStore.connect(address, CREDENTIALS, WAIT_S, resume_timeout_s=0.5) as store:
@@ -121,7 +121,7 @@ def test_a_killed_store_fails_calls_at_once_and_watches_after_give_up():
     run(main)
 
 
-def test_a_watch_resumes_without_gap_or_double_when_its_connection_breaks():
+def test_a_watch_resumes_without_gaps_or_duplicates_when_its_connection_breaks():
     async def main():
         async with MemoryStore() as memory:
             server = Server(credentials=CREDENTIALS)
@@ -147,7 +147,7 @@ def test_a_watch_resumes_without_gap_or_double_when_its_connection_breaks():
     run(main)
 
 
-def test_a_watch_notices_that_the_store_was_replaced():
+def test_a_watch_detects_that_the_store_was_replaced():
     async def main():
         with store_process() as (_, address):
             store = await RemoteStore.connect(address, CREDENTIALS, WAIT_S, resume_timeout_s=WAIT_S)
@@ -163,7 +163,7 @@ def test_a_watch_notices_that_the_store_was_replaced():
     run(main)
 
 
-def test_a_stopped_store_is_noticed_by_pings_and_kills_no_lease():
+def test_pings_detect_a_suspended_store_and_no_lease_expires():
     async def main():
         with store_process() as (process, address):
             connecting = RemoteStore.connect(
@@ -191,7 +191,7 @@ def test_a_stopped_store_is_noticed_by_pings_and_kills_no_lease():
     run(main)
 
 
-def test_a_watch_of_a_quiet_prefix_is_told_how_far_the_store_is():
+def test_a_watch_of_a_quiet_prefix_follows_the_revision_of_the_store():
     async def main():
         keep = PROGRESS_INTERVAL_REVISIONS + 100
         async with MemoryStore(keep_revisions=keep) as memory:

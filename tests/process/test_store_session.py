@@ -41,7 +41,7 @@ async def open_served_store():
 
 @pytest.fixture(params=[open_memory_store, open_served_store], ids=["memory", "served"])
 def with_store(request):
-    """Run a coroutine function with a fresh store, within a timeout."""
+    """Return a function that runs a coroutine function on a new store, with a timeout."""
 
     def run(main):
         async def bounded():
@@ -54,7 +54,7 @@ def with_store(request):
 
 
 class Unreliable:
-    """A store that does not answer any more once it is cut off."""
+    """A store that fails or hangs in renewals once it is cut off."""
 
     def __init__(self, store, *, hangs: bool) -> None:
         self._store = store
@@ -107,7 +107,7 @@ def test_a_host_is_registered_under_its_lease(with_store):
     with_store(main)
 
 
-def test_a_name_that_a_live_agent_holds_is_refused_after_the_time_to_live(with_store):
+def test_the_name_of_a_live_agent_is_refused_after_the_time_to_live(with_store):
     async def main(store):
         first = session(store)
         await first.open()
@@ -138,7 +138,7 @@ def test_the_name_of_an_agent_that_was_killed_is_free_after_its_time_to_live(wit
     with_store(main)
 
 
-def test_other_versions_are_refused_and_both_are_named(with_store):
+def test_other_versions_are_refused_and_the_error_names_both(with_store):
     async def main(store):
         first = session(store)
         await first.open()
@@ -156,7 +156,7 @@ def test_other_versions_are_refused_and_both_are_named(with_store):
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "refuses"])
-def test_a_session_is_lost_not_later_than_a_time_to_live_after_its_last_renewal(with_store, hangs):
+def test_a_session_is_lost_within_a_time_to_live_of_its_last_renewal(with_store, hangs):
     async def main(store):
         unreliable = Unreliable(store, hangs=hangs)
         mine = session(unreliable)
@@ -166,7 +166,7 @@ def test_a_session_is_lost_not_later_than_a_time_to_live_after_its_last_renewal(
         unreliable.is_cut_off = True
         with pytest.raises(SessionLost, match=r"the store did not renew the lease for 1\.5 s"):
             await renewing
-        # Up to a second late: on a busy machine a timer is.
+        # On a busy machine a timer may be up to a second late.
         assert 1.5 <= time.monotonic() - unreliable.renewed_s < 2.5
 
     with_store(main)
@@ -198,7 +198,7 @@ def test_a_revoked_lease_ends_the_session(with_store):
     with_store(main)
 
 
-def test_a_change_is_written_and_many_at_once_are_written_once(with_store):
+def test_concurrent_changes_are_written_once(with_store):
     async def main(store):
         metrics = {}
         mine = session(store, metrics=metrics, ttl_s=30.0)
@@ -220,7 +220,7 @@ def test_a_change_is_written_and_many_at_once_are_written_once(with_store):
     with_store(main)
 
 
-def test_a_closed_session_has_left_at_once(with_store):
+def test_closing_a_session_removes_its_registration_at_once(with_store):
     async def main(store):
         mine = session(store, ttl_s=30.0)
         await mine.open()

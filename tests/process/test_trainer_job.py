@@ -1,4 +1,4 @@
-"""The trainer in a real job whose first host is killed: the same bits as on one machine that nobody disturbed."""
+"""The trainer in a real job whose first host is killed: the same bits as on one undisturbed machine."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def launch(work, *words, hosts, config=CONFIG):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What one machine alone says in the end."""
+    """Return the output of the job on one machine without failures."""
     done = subprocess.run(
         [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone"))],
         capture_output=True,
@@ -81,10 +81,10 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
     assert compiled == dict.fromkeys(survivors, 0)
 
 
-def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_configured(
+def test_a_collective_gives_up_a_silent_peer_after_the_configured_timeout(
     undisturbed, tmp_path
 ):
-    """As one whose message gloo has lost: nobody died, and no connection broke."""
+    """Hang a peer, as if gloo had lost a message: no process dies, and no connection breaks."""
     config = CONFIG + "collective_timeout_s = 4.0\nquiesce_timeout_s = 2.0\n"
     with launch(tmp_path, hosts=2, config=config) as job:
         hang = HangAction(duration_s=DEADLINE_S)
@@ -104,7 +104,7 @@ def test_a_peer_that_never_comes_to_a_collective_is_waited_for_no_longer_than_co
     assert set(found) == {undisturbed}
 
 
-def test_a_number_that_is_not_finite_ends_the_job_with_step_microbatch_and_host(tmp_path):
+def test_a_non_finite_loss_ends_the_job_and_the_error_names_step_microbatch_and_host(tmp_path):
     with launch(tmp_path, "nan", hosts=2) as job:
         assert job.wait(DEADLINE_S) != ExitCode.DONE
         said = job.read_output()

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the training, verified when they are read, and exchanged with plain Orbax."""
+"""Checkpoints: written during training, verified when read, and exchanged with plain Orbax."""
 
 import contextlib
 import fcntl
@@ -31,7 +31,7 @@ DEADLINE_S = 240.0
 
 
 class Recorder:
-    """Keeps events."""
+    """A `record_event` that keeps the events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
@@ -44,7 +44,7 @@ class Recorder:
 
 
 class State(NamedTuple):
-    """Looks like a trainer's."""
+    """A stand-in for the trainer's state."""
 
     step: Any
     variables: Any
@@ -92,7 +92,7 @@ def open_store(directory, **options):
 
 @contextlib.contextmanager
 def stopped(process):
-    """While this lasts, no order is carried out."""
+    """Suspend a process in the body of the context manager."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield
@@ -112,7 +112,7 @@ def names_in(directory):
     return sorted(os.listdir(directory))
 
 
-# Beside the training.
+# During training.
 
 
 def free_port():
@@ -156,14 +156,14 @@ def test_a_process_other_than_the_first_saves_and_reads_while_the_first_is_stopp
         assert out == "saved ['5', '7']\n"
 
 
-def test_a_world_can_be_left_while_a_save_is_in_flight_and_nothing_keeps_its_devices(tmp_path):
+def test_a_save_in_flight_keeps_no_devices_of_a_world_that_is_left(tmp_path):
     with contextlib.ExitStack() as stack:
         worker = start_worker(stack, "leave", tmp_path)
         _, err = worker.communicate(timeout=DEADLINE_S)
         assert worker.returncode == 0, err
 
 
-def test_what_is_saved_is_the_state_of_the_call_though_its_arrays_are_donated_before_it_is_written(tmp_path):
+def test_the_saved_state_is_that_of_the_call_although_its_arrays_are_donated_before_the_write(tmp_path):
     state = make_state()
     expected = to_bytes(state)
     with open_store(tmp_path) as store:
@@ -178,7 +178,7 @@ def test_what_is_saved_is_the_state_of_the_call_though_its_arrays_are_donated_be
         assert to_bytes(store.load(2, abstract(make_state()))) == expected
 
 
-def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_visibly(tmp_path):
+def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_with_an_event(tmp_path):
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
@@ -195,7 +195,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_visibly(tmp_path):
     assert names_in(tmp_path) == ["1", "2"]
 
 
-def test_storage_that_cannot_be_written_is_an_event_and_an_error_until_a_save_succeeds(tmp_path):
+def test_unwritable_storage_is_an_event_and_an_error_until_a_save_succeeds(tmp_path):
     directory = tmp_path / "checkpoints"
     directory.write_text("a file in the way")
     note = Recorder()
@@ -214,7 +214,7 @@ def test_storage_that_cannot_be_written_is_an_event_and_an_error_until_a_save_su
         assert names_in(directory) == ["2"]
 
 
-def test_the_death_of_the_storage_process_is_a_failed_save_and_the_next_has_another(tmp_path):
+def test_the_death_of_the_storage_process_fails_the_save_and_the_next_save_starts_another(tmp_path):
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
@@ -231,7 +231,7 @@ def test_the_death_of_the_storage_process_is_a_failed_save_and_the_next_has_anot
         assert store.find_newest_step() == 3
 
 
-def test_a_save_that_takes_too_long_is_given_up(tmp_path):
+def test_a_save_that_exceeds_its_timeout_fails(tmp_path):
     note = Recorder()
     with open_store(tmp_path) as store:
         store.save(1, make_state(1))
@@ -246,7 +246,7 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path):
         assert not Path(f"/proc/{process}").exists()
 
 
-def test_a_worker_killed_during_a_save_leaves_no_half_one_that_looks_complete_and_no_process(tmp_path):
+def test_a_worker_killed_during_a_save_leaves_no_partial_checkpoint_that_counts_and_no_process(tmp_path):
     def kill_a_worker():
         with contextlib.ExitStack() as stack:
             worker = start_worker(stack, "save", tmp_path)
@@ -259,18 +259,18 @@ def test_a_worker_killed_during_a_save_leaves_no_half_one_that_looks_complete_an
             wait_until(lambda: not Path(f"/proc/{writer}").exists())
 
     while not any("tmp" in name for name in names_in(tmp_path)):
-        kill_a_worker()  # again, if the save was faster than we are
+        kill_a_worker()  # again, if the save ended before the kill
     with open_store(tmp_path) as store:
         wanted = {"a": jax.ShapeDtypeStruct((2_000_000,), np.float32)}
         for step in store.list_directory().steps:
             store.load(step, wanted)
         next_step = max(store.list_directory().steps, default=0) + 1
         store.save(next_step, {"a": jnp.zeros(3)})
-        assert store.list_directory().unfinished == ()  # a dead writer's are cleared away
+        assert store.list_directory().unfinished == ()  # those of dead writers are removed
         assert store.find_newest_step() == next_step
 
 
-def test_what_another_live_writer_is_writing_is_left_alone(tmp_path):
+def test_the_unfinished_folder_of_another_live_writer_is_not_removed(tmp_path):
     folder = tmp_path / "4.orbax-checkpoint-tmp-elsewhere-17"
     folder.mkdir()
     with open_store(tmp_path) as store:
@@ -282,7 +282,7 @@ def test_what_another_live_writer_is_writing_is_left_alone(tmp_path):
         assert not folder.exists()
 
 
-def test_a_load_that_is_broken_off_leaves_nothing_behind_for_the_next(saved):
+def test_an_interrupted_load_does_not_affect_the_next_one(saved):
     with open_store(saved.parent) as store:
         store.load(3, abstract(make_state()))
         process = store.process_id
@@ -299,7 +299,7 @@ def test_a_load_that_is_broken_off_leaves_nothing_behind_for_the_next(saved):
         assert to_bytes(store.load(3, abstract(make_state()))) == to_bytes(make_state())
 
 
-def test_each_host_of_a_sharded_state_reads_and_holds_its_share_and_no_array_whole(tmp_path):
+def test_each_host_of_a_sharded_state_reads_only_its_shards_and_never_a_complete_array(tmp_path):
     port, directory = free_port(), tmp_path / "checkpoints"
     with contextlib.ExitStack() as stack:
         workers = [start_worker(stack, "share", directory, index, port) for index in (0, 1)]
@@ -313,7 +313,7 @@ def test_each_host_of_a_sharded_state_reads_and_holds_its_share_and_no_array_who
 
 
 def data_file(folder):
-    """The file with the numbers."""
+    """Return the largest file, which contains the arrays."""
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
@@ -363,7 +363,7 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of step 3, to be copied."""
+    """Return the folder of a checkpoint of step 3; tests copy it."""
     directory = tmp_path_factory.mktemp("saved")
     with open_store(directory) as store:
         store.save(3, make_state())
@@ -387,7 +387,7 @@ class OneHost:
     def all_reduce(self, mine):
         if len(self.hosts) == 1:
             return mine
-        if mine.shape == (2,):  # the newest that each has found
+        if mine.shape == (2,):  # the newest step found by each host
             self._newest = int(mine[0])
             return np.array([mine[0], mine[0]])
         return mine + np.int32(self._newest not in self._others_cannot_read)
@@ -397,7 +397,7 @@ def resume(world, store, directory):
     return restore_newest(world, store, rj.Checkpoints(directory=directory), abstract(make_state()), None)
 
 
-def test_every_damaged_checkpoint_is_skipped_with_its_reason_for_the_newest_whole_one(saved, tmp_path):
+def test_every_damaged_checkpoint_is_skipped_with_its_reason_for_the_newest_intact_one(saved, tmp_path):
     for step, (damage, _) in enumerate(DAMAGE.values(), start=20):
         shutil.copytree(saved, tmp_path / str(step))
         damage(tmp_path / str(step))
@@ -421,7 +421,7 @@ def test_every_damaged_checkpoint_is_skipped_with_its_reason_for_the_newest_whol
         assert restored["step"] == 7
 
 
-def test_if_no_checkpoint_can_be_read_the_error_says_why_each_and_what_to_do(saved, tmp_path):
+def test_if_no_checkpoint_can_be_read_the_error_gives_each_reason_and_a_remedy(saved, tmp_path):
     for step, damage in ((4, truncate), (6, garble_metadata)):
         shutil.copytree(saved, tmp_path / str(step))
         damage(tmp_path / str(step))
@@ -436,7 +436,7 @@ def test_if_no_checkpoint_can_be_read_the_error_says_why_each_and_what_to_do(sav
         resume(world, store, tmp_path)
 
 
-def test_what_another_host_cannot_read_is_skipped_here_too(saved, tmp_path):
+def test_a_checkpoint_that_another_host_cannot_read_is_skipped_here_too(saved, tmp_path):
     for step in (5, 7):
         shutil.copytree(saved, tmp_path / str(step))
     world: Any = OneHost(others_cannot_read=(7,))
@@ -450,7 +450,7 @@ def test_what_another_host_cannot_read_is_skipped_here_too(saved, tmp_path):
 
 
 @pytest.mark.parametrize("entry", ["_METADATA", "checkpoint-500"])
-def test_a_directory_of_something_else_is_refused(entry, tmp_path):
+def test_a_directory_with_other_contents_than_checkpoints_is_refused(entry, tmp_path):
     path = tmp_path / entry
     path.touch() if entry == "_METADATA" else path.mkdir()
     world: Any = OneHost()
@@ -461,7 +461,7 @@ def test_a_directory_of_something_else_is_refused(entry, tmp_path):
         resume(world, store, tmp_path)
 
 
-def test_where_nothing_was_ever_finished_a_job_begins_anew(tmp_path):
+def test_without_a_finished_checkpoint_a_job_starts_from_scratch(tmp_path):
     world: Any = OneHost()
     with open_store(tmp_path / "none") as store:
         assert resume(world, store, tmp_path / "none") is None
@@ -472,7 +472,7 @@ def test_where_nothing_was_ever_finished_a_job_begins_anew(tmp_path):
     assert len(world.record_event.of(EventKind.CHECKPOINT_REFUSED)) == 1
 
 
-def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has_read(saved, tmp_path):
+def test_a_job_that_lost_its_state_resumes_and_reports_the_lost_steps_and_the_bytes_read(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "3")
     world: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts", checkpoint_step=3))
     with open_store(tmp_path) as store:
@@ -485,7 +485,7 @@ def test_a_lost_job_goes_on_and_says_how_many_steps_are_lost_and_how_much_it_has
     assert restored["bytes"] == sum(np.asarray(leaf).nbytes for leaf in raw)
 
 
-def test_a_lost_job_that_was_to_go_on_from_a_checkpoint_does_not_begin_anew_if_that_is_gone(tmp_path):
+def test_a_job_that_was_to_resume_from_a_checkpoint_does_not_start_from_scratch_if_the_checkpoint_is_gone(tmp_path):
     lost: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts", checkpoint_step=3))
     told_to: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts"))
     with open_store(tmp_path) as store:
@@ -494,7 +494,7 @@ def test_a_lost_job_that_was_to_go_on_from_a_checkpoint_does_not_begin_anew_if_t
         assert resume(told_to, store, tmp_path) is None
 
 
-def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again_and_a_whole_one_stays(saved, tmp_path):
+def test_a_save_replaces_a_damaged_checkpoint_of_its_step_and_keeps_an_intact_one(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "3")
     before = (tmp_path / "3" / "_METADATA").stat().st_mtime_ns
     with open_store(tmp_path) as store:
@@ -511,7 +511,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again_and_a_who
         assert names_in(tmp_path) == ["3"]
 
 
-def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(saved, tmp_path):
+def test_a_damaged_checkpoint_does_not_count_toward_max_to_keep(saved, tmp_path):
     for step in (1, 5, 9):
         shutil.copytree(saved, tmp_path / str(step))
     for step in (5, 9):
@@ -528,7 +528,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(saved, tmp_path
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
-def test_an_impossible_timeout_is_refused(timeout_s, tmp_path):
+def test_an_invalid_timeout_is_refused(timeout_s, tmp_path):
     with pytest.raises(CallerError, match="timeout_s"):
         rj.Checkpoints(directory=tmp_path, timeout_s=timeout_s)
 
@@ -537,7 +537,7 @@ def test_an_impossible_timeout_is_refused(timeout_s, tmp_path):
 
 
 def run_plain(script, *arguments):
-    """In a process that never loads this library."""
+    """Run a script of plain Orbax in a process that never imports this package; return its output."""
     prelude = "import sys, numpy as np, jax, jax.numpy as jnp, orbax.checkpoint as ocp\n"
     epilogue = "\nassert not any(name.startswith('resilient_jax') for name in sys.modules)\n"
     done = subprocess.run(
@@ -569,7 +569,7 @@ for tree in trees:
 """
 
 
-def test_plain_orbax_restores_ours_and_the_standard_tool_verifies_it(saved, tmp_path):
+def test_plain_orbax_restores_our_checkpoints_and_sha256sum_verifies_them(saved, tmp_path):
     first, *others = run_plain(READ, saved, tmp_path / "copy.npz").splitlines()
     assert len(others) == 2
     assert all(other == first for other in others)
@@ -605,7 +605,7 @@ def test_checkpoints_of_plain_orbax_are_restored(saved, tmp_path):
         for step in (4, 1):
             assert to_bytes(store.load(step, abstract(state))) == to_bytes(state)
         with pytest.raises(StateError, match=r"int64\[\] at step instead of int32\[\]"):
-            store.load(2, abstract(state))  # a Python number has no type
+            store.load(2, abstract(state))  # Orbax stores a Python int as int64
 
 
 HANDED_OVER = """
@@ -615,7 +615,7 @@ with ocp.StandardCheckpointer() as checkpointer:
 """
 
 
-def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
+def test_a_trainer_resumes_from_a_checkpoint_of_plain_orbax(tmp_path):
     rows = [{"x": np.array([i, 1, -i], np.float32)} for i in range(8)]
 
     def train(steps, directory=None):
@@ -639,7 +639,7 @@ def test_a_trainer_goes_on_from_what_plain_orbax_has_written(tmp_path):
     assert (tmp_path / "theirs" / "2" / "_METADATA").stat().st_mtime_ns == steps_before
 
 
-def test_a_storage_process_that_died_while_it_had_nothing_to_do_costs_no_checkpoint(tmp_path):
+def test_the_death_of_an_idle_storage_process_loses_no_checkpoint(tmp_path):
     def kill_idle(store):
         os.kill(store.process_id, signal.SIGKILL)
         wait_until(lambda: store._connection.has_ended)
@@ -652,7 +652,7 @@ def test_a_storage_process_that_died_while_it_had_nothing_to_do_costs_no_checkpo
         assert to_bytes(store.load(2, abstract(make_state(2)))) == to_bytes(make_state(2))
 
 
-def test_the_state_that_training_ends_with_is_on_storage_though_no_checkpoint_was_due(tmp_path):
+def test_the_final_state_is_saved_although_no_checkpoint_was_due(tmp_path):
     rows = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
     trainer = rj.Trainer(
         model=lambda key: {"w": jax.random.normal(key, (3, 1))},

@@ -1,4 +1,4 @@
-"""The trainer with its state sharded over real hosts: the bits of a complete state, and nobody has all of it."""
+"""The trainer with its state sharded over real hosts: the bits of a replicated state, and no host has all of it."""
 
 import os
 import re
@@ -16,17 +16,17 @@ from resilient_jax.protocol.failpoints import FailPoint
 JOB = Path(__file__).with_name("sharded_job.py")
 DEADLINE_S = 240.0
 STEPS, REPORTS = 9, 12
-"""Reports: of each step, and of three evaluations."""
+"""The reports are of each step and of three evaluations."""
 
 
 def said_in(output):
-    """Every step's metrics, to the last digit, and the digest of the final variables."""
+    """Return every step's metrics, to the last digit, and the digest of the final variables."""
     return set(re.findall(r"step \d+ (?:digest \w{64}|\[.*\])", output))
 
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """What one machine says that has the whole state."""
+    """Return what `said_in` finds for a replicated state on one machine."""
     work = tmp_path_factory.mktemp("alone")
     done = subprocess.run(
         [sys.executable, str(JOB), str(work), "replicated"],
@@ -54,7 +54,7 @@ def launch(work, hosts, options=()):
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
-def test_a_sharded_state_has_the_bits_of_a_complete_one_and_each_host_has_its_share(
+def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_shards(
     hosts, complete, tmp_path
 ):
     with launch(tmp_path, hosts) as job:
@@ -71,7 +71,7 @@ def test_a_sharded_state_has_the_bits_of_a_complete_one_and_each_host_has_its_sh
 
 
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.BEFORE_COMMIT])
-def test_a_lost_host_comes_back_from_the_memory_of_the_others_and_nothing_differs(place, complete, tmp_path):
+def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(place, complete, tmp_path):
     (tmp_path / "job.toml").write_text("lease_ttl_s = 2.0\n")
     with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
         job.hold(place, ["host-1"], 5)

@@ -1,4 +1,4 @@
-"""The asyncio transport over real sockets: who is let in, what arrives, what is raised."""
+"""The asyncio transport over real sockets: authentication, messages, errors."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ def run(main):
 
 
 async def raw_call(server, data, metadata):
-    """What a program that is not ours would send."""
+    """Send bytes and metadata as a foreign gRPC client would."""
     async with grpc.aio.insecure_channel(server.address) as channel:
         await channel.unary_unary(f"/{SERVICE}/echo")(data, metadata=metadata, timeout=WAIT_S)
 
@@ -100,7 +100,7 @@ def test_a_wrong_token_is_refused_and_reported_once():
 
         report = lambda kind, detail: seen.append((kind, detail))  # noqa: E731
         async with serving({ECHO: handler, COUNT: stream_handler}, on_event=report) as (server, good):
-            for _ in range(2):  # two connections: the peer's address is the same, its port is not
+            for _ in range(2):  # two connections of one peer: the same address, different ports
                 async with Channel(server.address, Credentials("wrong")) as channel:
                     for _ in range(3):
                         with pytest.raises(Unauthenticated) as refused:
@@ -132,7 +132,7 @@ def test_a_missing_token_is_refused():
     run(main)
 
 
-def test_a_refusal_tells_nothing_about_the_token():
+def test_a_refusal_reveals_nothing_about_the_token():
     assert "test-token" not in repr(CREDENTIALS)
 
 
@@ -191,7 +191,7 @@ def test_an_unknown_method_is_refused_by_name():
     run(main)
 
 
-def test_a_deadline_is_honoured_on_both_sides():
+def test_a_deadline_is_honored_on_both_sides():
     async def main():
         cancelled = asyncio.Event()
 
@@ -245,7 +245,7 @@ OUR_ERRORS = [
 
 
 @pytest.mark.parametrize("error_class", OUR_ERRORS, ids=lambda error_class: error_class.__name__)
-def test_an_error_of_ours_arrives_as_itself(error_class):
+def test_an_error_of_this_package_keeps_its_class(error_class):
     async def main():
         async def fail(request):
             raise error_class("host-2 läßt grüßen")
@@ -273,14 +273,14 @@ def test_a_very_long_error_still_arrives(character):
             raise ConfigError(character * 100_000)
 
         async with serving({ECHO: fail}) as (_, channel):
-            for _ in range(20):  # gRPC refuses what is a little too large by chance
+            for _ in range(20):  # whether gRPC refuses a message that is slightly too large is random
                 with pytest.raises(ConfigError, match=r" \.\.\.$"):
                     await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
 
     run(main)
 
 
-def test_a_bug_in_a_handler_arrives_as_internal_error_and_is_logged(caplog):
+def test_a_bug_in_a_handler_arrives_as_an_internal_error_and_is_logged(caplog):
     async def main():
         async def fail(request):
             return 1 // 0
@@ -308,7 +308,7 @@ def test_messages_of_8_mib_pass_and_of_17_are_refused():
     run(main)
 
 
-def test_an_address_in_use_is_named():
+def test_the_error_names_an_address_in_use():
     async def main():
         async with serving({}) as (server, _):
             second = Server(server.address, credentials=CREDENTIALS)
@@ -323,7 +323,7 @@ def test_an_address_in_use_is_named():
     run(main)
 
 
-def test_a_port_can_be_taken_again_at_once():
+def test_a_port_can_be_reused_at_once():
     async def main():
         async with serving({ECHO: echo}) as (server, channel):
             await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
@@ -360,14 +360,14 @@ async def unreachable(channel):
     return failure.value
 
 
-def test_a_server_that_is_gone_refuses_at_once_and_is_found_when_it_is_back():
+def test_a_stopped_server_refuses_at_once_and_is_reached_again_after_a_restart():
     async def main():
         async with serving({ECHO: echo}) as (server, channel):
             await channel.call(SERVICE, ECHO, Number(1), timeout_s=WAIT_S)
             await server.stop()
             started_s = time.monotonic()
             gone = await unreachable(channel)
-            if not gone.is_refused:  # it met the end of the old connection, which had not been noticed
+            if not gone.is_refused:  # the call found the old connection broken
                 assert str(gone).startswith(f"{server.address} cannot be reached for /test/echo: ")
                 gone = await unreachable(channel)
             assert gone.is_refused
@@ -388,7 +388,7 @@ def test_a_server_that_is_gone_refuses_at_once_and_is_found_when_it_is_back():
     run(main)
 
 
-def test_closing_a_channel_is_no_cancellation_of_its_callers():
+def test_closing_a_channel_does_not_cancel_its_callers():
     async def main():
         async def hang(request):
             await asyncio.Event().wait()
@@ -422,7 +422,7 @@ def test_a_cancelled_caller_is_cancelled():
     run(main)
 
 
-def test_no_descriptor_is_left_open():
+def test_no_descriptor_leaks():
     async def main():
         async def once():
             async with serving({ECHO: echo, COUNT: count}) as (_, channel):
@@ -442,7 +442,7 @@ def test_no_descriptor_is_left_open():
 
 
 @pytest.mark.parametrize("token", ["", " padded", "padded ", "line\nbreak", "ключ"])
-def test_a_token_that_cannot_travel_is_refused(token):
+def test_a_token_that_metadata_cannot_carry_is_refused(token):
     with pytest.raises(ConfigError, match=r"job token") as refused:
         Credentials(token)
     assert not token or token not in str(refused.value)

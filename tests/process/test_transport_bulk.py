@@ -1,4 +1,4 @@
-"""Bulk reads: who is let in, what comes back, and how each way to fail is told."""
+"""Bulk reads: authentication, results, and an error for each way to fail."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,7 @@ def read(channel, start, length, timeout_s=WAIT_S):
 
 
 def threads_of_servers():
-    """What each thread of a server is at: "_accept", or "_serve_connection" for a connection."""
+    """Return what each thread of a server runs: "_accept", or "_serve_connection" for a connection."""
     return [
         frame.f_code.co_name
         for top in sys._current_frames().values()
@@ -84,13 +84,13 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_bytes_come_as_they_lie_whatever_their_number():
+def test_any_range_of_bytes_arrives_unchanged():
     with serving() as server, channel_to(server) as channel:
         for start, length in ((0, len(MEMORY)), (5, 1), (len(MEMORY), 0), (1, 2**20)):
             assert read(channel, start, length) == MEMORY[start : start + length]
 
 
-def test_many_threads_read_at_once_each_on_a_connection_of_its_own():
+def test_threads_read_concurrently_each_on_its_own_connection():
     together = threading.Barrier(4, timeout=WAIT_S)
 
     def meet(request):
@@ -111,7 +111,7 @@ def test_many_threads_read_at_once_each_on_a_connection_of_its_own():
         assert found == {number: MEMORY[number : number + 1000] for number in range(4)}
 
 
-def test_an_error_of_ours_arrives_as_it_is_and_the_connection_is_used_again():
+def test_an_error_of_the_handler_reaches_the_client_and_the_connection_is_reused():
     def fail(request):
         if request.length == 1:
             raise SnapshotMissing("not here")
@@ -133,23 +133,23 @@ def refuses(server, error, text, **options):
         read(channel, 0, 8)
 
 
-def test_bytes_that_were_changed_on_the_way_are_found():
+def test_bytes_changed_in_transit_are_detected():
     wrong = dataclasses.replace(CHECKSUM, compute=lambda data: CHECKSUM.compute(data) ^ 1)
     with serving(checksum=wrong) as server:
         refuses(server, ChecksumMismatch, "changed in transit")
 
 
-def test_another_number_of_bytes_than_asked_for_is_refused():
+def test_a_response_of_another_length_than_requested_is_refused():
     with serving(lambda request: BulkResponse(memoryview(MEMORY)[:7])) as server:
         refuses(server, MessageError, "sends 7 bytes, expected 8")
 
 
-def test_who_has_no_ticket_gets_nothing():
+def test_a_client_without_the_ticket_is_refused():
     with serving() as server:
         refuses(server, PeerUnreachable, "broke off", ticket=bytes(16))
 
 
-def test_a_server_that_does_not_answer_is_given_up_at_the_deadline():
+def test_a_read_from_a_silent_server_fails_at_its_timeout():
     release = threading.Event()
 
     def hang(request):
@@ -187,7 +187,7 @@ def test_closing_the_channel_ends_a_read_that_waits():
             closing.join(WAIT_S)
 
 
-def test_a_server_that_is_gone_is_told_from_one_that_is_slow():
+def test_a_stopped_server_is_distinguished_from_a_slow_one():
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
         server.stop()
@@ -197,7 +197,7 @@ def test_a_server_that_is_gone_is_told_from_one_that_is_slow():
         assert raised.value.is_refused
 
 
-def test_a_connection_that_broke_while_it_was_idle_is_replaced(monkeypatch):
+def test_a_connection_that_broke_while_idle_is_replaced(monkeypatch):
     monkeypatch.setattr(bulk_server_module, "IDLE_TIMEOUT_S", 0.05)
     with serving() as server, channel_to(server) as channel:
         read(channel, 0, 8)
@@ -206,7 +206,7 @@ def test_a_connection_that_broke_while_it_was_idle_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", None])
-def test_a_stranger_is_sent_away_and_leaves_nothing(said):
+def test_a_client_that_breaks_the_protocol_is_disconnected(said):
     with serving() as server:
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(said if said is not None else server.ticket + HEADER.pack(2**31))
@@ -220,7 +220,7 @@ def test_a_stranger_is_sent_away_and_leaves_nothing(said):
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("admitted", [True, False])
-def test_no_connection_counts_once_it_is_closed(secured, admitted, tmp_path, monkeypatch):
+def test_a_closed_connection_does_not_count_toward_the_limit(secured, admitted, tmp_path, monkeypatch):
     monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 2)
     authority = Authority(tmp_path / "job", "job") if secured else None
     theirs = Credentials("token", authority.sign("server")) if authority else CREDENTIALS
@@ -239,7 +239,7 @@ def test_no_connection_counts_once_it_is_closed(secured, admitted, tmp_path, mon
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_who_finds_all_places_taken_waits_for_one(monkeypatch):
+def test_a_client_waits_while_the_server_is_at_its_connection_limit(monkeypatch):
     monkeypatch.setattr(bulk_server_module, "MAX_CONNECTIONS", 1)
     with serving() as server, channel_to(server) as second:
         found = []
@@ -253,7 +253,7 @@ def test_who_finds_all_places_taken_waits_for_one(monkeypatch):
         assert found == [MEMORY[8:16]]
 
 
-def test_a_server_without_descriptors_to_spare_accepts_again_when_there_are():
+def test_a_server_out_of_descriptors_accepts_again_once_some_are_free():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving() as server, socket.socket() as early:
         try:
@@ -272,9 +272,9 @@ def test_a_server_without_descriptors_to_spare_accepts_again_when_there_are():
             assert read(channel, 0, 8) == MEMORY[:8]
 
 
-def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
+def test_a_client_that_reads_its_response_too_slowly_is_disconnected(monkeypatch):
     monkeypatch.setattr(bulk_server_module, "SEND_TIMEOUT_S", 0.5)
-    large = memoryview(bytes(64 * 2**20))  # more than the kernel's buffers take
+    large = memoryview(bytes(64 * 2**20))  # more than the kernel buffers
     with (
         serving(lambda request: BulkResponse(large)) as server,
         socket.create_connection(("127.0.0.1", server.port)) as slow,
@@ -287,13 +287,13 @@ def test_who_takes_what_it_asked_for_too_slowly_is_sent_away(monkeypatch):
             time.sleep(0.02)
 
 
-def test_closing_the_channel_ends_a_connect_that_nobody_answers():
+def test_closing_the_channel_ends_an_unanswered_connect():
     with contextlib.ExitStack() as owned:
         full = owned.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         address = full.getsockname()
-        for _ in range(4):  # its queue takes no more: the kernel drops what comes
+        for _ in range(4):  # with a full backlog the kernel drops connection requests
             filler = owned.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(address)
@@ -315,7 +315,7 @@ def test_a_name_with_several_addresses_is_reached_at_the_one_that_listens():
             assert read(channel, 0, 8) == MEMORY[:8]
 
 
-def test_with_certificates_peers_of_one_authority_read(tmp_path):
+def test_with_tls_a_peer_of_the_same_authority_reads(tmp_path):
     authority = Authority(tmp_path / "job", "job")
     theirs, ours = (
         Credentials("token", authority.sign("server")),
@@ -326,7 +326,7 @@ def test_with_certificates_peers_of_one_authority_read(tmp_path):
         assert read(channel, 0, 5) == MEMORY[:5]
 
 
-def test_with_certificates_a_stranger_is_refused_even_with_the_ticket(tmp_path):
+def test_with_tls_a_client_without_a_valid_certificate_is_refused_despite_the_ticket(tmp_path):
     authority, other = Authority(tmp_path / "job", "job"), Authority(tmp_path / "other", "other")
     theirs = Credentials("token", authority.sign("server"))
     with serving(credentials=theirs) as server:
@@ -335,8 +335,8 @@ def test_with_certificates_a_stranger_is_refused_even_with_the_ticket(tmp_path):
                 read(channel, 0, 5)
 
 
-def test_a_client_without_certificates_is_told_that_the_server_has_them():
-    alert = bytes.fromhex("15 0303 0002 0228")  # a handshake failure; whether a real one arrives is a race
+def test_the_error_of_a_client_without_certificates_says_that_the_server_uses_tls():
+    alert = bytes.fromhex("15 0303 0002 0228")  # a handshake failure; a real server's may be lost in a race
     with contextlib.ExitStack() as owned:
         listener = owned.enter_context(socket.create_server(("127.0.0.1", 0)))
         told = threading.Event()
@@ -344,7 +344,7 @@ def test_a_client_without_certificates_is_told_that_the_server_has_them():
         def refuse():
             with listener.accept()[0] as accepted:
                 accepted.sendall(alert)
-                told.wait(WAIT_S)  # to close before would take back what was not read yet
+                told.wait(WAIT_S)  # closing earlier could discard the alert before it is read
 
         server = threading.Thread(target=refuse)
         server.start()

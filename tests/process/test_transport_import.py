@@ -1,4 +1,4 @@
-"""What importing the transport and the store does to a process: nothing but names."""
+"""Importing the transport and the store has no side effects on the process."""
 
 import os
 import subprocess
@@ -45,6 +45,6 @@ asyncio.run(main())
 """
 
 
-def test_a_process_that_serves_can_start_others():
+def test_a_process_with_a_running_server_can_fork():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

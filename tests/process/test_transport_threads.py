@@ -1,4 +1,4 @@
-"""The synchronous transport: the same promises from threads, and across both kinds."""
+"""The synchronous transport: the guarantees of the asyncio one, from threads, and between both."""
 
 import asyncio
 import concurrent.futures
@@ -61,7 +61,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_bulk_chunks_of_8_mib_arrive_whole():
+def test_chunks_of_8_mib_arrive_unchanged():
     chunk = os.urandom(8 * 1024 * 1024)
     with (
         serving({ECHO: echo, REPEAT: repeat}) as server,
@@ -72,7 +72,7 @@ def test_bulk_chunks_of_8_mib_arrive_whole():
         assert [blob.data == chunk for blob in got] == [True] * 4
 
 
-def test_calls_of_several_threads_run_at_once():
+def test_calls_of_several_threads_run_concurrently():
     together = threading.Barrier(4)
 
     def meet(request):
@@ -99,7 +99,7 @@ def test_a_wrong_token_is_refused_and_reported_once():
     assert seen == [(EventKind.REQUEST_UNAUTHENTICATED, "127.0.0.1")]
 
 
-def test_errors_arrive_as_themselves_and_bugs_as_internal(caplog):
+def test_errors_of_this_package_keep_their_class_and_bugs_are_internal_errors(caplog):
     def mismatch(request):
         raise ChecksumMismatch("block 3")
 
@@ -122,7 +122,7 @@ def test_errors_arrive_as_themselves_and_bugs_as_internal(caplog):
     assert [record.getMessage() for record in caplog.records] == ["/test/repeat failed"]
 
 
-def test_a_deadline_is_honoured():
+def test_a_deadline_is_honored():
     release = threading.Event()
 
     def hang(request):
@@ -138,7 +138,7 @@ def test_a_deadline_is_honoured():
         assert not late.value.is_refused
 
 
-def test_a_stopped_server_refuses_at_once_and_a_closed_channel_says_so():
+def test_a_stopped_server_refuses_at_once_and_a_closed_channel_reports_itself():
     with serving({ECHO: echo}) as server, SyncChannel(server.address, CREDENTIALS) as channel:
         channel.call(SERVICE, ECHO, Blob(b""), timeout_s=WAIT_S)
         server.stop()
@@ -152,14 +152,14 @@ def test_a_stopped_server_refuses_at_once_and_a_closed_channel_says_so():
             next(channel.stream(SERVICE, REPEAT, Blob(b"")))
 
 
-def test_an_address_in_use_is_named():
+def test_the_error_names_an_address_in_use():
     with serving({}) as server:
         second = SyncServer(server.address, credentials=CREDENTIALS)
         with pytest.raises(AddressInUse, match=f"cannot listen on {server.address}"):
             second.start()
 
 
-def test_no_thread_or_descriptor_is_left():
+def test_no_thread_or_descriptor_leaks():
     def once():
         with (
             serving({ECHO: echo, REPEAT: repeat}) as server,
@@ -221,7 +221,7 @@ def test_streams_that_wait_for_their_callers_occupy_no_thread():
             stream.close()
 
 
-def test_a_closed_stream_closes_its_handler_where_it_yields_next():
+def test_closing_a_stream_closes_its_handler_at_the_next_yield():
     closed, go_on = threading.Event(), threading.Event()
 
     def endless(request):
@@ -261,7 +261,7 @@ def test_closing_a_channel_ends_the_calls_of_other_threads():
         release.set()
 
 
-def test_both_kinds_talk_to_each_other():
+def test_synchronous_and_asyncio_peers_interoperate():
     async def async_echo(request):
         return request
 

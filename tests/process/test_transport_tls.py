@@ -1,4 +1,4 @@
-"""Mutual TLS: whoever shows no certificate of the job's authority is not let in."""
+"""Mutual TLS: a peer without a certificate of the job's authority is refused."""
 
 import asyncio
 import dataclasses
@@ -31,7 +31,7 @@ def authority(tmp_path):
 
 
 def exchange(server_credentials, client_credentials):
-    """What one call over a fresh server and channel gives or raises."""
+    """Return the result of one call over a new server and channel, or raise its error."""
 
     async def main():
         server = Server(credentials=server_credentials)
@@ -42,7 +42,7 @@ def exchange(server_credentials, client_credentials):
     return asyncio.run(main())
 
 
-def test_peers_with_certificates_of_one_authority_talk(authority):
+def test_peers_with_certificates_of_one_authority_communicate(authority):
     server, client = authority.sign("server"), authority.sign("client")
     assert exchange(Credentials("token", server), Credentials("token", client)) == Number(1)
 
@@ -51,7 +51,7 @@ def test_a_client_without_certificate_is_refused(authority):
     server, client = authority.sign("server"), authority.sign("client")
     with pytest.raises(PeerUnreachable):
         exchange(Credentials("token", server), Credentials("token"))
-    # one that knows the authority and shows nothing of its own, as a stranger would
+    # A client that has the authority's certificate, but none signed by that authority.
     stranger = Authority(authority.folder / "other", "other").sign("stranger")
     known = TlsFiles(stranger.certificate, stranger.key, client.authority)
     with pytest.raises(PeerUnreachable):
@@ -70,7 +70,7 @@ def test_a_certificate_does_not_replace_the_token(authority):
         exchange(Credentials("token", server), Credentials("other", client))
 
 
-def test_one_server_name_may_stand_for_every_host(authority):
+def test_one_server_name_can_serve_every_host(authority):
     server = authority.sign("server", host="store.job")
     client = authority.sign("client")
     with pytest.raises(PeerUnreachable):
@@ -79,7 +79,7 @@ def test_one_server_name_may_stand_for_every_host(authority):
     assert exchange(Credentials("token", server), Credentials("token", named)) == Number(1)
 
 
-def test_threads_use_it_too(authority):
+def test_the_synchronous_transport_uses_tls(authority):
     credentials = Credentials("token", authority.sign("both"))
     server = SyncServer(credentials=credentials)
     server.add(SERVICE, {ECHO: lambda request: request})
@@ -90,7 +90,7 @@ def test_threads_use_it_too(authority):
 
 
 @pytest.mark.parametrize("role", ["certificate", "key", "authority"])
-def test_a_missing_or_wrong_file_is_named(authority, role):
+def test_the_error_names_a_missing_or_wrong_file(authority, role):
     files = authority.sign("server")
     path = getattr(files, role)
     path.write_text("not a certificate")
@@ -116,7 +116,7 @@ CERTIFICATE, KEY = (
     ],
     ids=["certificate", "authority", "key", "another's key"],
 )
-def test_a_damaged_tls_file_is_named(authority, tmp_path, role, content, words):
+def test_the_error_names_a_damaged_tls_file(authority, tmp_path, role, content, words):
     good = authority.sign("server")
     bad = authority.sign("another").key
     if content is not None:

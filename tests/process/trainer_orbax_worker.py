@@ -1,9 +1,9 @@
-"""What one process does with a store of checkpoints. Usage: trainer_orbax_worker.py ROLE DIRECTORY [INDEX PORT].
+"""A process that uses a store of checkpoints. Usage: trainer_orbax_worker.py ROLE DIRECTORY [INDEX PORT].
 
-member: is process INDEX of a world of two. Process 1 saves and reads a checkpoint, while process 0 is stopped for good.
-share: is process INDEX of a world of two, and loads a state that is cut over both onto its devices.
+member: is process INDEX of a world of two. Process 1 saves and reads a checkpoint, while process 0 is suspended.
+share: is process INDEX of a world of two, and loads its shards of a state that is sharded over both.
 leave: leaves its world while a save is in flight.
-save: saves for ever, step after step.
+save: saves one step after another until it is killed.
 """
 
 import gc
@@ -31,7 +31,7 @@ def member(directory: str, index: int, port: int) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     assert jax.process_count() == 2
     print("connected", flush=True)
-    sys.stdin.readline()  # not before both are: process 0 serves the other's connecting
+    sys.stdin.readline()  # wait for both: process 1 connects to a service in process 0
     if index == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     here = NamedSharding(Mesh(np.array(jax.local_devices()), ("data",)), P())
@@ -93,9 +93,9 @@ def share(directory: str, index: int, port: int) -> None:
         shares += sum(shard.data.nbytes for shard in boxes.values())
         assert array.sharding == fully_sharded(mesh)(name, abstract[name])
         assert name == "small" or array.sharding.is_fully_replicated is False
-    assert store.bytes_read == shares + 8  # of the key
+    assert store.bytes_read == shares + 8  # the data of the random key
     assert shares < whole_bytes / 2 + 100
-    # What came through memory at a time: a batch, or one array's share; what was ever held: the share, and that.
+    # The transfer memory has room for a batch or this host's shards of one array; the peak is that and all its shards.
     (transfer_bytes,) = allocated
     assert transfer_bytes <= max(2**20, state["wide"].nbytes // 2) + 64 * 5
     assert peak_bytes < shares + 2**18

@@ -1,4 +1,4 @@
-"""A real job of `tests/e2e/jobs/sharded.py`, and what must be true of it: no host has its state whole."""
+"""A real job of `tests/e2e/jobs/sharded.py`, and its invariants: no host has a complete copy of the state."""
 
 import json
 import os
@@ -16,23 +16,23 @@ SCRIPT = Path(__file__).parent.parent / "e2e" / "jobs" / "sharded.py"
 
 
 class ShardedJob(TinyJob):
-    """Snapshots every step, parity for `parity` lost hosts."""
+    """A job that takes a snapshot in every step, with parity for the loss of `parity` hosts."""
 
     def __init__(self, work: Path, hosts: int, parity: int, words: Sequence[str] = ()) -> None:
         config = f"{CONFIG}\nsnapshot_parity = {parity}\n"
         super().__init__(work, hosts, config, words=words, script=SCRIPT)
 
     def promised_step(self) -> int:
-        """Of the newest snapshot that some server says to be committed on all hosts; 0 before the first."""
+        """Return the step of the newest snapshot that a server reports as committed on all hosts; 0: none."""
         report = self.job.read_report()
         hosts = report.hosts if report is not None else ()
         committed = [s.id.step for h in hosts for s in h.snapshots if s.phase is SnapshotPhase.COMMITTED]
         return max(committed, default=0)
 
     def wait_protected(self, hosts: int, after_generation: int = 0) -> int:
-        """Waits until so many hosts train and have committed a snapshot together; gives its step.
+        """Wait until so many hosts train and have committed a snapshot together; return its step.
 
-        Not one of a generation of fewer hosts, which is not safe from the loss of as many.
+        A snapshot of a generation of fewer hosts does not count: it does not tolerate the loss of as many.
         """
         report = self.job.wait_report(
             f"{hosts} hosts with a snapshot of a generation after {after_generation}",
@@ -50,12 +50,12 @@ class ShardedJob(TinyJob):
         return max(s.id.step for h in report.hosts for s in h.snapshots)
 
     def restored(self) -> list[dict]:
-        """What every process wrote right after it had restored the state of a snapshot or begun, oldest first."""
+        """Return the lines that the processes logged when they had restored or made their state, oldest first."""
         rows = [row for rows in self.logs().values() for row in rows if row["restored"]]
         return sorted(rows, key=lambda row: (row["generation"], row["step"]))
 
     def check_steps(self) -> None:
-        """After every step, in every generation, the bits of an undisturbed run; in a generation no step twice."""
+        """Check that every step has the bits of an undisturbed run, and occurs once in a generation."""
         by_step: dict[int, set[str]] = {}
         for process, rows in self.logs().items():
             for number in {row["generation"] for row in rows}:
@@ -76,7 +76,7 @@ class ShardedJob(TinyJob):
         assert min(shares) < whole, "some host had less than everything"
 
     def _undisturbed(self, total: int) -> list[dict]:
-        """The lines of the same job on one host that nobody touched."""
+        """Return the log of the same job on one undisturbed host."""
         alone = self.work / "undisturbed"
         if not alone.exists():
             alone.mkdir()

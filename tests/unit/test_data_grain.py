@@ -34,7 +34,7 @@ def test_every_epoch_has_every_element_once_in_an_order_of_its_own(shuffled) -> 
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
-def test_random_transformations_are_a_function_of_the_elements_number(shuffled) -> None:
+def test_random_transformations_are_a_function_of_the_element_index(shuffled) -> None:
     def make():
         augmented = shuffled.random_map(lambda x, rng: {"x": x, "noise": rng.integers(1 << 30)})
         return make_microbatch_data(augmented, num_microbatches=2, microbatch_size=5)
@@ -45,7 +45,7 @@ def test_random_transformations_are_a_function_of_the_elements_number(shuffled) 
     assert len({tuple(batch["noise"].tolist()) for batch in expected}) == 4
 
 
-def test_elements_may_be_microbatches_already(shuffled) -> None:
+def test_elements_may_be_microbatches(shuffled) -> None:
     dataset = shuffled.repeat().batch(4)
     data = make_microbatch_data(dataset, num_microbatches=2, microbatch_size=None)
     assert read(data, 2, steps=2) == [dataset[i].tolist() for i in range(4)]
@@ -59,7 +59,7 @@ def test_a_short_last_batch_is_refused(shuffled) -> None:
 
 
 @pytest.mark.parametrize("size", [1, None])
-def test_an_element_that_was_filtered_out_is_refused(size: int | None) -> None:
+def test_a_filtered_out_element_is_refused(size: int | None) -> None:
     dataset = grain.MapDataset.range(5).filter(lambda x: x != 3).map(lambda x: x if size else np.array([x]))
     data = make_microbatch_data(dataset, num_microbatches=5, microbatch_size=size)
     assert data.batch(0, 2).tolist() == [2]
@@ -74,11 +74,11 @@ def test_an_empty_dataset_is_refused() -> None:
         make_microbatch_data(grain.MapDataset.range(0), num_microbatches=1, microbatch_size=1)
 
 
-def test_an_iter_dataset_is_refused_for_it_has_no_random_access(shuffled) -> None:
+def test_an_iter_dataset_is_refused_because_it_has_no_random_access(shuffled) -> None:
     with pytest.raises(DataError, match="give the MapDataset that the IterDataset was made from"):
         make_microbatch_data(shuffled.to_iter_dataset(), num_microbatches=1, microbatch_size=1)
 
 
-def test_who_asks_us_to_shuffle_it_is_told_to_do_so_in_grain(shuffled) -> None:
+def test_shuffling_by_us_is_refused_with_a_hint_to_shuffle_in_grain(shuffled) -> None:
     with pytest.raises(DataError, match=r"shuffle: found True .* Call shuffle on the dataset"):
         make_microbatch_data(shuffled, num_microbatches=1, microbatch_size=1, shuffle=True)

@@ -1,4 +1,4 @@
-"""A microbatch is a pure function of seed, step and index; a source that breaks its promise is named."""
+"""A microbatch is a pure function of seed, step and index; the error names a source that breaks this contract."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ sizes = st.integers(1, 6)
 
 
 def read(data, microbatches: int, steps: int) -> list[int]:
-    """All rows of a source of numbers, in their order."""
+    """Return all rows of a source of numbers, in order."""
     return [
         row
         for step in range(steps)
@@ -108,7 +108,7 @@ def test_examples_are_stacked_leaf_by_leaf() -> None:
     assert batch["b"].dtype == jnp.bfloat16
 
 
-def test_a_function_gives_what_it_gives() -> None:
+def test_a_functions_result_is_returned() -> None:
     data = make_microbatch_data(
         lambda step, index: {"a": np.full((4, 2), step), "b": np.full(4, index)},
         num_microbatches=3,
@@ -122,7 +122,7 @@ def test_a_function_gives_what_it_gives() -> None:
 
 
 class ReadyMade:
-    """Microbatch data already."""
+    """An implementation of `MicrobatchData`."""
 
     def batch(self, step: int, index: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
         return np.zeros(1)
@@ -131,12 +131,12 @@ class ReadyMade:
         return None
 
 
-def test_microbatch_data_is_given_back() -> None:
+def test_microbatch_data_is_returned_as_it_is() -> None:
     ready = ReadyMade()
     assert make_microbatch_data(ready, num_microbatches=3, microbatch_size=None) is ready
 
 
-def test_a_source_that_can_be_called_is_a_source() -> None:
+def test_a_callable_source_is_no_function() -> None:
     class Callable(list[int]):
         def __call__(self) -> None: ...
 
@@ -149,7 +149,7 @@ def test_a_source_without_lengths_has_none() -> None:
     assert make_microbatch_data([1, 2], num_microbatches=1, microbatch_size=1).lengths(0, 0) is None
 
 
-# What is refused.
+# Errors.
 
 
 class NegativeLength(list[int]):
@@ -175,13 +175,13 @@ class NegativeLength(list[int]):
         ),
     ],
 )
-def test_what_is_no_source_is_refused(source: object, message: str) -> None:
+def test_an_object_that_is_no_source_is_refused(source: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_microbatch_data(source, num_microbatches=1, microbatch_size=1)
 
 
 class Short:
-    """Says that it has more items than it has."""
+    """A source whose length exceeds its items."""
 
     def __init__(self, items: dict | list) -> None:
         self.items = items
@@ -194,7 +194,7 @@ class Short:
 
 
 @pytest.mark.parametrize("items", [[1, 2], {0: 1, 1: 2}])
-def test_a_source_that_is_shorter_than_promised_is_named(items: dict | list) -> None:
+def test_the_error_names_a_source_that_is_shorter_than_its_length(items: dict | list) -> None:
     data = make_microbatch_data(Short(items), num_microbatches=1, microbatch_size=3, shuffle=False)
     with pytest.raises(
         DataError, match=r"item 2 of Short: .* shorter than promised \(its length was 10\)"
@@ -223,7 +223,7 @@ def test_a_source_that_is_shorter_than_promised_is_named(items: dict | list) -> 
         ((), r"item 1 of list: found \(\), which holds no arrays"),
     ],
 )
-def test_an_item_unlike_the_first_is_named(other: object, message: str) -> None:
+def test_the_error_names_an_item_with_another_layout_than_the_first(other: object, message: str) -> None:
     source = [{"x": np.zeros(3), "y": 0}, other]
     data = make_microbatch_data(source, num_microbatches=2, microbatch_size=1, shuffle=False)
     data.batch(0, 0)
@@ -232,7 +232,7 @@ def test_an_item_unlike_the_first_is_named(other: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), OSError(5, "disk"), StopIteration("odd")])
-def test_any_other_error_of_the_users_comes_out_unchanged(error: Exception) -> None:
+def test_any_other_error_of_the_source_passes_unchanged(error: Exception) -> None:
     class Failing(list[int]):
         def __getitem__(self, number):
             raise error
@@ -262,13 +262,13 @@ def test_any_other_error_of_the_users_comes_out_unchanged(error: Exception) -> N
         (lambda s, i: None, r"step 0, microbatch 0: found None, which holds no arrays"),
     ],
 )
-def test_a_functions_bad_result_is_named(function: Callable[[int, int], object], message: str) -> None:
+def test_the_error_names_an_invalid_result_of_a_function(function: Callable[[int, int], object], message: str) -> None:
     data = make_microbatch_data(function, num_microbatches=1, microbatch_size=None)
     with pytest.raises(DataError, match=message):
         [data.batch(step, 0) for step in range(2)]
 
 
-def test_a_function_that_gives_another_size_than_agreed_is_refused() -> None:
+def test_a_function_that_returns_another_size_than_configured_is_refused() -> None:
     data = make_microbatch_data(lambda step, index: np.zeros((4, 2)), num_microbatches=1, microbatch_size=8)
     with pytest.raises(DataError, match=r"shapes \[\(4, 2\)\], expected .* the number of examples, 8"):
         data.batch(0, 0)
@@ -283,13 +283,13 @@ def test_a_function_that_gives_another_size_than_agreed_is_refused() -> None:
         ((0, 0), r"part: found \(0, 0\), expected \(k, n\)"),
     ],
 )
-def test_a_part_that_cannot_be_is_refused(source: object, part: tuple[int, int], message: str) -> None:
+def test_an_invalid_part_is_refused(source: object, part: tuple[int, int], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_microbatch_data(source, num_microbatches=1, microbatch_size=12).batch(0, 0, part)
 
 
 @pytest.mark.parametrize(("step", "index"), [(-1, 0), (0, 2), (0, -1)])
-def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> None:
+def test_a_microbatch_out_of_range_is_refused(step: int, index: int) -> None:
     with pytest.raises(DataError, match=rf"step {step}, microbatch {index}: expected .* from 0 to 1"):
         make_microbatch_data([1, 2, 3], num_microbatches=2, microbatch_size=1).batch(step, index)
 
@@ -317,12 +317,12 @@ def test_a_microbatch_that_is_not_there_is_refused(step: int, index: int) -> Non
         ),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_sizes_and_seeds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_microbatch_data([1, 2], **options)
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     numbers: dict[str, Any] = {
         "num_microbatches": np.int64(1),
         "microbatch_size": np.int32(2),
@@ -334,6 +334,6 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 
 @pytest.mark.parametrize("source", [ReadyMade(), lambda step, index: np.zeros(1)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_who_asks_to_shuffle_what_has_its_own_order_is_told(source: object, shuffle: bool) -> None:
+def test_shuffling_a_source_with_its_own_order_is_refused(source: object, shuffle: bool) -> None:
     with pytest.raises(DataError, match=f"shuffle: found {shuffle} for a source that has its own order"):
         make_microbatch_data(source, num_microbatches=1, microbatch_size=1, shuffle=shuffle)

@@ -1,4 +1,4 @@
-"""Packed rows hold every token once, in order, and say where each document is."""
+"""Packed rows contain every token once, in order, and mark each document."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ contexts = st.integers(1, 16)
 
 
 def make_documents(lengths: list[int]) -> list[np.ndarray]:
-    """Documents of tokens that are all different, and none 0."""
+    """Return documents whose tokens are all different, and none 0."""
     ends = np.cumsum([0, *lengths])
     return [np.arange(a + 1, b + 1, dtype=np.int64) for a, b in itertools.pairwise(ends)]
 
@@ -46,7 +46,7 @@ def test_every_token_is_in_exactly_one_piece(lengths, context) -> None:
 
 @settings(deadline=None)
 @given(all_lengths, contexts)
-def test_the_rows_hold_all_tokens_in_their_order(lengths, context) -> None:
+def test_the_rows_contain_all_tokens_in_order(lengths, context) -> None:
     packed = PackedDocuments(make_documents(lengths), context)
     rows = [packed[row] for row in range(len(packed))]
     tokens = [int(t) for row in rows for t in row["tokens"][row["segments"] > 0]]
@@ -62,7 +62,7 @@ def test_documents_appended_later_change_no_finished_row(lengths, context, data)
     assert whole.row_bounds[: finished + 1].tolist() == shorter.row_bounds[: finished + 1].tolist()
 
 
-def test_a_row_says_which_token_is_of_which_document() -> None:
+def test_a_row_marks_the_document_of_each_token() -> None:
     packed = PackedDocuments([[11, 12], [21, 22, 23], [], [31, 32, 33, 34, 35, 36, 37, 38]], 6, pad_token=-1)
     assert len(packed) == 3
     rows = [{name: leaf.tolist() for name, leaf in packed[row].items()} for row in range(3)]
@@ -86,7 +86,7 @@ def test_a_row_says_which_token_is_of_which_document() -> None:
     assert packed.lengths(0).dtype == np.int32
 
 
-def test_packed_documents_are_a_source_that_tells_the_lengths_of_its_microbatches() -> None:
+def test_packed_documents_are_a_source_with_the_lengths_of_its_microbatches() -> None:
     packed = PackedDocuments(make_documents([3, 4, 5, 9, 1, 1, 1]), 8)
     data = make_microbatch_data(packed, num_microbatches=2, microbatch_size=2, seed=3)
     for step in range(3):
@@ -100,7 +100,7 @@ def test_packed_documents_are_a_source_that_tells_the_lengths_of_its_microbatche
 
 
 class CountedReads(list[list[int]]):
-    """Documents that count how often one is read."""
+    """Documents that count their reads."""
 
     reads = 0
 
@@ -131,13 +131,13 @@ def test_a_document_that_is_no_row_of_tokens_is_refused(documents: list, message
         PackedDocuments(documents, 4)
 
 
-def test_a_document_that_is_not_as_long_as_it_was_said_to_be_is_refused() -> None:
+def test_a_document_of_another_length_than_given_is_refused() -> None:
     packed = PackedDocuments([[1, 2], [3]], 4, document_lengths=[2, 2])
     with pytest.raises(DataError, match="item 1 of list: found 1 tokens, expected 2"):
         packed[0]
 
 
-def test_bad_lengths_and_contexts_are_refused() -> None:
+def test_invalid_lengths_and_context_lengths_are_refused() -> None:
     with pytest.raises(DataError, match="document_lengths: found 1, expected 2"):
         PackedDocuments([[1], [2]], 4, document_lengths=[1])
     with pytest.raises(DataError, match="context_length: found 0"):
@@ -161,7 +161,7 @@ def test_bad_lengths_and_contexts_are_refused() -> None:
         (1.7, r"pad: found 1\.7 \(float\), expected an integer"),
     ],
 )
-def test_a_pad_that_is_no_token_is_refused(pad: Any, message: str) -> None:
+def test_a_pad_token_that_is_no_token_is_refused(pad: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         PackedDocuments([[1]], 2, pad)
 

@@ -1,4 +1,4 @@
-"""The prefetcher reads each microbatch once, never too many, and a failed read fails for one caller alone."""
+"""The prefetcher reads each microbatch once, within its buffer, and a failed read fails only its own callers."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def keys(*indexes: int) -> list[MicrobatchKey]:
 
 
 class LoggedSource:
-    """Logs each read; reads of the indexes in `held` wait until they are released."""
+    """A source that logs each read; reads of the indexes in `held` wait until `let_go`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -97,7 +97,7 @@ def test_every_wanted_microbatch_is_read_exactly_once(source: LoggedSource, pref
     assert sorted(source.begun) == wanted
 
 
-def test_it_reads_before_it_is_asked_and_on_its_own_threads(
+def test_expected_microbatches_are_read_ahead_on_the_prefetchers_threads(
     source: LoggedSource, prefetcher: Prefetcher
 ) -> None:
     prefetcher.expect(keys(0, 1, 2))
@@ -107,14 +107,14 @@ def test_it_reads_before_it_is_asked_and_on_its_own_threads(
     assert source.threads <= {"resilient-jax-data-0", "resilient-jax-data-1"}
 
 
-def test_it_reads_in_the_order_that_was_said(source: LoggedSource) -> None:
+def test_microbatches_are_read_in_the_expected_order(source: LoggedSource) -> None:
     with Prefetcher(source, buffer_size=4, num_threads=1) as prefetcher:
         prefetcher.expect(keys(2, 0, 3, 1))
         source.wait_ended(2, 0, 3, 1)
     assert source.begun == keys(2, 0, 3, 1)
 
 
-def test_threads_read_at_the_same_time(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_threads_read_concurrently(source: LoggedSource, prefetcher: Prefetcher) -> None:
     source.hold(0)
     prefetcher.expect(keys(0, 1))
     source.wait_ended(1)
@@ -124,7 +124,7 @@ def test_threads_read_at_the_same_time(source: LoggedSource, prefetcher: Prefetc
     assert prefetcher.get(0, 0)[1] == 0
 
 
-def test_never_more_are_held_than_agreed(source: LoggedSource) -> None:
+def test_the_buffer_size_bounds_the_unrequested_microbatches(source: LoggedSource) -> None:
     asked, most = 0, 0
 
     def note() -> None:
@@ -143,7 +143,7 @@ def test_never_more_are_held_than_agreed(source: LoggedSource) -> None:
     assert source.count() == Counter(range(40))
 
 
-def test_asked_again_it_is_the_same_until_it_is_no_longer_expected(
+def test_a_repeated_get_returns_the_same_arrays_while_they_are_expected(
     source: LoggedSource, prefetcher: Prefetcher
 ) -> None:
     prefetcher.expect(keys(0))
@@ -156,7 +156,7 @@ def test_asked_again_it_is_the_same_until_it_is_no_longer_expected(
     assert source.count()[0] == 2
 
 
-def test_after_a_failure_only_what_is_new_is_read(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_after_a_failure_only_new_microbatches_are_read(source: LoggedSource, prefetcher: Prefetcher) -> None:
     source.hold(2)
     prefetcher.expect(keys(0, 1, 2, 3))
     source.wait_begun(0, 1, 2, 3)
@@ -169,7 +169,7 @@ def test_after_a_failure_only_what_is_new_is_read(source: LoggedSource, prefetch
     assert source.count() == Counter([0, 1, 2, 3, 6, 7])
 
 
-def test_what_was_asked_for_gives_room(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_a_requested_microbatch_frees_room_in_the_buffer(source: LoggedSource, prefetcher: Prefetcher) -> None:
     prefetcher.expect(keys(*range(8)))
     source.wait_ended(0, 1, 2, 3)
     for index in range(4):
@@ -177,14 +177,14 @@ def test_what_was_asked_for_gives_room(source: LoggedSource, prefetcher: Prefetc
     source.wait_ended(4, 5, 6, 7)
 
 
-def test_what_is_forgotten_gives_room(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_a_dropped_microbatch_frees_room_in_the_buffer(source: LoggedSource, prefetcher: Prefetcher) -> None:
     prefetcher.expect(keys(0, 1, 2, 3))
     source.wait_ended(0, 1, 2, 3)
     prefetcher.expect(keys(4, 5, 6, 7))
     source.wait_ended(4, 5, 6, 7)
 
 
-def test_what_was_not_begun_and_is_no_longer_expected_is_never_read(source: LoggedSource) -> None:
+def test_a_microbatch_that_is_no_longer_expected_is_never_read(source: LoggedSource) -> None:
     source.hold(0)
     with Prefetcher(source, buffer_size=2, num_threads=1) as prefetcher:
         prefetcher.expect(keys(0, 1))
@@ -195,7 +195,7 @@ def test_what_was_not_begun_and_is_no_longer_expected_is_never_read(source: Logg
     assert source.count() == Counter([0, 2])
 
 
-def test_what_nobody_expected_is_read_by_who_asks_and_not_kept(
+def test_an_unexpected_microbatch_is_read_on_the_callers_thread_and_not_kept(
     source: LoggedSource, prefetcher: Prefetcher
 ) -> None:
     assert prefetcher.get(4, 2, (1, 3)).tolist() == [4, 2, 1, 3]
@@ -204,7 +204,7 @@ def test_what_nobody_expected_is_read_by_who_asks_and_not_kept(
     assert source.threads == {threading.current_thread().name}
 
 
-def test_who_asks_out_of_order_does_not_wait_for_room(source: LoggedSource) -> None:
+def test_a_get_out_of_order_does_not_wait_for_room(source: LoggedSource) -> None:
     with Prefetcher(source, buffer_size=1, num_threads=1) as prefetcher:
         prefetcher.expect(keys(0, 1, 2))
         source.wait_ended(0)
@@ -213,7 +213,7 @@ def test_who_asks_out_of_order_does_not_wait_for_room(source: LoggedSource) -> N
     assert source.count() == Counter([0, 1, 2])
 
 
-def test_two_who_ask_for_one_wait_for_one_read(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_concurrent_gets_of_one_microbatch_share_one_read(source: LoggedSource, prefetcher: Prefetcher) -> None:
     source.hold(0)
     prefetcher.expect(keys(0))
     with ThreadPoolExecutor(2) as pool:
@@ -224,7 +224,7 @@ def test_two_who_ask_for_one_wait_for_one_read(source: LoggedSource, prefetcher:
     assert source.count()[0] == 1
 
 
-def test_a_new_list_may_come_while_someone_waits(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_expect_may_be_called_while_a_get_waits(source: LoggedSource, prefetcher: Prefetcher) -> None:
     source.hold(0)
     prefetcher.expect(keys(0, 1))
     source.wait_begun(0)
@@ -237,11 +237,11 @@ def test_a_new_list_may_come_while_someone_waits(source: LoggedSource, prefetche
 
 
 class Halt(BaseException):
-    """Not an Exception."""
+    """An error that is no `Exception`."""
 
 
 @pytest.mark.parametrize("error", [ValueError("bad record"), StopIteration(), Halt()])
-def test_a_failed_read_fails_for_who_asks_for_it_alone(
+def test_a_failed_read_fails_only_the_get_of_its_microbatch(
     source: LoggedSource, prefetcher: Prefetcher, error: BaseException
 ) -> None:
     source.failing[1] = error
@@ -254,7 +254,7 @@ def test_a_failed_read_fails_for_who_asks_for_it_alone(
     assert prefetcher.get(0, 2)[1] == 2
 
 
-def test_a_read_ahead_that_failed_is_done_again_by_who_asks(
+def test_get_repeats_a_failed_read_ahead(
     source: LoggedSource, prefetcher: Prefetcher
 ) -> None:
     source.failing = {0: OSError("the devices went away")}
@@ -264,7 +264,7 @@ def test_a_read_ahead_that_failed_is_done_again_by_who_asks(
     assert prefetcher.get(0, 0)[1] == 0
 
 
-def test_a_failed_read_is_tried_again_when_asked_or_expected_again(
+def test_a_failed_read_is_retried_when_requested_or_expected_again(
     source: LoggedSource, prefetcher: Prefetcher
 ) -> None:
     source.failing = {0: OSError("disk"), 1: OSError("disk")}
@@ -285,7 +285,7 @@ def test_lengths_come_from_the_source(prefetcher: Prefetcher) -> None:
     assert lengths.tolist() == [3, 4]
 
 
-def test_close_ends_the_threads_and_what_comes_later_is_refused(source: LoggedSource) -> None:
+def test_close_ends_the_threads_and_later_calls_are_refused(source: LoggedSource) -> None:
     before = set(threading.enumerate())
     prefetcher = Prefetcher(source, buffer_size=1, num_threads=3)
     mine = set(threading.enumerate()) - before
@@ -301,7 +301,7 @@ def test_close_ends_the_threads_and_what_comes_later_is_refused(source: LoggedSo
         prefetcher.expect(keys(1))
 
 
-def test_a_read_under_way_is_delivered_though_another_thread_closes(source: LoggedSource) -> None:
+def test_a_read_in_progress_is_delivered_although_another_thread_closes(source: LoggedSource) -> None:
     source.hold(0)
     prefetcher = Prefetcher(source, num_threads=1)
     with ThreadPoolExecutor(1) as pool:

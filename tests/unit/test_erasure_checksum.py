@@ -1,4 +1,4 @@
-"""The checksums of shards: CRC32C of any library is the standard one, and CRC32 says that it is not."""
+"""The checksums of shards: every library computes standard CRC32C, and the fallback to CRC32 is reported."""
 
 import zlib
 
@@ -9,7 +9,7 @@ from resilient_jax.erasure import ChecksumName, KernelUnavailable, choose_checks
 
 CHECK_INPUT = b"123456789"
 CASTAGNOLI = 0xE3069283
-"""CRC32C of the check input, as in the catalogue of parametrized CRC algorithms (CRC-32/ISCSI)."""
+"""CRC32C of the check input, as in the catalog of parametrized CRC algorithms (CRC-32/ISCSI)."""
 
 
 @needs_isal
@@ -30,7 +30,7 @@ def no_isal(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_isal")
-def test_crc32c_of_google_is_the_same():
+def test_crc32c_of_google_is_the_standard_one():
     pytest.importorskip("google_crc32c")
     chosen = choose_checksum()
     assert (chosen.name, chosen.library) == ("crc32c", "google-crc32c")
@@ -38,7 +38,7 @@ def test_crc32c_of_google_is_the_same():
 
 
 @pytest.mark.usefixtures("no_isal")
-def test_without_a_library_for_crc32c_it_is_crc32_and_says_so(monkeypatch):
+def test_without_a_crc32c_library_the_checksum_is_crc32_and_says_so(monkeypatch):
     monkeypatch.setattr("resilient_jax.erasure.checksum.google_crc32c", None)
     chosen = choose_checksum()
     assert (chosen.name, chosen.library, chosen.compute(CHECK_INPUT)) == (

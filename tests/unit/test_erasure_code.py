@@ -1,4 +1,4 @@
-"""The matrices of the code: reedsolo's parity, any k of n shards, invalid arguments. And its public names."""
+"""The matrices of the code: reedsolo's parity, any k of n shards, invalid arguments, and the public names."""
 
 import importlib
 from itertools import combinations
@@ -45,7 +45,7 @@ elements = st.integers(0, 255)
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_the_public_names_are_these_and_resolve(module):
+def test_the_public_names_are_as_listed_and_resolve(module):
     home = importlib.import_module(module)
     assert tuple(sorted(home.__all__)) == PUBLIC[module] == tuple(sorted(dir(home)))
     for name in PUBLIC[module]:
@@ -81,7 +81,7 @@ def test_parity_of_a_column_is_that_of_reedsolo(code, data):
 
 @settings(deadline=None, max_examples=40)
 @given(codes)
-def test_the_matrix_of_one_parity_shard_is_ones_and_fewer_data_shards_are_zeros_in_front(code):
+def test_one_parity_shard_has_a_matrix_of_ones_and_missing_data_shards_are_leading_zeros(code):
     assert ReedSolomon(code.k, 1).parity_matrix == (bytes([1]) * code.k,)
     assert len(code.parity_matrix) == code.m
     shorter = ReedSolomon(1, code.m).parity_matrix  # fewer data shards are zeros in front

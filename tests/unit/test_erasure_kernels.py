@@ -65,7 +65,7 @@ def test_a_kernel_passes_its_self_test(kernel):
 
 @pytest.mark.parametrize("quick_kernel", QUICK_KERNELS)
 def test_the_self_test_takes_under_50_ms(quick_kernel):
-    """Of a processor, at least once: the machine may be busy with something else."""
+    """Take the best CPU time of several runs, because the machine may be busy."""
     kernel, end_s = quick_kernel(), time.monotonic() + PATIENCE_S
     best_s = math.inf
     while best_s >= SELF_TEST_S and time.monotonic() < end_s:
@@ -76,7 +76,7 @@ def test_the_self_test_takes_under_50_ms(quick_kernel):
 
 
 class OneBitWrong(Kernel):
-    """Flips a bit of the last byte of the last destination."""
+    """A kernel that flips a bit of the last byte of the last destination."""
 
     name = KernelName.NUMPY
     description = "broken on purpose"
@@ -98,7 +98,7 @@ def test_the_self_test_finds_a_wrong_bit(longer_than, message):
         run_self_test(OneBitWrong(longer_than))
 
 
-def test_arrays_of_numpy_are_buffers(kernel):
+def test_numpy_arrays_are_buffers(kernel):
     data = np.arange(3 * 100, dtype=np.uint8).reshape(3, 100)
     data.flags.writeable = False
     parity = np.zeros((2, 100), np.uint8)
@@ -109,7 +109,7 @@ def test_arrays_of_numpy_are_buffers(kernel):
     )
 
 
-def test_a_wrong_dtype_is_refused_with_what_to_do(kernel):
+def test_a_wrong_dtype_is_refused_with_a_remedy(kernel):
     with pytest.raises(
         ErasureCodeError, match=r"source 0: found 1 dimensions of format 'H', expected .*view\(numpy.uint8\)"
     ):
@@ -129,8 +129,8 @@ def test_the_numpy_kernel_joins_its_blocks(length):
 
 
 def compiled_programs():
-    """How many the XLA kernel has compiled in this process."""
-    return getattr(xla_kernel._multiply_tile, "_cache_size")()  # noqa: B009 - jax does not declare it
+    """Return how many programs the XLA kernel has compiled in this process."""
+    return getattr(xla_kernel._multiply_tile, "_cache_size")()  # noqa: B009 - jax does not declare this method
 
 
 def test_xla_compiles_nothing_for_another_matrix_or_a_length_of_the_same_size():
@@ -153,7 +153,7 @@ def test_isal_is_chosen_where_it_is_installed():
 
 
 @pytest.mark.usefixtures("no_isal")
-def test_without_isal_numpy_is_chosen_and_says_why():
+def test_without_isal_numpy_is_chosen_with_the_reason():
     chosen = choose_kernel()
     assert chosen.kernel.name == "numpy"
     assert [kernel.name for kernel in chosen.rejected] == ["isal", "xla"]
@@ -183,7 +183,7 @@ def test_a_kernel_can_be_requested(name):
 
 
 @pytest.mark.usefixtures("no_isal")
-def test_a_requested_kernel_that_is_not_here_is_an_error():
+def test_a_requested_kernel_that_is_unavailable_is_an_error():
     with pytest.raises(KernelUnavailable, match="ISA-L is not on this machine"):
         choose_kernel(KernelName.ISAL)
 
@@ -194,7 +194,7 @@ def test_a_requested_kernel_that_is_wrong_is_an_error(monkeypatch):
         choose_kernel(KernelName.NUMPY)
 
 
-def test_isal_that_is_not_installed_says_how_to_install_it(monkeypatch):
+def test_the_error_of_a_missing_isal_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(
         "resilient_jax.erasure.isal_library._candidates", lambda: iter(["/nowhere/libisal.so.2"])
     )

@@ -45,17 +45,17 @@ def microbatch(text, settings, step_number, index):
     )
 
 
-def test_the_text_is_python_of_the_asked_length(text):
+def test_the_text_is_python_of_the_requested_length(text):
     assert (text.dtype, text.shape) == (np.uint8, (TINY.text.max_bytes,))
     assert b"import " in text.tobytes()
 
 
-def test_the_text_is_the_same_each_time_and_a_shorter_one_is_its_beginning(text):
+def test_the_text_is_the_same_each_time_and_a_shorter_text_is_its_prefix(text):
     shorter = read_standard_library(100_000)
     np.testing.assert_array_equal(shorter, text[:100_000])
 
 
-def test_a_python_without_sources_is_refused_by_name(monkeypatch, tmp_path):
+def test_a_python_without_sources_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match=f"{tmp_path}: found no Python sources, expected the standard"):
         read_standard_library(1_000)
@@ -77,7 +77,7 @@ def test_microbatches_of_other_seeds_steps_and_indexes_differ(text):
     assert len(drawn) == len(keys)
 
 
-def test_a_microbatch_is_stretches_of_the_text_one_byte_longer_than_the_context(text):
+def test_a_microbatch_has_slices_of_the_text_one_byte_longer_than_the_context(text):
     batch = microbatch(text, TINY, 0, 0)
     assert (batch.dtype, batch.shape) == (np.uint8, (TINY.sequences, TINY.model.context + 1))
     whole = text.tobytes()
@@ -99,8 +99,8 @@ def test_the_network_has_between_one_and_three_million_parameters(settings):
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6])
-def test_the_sharded_network_is_cut_over_all_devices_whoever_is_left(hosts):
-    """But for leaves of less than a thousand numbers."""
+def test_the_network_is_sharded_over_all_devices_of_any_number_of_hosts(hosts):
+    """Leaves of at most a thousand elements may be replicated."""
     assert FSDP.state.parallelism == "sharded"
     place = fully_sharded(AbstractMesh((hosts, 2), ("host", "local")))
     sizes = {
@@ -111,12 +111,12 @@ def test_the_sharded_network_is_cut_over_all_devices_whoever_is_left(hosts):
     assert all(size < whole for whole, size in sizes.items() if whole > 1000)
 
 
-def test_the_first_loss_is_that_of_a_guess_among_256(text):
+def test_the_first_loss_is_that_of_a_uniform_guess_among_256_bytes(text):
     found = loss(ByteLM(SMALL.model, nnx.Rngs(0)), jnp.asarray(microbatch(text, SMALL, 0, 0)))
     assert float(found) == pytest.approx(math.log(256), abs=0.2)
 
 
-def test_a_prediction_does_not_look_at_what_it_predicts(text):
+def test_a_prediction_does_not_depend_on_its_target(text):
     model = ByteLM(SMALL.model, nnx.Rngs(0))
     one = microbatch(text, SMALL, 0, 0)[:1]
     other = one.copy()
@@ -149,14 +149,14 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_an_impossible_setting_is_refused_in_words_that_help(case):
+def test_an_invalid_setting_is_refused_with_a_helpful_message(case):
     changes, message = REFUSALS[case]
     with pytest.raises(ConfigError) as refusal:
         override_values(TINY, changes, source="flags")
     assert str(refusal.value) == message
 
 
-def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant():
+def test_a_misspelled_setting_is_refused_with_the_intended_name():
     text = (ROOT / "configs" / "lm_tiny.toml").read_text("utf-8").replace("layers =", "layer =")
     with pytest.raises(ConfigError) as refusal:
         decode_toml(text, Settings, source="lm_tiny.toml")

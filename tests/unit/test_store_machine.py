@@ -40,7 +40,7 @@ class Entry:
 
 
 class StoreModel(RuleBasedStateMachine):
-    """Keeps every past state whole: slow, and too simple to be wrong in the same way."""
+    """A model that stores every past state in full: slow, but too simple to share a bug."""
 
     leases = Bundle("leases")
 
@@ -161,7 +161,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.1, 6.0))
     def sleep(self, seconds):
-        """The store was suspended: time passed, and nobody's lease is nearer its end."""
+        """Suspend the store: time passes, and no lease comes nearer to its expiry."""
         self.now_s += seconds
         self.machine.extend_leases(seconds)
         self.deadlines = {lease: deadline + seconds for lease, deadline in self.deadlines.items()}
@@ -224,7 +224,7 @@ def new_machine(**options):
     return StoreStateMachine(first_lease=LeaseId(1), **options)
 
 
-def test_a_long_replay_comes_in_pieces_that_split_no_revision():
+def test_a_long_replay_arrives_in_batches_that_split_no_revision():
     machine = new_machine()
     start = machine.transaction((), [PutOp("a", b"x" * 100), PutOp("b", b"x" * 100)]).revision
     for _ in range(9):
@@ -240,7 +240,7 @@ def test_a_long_replay_comes_in_pieces_that_split_no_revision():
     ]
 
 
-def test_history_is_bounded_in_bytes_whatever_the_values():
+def test_history_is_bounded_in_bytes_for_any_values():
     machine = new_machine(keep_bytes=10_000)
     last = put(machine, "a")
     for _ in range(50):
@@ -250,7 +250,7 @@ def test_history_is_bounded_in_bytes_whatever_the_values():
     assert events[-1].mod_revision == last
 
 
-def test_the_history_always_holds_the_last_change():
+def test_the_history_always_contains_the_last_change():
     machine = new_machine(keep_bytes=1)
     last = put(machine, "a", b"x" * 3000)
     assert len(machine.read_history("", last, 10**9)[0]) == 1

@@ -1,4 +1,4 @@
-"""The shell around the store's core: suspension, slow readers, closing. Time is turned by hand."""
+"""`MemoryStore`, the asyncio shell of the store's core: suspension, slow readers, closing; with a manual clock."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ from resilient_jax.store.memory import EXPIRY_CHECK_INTERVAL_S, SUSPENSION_THRES
 
 
 async def pass_time(clock, store, seconds):
-    """Time passes while the store is awake: in steps that it sees one by one."""
+    """Advance the clock while the store is awake, in steps that the store observes one by one."""
     for _ in range(round(seconds / EXPIRY_CHECK_INTERVAL_S)):
         clock.advance(EXPIRY_CHECK_INTERVAL_S)
         await asyncio.sleep(0)
-        store._planned_wake_s = clock.monotonic_s()  # what its ticking task would plan, without the wait
+        store._planned_wake_s = clock.monotonic_s()  # as its expiry task would, without the wait
 
 
 def test_a_lease_expires_when_time_passes():
@@ -32,7 +32,7 @@ def test_a_lease_expires_when_time_passes():
     asyncio.run(main())
 
 
-def test_a_store_that_was_suspended_lets_no_lease_die_for_it():
+def test_no_lease_expires_while_the_store_is_suspended():
     async def main():
         clock = ManualClock()
         async with MemoryStore(clock) as store:
@@ -45,7 +45,7 @@ def test_a_store_that_was_suspended_lets_no_lease_die_for_it():
     asyncio.run(main())
 
 
-def test_a_suspension_is_paid_for_once():
+def test_a_suspension_extends_leases_only_once():
     async def main():
         clock = ManualClock()
         async with MemoryStore(clock) as store:
@@ -72,7 +72,7 @@ def test_a_lag_below_the_threshold_is_no_suspension():
     asyncio.run(main())
 
 
-def test_a_sleeping_loop_expires_leases_without_a_request():
+def test_leases_expire_without_a_request():
     async def main():
         async with MemoryStore() as store:
             revision = await store.put("a", b"", await store.grant(0.05))
@@ -83,7 +83,7 @@ def test_a_sleeping_loop_expires_leases_without_a_request():
     asyncio.run(main())
 
 
-def test_a_watcher_that_reads_too_slowly_is_told():
+def test_a_watcher_that_reads_too_slowly_gets_an_error():
     async def main():
         async with MemoryStore(keep_revisions=10) as store:
             start = await store.put("a", b"")
@@ -99,7 +99,7 @@ def test_a_watcher_that_reads_too_slowly_is_told():
     asyncio.run(main())
 
 
-def test_a_closed_store_answers_nothing():
+def test_a_closed_store_refuses_calls():
     async def main():
         store = MemoryStore()
         await store.close()
@@ -110,7 +110,7 @@ def test_a_closed_store_answers_nothing():
     asyncio.run(main())
 
 
-def test_two_stores_have_different_names_and_leases():
+def test_two_stores_have_different_ids_and_leases():
     async def main():
         one, two = MemoryStore(), MemoryStore()
         assert one.store_id != two.store_id

@@ -1,4 +1,4 @@
-"""When early stopping stops."""
+"""`EarlyStopping`: what counts as an improvement, and when training stops."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from resilient_jax.trainer.early_stopping import EarlyStopping
 
 
 def judge_all(early_stopping, values):
-    """At which evaluation it stops, if at all."""
+    """Return the evaluation at which training stops, or None."""
     patience = early_stopping.make_initial_state()
     for number, value in enumerate(values):
         patience, stops, _ = early_stopping.update(patience, {early_stopping.metric: value})
@@ -19,18 +19,18 @@ def judge_all(early_stopping, values):
     return None
 
 
-def test_a_value_that_betters_the_best_by_too_little_does_not_count():
+def test_an_improvement_below_min_delta_does_not_count():
     assert judge_all(EarlyStopping(patience=2, min_delta=0.1), [1.0, 0.95, 0.91]) == 2
     assert judge_all(EarlyStopping(patience=2, min_delta=0.1), [1.0, 0.95, 0.85, 0.8]) is None
 
 
-def test_an_accuracy_gets_better_by_growing():
+def test_an_accuracy_improves_by_growing():
     early_stopping = EarlyStopping(metric="eval_accuracy", patience=2, larger_is_better=True)
     assert judge_all(early_stopping, [0.1, 0.2, 0.3]) is None
     assert judge_all(early_stopping, [0.3, 0.2, 0.1]) == 2
 
 
-def test_nan_betters_nothing():
+def test_nan_improves_on_nothing():
     assert judge_all(EarlyStopping(patience=2), [np.nan, np.nan]) == 1
 
 
@@ -38,7 +38,7 @@ def test_nan_betters_nothing():
     st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30),
     st.integers(1, 5),
 )
-def test_it_stops_where_the_last_patience_values_improve_on_none_before(values, patience):
+def test_training_stops_where_the_last_patience_values_improve_on_none_before(values, patience):
     expected = next(
         (
             last
@@ -51,6 +51,6 @@ def test_it_stops_where_the_last_patience_values_improve_on_none_before(values, 
 
 
 @pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -1.0}, {"min_delta": np.nan}], ids=str)
-def test_impossible_values_are_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises(CallerError, match="early_stopping: found"):
         EarlyStopping(**wrong)

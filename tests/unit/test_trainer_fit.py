@@ -1,4 +1,4 @@
-"""The trainer's loop on this machine alone: results, reports, checkpoints, and what it refuses."""
+"""The trainer's loop on one machine: results, reports, checkpoints, and errors."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def test_the_loss_goes_down_and_the_result_is_the_trained_model():
     assert result.stop_reason is None
 
 
-def test_making_a_trainer_calls_neither_model_nor_loss():
+def test_constructing_a_trainer_calls_neither_model_nor_loss():
     def never(*_):
         raise AssertionError
 
@@ -59,7 +59,7 @@ def test_the_same_recipe_gives_the_same_bits_and_another_seed_other_bits():
 
 
 def test_the_learning_rate_follows_the_schedule_by_steps():
-    """The schedule does not depend on the number of microbatches in a step."""
+    """Check that the schedule does not depend on the number of microbatches in a step."""
     seen = []
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.0})
     make_trainer(
@@ -81,7 +81,7 @@ def test_each_microbatch_is_read_with_its_own_step_and_index():
     assert set(read) >= {(step, index) for step in range(3) for index in range(4)}
 
 
-def test_a_callback_sees_every_step_and_can_stop():
+def test_a_callback_is_called_for_every_step_and_can_stop_training():
     seen = []
 
     def stop_at_five(report):
@@ -110,7 +110,7 @@ def test_the_evaluation_is_the_mean_over_its_data_before_the_steps_that_are_due_
 WHOLE = {name: np.stack([example[name] for example in EXAMPLES]) for name in ("x", "y")}
 
 
-def test_an_evaluation_reads_the_same_each_time_and_may_have_its_own_loss():
+def test_an_evaluation_reads_the_same_data_each_time_and_may_have_its_own_loss():
     values = []
 
     def label(params, batch):
@@ -147,7 +147,7 @@ def test_an_nnx_model_is_evaluated_without_dropout():
     assert len(set(evaluations)) == 1
 
 
-def test_early_stopping_ends_when_patience_is_over():
+def test_early_stopping_ends_training_when_patience_is_exhausted():
     result = make_trainer(
         optimizer=optax.sgd(0.0),
         evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=2),
@@ -175,7 +175,7 @@ def poison(step, index):
     return {"x": x * (np.nan if (step, index) == (2, 1) else 1), "y": np.ones((4, 1), np.float32)}
 
 
-def test_a_microbatch_that_is_not_finite_stops_before_its_step_is_committed():
+def test_a_non_finite_microbatch_stops_training_before_its_step_is_committed():
     steps = []
     trainer = make_trainer(data=poison, callbacks=[lambda report: steps.append(report.step)])
     with pytest.raises(NonFiniteError, match=r"step 2: .*microbatches 1 \(host localhost\)") as found:
@@ -191,7 +191,7 @@ def test_a_non_finite_microbatch_can_be_skipped_or_used_with_a_warning(policy, s
     assert f"1 (host localhost); {said}" in caplog.text
 
 
-def test_a_step_of_which_nothing_would_be_left_stops_even_when_skipping():
+def test_a_step_without_a_finite_microbatch_stops_training_even_when_skipping():
     def nothing(step, index):
         return {"x": np.full((4, 3), np.inf, np.float32), "y": np.ones((4, 1), np.float32)}
 
@@ -199,7 +199,7 @@ def test_a_step_of_which_nothing_would_be_left_stops_even_when_skipping():
         make_trainer(data=nothing, numerics=rj.Numerics(non_finite="skip")).fit(1)
 
 
-def test_batch_statistics_are_explained_once(caplog):
+def test_the_treatment_of_batch_stats_is_logged_once(caplog):
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.norm, self.linear = nnx.BatchNorm(3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
@@ -217,7 +217,7 @@ def test_batch_statistics_are_explained_once(caplog):
 # Checkpoints.
 
 
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_path):
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
     def recipe(**changes):
         noisy = optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.05))  # its state has a random key
         return make_trainer(optimizer=noisy, **changes)
@@ -296,7 +296,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(changed, tmp_path):
         ),
     ],
 )
-def test_wrong_arguments_are_refused_when_the_trainer_is_made(wrong, said):
+def test_wrong_arguments_are_refused_when_the_trainer_is_constructed(wrong, said):
     with pytest.raises(CallerError, match=said):
         make_trainer(**wrong)
 
@@ -314,7 +314,7 @@ def test_a_number_of_steps_that_is_no_integer_is_refused():
     ],
     ids=["a rest", "no length"],
 )
-def test_an_evaluation_of_no_integer_number_of_microbatches_is_refused(wrong, said):
+def test_an_evaluation_of_a_fractional_or_unknown_number_of_microbatches_is_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
         make_trainer(evaluation=rj.Evaluation(interval_steps=1, **wrong)).fit(1)
 
@@ -322,17 +322,17 @@ def test_an_evaluation_of_no_integer_number_of_microbatches_is_refused(wrong, sa
 @pytest.mark.parametrize(
     "wrong", [{"interval_steps": 0}, {"interval_steps": 1, "num_microbatches": 0}], ids=["interval", "count"]
 )
-def test_an_impossible_evaluation_is_refused(wrong):
+def test_an_invalid_evaluation_is_refused(wrong):
     with pytest.raises(CallerError, match="expected at least 1"):
         rj.Evaluation(data=EXAMPLES, **wrong)
 
 
-def test_impossible_checkpoints_are_refused(tmp_path):
+def test_invalid_checkpoint_options_are_refused(tmp_path):
     with pytest.raises(CallerError, match="found save_interval_steps=0"):
         rj.Checkpoints(directory=tmp_path, save_interval_steps=0)
 
 
-def test_early_stopping_by_a_metric_that_is_not_there_names_those_that_are():
+def test_the_error_of_early_stopping_by_an_unknown_metric_names_the_known_ones():
     with pytest.raises(CallerError, match="found the metrics eval_loss, expected 'eval_accuracy'"):
         make_trainer(
             evaluation=rj.Evaluation(data=EXAMPLES, interval_steps=1),
@@ -340,7 +340,7 @@ def test_early_stopping_by_a_metric_that_is_not_there_names_those_that_are():
         ).fit(2)
 
 
-def test_an_exception_of_a_callback_comes_out_unchanged():
+def test_an_exception_of_a_callback_passes_unchanged():
     error = LookupError("mine")
 
     def fail(report):
@@ -351,7 +351,7 @@ def test_an_exception_of_a_callback_comes_out_unchanged():
     assert found.value is error
 
 
-def test_a_model_that_keeps_a_random_key_can_be_given_back():
+def test_the_result_of_a_model_with_a_random_key_is_numpy_arrays():
     class Noisy(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(3, 1, rngs=rngs)

@@ -1,4 +1,4 @@
-"""What the trainer refuses of the hosts it finds."""
+"""The trainer's checks of its hosts: batch sizes and checkpoints."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from resilient_jax.trainer.host_checks import agree_on_checkpoint, check_batch_s
 
 @dataclasses.dataclass
 class FakeWorld:
-    """Three hosts of four devices; the others have found `found` already."""
+    """A world of three hosts with four devices each; the other hosts have found `found`."""
 
     found: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ("a", "b", "c")
@@ -60,7 +60,7 @@ def test_a_microbatch_that_a_replica_cannot_shard_is_refused(config, said):
 @pytest.mark.parametrize(
     "config", [make_config(), make_config(size=16, hosts=2), make_config(size=2, per_host=2)], ids=str
 )
-def test_one_that_can_is_not(config):
+def test_a_microbatch_that_a_replica_can_shard_is_accepted(config):
     check_microbatch_size(WORLD, config, config.parallelism.replica_shape)
 
 
@@ -72,14 +72,14 @@ def test_more_replicas_than_microbatches_are_refused_with_the_numbers_and_the_fi
     check_batch_size(WORLD, make_config(num_microbatches=3), ReplicaShape())
 
 
-def test_hosts_that_found_different_checkpoints_are_named():
+def test_the_error_names_hosts_that_found_different_checkpoints():
     checkpoints = Checkpoints(directory="/somewhere")
     world: Any = FakeWorld(found=(7, -1))
     with pytest.raises(StateError, match=r"/somewhere \(a: step 7, b: step 7, c: none\)"):
         agree_on_checkpoint(world, 7, checkpoints)
 
 
-def test_hosts_that_found_the_same_checkpoint_go_on_from_it():
+def test_hosts_that_found_the_same_checkpoint_resume_from_it():
     checkpoints = Checkpoints(directory="/somewhere")
     together: Any = FakeWorld(found=(7, 7))
     fresh: Any = FakeWorld(found=(-1, -1))

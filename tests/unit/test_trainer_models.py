@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
 
 class NnxNet(nnx.Module):
-    """Dropout, batch normalisation, and a variable that is none of the known kinds."""
+    """A network with dropout, batch normalization, and a variable of a kind of its own."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.linear = nnx.Linear(4, 8, rngs=rngs)
@@ -68,7 +68,7 @@ def test_initial_variables_are_a_function_of_the_key(name):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
 
 
-def test_initial_variables_are_those_of_the_module_made_by_hand():
+def test_initial_variables_are_those_of_a_directly_constructed_module():
     _, _, variables = make("nnx")
     by_hand = nnx.to_pure_dict(nnx.state(NnxNet(nnx.Rngs(3)), nnx.Param))
     assert jax.tree.structure(variables.params) == jax.tree.structure(by_hand)
@@ -104,12 +104,12 @@ def test_random_numbers_are_a_function_of_the_key(name):
 
 
 @pytest.mark.parametrize("name", ["nnx", "linen"])
-def test_statistics_start_from_those_given_and_come_back(name):
+def test_batch_stats_start_from_the_given_ones_and_are_returned(name):
     model, use, variables = make(name)
     _, found = model.apply(variables, jax.random.key(0), use, training=True)
     assert jax.tree.structure(found) == jax.tree.structure(variables.batch_stats)
     (mean,) = (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found) if "mean" in str(path))
-    assert np.abs(mean).max() > 0  # it was 0
+    assert np.abs(mean).max() > 0  # the initial mean is 0
     _, again = model.apply(variables, jax.random.key(0), use, training=True)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, again))
 
@@ -122,7 +122,7 @@ def test_an_nnx_model_evaluates_in_its_evaluation_mode():
     assert (unchanged["norm"]["mean"] == variables.batch_stats["norm"]["mean"]).all()
 
 
-def test_other_variables_stay_as_they_were_made():
+def test_other_variables_keep_their_initial_values():
     _, _, variables = make("nnx")
     assert variables.non_trainable == {"scale": 2.0}
 

@@ -1,4 +1,4 @@
-"""The programs of a step against the same arithmetic written down plainly, and what they refuse."""
+"""The programs of a step compared with plain arithmetic, and their errors."""
 
 from typing import Any
 
@@ -66,13 +66,13 @@ def run_step(programs, state, batches=BATCHES, step=0):
         )
     summary, metrics = programs.summarize(total)
     placement = ReplicatedPlacement(mesh.abstract_mesh)
-    # A copy: the programs that are tested are given the state again.
+    # *update* donates its argument, and the tests use the state again.
     copy = jax.tree.map(jnp.copy, state)
     after = programs.update(copy, (total.gradients, total.batch_stats), summary, placement=placement)
     return total, after, metrics
 
 
-def test_a_step_is_the_ordinary_step_of_the_whole_batch():
+def test_a_step_is_the_ordinary_step_on_the_full_batch():
     programs, optimizer = build(clip_norm=0.5), optax.adam(0.1)
     state = programs.init()
     whole = {name: np.concatenate([batch[name] for batch in BATCHES]) for name in ("x", "y")}
@@ -83,7 +83,7 @@ def test_a_step_is_the_ordinary_step_of_the_whole_batch():
     updates, _ = optimizer.update(clipped, optimizer.init(params), params)
     expected = optax.apply_updates(params, updates)
     _, after, metrics = run_step(programs, state)
-    # Another order of adding: equal within a few roundings of float32.
+    # Another order of addition: equal within a few roundings of float32.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), after.variables.params, expected)
     found = {name: float(value) for name, value in metrics.items()}
     assert found == pytest.approx(
@@ -102,12 +102,12 @@ def test_the_second_step_compiles_nothing():
     assert programs.update._cache_size() == 1
 
 
-def test_rematerialisation_changes_no_bit():
+def test_remat_changes_no_bit():
     results = [run_step(build(remat=remat), build().init())[1] for remat in (False, True)]
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *results))
 
 
-def test_a_narrow_compute_type_leaves_parameters_and_sums_wide():
+def test_a_narrow_compute_dtype_leaves_parameters_and_sums_in_float32():
     seen = []
 
     def loss(params, batch):
@@ -119,7 +119,7 @@ def test_a_narrow_compute_type_leaves_parameters_and_sums_wide():
     assert {leaf.dtype for leaf in jax.tree.leaves((total, after.variables))} == {jnp.dtype(jnp.float32)}
 
 
-def test_gradients_of_narrow_parameters_are_added_wide():
+def test_gradients_of_narrow_parameters_are_summed_in_float32():
     def narrow(key):
         return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), linear(key))
 
@@ -136,7 +136,7 @@ def spoil(*indexes):
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "warn"])
-def test_a_microbatch_that_is_not_finite_is_marked(policy):
+def test_a_non_finite_microbatch_is_marked(policy):
     programs = build(non_finite=policy)
     total, _, _ = run_step(programs, programs.init(), spoil(1, 3))
     assert np.asarray(total.non_finite).tolist() == [0, 1, 0, 1]
@@ -152,7 +152,7 @@ def test_a_skipped_microbatch_leaves_the_mean_of_the_others():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.variables))
 
 
-def test_kept_statistics_are_the_mean_over_microbatches_of_what_each_made_of_the_committed_ones():
+def test_new_batch_stats_are_the_mean_over_microbatches_that_each_update_the_committed_ones():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.norm = nnx.BatchNorm(3, momentum=0.0, rngs=rngs)
@@ -192,12 +192,12 @@ def test_a_loss_may_take_a_key_that_depends_on_seed_step_and_index_alone():
     ],
     ids=["an array", "nothing", "an integer", "no dict", "array metric", "our name", "our prefix"],
 )
-def test_a_loss_that_gives_something_else_is_refused(loss, said):
+def test_a_loss_that_returns_something_else_is_refused(loss, said):
     with pytest.raises(CallerError, match=said):
         build(loss=loss)
 
 
-def test_an_exception_of_the_loss_comes_out_unchanged():
+def test_an_exception_of_the_loss_passes_unchanged():
     error = ZeroDivisionError("mine")
 
     def loss(params, batch):
@@ -208,7 +208,7 @@ def test_an_exception_of_the_loss_comes_out_unchanged():
     assert found.value is error
 
 
-def test_an_optimizer_whose_state_changes_its_type_is_refused():
+def test_an_optimizer_whose_state_changes_its_dtype_is_refused():
     def update(updates, state, params=None):
         return updates, jnp.asarray(state) + 0.5
 
@@ -217,7 +217,7 @@ def test_an_optimizer_whose_state_changes_its_type_is_refused():
         build(optimizer=drifting)
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_an_object_that_is_no_optimizer_is_refused():
     with pytest.raises(CallerError, match=r"found a float, expected an optax\.GradientTransformation"):
         check_optimizer(0.1)
 
@@ -231,6 +231,6 @@ def test_what_is_no_optimizer_is_refused():
     ],
     ids=["clip", "dtype", "policy"],
 )
-def test_impossible_numerics_are_refused(wrong, said):
+def test_invalid_numerics_are_refused(wrong, said):
     with pytest.raises(CallerError, match=said):
         Numerics(**wrong)

@@ -78,7 +78,7 @@ def test_a_sharded_state_ends_with_the_bits_of_a_replicated_one(name, caplog):
     assert "communicates between devices" not in caplog.text
 
 
-def test_an_optimizer_that_reduces_over_a_leaf_is_right_within_rounding_with_a_warning(caplog):
+def test_an_optimizer_that_reduces_over_a_leaf_is_correct_within_rounding_and_warns(caplog):
     sharded = make_trainer("sharded", OPTIMIZERS["lamb"]).fit(STEPS)
     for name, expected in fit_replicated("lamb").params.items():
         # Another order of addition in norms of some thousand elements: a few roundings of float32.
@@ -96,7 +96,7 @@ def test_the_steps_after_the_first_compile_nothing(caplog):
 
 
 @pytest.mark.parametrize(("first", "second"), [("replicated", "sharded"), ("sharded", "replicated")])
-def test_a_checkpoint_of_one_way_to_keep_the_state_is_resumed_with_the_other(first, second, tmp_path):
+def test_a_checkpoint_of_one_state_sharding_is_resumed_with_the_other(first, second, tmp_path):
     kept = rj.Checkpoints(directory=tmp_path, save_interval_steps=2)
     make_trainer(first, checkpoints=kept).fit(2)
     steps = []

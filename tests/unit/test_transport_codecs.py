@@ -9,7 +9,7 @@ from resilient_jax.store import interface
 from resilient_jax.transport import authentication, error_codec, method
 from resilient_jax.transport.error_codec import ERROR_CLASSES, decode_error, encode_error
 
-StatusCode = error_codec.grpc.StatusCode  # importing grpc before our package would make it noisy
+StatusCode = error_codec.grpc.StatusCode  # grpc would log to stderr if imported before our package
 
 
 @pytest.mark.parametrize("module", [authentication, method, interface], ids=lambda module: module.__name__)
@@ -19,13 +19,13 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
-def test_only_our_own_errors_cross_by_name():
+def test_only_errors_of_this_package_cross_by_name():
     assert "ExitCode" not in ERROR_CLASSES
     assert ERROR_CLASSES["Unauthenticated"] is Unauthenticated
     assert all(issubclass(value, Exception) for value in ERROR_CLASSES.values())
 
 
-def test_a_name_outside_the_tree_raises_no_class_of_the_senders_choice():
+def test_a_sender_cannot_name_a_class_outside_the_error_tree():
     error = decode_error(
         StatusCode.FAILED_PRECONDITION,
         "boo",
@@ -37,7 +37,7 @@ def test_a_name_outside_the_tree_raises_no_class_of_the_senders_choice():
     assert type(error) is InternalError
 
 
-def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
+def test_a_foreign_subclass_is_sent_as_its_nearest_class_in_the_error_tree():
     class HandshakeFailed(PeerUnreachable):
         pass
 
@@ -55,7 +55,7 @@ def test_a_subclass_from_elsewhere_travels_as_its_nearest_class_in_the_tree():
         ("", False),
     ],
 )
-def test_only_a_machine_that_answers_refuses(details, refused):
+def test_only_a_connection_that_the_machine_rejects_counts_as_refused(details, refused):
     error = decode_error(StatusCode.UNAVAILABLE, details, None, address="h:1", path="/s/m", timeout_s=1.0)
     assert isinstance(error, PeerUnreachable)
     assert error.is_refused is refused
