@@ -485,7 +485,9 @@ def test_a_job_that_lost_its_state_resumes_and_reports_the_lost_steps_and_the_by
     assert restored["bytes"] == sum(np.asarray(leaf).nbytes for leaf in raw)
 
 
-def test_a_job_that_was_to_resume_from_a_checkpoint_does_not_start_from_scratch_if_the_checkpoint_is_gone(tmp_path):
+def test_a_job_that_was_to_resume_from_a_checkpoint_does_not_start_from_scratch_if_the_checkpoint_is_gone(
+    tmp_path,
+):
     lost: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts", checkpoint_step=3))
     told_to: Any = OneHost(lost=StateLoss(step=8, is_lower_bound=False, reason="two hosts"))
     with open_store(tmp_path) as store:

@@ -71,7 +71,9 @@ def test_a_sharded_state_has_the_bits_of_a_replicated_one_and_each_host_has_its_
 
 
 @pytest.mark.parametrize("place", [FailPoint.BEFORE_REDUCE, FailPoint.BEFORE_COMMIT])
-def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(place, complete, tmp_path):
+def test_the_shards_of_a_lost_host_are_restored_from_the_other_hosts_with_equal_bits(
+    place, complete, tmp_path
+):
     (tmp_path / "job.toml").write_text("lease_ttl_s = 2.0\n")
     with launch(tmp_path, 3, ["--config", str(tmp_path / "job.toml")]) as job:
         job.hold(place, ["host-1"], 5)

@@ -262,7 +262,9 @@ def test_any_other_error_of_the_source_passes_unchanged(error: Exception) -> Non
         (lambda s, i: None, r"step 0, microbatch 0: found None, which holds no arrays"),
     ],
 )
-def test_the_error_names_an_invalid_result_of_a_function(function: Callable[[int, int], object], message: str) -> None:
+def test_the_error_names_an_invalid_result_of_a_function(
+    function: Callable[[int, int], object], message: str
+) -> None:
     data = make_microbatch_data(function, num_microbatches=1, microbatch_size=None)
     with pytest.raises(DataError, match=message):
         [data.batch(step, 0) for step in range(2)]

@@ -169,7 +169,9 @@ def test_after_a_failure_only_new_microbatches_are_read(source: LoggedSource, pr
     assert source.count() == Counter([0, 1, 2, 3, 6, 7])
 
 
-def test_a_requested_microbatch_frees_room_in_the_buffer(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_a_requested_microbatch_frees_room_in_the_buffer(
+    source: LoggedSource, prefetcher: Prefetcher
+) -> None:
     prefetcher.expect(keys(*range(8)))
     source.wait_ended(0, 1, 2, 3)
     for index in range(4):
@@ -213,7 +215,9 @@ def test_a_get_out_of_order_does_not_wait_for_room(source: LoggedSource) -> None
     assert source.count() == Counter([0, 1, 2])
 
 
-def test_concurrent_gets_of_one_microbatch_share_one_read(source: LoggedSource, prefetcher: Prefetcher) -> None:
+def test_concurrent_gets_of_one_microbatch_share_one_read(
+    source: LoggedSource, prefetcher: Prefetcher
+) -> None:
     source.hold(0)
     prefetcher.expect(keys(0))
     with ThreadPoolExecutor(2) as pool:
@@ -254,9 +258,7 @@ def test_a_failed_read_fails_only_the_get_of_its_microbatch(
     assert prefetcher.get(0, 2)[1] == 2
 
 
-def test_get_repeats_a_failed_read_ahead(
-    source: LoggedSource, prefetcher: Prefetcher
-) -> None:
+def test_get_repeats_a_failed_read_ahead(source: LoggedSource, prefetcher: Prefetcher) -> None:
     source.failing = {0: OSError("the devices went away")}
     prefetcher.expect(keys(0))
     source.wait_ended(0)
