@@ -1,9 +1,9 @@
-"""A tiny job for campaigns of `resilient-jax chaos`: it starts in seconds, and gives the same bits under any failures.
+"""A tiny job for campaigns of `resilient-jax chaos`: starts in seconds, with bit-identical weights under failures.
 
     resilient-jax chaos configs/chaos/process.toml -- examples/chaos_job.py
     resilient-jax chaos configs/chaos/snapshots.toml -- examples/chaos_job.py --state sharded
 
-It trains until the step in the file that RESILIENT_JAX_CHAOS_END names; without one for `--steps`.
+The job trains up to the step in the file that RESILIENT_JAX_CHAOS_STOP_STEP names; without that file for `--steps`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Total = tuple[jax.Array, Arrays]
 
 
 def read_end(default: int) -> int:
-    """Return the step at which to stop. The file is written well ahead, so all hosts stop at the same one."""
+    """Return the step at which to stop; the file is written many steps ahead, so all hosts stop at the same step."""
     path = os.environ.get(STOP_STEP_VARIABLE)
     if path is None:
         return default
@@ -52,7 +52,7 @@ def init_state() -> State:
 
 
 def loss_of(params: Arrays, rows: jax.Array) -> jax.Array:
-    """Return the loss of a microbatch: each row is to become the row shifted by one."""
+    """Return the loss of a microbatch, whose target is each row shifted by one."""
     return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - jnp.roll(rows, 1, axis=1)) ** 2)
 
 
@@ -73,7 +73,7 @@ def update(state: State, gradients: Arrays) -> State:
 
 
 def train(world: rj.World, options: argparse.Namespace) -> None:
-    """Train in one generation."""
+    """Train until the stop step or the end of this generation."""
     replicated = NamedSharding(world.local_mesh("data"), P())
     is_sharded = options.state == "sharded"
     rule = fully_sharded(world.mesh({"hosts": len(world.hosts), "local": -1})) if is_sharded else replicated
@@ -107,7 +107,7 @@ def train(world: rj.World, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the job."""
+    """Parse the command line and run the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=NEVER)
     parser.add_argument("--state", choices=("replicated", "sharded"), default="replicated")

@@ -1,4 +1,4 @@
-"""Fits a matrix with a loop of one's own, in microbatches.
+"""Fits a matrix with a hand-written training loop, in microbatches.
 
 An ordinary script before, one that survives the loss of hosts after:
 

@@ -1,10 +1,10 @@
-"""Trains a small language model on the sources of Python's standard library, and survives kills.
+"""Trains a small language model on the sources of Python's standard library, and survives the loss of hosts.
 
     resilient-jax launch --hosts 4 --devices-per-host 2 examples/train_lm.py --steps 100
     resilient-jax launch --hosts 4 examples/train_lm.py --checkpoints /tmp/lm --checkpoint-every 20
 
-The loss is written for one microbatch, as for one device; the trainer does the rest. Kill any host: the final weights
-are the same bits.
+The loss is written for one microbatch, as for one device; the trainer does the rest. When any host is killed, the final
+weights are bit-identical.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "lm_tiny.toml
 def make_trainer(
     settings: Settings, text: Bytes, folder: Path, checkpoints: rj.Checkpoints | None = None
 ) -> rj.Trainer:
-    """Return the trainer; touches no device. `folder` is that of the files that the settings name."""
+    """Return the trainer, without touching a device; paths in the settings are relative to `folder`."""
 
     def draw(step: int, index: int) -> Bytes:
         key = (settings.seed, step, index)
@@ -48,7 +48,7 @@ def make_trainer(
 
 
 def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Return how devices work together, or the planner that searches a plan for the live hosts."""
+    """Return the trainer's parallelism, or the planner that searches a plan for the live hosts."""
     if settings.plan.topology is not None:
         topology, ahead = folder / settings.plan.topology, settings.plan.compile_ahead
         return {"planner": rj.Planner(topology=topology, compile_ahead=ahead)}
@@ -58,7 +58,7 @@ def choose_parallelism(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of the file, with those that flags replace."""
+    """Return the settings of the file, overridden by flags."""
     flags = {name: getattr(arguments, name) for name in ("steps", "seed")}
     changes = {name: value for name, value in flags.items() if value is not None}
     return override_values(load_toml(arguments.config, Settings), changes, source="command line")
@@ -72,7 +72,7 @@ def read_checkpoints(arguments: argparse.Namespace) -> rj.Checkpoints | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description="Train a byte-level language model that survives kills.")
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="TOML file (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps to train, instead of the file's")
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the example; return its exit code."""
+    """Run the example, and return its exit code."""
     arguments = parse_arguments()
     try:
         settings = read_settings(arguments)

@@ -1,6 +1,6 @@
 """A decoder-only transformer over bytes, in Flax NNX.
 
-Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), with the normalisation before each part
+Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), with the normalization before each part
 (Xiong et al. 2020, https://arxiv.org/abs/2002.04745). D is the width, H the heads, T the context.
 """
 
@@ -26,7 +26,7 @@ class Attention(nnx.Module):
         self.output = nnx.Linear(settings.width, settings.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32[batch, T, D] to the same: softmax(Q K^T / sqrt(D / H), causal) V."""
+        """Return float32[batch, T, D] of the same: softmax(Q K^T / sqrt(D / H), causal) V."""
         batch, length, width = x.shape
         parts = self.query_key_value(x).reshape(batch, length, 3, self.heads, width // self.heads)
         query, key, value = jnp.moveaxis(parts, 2, 0)
@@ -45,13 +45,13 @@ class Block(nnx.Module):
         self.contract = nnx.Linear(4 * settings.width, settings.width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32[batch, T, D] to the same."""
+        """Return float32[batch, T, D] of the same."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.contract(jax.nn.gelu(self.expand(self.expand_norm(x))))
 
 
 class ByteLM(nnx.Module):
-    """Predicts each next byte from those before it; input and output share one embedding."""
+    """Predicts each next byte from the previous ones; input and output share one embedding."""
 
     def __init__(self, settings: ModelSettings, rngs: nnx.Rngs) -> None:
         small = nnx.initializers.normal(EMBEDDING_STDDEV)
@@ -61,7 +61,7 @@ class ByteLM(nnx.Module):
         self.norm = nnx.RMSNorm(settings.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int[batch, T] to logits float32[batch, T, 256]."""
+        """Return logits float32[batch, T, 256] of int[batch, T]."""
         x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""The settings of the example, with the range of each; `configs/` holds good ones."""
+"""The settings of the example with their ranges; `configs/` has good values."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ class TextSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The text to train on."""
 
     max_bytes: Annotated[int, Meta(ge=65_536, le=1_000_000_000)]
-    """How much of the standard library's sources to learn from."""
+    """The length of the text, taken from the standard library's sources."""
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,7 +20,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     layers: Annotated[int, Meta(ge=1, le=64)]
     heads: Annotated[int, Meta(ge=1, le=64)]
     context: Annotated[int, Meta(ge=8, le=4_096)]
-    """Length of a sequence, and how far attention looks back, in bytes."""
+    """The length of a sequence, and the span of attention, in bytes."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -28,7 +28,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW, with a linear warm-up and then a constant rate: no step depends on how many will follow."""
+    """AdamW with a linear warm-up and then a constant rate, so that no step depends on the number of steps."""
 
     learning_rate: Annotated[float, Meta(gt=0, le=1)]
     warmup_steps: Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -38,19 +38,19 @@ class OptimizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class StateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How parameters and optimizer state are kept between steps."""
+    """The placement of parameters and optimizer state between steps."""
 
     parallelism: Literal["replicated", "sharded"] = "replicated"
-    """On every host, or sharded over all of them; see `rj.Parallelism`."""
+    """Replicated on every host, or sharded over all of them; see `rj.Parallelism`."""
 
 
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the trainer searches how to use the hosts' devices."""
+    """Whether, and for which topology, the trainer searches a plan."""
 
     topology: str | None = None
-    """The file of the topology, beside the settings; without it each device is a replica."""
+    """The topology's file, relative to that of the settings; without a topology each device is a replica."""
     compile_ahead: bool = True
-    """Compile the programs of the likely next worlds while training goes on."""
+    """Compile the programs of the likely next worlds while training continues."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,9 +59,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps: Annotated[int, Meta(ge=1, le=10_000_000)]
     seed: Annotated[int, Meta(ge=0, lt=2**32)]
     microbatches: Annotated[int, Meta(ge=1, le=65_536)]
-    """In each step, however many hosts share them."""
+    """Microbatches of a step, however many hosts share them."""
     sequences: Annotated[int, Meta(ge=1, le=65_536)]
-    """In a microbatch."""
+    """Sequences of a microbatch."""
     text: TextSettings
     model: ModelSettings
     optimizer: OptimizerSettings

@@ -11,14 +11,14 @@ from resilient_jax.errors import ConfigError
 Bytes = npt.NDArray[np.uint8]
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Folders that are not part of the library itself: installed packages, and tests."""
+"""Folders that are not the library itself: installed packages and tests."""
 
 
 def read_standard_library(max_bytes: int) -> Bytes:
     """Return the first `max_bytes` of the library's sources, in the order of their paths.
 
-    The result is the same on hosts with the same Python build. Hosts whose Pythons differ would train on
-    different text; give them all one image.
+    The result is the same on hosts with the same Python build. Hosts with different builds would train on different
+    text, so give all hosts one image.
 
     Raises:
         ConfigError: this Python came without its sources.
@@ -43,14 +43,14 @@ def read_standard_library(max_bytes: int) -> Bytes:
 def draw_microbatch(text: Bytes, key: tuple[int, int, int], *, sequences: int, context: int) -> Bytes:
     """Return one microbatch: random stretches of the text, each one byte longer than the context.
 
-    A pure function of its arguments: on whichever host, and at any time, the result is the same. It uses the
-    raw output of Philox, which numpy promises never to change (NEP 19), not a method of `Generator`.
+    A pure function of its arguments, with the same result on every host and in every release: it uses the raw output of
+    Philox, which numpy promises never to change (NEP 19), not a method of `Generator`.
 
     Args:
         text: uint8[n] with n > context.
         key: (seed, step, index of the microbatch), each below 2**32.
-        sequences: how many stretches.
-        context: length of the inputs.
+        sequences: the number of stretches.
+        context: the length of the inputs.
 
     Returns:
         uint8[sequences, context + 1]. Inputs are `[:, :-1]`, targets `[:, 1:]`.
