@@ -7,7 +7,7 @@ from resilient_jax.snapshot.drop_log import MAX_DROPPED_KEPT, DropLog
 from resilient_jax.snapshot.messages import SnapshotSettled
 
 
-def test_a_drop_is_an_event_and_reported_to_the_worker_and_to_a_root_that_does_not_know_it():
+def test_a_drop_is_an_event_and_reported_to_the_worker_and_to_the_root_unless_the_root_decided_it():
     listener = RecordingListener()
     log = DropLog(HOST, listener)
     log.record(make_id(1), make_layout(), "no slot is free")

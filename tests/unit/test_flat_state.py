@@ -1,4 +1,4 @@
-"""The state between generations: what goes in comes out, placed anew; what cannot is refused in words."""
+"""The state between generations: restored exactly, with the requested sharding, or refused with the reason."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def assert_same(one: object, other: object) -> None:
 
 
 @pytest.mark.parametrize("through_host", [False, True])
-def test_a_state_comes_back_bit_for_bit(through_host: bool) -> None:
+def test_a_state_round_trips_bit_for_bit(through_host: bool) -> None:
     state = make_state()
     held = flatten_state(5, state)
     if through_host:
@@ -48,7 +48,7 @@ def test_a_state_comes_back_bit_for_bit(through_host: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i4", ">u2"])
-def test_numbers_in_foreign_byte_order_are_held_in_that_of_this_machine(dtype: str) -> None:
+def test_arrays_of_foreign_byte_order_are_converted_to_native_order(dtype: str) -> None:
     held = flatten_state(0, {"x": np.arange(5, dtype=dtype)})
     assert held.leaves[0].value.dtype.isnative
     np.testing.assert_array_equal(held.leaves[0].value, np.arange(5))
@@ -60,7 +60,7 @@ def test_a_host_copy_does_not_alias_the_devices_memory() -> None:
     assert not np.shares_memory(copy, np.asarray(array))
 
 
-def test_leaves_go_where_the_sharding_says() -> None:
+def test_leaves_get_the_requested_sharding() -> None:
     mesh = Mesh(np.array(jax.local_devices()[:1]), ("data",))
     sharding = NamedSharding(mesh, P())
     placed = place_initial_state({"x": jnp.ones((2, 2))}, sharding)
@@ -85,14 +85,14 @@ def test_a_sharding_may_depend_on_the_leaf() -> None:
     assert seen == [("['x']", (2,))]
 
 
-def test_a_donated_leaf_is_refused_by_its_path() -> None:
+def test_a_donated_leaf_is_refused_with_its_path() -> None:
     array = jnp.ones((2,))
     array.delete()
     with pytest.raises(StateError, match=r"leaf \['x'\] was deleted.*donated"):
         flatten_state(1, {"x": array})
 
 
-def test_a_leaf_that_is_no_array_nor_text_is_refused_by_its_path() -> None:
+def test_a_leaf_that_is_neither_array_nor_string_is_refused_with_its_path() -> None:
     with pytest.raises(
         StateError, match=r"leaf \['name'\] is a object, expected an array, a number or a string"
     ):
@@ -100,14 +100,14 @@ def test_a_leaf_that_is_no_array_nor_text_is_refused_by_its_path() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["datetime64[s]", "timedelta64[s]", [("x", "f4")], "S3"])
-def test_arrays_of_other_things_than_numbers_are_refused_by_their_path(dtype: npt.DTypeLike) -> None:
+def test_arrays_of_other_types_than_numbers_are_refused_with_their_path(dtype: npt.DTypeLike) -> None:
     with pytest.raises(
         StateError, match=r"leaf \['when'\] is a ndarray, expected an array, a number or a string"
     ):
         flatten_state(1, {"when": np.zeros(2, dtype)})
 
 
-def test_texts_are_kept_as_they_are_and_their_places_must_fit() -> None:
+def test_strings_are_restored_and_must_be_at_the_expected_paths() -> None:
     def init() -> dict[str, object]:
         return {"name": "nobody", "x": jnp.zeros(2)}
 
@@ -120,11 +120,11 @@ def test_texts_are_kept_as_they_are_and_their_places_must_fit() -> None:
     np.testing.assert_array_equal(restored["x"], np.ones(2))
     with pytest.raises(StateError, match=r"no \['name'\]"):
         restore_state(make_abstract_state(init), flatten_state(1, {"x": jnp.ones(2)}), None)
-    with pytest.raises(StateError, match=r"no \['x'\]"):  # a text where an array should be
+    with pytest.raises(StateError, match=r"no \['x'\]"):  # a string in place of an array
         restore_state(make_abstract_state(init), flatten_state(1, {"name": "llama", "x": "two"}), None)
 
 
-def test_another_structure_is_refused_by_the_first_paths_that_differ() -> None:
+def test_another_structure_is_refused_with_the_first_paths_that_differ() -> None:
     held = flatten_state(1, {"x": jnp.ones(2), "old": jnp.ones(2)})
     with pytest.raises(
         StateError,
@@ -133,7 +133,7 @@ def test_another_structure_is_refused_by_the_first_paths_that_differ() -> None:
         restore_state(jax.eval_shape(lambda: {"x": jnp.ones(2), "new": jnp.ones(2)}), held, None)
 
 
-def test_another_shape_is_refused_with_both() -> None:
+def test_another_shape_is_refused_with_both_shapes() -> None:
     held = flatten_state(1, {"x": jnp.ones(2)})
     with pytest.raises(StateError, match=r"float32\[2\] at \['x'\] instead of float32\[3\], expected"):
         restore_state(jax.eval_shape(lambda: {"x": jnp.ones(3)}), held, None)

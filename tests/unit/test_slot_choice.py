@@ -1,4 +1,4 @@
-"""Which slot the next snapshot takes."""
+"""The choice of the slot that the next snapshot takes."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Content:
 
 
 def content(text):
-    """`c1.2` is step 1 of generation 2, committed; the phases are w, p, k (complete), c; `-` is an empty slot."""
+    """Parse `c1.2`: step 1 of generation 2, committed. The phases are w, p, k (complete), c; `-` is an empty slot."""
     if text == "-":
         return None
     step, generation = map(int, text[1:].split("."))
@@ -34,13 +34,13 @@ def content(text):
         ("c1.2 -", 1),
         ("c1.2 c2.2", 0),
         ("c3.2 c2.2", 1),
-        ("c9.1 c2.2", 0),  # an older generation's, though of more steps
+        ("c9.1 c2.2", 0),  # of an older generation, though of a later step
         ("c1.2 w2.2", None),
         ("c1.2 p2.2", None),
         ("c1.2 k2.2", None),
         ("k1.2 p2.2", None),
         ("k1.2 k2.2", None),
-        ("c1.1 k2.1", 1),  # generation 1 is over and nobody says that 2 counts
+        ("c1.1 k2.1", 1),  # generation 1 has ended, and no generation has restored step 2
         ("k1.1 k2.1", 0),
         ("k2.1 w3.2", None),
         ("k2.1 k3.2", None),

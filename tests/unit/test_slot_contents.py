@@ -1,4 +1,4 @@
-"""What a slot stores of a snapshot, and how it is verified."""
+"""The regions of a snapshot in its slot, and their verification."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Memory of messages is used again: the kernel is not asked for new pages every time."""
+"""The memory of messages is reused, without new pages from the kernel for every message."""
 
 import subprocess
 import sys
@@ -19,11 +19,11 @@ PAGES = 10 * 8 * 4 * 2**20 // 4096
 
 
 def faults(first: str) -> int:
-    """Of ten times eight messages of 4 MiB, in a process of its own: the setting is the process's."""
+    """Return the page faults of 80 messages of 4 MiB, in a process of its own, since the setting is per process."""
     command = [sys.executable, "-c", MESSAGES.format(first=first)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
 
 
-def test_messages_take_no_new_pages_once_freed_memory_is_kept() -> None:
+def test_messages_reuse_pages_when_freed_memory_is_kept() -> None:
     assert faults("pass") > PAGES / 4
     assert faults("assert keep_freed_memory()") < PAGES / 100

@@ -1,4 +1,4 @@
-"""A part is copied while training goes on; it is whole or not there, and no array is given back too early."""
+"""A part is copied while training continues; it is complete or absent, and no array is released too early."""
 
 import contextlib
 import gc
@@ -45,7 +45,7 @@ from resilient_jax.state.state_partition import partition_state
 
 
 class Blocker:
-    """Blocks a capture at a failpoint until `go_on` is set."""
+    """A failpoint hook that blocks a capture until `go_on` is set."""
 
     def __init__(self, place):
         self.place = place
@@ -59,7 +59,7 @@ class Blocker:
 
 
 class CaptureRun:
-    """A capture of one host's state, with all that it touches."""
+    """A capture of one host's state, with its fake server and its events."""
 
     def __init__(self, state, *, failpoint=None, **options):
         self.leaves = flatten_state(1, state).leaves
@@ -98,7 +98,7 @@ def check_parts(state, snapshot, partition, hosts):
     st.sampled_from([1, 2, 3]),
     st.sampled_from([COPY_STEP_BYTES, 40]),
 )
-def test_the_parts_hold_the_numbers_of_their_pieces(state, count, threads, copy_bytes):
+def test_parts_contain_the_elements_of_their_slices(state, count, threads, copy_bytes):
     hosts, host_of = hosts_of_eight(count)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part_copy, "COPY_STEP_BYTES", copy_bytes)
@@ -107,7 +107,7 @@ def test_the_parts_hold_the_numbers_of_their_pieces(state, count, threads, copy_
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_parts_of_many_blocks_are_copied_in_order_whatever_their_pieces(threads):
+def test_parts_of_many_blocks_are_copied_correctly_for_all_shardings(threads):
     hosts, host_of = hosts_of_eight(2)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
     state = {
@@ -123,15 +123,15 @@ def test_parts_of_many_blocks_are_copied_in_order_whatever_their_pieces(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_piece_may_span_several_devices_of_its_host(dtype):
+def test_a_slice_may_span_several_devices_of_its_host(dtype):
     local = Mesh(np.array(jax.devices()), ("x",))
     state = {"w": put(values((16, 5), dtype, 0), NamedSharding(local, P("x")))}
-    hosts = host_names(3)  # each is taken to have a copy like this one
+    hosts = host_names(3)  # each is assumed to have such a copy
     snapshot, partition = take(state, hosts, lambda device: hosts[0])
     check_parts(state, snapshot, partition, hosts)
 
 
-def test_a_start_returns_before_anything_is_copied():
+def test_start_returns_before_anything_is_copied():
     blocker = Blocker(FailPoint.BEFORE_COPY)
     with CaptureRun({"w": jnp.ones(1000)}, failpoint=blocker) as run:
         run.start()
@@ -142,16 +142,16 @@ def test_a_start_returns_before_anything_is_copied():
         assert run.capture.wait_until_copied(TIMEOUT_S)
         (detail,) = run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
         assert detail["step"] == 1
-        assert detail["bytes"] == 4032  # 4000 in lines of 64
+        assert detail["bytes"] == 4032  # 4000, aligned to 64
         assert detail["seconds"] >= 0
 
 
-def test_arrays_may_be_donated_once_wait_says_so_and_are_donated_in_place():
+def test_arrays_may_be_donated_once_they_are_copied_and_are_donated_in_place():
     mesh = Mesh(np.array(jax.devices()), ("x",))
     start = values((8, 1000), "float32", 1)
     array = put(start, NamedSharding(mesh, P("x")))
     scale = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
-    array = scale(array) * 0 + start  # in memory of XLA's own, as after any step
+    array = scale(array) * 0 + start  # in memory that XLA owns, as after any step
     where = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
     blocker = Blocker(FailPoint.AFTER_COPY)
     with CaptureRun({"w": array}, failpoint=blocker) as run:
@@ -185,7 +185,7 @@ def test_a_cancelled_capture_is_never_complete(place):
     assert run.snapshot.abandoned == [(HOST, snapshot_id(1))]
 
 
-def test_a_cancel_that_comes_too_late_changes_nothing():
+def test_cancel_has_no_effect_on_a_finished_snapshot():
     with CaptureRun({"w": jnp.ones(10)}) as run:
         run.start()
         run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
@@ -195,7 +195,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing():
     assert run.recorded.kinds() == [EventKind.SNAPSHOT_COPIED]
 
 
-def test_the_next_snapshot_is_taken_after_one_that_was_cancelled():
+def test_a_snapshot_is_taken_after_a_cancelled_one():
     blocker = Blocker(FailPoint.DURING_COPY)
     with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:
         run.start(1)
@@ -208,7 +208,7 @@ def test_the_next_snapshot_is_taken_after_one_that_was_cancelled():
     assert run.snapshot.done[HOST].id == snapshot_id(2)
 
 
-def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
+def test_a_start_during_a_copy_drops_the_new_snapshot_with_an_event():
     blocker = Blocker(FailPoint.DURING_COPY)
     with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:
         run.start(1)
@@ -226,7 +226,7 @@ def test_a_start_while_one_is_under_way_drops_the_new_one_visibly():
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_start_while_one_is_past_its_copy_or_cancelled_waits_its_turn(cancelled):
+def test_a_start_after_a_copy_or_a_cancel_waits_for_the_previous_snapshot(cancelled):
     blocker = Blocker(FailPoint.DURING_COPY if cancelled else FailPoint.AFTER_COPY)
     with CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker) as run:
         run.start(1)
@@ -241,7 +241,7 @@ def test_a_start_while_one_is_past_its_copy_or_cancelled_waits_its_turn(cancelle
     assert run.snapshot.abandoned == ([(HOST, snapshot_id(1))] if cancelled else [])
 
 
-def test_what_the_server_refuses_is_dropped_with_its_reason():
+def test_a_snapshot_that_the_server_refuses_is_dropped_with_its_reason():
     with CaptureRun({"w": jnp.ones(10)}) as run:
         run.snapshot.refuse = "both slots are in use"
         run.start()
@@ -253,7 +253,7 @@ def test_what_the_server_refuses_is_dropped_with_its_reason():
         run.recorded.wait_for(EventKind.SNAPSHOT_COPIED)
 
 
-def test_a_state_that_was_donated_too_early_is_dropped_by_its_leafs_name():
+def test_a_snapshot_is_dropped_if_a_leaf_was_donated_too_early():
     blocker = Blocker(FailPoint.BEFORE_COPY)
     with CaptureRun({"w": jnp.ones(10)}, failpoint=blocker) as run:
         run.start()
@@ -266,7 +266,7 @@ def test_a_state_that_was_donated_too_early_is_dropped_by_its_leafs_name():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_goes_on(threads):
+def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_is_taken(threads):
     failures = ["the disk of the snapshot burns"]
 
     def fail_once(place, step):
@@ -283,7 +283,7 @@ def test_an_error_in_the_copy_is_an_event_and_the_next_snapshot_goes_on(threads)
     assert run.snapshot.abandoned == [(HOST, snapshot_id(1))]
 
 
-def test_a_part_of_another_size_is_refused():
+def test_a_part_of_the_wrong_size_is_refused():
     with CaptureRun({"w": jnp.ones(100)}) as run:
         run.snapshot.parts[HOST] = bytearray(64)
         run.start()
@@ -291,14 +291,14 @@ def test_a_part_of_another_size_is_refused():
         assert detail["reason"] == "InternalError: the server gave 64 bytes for a part of 448"
 
 
-def test_a_state_of_another_structure_is_refused_to_the_callers_face():
+def test_start_refuses_a_state_of_another_structure():
     with CaptureRun({"w": jnp.ones(100)}) as run:
         with pytest.raises(StateError, match="changed its structure between snapshots"):
             run.capture.start(snapshot_id(1), run.partition, flatten_state(1, {"w": jnp.ones(101)}).leaves)
         assert run.capture.wait_until_copied(0)
 
 
-def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
+def test_a_state_whose_sharding_changed_since_the_partition_is_refused():
     hosts, host_of = hosts_of_eight(2)
     spread = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     here = put(values((8,), "int32", 0), spread)
@@ -310,14 +310,14 @@ def test_a_state_that_lies_elsewhere_than_when_it_was_cut_is_dropped():
         sharding=here.sharding,
         is_deleted=lambda: False,
         addressable_shards=of_first_host,
-    )  # what the second host has in hand once its shards have moved to the first
+    )  # the array of the second host after its shards have moved to the first one
     with pytest.raises(
         StateError, match=r"leaf \['w'\]: this host holds 0 of the 1 numbers from \[4\] to \[5\]"
     ):
         plan_copies([FlatLeaf(path="['w']", value=cast(jax.Array, elsewhere))], partition.slices[hosts[1]])
 
 
-def test_closing_cancels_what_is_under_way():
+def test_close_cancels_a_running_copy():
     blocker = Blocker(FailPoint.DURING_COPY)
     run = CaptureRun({"a": jnp.ones(100), "b": jnp.ones(100)}, failpoint=blocker)
     run.start()
@@ -331,7 +331,7 @@ def test_closing_cancels_what_is_under_way():
 
 @settings(max_examples=10)
 @given(states(), st.sampled_from([1, 2, 4]))
-def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
+def test_only_the_slices_are_transferred_from_accelerators(state, count):
     hosts, host_of = hosts_of_eight(count)
     leaves = flatten_state(1, state).leaves
     partition = partition_state(leaves, host_of, hosts)
@@ -348,7 +348,7 @@ def test_what_accelerators_send_is_only_what_the_pieces_need(state, count):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
+def test_a_failed_copy_releases_its_arrays_at_once(threads):
     array = np.ones(2 * COPY_STEP_BYTES, np.uint8)
     seen = weakref.ref(array)
     halves = [IndexBox((0,), (COPY_STEP_BYTES,)), IndexBox((COPY_STEP_BYTES,), (2 * COPY_STEP_BYTES,))]
@@ -361,7 +361,7 @@ def test_a_copy_that_ends_early_lets_go_of_its_arrays_at_once(threads):
     def stop():
         raise OSError("stop")
 
-    gc.disable()  # else it might come by and hide a cycle
+    gc.disable()  # it might otherwise collect a reference cycle, which the test is to detect
     try:
         with contextlib.suppress(OSError):
             copy_into_part(memoryview(bytearray(2 * COPY_STEP_BYTES)), tasks, stop, threads)

@@ -1,4 +1,4 @@
-"""What stands beside the numbers of a snapshot must fit a message: what does not is refused at once, in words."""
+"""The description of a state must fit into a message; a longer one is refused at once, with the reason."""
 
 import jax.numpy as jnp
 import pytest
@@ -8,7 +8,7 @@ from resilient_jax.state.flat_state import flatten_state
 from resilient_jax.state.snapshotter import MAX_DESCRIPTION_BYTES, check_description_size
 
 
-def test_texts_that_no_message_holds_are_refused_with_the_longest():
+def test_strings_that_exceed_a_message_are_refused_and_the_longest_is_named():
     state = {"tokenizer": "x" * MAX_DESCRIPTION_BYTES, "name": "llama", "weights": jnp.zeros(2)}
     with pytest.raises(
         CallerError, match=rf"1 arrays, the longest text \['tokenizer'\] {MAX_DESCRIPTION_BYTES + 13} "
@@ -19,7 +19,7 @@ def test_texts_that_no_message_holds_are_refused_with_the_longest():
     )
 
 
-def test_names_and_places_that_no_message_holds_are_refused():
+def test_paths_and_slices_that_exceed_a_message_are_refused():
     with pytest.raises(
         CallerError, match=r"found 14680065 bytes of names, shapes, places and texts \(1 arrays\)"
     ):

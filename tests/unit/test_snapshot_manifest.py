@@ -1,4 +1,4 @@
-"""A manifest comes back as it was or not at all; its block checksums find what changed in the part."""
+"""A manifest round-trips or is refused; its block checksums detect changes of the part."""
 
 import msgspec
 import pytest
@@ -53,14 +53,14 @@ def manifests(draw):
 
 
 @given(manifests())
-def test_a_manifest_comes_back_as_it_was(manifest):
+def test_a_manifest_round_trips(manifest):
     assert decode_manifest(encode_manifest(manifest)) == manifest
     assert decode_manifest(memoryview(bytearray(encode_manifest(manifest)))) == manifest
 
 
 @settings(max_examples=15)
 @given(manifests())
-def test_any_single_flipped_bit_is_found(manifest):
+def test_every_flipped_bit_is_detected(manifest):
     data = bytearray(encode_manifest(manifest))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
@@ -71,7 +71,7 @@ def test_any_single_flipped_bit_is_found(manifest):
 
 
 @given(manifests(), st.data())
-def test_a_manifest_that_is_cut_short_or_has_a_tail_is_found(manifest, data):
+def test_a_truncated_or_extended_manifest_is_detected(manifest, data):
     whole = encode_manifest(manifest)
     with pytest.raises(ChecksumMismatch):
         decode_manifest(whole[: data.draw(st.integers(0, len(whole) - 1))])
@@ -92,7 +92,7 @@ def example_manifest(**changes):
     return PartManifest(**(values | changes))
 
 
-def test_another_version_is_named(monkeypatch):
+def test_another_version_is_refused_with_both_versions(monkeypatch):
     monkeypatch.setattr(manifest_module, "VERSION", manifest_module.VERSION + 1)
     newer = encode_manifest(example_manifest())
     monkeypatch.undo()
@@ -103,12 +103,12 @@ def test_another_version_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "changes", [{"block_checksums": (1,)}, {"block_bytes": 0}, {"part_bytes": -1}, {"block_checksums": ()}]
 )
-def test_numbers_that_contradict_each_other_are_refused(changes):
+def test_sizes_that_contradict_each_other_are_refused(changes):
     with pytest.raises(MessageError, match=r"manifest of a: found \d block checksums, expected"):
         decode_manifest(encode_manifest(example_manifest(**changes)))
 
 
-def test_a_body_that_is_no_manifest_is_refused(monkeypatch):
+def test_a_body_that_does_not_decode_is_refused(monkeypatch):
     monkeypatch.setattr(msgspec.msgpack, "encode", lambda value: b"\x93\x01\x02\x03")
     data = encode_manifest(example_manifest())
     monkeypatch.undo()

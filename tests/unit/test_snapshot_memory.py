@@ -1,4 +1,4 @@
-"""How much memory snapshots take and how much there is; refused before training, with numbers."""
+"""The memory that snapshots need and the memory that is free."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def layout(part_bytes, parity, size=8):
     )
 
 
-def test_eight_hosts_with_parity_two_take_a_third_more_in_two_slots_and_little_else():
+def test_eight_hosts_with_parity_two_need_a_third_more_memory_in_each_slot():
     needed = compute_required_memory(layout([6 * GIB] * 8, 2), HostName("h3"))
     assert (needed.part_bytes, needed.parity_bytes) == (6 * GIB, 2 * GIB)
     assert needed.total_bytes == 2 * (8 * GIB + needed.metadata_bytes)
@@ -42,7 +42,7 @@ def test_eight_hosts_with_parity_two_take_a_third_more_in_two_slots_and_little_e
 
 
 @given(st.lists(st.integers(0, 2**36), min_size=1, max_size=12), st.integers(0, 4))
-def test_every_host_keeps_its_part_and_parity_for_the_longest_of_its_group(parts, parity):
+def test_parity_memory_follows_from_the_longest_part_of_the_group(parts, parity):
     plan = layout(parts, parity)
     for host, nbytes in plan.part_bytes.items():
         group = plan.find_group(host)
@@ -59,7 +59,7 @@ def needed_total(nbytes):
     return RequiredMemory(part_bytes=nbytes // 2, parity_bytes=0, metadata_bytes=0)
 
 
-def test_what_fits_exactly_is_allowed_and_a_byte_less_is_refused():
+def test_exactly_enough_memory_suffices_and_a_byte_less_does_not():
     check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB), A)
     with pytest.raises(SnapshotRefused):
         check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=8 * GIB - 1), A)
@@ -75,7 +75,7 @@ def test_what_fits_exactly_is_allowed_and_a_byte_less_is_refused():
     check_memory(needed_total(8 * GIB), FreeMemory(available_bytes=3 * GIB), A, reclaimed_bytes=5 * GIB)
 
 
-def test_the_refusal_has_the_numbers_and_says_what_to_do():
+def test_the_refusal_has_the_amounts_and_what_to_do():
     needed = RequiredMemory(part_bytes=6 * GIB, parity_bytes=2 * GIB, metadata_bytes=2**20)
     with pytest.raises(SnapshotRefused) as refused:
         check_memory(
@@ -104,7 +104,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 MEMINFO = "MemTotal:       100 kB\nMemAvailable:   8388608 kB\nHugePages_Total:       0\n"
 
 
-def test_the_group_of_version_two_with_least_left_counts_and_its_page_cache_does_not(tmp_path):
+def test_the_tightest_cgroup_of_version_two_counts_without_its_page_cache(tmp_path):
     root = write(
         tmp_path,
         {
@@ -122,7 +122,7 @@ def test_the_group_of_version_two_with_least_left_counts_and_its_page_cache_does
     assert found.free_bytes == 2 * GIB
 
 
-def test_a_container_that_sees_only_its_own_group_of_version_two(tmp_path):
+def test_a_container_may_see_only_its_own_cgroup_of_version_two(tmp_path):
     root = write(
         tmp_path,
         {
@@ -135,7 +135,7 @@ def test_a_container_that_sees_only_its_own_group_of_version_two(tmp_path):
     assert read_free_memory(root).free_bytes == 0
 
 
-def test_version_one_whose_path_is_not_mounted_here(tmp_path):
+def test_a_cgroup_of_version_one_may_not_be_mounted_under_its_path(tmp_path):
     root = write(
         tmp_path,
         {
@@ -149,7 +149,7 @@ def test_version_one_whose_path_is_not_mounted_here(tmp_path):
     assert read_free_memory(root) == FreeMemory(available_bytes=8 * GIB, limit_bytes=4 * GIB, used_bytes=GIB)
 
 
-def test_version_one_without_a_limit(tmp_path):
+def test_a_cgroup_of_version_one_may_have_no_limit(tmp_path):
     root = write(
         tmp_path,
         {
@@ -162,7 +162,7 @@ def test_version_one_without_a_limit(tmp_path):
     assert read_free_memory(root) == FreeMemory(available_bytes=8 * GIB)
 
 
-def test_a_machine_that_does_not_say_is_refused(tmp_path):
+def test_a_machine_that_does_not_report_its_free_memory_is_refused(tmp_path):
     with pytest.raises(SnapshotRefused, match="does not say how much memory is available"):
         read_free_memory(tmp_path)
     write(tmp_path, {"proc/meminfo": "MemTotal: 7 kB\n"})
@@ -170,5 +170,5 @@ def test_a_machine_that_does_not_say_is_refused(tmp_path):
         read_free_memory(tmp_path)
 
 
-def test_this_machine_says():
+def test_this_machine_reports_its_free_memory():
     assert 0 < read_free_memory().free_bytes < 2**50

@@ -1,4 +1,4 @@
-"""Which host keeps what: every number once, equally much everywhere, and the same on every host."""
+"""The partition of a state: every element once, equal parts, and the same result on every host."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def padded(size):
 
 @settings(max_examples=80)
 @given(st.data(), host_counts)
-def test_the_pieces_of_all_hosts_cover_every_leaf_exactly_once(data, count):
+def test_the_slices_of_all_hosts_cover_every_leaf_exactly_once(data, count):
     leaves = flatten_state(1, data.draw(states())).leaves
     hosts, host_of = hosts_of_eight(count)
     state_cut = partition_state(leaves, host_of, hosts)
@@ -50,12 +50,12 @@ def test_the_pieces_of_all_hosts_cover_every_leaf_exactly_once(data, count):
 
 @settings(max_examples=50)
 @given(st.data(), host_counts)
-def test_a_host_keeps_only_what_lies_on_its_devices(data, count):
+def test_a_host_keeps_only_elements_that_are_on_its_devices(data, count):
     shape = data.draw(shapes)
     leaf = put(values(shape, "float32", 0), data.draw(shardings(shape)))
     hosts, host_of = hosts_of_eight(count)
     if len({host_of(device) for device in leaf.sharding.device_set}) == 1:
-        return  # then it is taken to be on every host
+        return  # such a leaf is assumed to be on every host
     state_cut = partition_state(flatten_state(1, [leaf]).leaves, host_of, hosts)
     for host in hosts:
         held = np.zeros(shape, bool)
@@ -67,7 +67,7 @@ def test_a_host_keeps_only_what_lies_on_its_devices(data, count):
 
 @settings(max_examples=80)
 @given(st.lists(shapes, max_size=8), st.data(), host_counts)
-def test_hosts_that_hold_the_same_get_equal_parts_to_within_a_row(leaf_shapes, data, count):
+def test_hosts_with_the_same_shards_get_equal_parts_to_within_a_row(leaf_shapes, data, count):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     dtype = st.sampled_from(["float32", "bool", "bfloat16"])
     state = [put(values(s, data.draw(dtype), 0), NamedSharding(mesh, P())) for s in leaf_shapes]
@@ -92,7 +92,7 @@ def test_hosts_that_hold_the_same_get_equal_parts_to_within_a_row(leaf_shapes, d
     assert max(parts) - min(parts) <= row
 
 
-def test_many_uneven_leaves_do_not_pile_up_on_the_first_host():
+def test_the_remainders_of_many_leaves_are_balanced_over_hosts():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = [put(np.zeros((5, 64), np.float32), sharding) for _ in range(40)]
@@ -100,14 +100,14 @@ def test_many_uneven_leaves_do_not_pile_up_on_the_first_host():
     assert set(parts.values()) == {40 * 5 * 256 // 4}
 
 
-def test_a_long_replicated_leaf_is_cut_where_its_copies_are_long_and_even():
+def test_a_replicated_leaf_is_split_along_its_first_long_dim():
     hosts, host_of = hosts_of_eight(8)
     leaves = flatten_state(1, {"layers": np.zeros((2, 800, 300), np.float32)}).leaves
     state_cut = partition_state(leaves, host_of, hosts)
     assert [state_cut.slices[host][0].start for host in hosts] == [(0, 100 * i, 0) for i in range(8)]
 
 
-def test_it_says_which_hosts_hold_every_leaf():
+def test_a_partition_lists_the_hosts_that_have_every_leaf():
     hosts, host_of = hosts_of_eight(4)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "shard"))
 
@@ -119,7 +119,7 @@ def test_it_says_which_hosts_hold_every_leaf():
     def complete_on(*state):
         return partition_state(flatten_state(1, list(state)).leaves, host_of, hosts).replicated_on
 
-    # Two devices a host, and four shards in each replica: a host has half of one.
+    # Each host has two devices and each replica four shards, so a host has half a replica.
     for somewhere_cut in (place("shard"), place(("replica", "shard"))):
         assert complete_on(somewhere_cut) == complete_on(place(), somewhere_cut) == ()
     on_each = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("host", "local")), P("local"))
@@ -130,7 +130,7 @@ def test_it_says_which_hosts_hold_every_leaf():
     assert (complete_on(some, local), complete_on(some, others)) == (tuple(hosts[:2]), ())
 
 
-def test_the_cut_follows_from_shardings_alone():
+def test_the_partition_follows_from_shardings_alone():
     hosts, host_of = hosts_of_eight(4)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     cuts = [
@@ -142,7 +142,7 @@ def test_the_cut_follows_from_shardings_alone():
     assert cuts[0] == cuts[1]
 
 
-def test_random_keys_are_raw_data_with_the_name_of_their_implementation():
+def test_random_keys_are_stored_as_raw_data_with_their_implementation():
     hosts, host_of = hosts_of_eight(2)
     state_cut = partition_state(
         flatten_state(1, {"key": jax.random.key(1, impl="rbg")}).leaves, host_of, hosts
@@ -171,7 +171,7 @@ def test_a_state_on_a_dead_hosts_devices_is_refused():
         ({"a": jnp.zeros(2, "bfloat16"), "b": jnp.zeros(2)}, r"found \['a'\] of bfloat16\[2\]"),
     ],
 )
-def test_a_state_of_another_structure_is_refused_by_its_first_leaf(other, words):
+def test_a_state_of_another_structure_is_refused_and_its_first_leaf_is_named(other, words):
     state_cut = partition_state(
         flatten_state(1, {"a": jnp.zeros(2), "b": jnp.zeros(2)}).leaves, hosts_of_eight(1)[1], host_names(1)
     )
@@ -180,7 +180,7 @@ def test_a_state_of_another_structure_is_refused_by_its_first_leaf(other, words)
 
 
 @given(shapes, st.integers(1, 200))
-def test_runs_are_consecutive_stretches_of_a_box(shape, limit):
+def test_runs_cover_a_box_in_order(shape, limit):
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
     box = whole_box(shape)
     found = [numbers[(*run.index_within(box), ...)].reshape(-1) for run in contiguous_runs(box, 4, limit)]
@@ -188,7 +188,7 @@ def test_runs_are_consecutive_stretches_of_a_box(shape, limit):
     assert np.array_equal(np.concatenate([*found, np.zeros(0, int)]), np.arange(numbers.size))
 
 
-def test_the_interval_is_youngs():
+def test_the_interval_is_that_of_young():
     assert compute_optimal_interval_s(0.5, 3600.0) == 60.0
     assert compute_interval_steps(0.5, 3600.0, 2.0, copy_s=1) == 30
 
@@ -201,7 +201,7 @@ def test_an_interval_is_long_enough_for_the_copy():
     assert compute_interval_steps(0.001, 10, 1.0, copy_s=9.5) == 10
 
 
-def test_snapshots_that_cost_more_than_failures_are_taken_once_a_failure():
+def test_the_interval_never_exceeds_the_time_between_failures():
     assert compute_optimal_interval_s(1000, 10) == 10
 
 
@@ -215,12 +215,12 @@ def test_no_other_interval_loses_less_time(cost_s, failure_s):
 
 
 @pytest.mark.parametrize("numbers", [(-1, 1), (1, 0), (float("nan"), 1), (1, float("inf"))])
-def test_impossible_times_are_refused(numbers):
+def test_costs_and_failure_times_out_of_range_are_refused(numbers):
     with pytest.raises(CallerError, match="snapshot interval: found a cost of"):
         compute_optimal_interval_s(*numbers)
 
 
 @pytest.mark.parametrize(("step_s", "copy_s"), [(0, 1), (1, -1), (float("nan"), 1)])
-def test_impossible_steps_are_refused(step_s, copy_s):
+def test_step_and_copy_durations_out_of_range_are_refused(step_s, copy_s):
     with pytest.raises(CallerError, match="snapshot interval: found steps of"):
         compute_interval_steps(1, 1, step_s, copy_s=copy_s)

@@ -1,4 +1,4 @@
-"""Groups of hosts, for any number of them: equal, larger than their parity, failure domains spread."""
+"""Parity groups of any number of hosts: equal in size, larger than their parity, with failure domains spread."""
 
 from collections import Counter
 
@@ -20,26 +20,26 @@ def hosts(count):
 @pytest.mark.parametrize("parity", range(5))
 @pytest.mark.parametrize("count", range(1, 41))
 @given(size=sizes)
-def test_every_host_is_in_one_group_of_about_the_size_asked_for(count, parity, size):
+def test_every_host_is_in_one_group_of_about_the_requested_size(count, parity, size):
     groups = form_parity_groups(hosts(count), parity, group_size=size)
     assert sorted(host for group in groups for host in group.hosts) == sorted(hosts(count))
     lengths = [len(group.hosts) for group in groups]
     assert max(lengths) - min(lengths) <= 1
     assert {group.parity for group in groups} == {min(parity, count - 1)}
     assert min(lengths) > groups[0].parity
-    # Half a group more than asked for at most, or else there would be one more group.
+    # At most one and a half times the requested size; otherwise there would be one more group.
     assert max(lengths) <= max(-(-3 * size // 2), 2 * groups[0].parity + 1)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), sizes, st.data())
-def test_no_failure_domain_has_more_hosts_in_a_group_than_parity_where_any_grouping_can_do_that(
+def test_parity_covers_every_failure_domain_if_any_grouping_achieves_that(
     count, parity, size, data
 ):
     racks = data.draw(st.integers(1, 12))
     rack_of = {
         host: f"rack{data.draw(st.integers(0, racks - 1))}"
         for host in hosts(count)
-        if data.draw(st.integers(0, 9))  # one in ten is not in the topology
+        if data.draw(st.integers(0, 9))  # one host in ten is not in the topology
     }
     groups = form_parity_groups(hosts(count), parity, group_size=size, domain_of=rack_of)
     lengths = [len(group.hosts) for group in groups]
@@ -47,7 +47,7 @@ def test_no_failure_domain_has_more_hosts_in_a_group_than_parity_where_any_group
     assert max(lengths) - min(lengths) <= 1
     kept = groups[0].parity
     assert min(lengths) > kept
-    # Every group has more than m hosts, so there are at most count // (m + 1), each with m of a domain at most.
+    # Every group has more than m hosts: there are at most count // (m + 1) groups, each with at most m of a domain.
     largest = Counter(rack_of.values())
     possible = {rack for rack, members in largest.items() if members <= kept * (count // (kept + 1))}
     exposed = {
@@ -62,7 +62,7 @@ def test_no_failure_domain_has_more_hosts_in_a_group_than_parity_where_any_group
     assert ("was asked for" in said) == (kept < parity)
 
 
-def test_two_racks_of_four_with_parity_two_make_groups_of_two_from_each():
+def test_two_racks_of_four_with_parity_two_form_groups_with_two_of_each():
     rack_of = {host: f"rack{index // 4}" for index, host in enumerate(hosts(8))}
     groups = form_parity_groups(hosts(8), 2, domain_of=rack_of)
     assert [sorted(rack_of[host] for host in group.hosts) for group in groups] == [
@@ -71,7 +71,7 @@ def test_two_racks_of_four_with_parity_two_make_groups_of_two_from_each():
     assert describe_weaknesses(groups, 2, rack_of) == ()
 
 
-def test_what_could_not_be_had_is_said():
+def test_weaker_protection_than_requested_is_described():
     groups = form_parity_groups(hosts(3), 4)
     assert [(group.hosts, group.parity) for group in groups] == [(("h0", "h1", "h2"), 2)]
     rack_of = dict.fromkeys(hosts(3), "r")
@@ -96,12 +96,12 @@ def test_a_group_keeps_the_order_of_the_hosts():
     ]
 
 
-def test_no_hosts_make_no_groups_and_one_is_alone():
+def test_no_hosts_form_no_groups_and_one_host_forms_a_group_without_parity():
     assert form_parity_groups([], 2) == ()
     assert [(group.hosts, group.parity) for group in form_parity_groups(hosts(1), 2)] == [(("h0",), 0)]
 
 
-def test_groups_stay_within_the_code():
+def test_groups_do_not_exceed_the_shards_of_the_code():
     groups = form_parity_groups(hosts(300), 4, group_size=MAX_GROUP_SIZE)
     assert [len(group.hosts) for group in groups] == [150, 150]
 
@@ -115,16 +115,16 @@ def test_groups_stay_within_the_code():
         ((300, 200, 255), "300 hosts with parity 200: found no groups .* lower the parity to 149"),
     ],
 )
-def test_numbers_that_fit_no_group_are_refused_with_those_that_do(arguments, words):
+def test_impossible_group_sizes_are_refused_with_possible_ones(arguments, words):
     count, parity, size = arguments
     with pytest.raises(SnapshotRefused, match=words):
         form_parity_groups(hosts(count), parity, group_size=size)
 
 
-def test_the_parity_that_a_refusal_names_fits():
+def test_the_parity_that_a_refusal_proposes_is_possible():
     assert [len(group.hosts) for group in form_parity_groups(hosts(300), 149, group_size=255)] == [150, 150]
 
 
-def test_a_host_that_is_named_twice_is_refused():
+def test_a_host_that_is_listed_twice_is_refused():
     with pytest.raises(SnapshotRefused, match="hosts h1 are named twice"):
         form_parity_groups([*hosts(3), HostName("h1")], 1)

@@ -1,4 +1,4 @@
-"""The newest snapshot that can be rebuilt is chosen; where there is none, the user reads why."""
+"""The newest snapshot that can be rebuilt is chosen; if there is none, the reasons are explained."""
 
 import random
 from itertools import combinations
@@ -26,12 +26,12 @@ def status(snapshot_id, groups, phase=SnapshotPhase.COMMITTED):
 
 
 def reports(held):
-    """Statuses from what each host holds: (step, groups) or full statuses."""
+    """Return the reports of hosts, from the statuses of each host's snapshots."""
     return {host: (f"{host}:1", tuple(statuses)) for host, statuses in held.items()}
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (3, 0), (4, 1), (5, 2), (6, 3)])
-def test_recoverable_if_and_only_if_no_group_lost_more_than_its_parity(n, m):
+def test_a_snapshot_is_recoverable_exactly_if_no_group_lost_more_than_its_parity(n, m):
     group = ParityGroup(hosts=tuple(hosts(n)), parity=m)
     for count in range(n):
         for lost in combinations(group.hosts, count):
@@ -46,7 +46,7 @@ def test_recoverable_if_and_only_if_no_group_lost_more_than_its_parity(n, m):
 
 
 @given(st.integers(1, 20), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_newest_committed_one_is_chosen_for_which_every_group_has_enough(
+def test_the_newest_snapshot_with_enough_hosts_in_every_group_is_chosen(
     count, parity, rng: random.Random
 ):
     ids = sorted({snapshot(rng.randrange(5), rng.randrange(3)) for _ in range(3)}, reverse=True)
@@ -73,8 +73,8 @@ def test_the_newest_committed_one_is_chosen_for_which_every_group_has_enough(
         )
 
 
-def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_losses():
-    """Else the next host that is lost, of two that may be, takes the last good copy along."""
+def test_an_older_snapshot_that_tolerates_more_losses_is_preferred_to_an_incomplete_one():
+    """With parity 2, the loss of a second host must not destroy the last snapshot that can be rebuilt."""
     group = ParityGroup(hosts=tuple(hosts(4)), parity=2)
 
     def left(phase: SnapshotPhase, holders: list[HostName]) -> ReportedStatuses:
@@ -87,15 +87,15 @@ def test_one_that_was_never_whole_is_left_for_the_one_before_that_stands_more_lo
     two, three = left_over[1:], left_over
     for phase, holders, step in [
         (SnapshotPhase.COMPLETE, two, 1),
-        (SnapshotPhase.COMPLETE, three, 2),  # stands as much
-        (SnapshotPhase.COMMITTED, two, 2),  # the older one may be overwritten any time
+        (SnapshotPhase.COMPLETE, three, 2),  # tolerates as many losses
+        (SnapshotPhase.COMMITTED, two, 2),  # the older one may be overwritten at any time
     ]:
         plan = choose_snapshot(left(phase, holders))
         assert plan is not None
         assert plan.id == snapshot(step)
 
 
-def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():
+def test_reports_with_different_groups_are_not_combined():
     one, other = (
         ParityGroup(hosts=tuple(hosts(3)), parity=1),
         ParityGroup(hosts=tuple(reversed(hosts(3))), parity=1),
@@ -106,13 +106,13 @@ def test_hosts_that_disagree_on_the_groups_do_not_count_for_each_other():
     assert choose_snapshot(reports(held)) is None
 
 
-def test_a_host_that_is_in_no_group_counts_for_nothing():
+def test_a_host_that_is_in_no_group_is_ignored():
     group = ParityGroup(hosts=tuple(hosts(2)), parity=0)
     held = {host: [status(snapshot(1), [group])] for host in [HostName("h0"), HostName("x")]}
     assert choose_snapshot(reports(held)) is None
 
 
-def test_the_words_say_what_is_lost_what_survives_and_from_which_step():
+def test_the_explanation_lists_losses_and_survivors_of_each_snapshot():
     groups = [
         ParityGroup(hosts=tuple(hosts(3)), parity=1),
         ParityGroup(hosts=(HostName("x"), HostName("y")), parity=1),
@@ -133,7 +133,7 @@ def test_the_words_say_what_is_lost_what_survives_and_from_which_step():
     )
 
 
-def test_the_words_for_hosts_without_a_snapshot_and_for_no_hosts():
+def test_the_explanation_covers_hosts_without_a_snapshot_and_no_hosts():
     assert explain_loss({}) == (
         "there is no complete snapshot in host memory: no host answers; training can only resume from a checkpoint"
     )

@@ -1,4 +1,4 @@
-"""What a snapshot server tells its agent, over a real socket pair."""
+"""The reports of a snapshot server to its agent, over a real socket pair."""
 
 import socket
 
@@ -14,8 +14,8 @@ from resilient_jax.snapshot.messages import (
 from resilient_jax.snapshot.notifier import Notifier
 
 
-def test_what_is_held_is_told_when_there_is_memory_again():
-    """An agent that is not told decides by what was true before."""
+def test_messages_are_sent_in_order_once_memory_is_available_again():
+    """Without the message an agent would decide by an outdated report."""
     ours, theirs = socket.socketpair()
     agent, shortages = Connection(ours.detach(), SERVER_TO_AGENT_DECODER), [MemoryError(), MemoryError()]
     reporter = Notifier(HostName("a"), Connection(theirs.detach(), NEW_WORKER_DECODER))

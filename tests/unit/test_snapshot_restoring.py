@@ -1,4 +1,4 @@
-"""A state comes back bit for bit, on whatever mesh, and owes nothing to the memory that it was read from."""
+"""A state is restored bit for bit, on any mesh, and shares no memory with the snapshot that it was read from."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def take_by(count, state, **options):
 
 @settings(max_examples=60)
 @given(st.data(), host_counts)
-def test_a_state_comes_back_bit_for_bit_on_another_random_mesh(data, count):
+def test_a_state_is_restored_bit_for_bit_on_another_random_mesh(data, count):
     state = data.draw(states())
     snapshot = take_by(count, state)
     targets = {f"['{name}']": data.draw(shardings(leaf.shape)) for name, leaf in state.items()}
@@ -81,7 +81,7 @@ def all_dtypes():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_every_kind_of_leaf_comes_back(count):
+def test_every_kind_of_leaf_is_restored(count):
     state = all_dtypes()
     snapshot = take_by(count, state)
     _, restored = restore_snapshot(abstract_of(state), snapshot, None)
@@ -93,7 +93,7 @@ def test_every_kind_of_leaf_comes_back(count):
     assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(restored))
 
 
-def test_random_keys_come_back_with_their_sharding_and_draw_the_same():
+def test_restored_random_keys_have_the_requested_sharding_and_draw_the_same():
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), P("x"))
     keys = jax.random.split(jax.random.key(5), 8)
     snapshot = take_by(4, {"keys": jax.device_put(keys, NamedSharding(sharding.mesh, P(("x", "y"))))})
@@ -119,7 +119,7 @@ def test_restored_arrays_do_not_change_when_the_next_snapshot_is_written():
             assert not any(np.shares_memory(np.asarray(shard.data), view) for view in views)
 
 
-def test_donating_a_restored_array_changes_no_other():
+def test_donating_a_restored_array_changes_no_other_array():
     everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     state = {"w": put(values((100, 64), "float32", 1), everywhere)}
     snapshot = take_by(2, state)
@@ -140,7 +140,7 @@ def test_a_box_that_several_devices_need_is_read_once():
     assert snapshot.bytes_read == 100 * 64 * 4
 
 
-def test_only_what_this_hosts_devices_need_is_read():
+def test_only_the_requested_box_is_read():
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     state = {"w": put(values((64, 2**16), "float32", 1), NamedSharding(mesh, P("x")))}
     snapshot = take_by(8, state)
@@ -151,7 +151,7 @@ def test_only_what_this_hosts_devices_need_is_read():
     assert (snapshot.bytes_read, snapshot.reads) == (data.nbytes, 1)
 
 
-def test_columns_of_long_rows_are_read_without_what_lies_between():
+def test_columns_of_long_rows_are_read_without_the_gaps_between_them():
     state = {"w": put(values((8, 2**18), "float32", 1), jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
     snapshot = take_by(1, state)
     box = whole_box((8, 2**18)).narrow(1, 1000, 2000)
@@ -171,7 +171,7 @@ def test_many_small_leaves_take_few_reads():
 
 @settings(max_examples=40)
 @given(st.data(), host_counts, st.sampled_from([1, 16, 100]), st.sampled_from([0, 8, 100]))
-def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
+def test_reads_of_any_size_restore_the_same_state(data, count, read_bytes, gap_bytes):
     shape = data.draw(shapes)
     state = {
         "w": put(values(shape, "bfloat16", 1), data.draw(shardings(shape))),
@@ -187,7 +187,7 @@ def test_reads_of_any_size_give_the_same(data, count, read_bytes, gap_bytes):
     assert_same(restored, state)
 
 
-def test_texts_come_back_with_the_arrays_and_the_step():
+def test_strings_are_restored_with_the_arrays_and_the_step():
     state = {"name": "byte_lm", "w": jnp.ones(4), "nested": ["a", jnp.zeros(2)]}
     snapshot = take_by(2, state, step=12)
     places = []
@@ -204,7 +204,7 @@ def test_texts_come_back_with_the_arrays_and_the_step():
     assert places == [(FailPoint.DURING_RESTORE, 12)]
 
 
-def test_a_state_without_leaves_comes_back():
+def test_a_state_without_leaves_is_restored():
     assert restore_snapshot({}, take_by(2, {}), None) == (3, {})
 
 
@@ -223,7 +223,7 @@ def test_a_state_without_leaves_comes_back():
         ),
     ],
 )
-def test_a_snapshot_that_does_not_fit_the_init_function_is_refused_as_a_committed_state_is(init, words):
+def test_a_mismatch_with_the_init_function_is_refused_like_that_of_a_committed_state(init, words):
     state = {"x": jnp.ones(2)}
     snapshot = take_by(2, state)
     with pytest.raises(StateError, match=words) as from_snapshot:
@@ -233,7 +233,7 @@ def test_a_snapshot_that_does_not_fit_the_init_function_is_refused_as_a_committe
     assert str(from_snapshot.value) == str(from_flat.value).replace("the committed state", "the snapshot", 1)
 
 
-def test_a_key_is_not_restored_as_numbers_nor_as_a_key_of_another_kind():
+def test_a_random_key_is_restored_only_as_a_key_of_the_same_implementation():
     snapshot = take_by(1, {"x": jax.random.key(1)})
     with pytest.raises(
         StateError, match=r"uint32\[2\] \(data of a threefry2x32 key\) at .* instead of uint32\[2\], expected"
@@ -260,7 +260,7 @@ def test_parts_of_different_snapshots_are_not_mixed():
 
 
 @pytest.mark.parametrize(("pieces", "found"), [(lambda pieces: (), 2), (lambda pieces: pieces * 2, 6)])
-def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
+def test_parts_that_lack_or_repeat_elements_are_refused(pieces, found):
     snapshot = take_by(2, {"w": jnp.ones(4)})
     hosts, _ = hosts_of_eight(2)
     manifest: PartManifest = snapshot.done[hosts[1]]
@@ -272,7 +272,7 @@ def test_parts_that_lack_a_number_or_have_it_twice_are_refused(pieces, found):
         restore_snapshot(jax.eval_shape(lambda: {"w": jnp.ones(4)}), snapshot, None)
 
 
-def test_a_dtype_that_this_host_does_not_know_is_refused():
+def test_a_dtype_that_numpy_lacks_here_is_refused():
     snapshot = take_by(1, {"w": jnp.ones(4)})
     (host,) = snapshot.done
     contents = snapshot.done[host].contents

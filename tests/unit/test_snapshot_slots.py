@@ -45,7 +45,7 @@ def slots(listener):
     made.table.close()
 
 
-def test_the_newest_committed_snapshot_keeps_its_slot_while_others_come_and_go(slots):
+def test_the_newest_committed_snapshot_keeps_its_slot_while_others_are_taken(slots):
     slots.open_layout(make_layout())
     for step in range(1, 5):
         before = [status.id.step for status in slots.list_statuses()]
@@ -70,7 +70,7 @@ def test_a_third_snapshot_is_dropped_while_two_are_in_progress_and_the_root_is_n
         slots.begin(make_id(3), WRITER)
     assert listener.dropped == [make_id(3)]
     assert listener.events.count(EventKind.SNAPSHOT_DROPPED) == 1
-    with pytest.raises(SnapshotDropped, match="no slot is free"):  # later, too: on other hosts it is gone
+    with pytest.raises(SnapshotDropped, match="no slot is free"):  # also later, since other hosts have dropped it
         slots.find(make_id(3), SlotPhase.PART)
 
 
@@ -165,7 +165,7 @@ def test_a_snapshot_that_is_complete_here_is_not_dropped(slots):
 
 
 def memfds():
-    """The memory of slots that this process has, by inode."""
+    """Return the inodes of the slots' memory that this process has open."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def memfds():
     return found
 
 
-def test_slots_grow_with_a_layout_without_losing_what_is_committed(slots, listener):
+def test_slots_grow_with_a_layout_without_losing_committed_snapshots(slots, listener):
     slots.open_layout(make_layout(part_bytes=1000))
     take(slots, make_id(1), part_bytes=1000)
     old = take(slots, make_id(2), part_bytes=1000)
@@ -184,9 +184,9 @@ def test_slots_grow_with_a_layout_without_losing_what_is_committed(slots, listen
     new = take(slots, make_id(3, 2), part_bytes=500_000)
     assert new.view_part(0, 500_000) == bytes([3]) * 500_000
     assert [status.id.step for status in slots.list_statuses()] == [2, 3]
-    slots.table.allocate()  # as after every commit: now the old one is not needed any more
+    slots.table.allocate()  # as after every commit, when the old slot is no longer needed
     assert [status.id.step for status in slots.list_statuses()] == [3]
-    with pytest.raises(ValueError, match="released"):  # freed, although somebody still knows the snapshot
+    with pytest.raises(ValueError, match="released"):  # freed, although the test still refers to the snapshot
         old.view_part(0, 1000)
     assert len(memfds()) == 2
     assert [notice for notice in listener.notices if isinstance(notice, SlotRetired)] == [
@@ -196,7 +196,7 @@ def test_slots_grow_with_a_layout_without_losing_what_is_committed(slots, listen
     take(slots, make_id(4, 2), part_bytes=500_000)
 
 
-def test_larger_slots_than_needed_are_used_as_they_are(slots, listener):
+def test_slots_that_are_larger_than_needed_are_reused(slots, listener):
     slots.open_layout(make_layout(part_bytes=500_000))
     take(slots, make_id(1), part_bytes=500_000)
     slots.open_layout(make_layout(part_bytes=1000, generation=2))
@@ -218,7 +218,7 @@ def test_incomplete_snapshots_are_dropped_when_a_layout_is_opened(slots, listene
         )
         in listener.notices
     )
-    assert listener.dropped == []  # its generation's root has other cares
+    assert listener.dropped == []  # the root of an ended generation is not notified
 
 
 def test_the_snapshot_that_a_generation_restores_counts_as_committed(slots):

@@ -1,4 +1,4 @@
-"""Where chunks and parity lie, for any group: each in one place, and no two of a stripe on one member."""
+"""The placement of chunks and parity in any group: each in one place, and no two of a stripe on one member."""
 
 from itertools import combinations
 
@@ -50,7 +50,7 @@ def test_a_stripe_has_one_shard_on_every_member(group):
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
-def test_any_m_lost_members_leave_k_shards_of_every_stripe_and_more_do_not(group):
+def test_any_m_lost_members_leave_k_shards_of_every_stripe(group):
     n, m = group
     for lost in combinations(range(n), m):
         for stripe in range(n):
@@ -58,7 +58,7 @@ def test_any_m_lost_members_leave_k_shards_of_every_stripe_and_more_do_not(group
             assert sum(member not in lost for member in members) == n - m
 
 
-def test_the_layout_that_the_protocol_describes():
+def test_the_formulas_agree_with_the_description_of_the_protocol():
     # n = 5, m = 2: stripe 0 has parity on members 0 and 1, then the data shards.
     assert parity_members(0, 5, 2) == (0, 1)
     assert data_members(0, 5, 2) == (2, 3, 4)
@@ -73,7 +73,7 @@ def test_the_layout_that_the_protocol_describes():
 @example([], 3)
 @example([0, 0], 1)
 @example([3 * MIN_BLOCK_BYTES, 5], 3)
-def test_k_chunks_hold_the_longest_part_and_little_more(parts, k):
+def test_k_chunks_hold_the_longest_part_and_waste_little(parts, k):
     block, chunk = cut_grid(parts, k)
     longest = max(parts, default=0)
     assert MIN_BLOCK_BYTES <= block <= MAX_BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""The one match of trees: arrays find their places by path, and all differences are named."""
+"""Matching of trees: arrays are matched by path, and all differences are named."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_the_data_of_a_key_is_not_an_array_of_integers():
         match(found)
 
 
-def test_names_with_a_slash_have_paths_of_their_own():
+def test_names_with_a_slash_give_distinct_paths():
     one, other = {"a/b": {"c": 0}}, {"a": {"b/c": 0}}
     paths = [format_orbax_path(jax.tree_util.tree_leaves_with_path(tree)[0][0]) for tree in (one, other)]
     assert paths[0] != paths[1]
