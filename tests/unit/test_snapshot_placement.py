@@ -32,9 +32,7 @@ def test_every_host_is_in_one_group_of_about_the_requested_size(count, parity, s
 
 
 @given(st.integers(1, 40), st.integers(1, 4), sizes, st.data())
-def test_parity_covers_every_failure_domain_if_any_grouping_achieves_that(
-    count, parity, size, data
-):
+def test_parity_covers_every_failure_domain_if_any_grouping_achieves_that(count, parity, size, data):
     racks = data.draw(st.integers(1, 12))
     rack_of = {
         host: f"rack{data.draw(st.integers(0, racks - 1))}"

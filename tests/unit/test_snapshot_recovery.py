@@ -46,9 +46,7 @@ def test_a_snapshot_is_recoverable_exactly_if_no_group_lost_more_than_its_parity
 
 
 @given(st.integers(1, 20), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_newest_snapshot_with_enough_hosts_in_every_group_is_chosen(
-    count, parity, rng: random.Random
-):
+def test_the_newest_snapshot_with_enough_hosts_in_every_group_is_chosen(count, parity, rng: random.Random):
     ids = sorted({snapshot(rng.randrange(5), rng.randrange(3)) for _ in range(3)}, reverse=True)
     groups = {each: form_parity_groups(rng.sample(hosts(count), count), parity, group_size=5) for each in ids}
     holders = {each: set(rng.sample(hosts(count), rng.randint(0, count))) for each in ids}

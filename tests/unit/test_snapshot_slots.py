@@ -70,7 +70,9 @@ def test_a_third_snapshot_is_dropped_while_two_are_in_progress_and_the_root_is_n
         slots.begin(make_id(3), WRITER)
     assert listener.dropped == [make_id(3)]
     assert listener.events.count(EventKind.SNAPSHOT_DROPPED) == 1
-    with pytest.raises(SnapshotDropped, match="no slot is free"):  # also later, since other hosts have dropped it
+    with pytest.raises(
+        SnapshotDropped, match="no slot is free"
+    ):  # also later, since other hosts have dropped it
         slots.find(make_id(3), SlotPhase.PART)
 
 
