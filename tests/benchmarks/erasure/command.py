@@ -26,9 +26,9 @@ from resilient_jax.errors import CallerError
 
 KIB = 1024
 FEWEST_ROUNDS = 2
-"""A spread takes two."""
+"""The least number that has a spread."""
 AIM = 0.9
-"""Of the bare call's speed: what is around it may take a tenth."""
+"""Fraction of the bare call's speed: the code around the call may take a tenth."""
 
 
 def erasure(
@@ -45,16 +45,16 @@ def erasure(
     rounds: Annotated[int, typer.Option(help="Times that each call is timed, all calls in turn.")] = 20,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """Speed of the erasure code beside the bare ISA-L call, zfec, reedsolo and memory copy, on one core.
+    """Measure the erasure code beside the bare ISA-L call, zfec, reedsolo and memory copy, on one core.
 
-    k data shards and m of parity; decode computes m data shards again from
-    the others. GB/s of data (k times a shard's length), medians. The keys of
-    the line of JSON, of the first m where they do not say "by m":
+    k data shards and m of parity; decode recomputes m data shards from the
+    others. GB/s of data (k times a shard's length), medians. The keys of the
+    line of JSON, for the first m unless described as "by m":
 
     encode_gbps, decode_gbps: of `encode` and `decode` with the fastest kernel
-    that is here.
+    available here.
 
-    isal_gbps: of ISA-L's `ec_encode_data`, called with everything made before.
+    isal_gbps: of ISA-L's `ec_encode_data`, with all operands prepared before.
     null where ISA-L is missing; it comes with the extra `isal`.
 
     encode_of_isal, decode_of_isal: by m, ours over the bare call with the same
@@ -65,8 +65,8 @@ def erasure(
 
     spread: 5 % and 95 % of the rounds. n: rounds. speeds: of everything, by m.
 
-    zfec is under the GPL, so never a dependency; it is timed if it is there.
-    Takes about half a minute.
+    zfec is under the GPL, so never a dependency; it is timed if installed.
+    The benchmark takes about half a minute.
     """
     wanted = ErasureRequest(
         data_shards=data_shards,
@@ -89,13 +89,13 @@ def erasure(
 
 
 def _check(wanted: ErasureRequest) -> None:
-    """Refuses what cannot be timed.
+    """Check that the request can be timed.
 
     Raises:
-        CallerError: a number is out of range.
+        CallerError: a value is out of range.
     """
     for m in wanted.parity_shards:
-        ReedSolomon(wanted.data_shards, m)  # says what is wrong with k and m
+        ReedSolomon(wanted.data_shards, m)  # raises if k and m are out of range
     if wanted.shard_bytes < KIB or wanted.skew_bytes < 0 or wanted.rounds < FEWEST_ROUNDS:
         raise CallerError(
             f"erasure: found --shard-kib {wanted.shard_bytes // KIB}, --skew-bytes {wanted.skew_bytes}, "
@@ -104,10 +104,10 @@ def _check(wanted: ErasureRequest) -> None:
 
 
 def _measure(script: Path, wanted: ErasureRequest) -> ErasureTimings:
-    """In a process of its own: it is pinned to one core, and loads numpy and jax.
+    """Run the script that measures in a process of its own, which is pinned to one core and loads numpy and jax.
 
     Raises:
-        InternalError: it failed.
+        InternalError: the script failed.
     """
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:
         asked, found = Path(folder) / "wanted.json", Path(folder) / "times.json"

@@ -1,6 +1,6 @@
-"""Figures of the erasure benchmark from its timings, and the request for these. Pure.
+"""Figures of the erasure benchmark, and the request and the timings that they come from. Pure.
 
-GB/s are 10^9 bytes of data a second: k times the length of a shard, for encoding and for decoding alike.
+GB/s are 10^9 bytes of data per second: k times the length of a shard, for encoding and for decoding alike.
 """
 
 import enum
@@ -16,7 +16,7 @@ BARE_ISAL = "bare ISA-L call"
 
 
 class ErasureTask(enum.StrEnum):
-    """What is timed."""
+    """An operation that is timed."""
 
     ENCODE = "encode"
     DECODE = "decode"  # as many data shards as there is parity, or all
@@ -24,14 +24,14 @@ class ErasureTask(enum.StrEnum):
 
 
 class ErasureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to time.
+    """Arguments of the script that measures.
 
     Attributes:
         data_shards: k.
         parity_shards: each m.
         shard_bytes: length of a shard.
         skew_bytes: from the end of a shard to the start of the next.
-        rounds: so often is each call timed.
+        rounds: number of times that each call is timed.
     """
 
     data_shards: int
@@ -42,12 +42,12 @@ class ErasureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErasureTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of one call.
+    """Times of one call.
 
     Attributes:
-        who: a kernel of ours, or what it is compared with.
+        who: name of a kernel of ours, or of an implementation to compare with.
         parity_shards: m.
-        data_bytes: that one call takes in.
+        data_bytes: bytes of data that one call reads.
         times_s: of each round.
     """
 
@@ -59,13 +59,13 @@ class ErasureTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErasureTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was timed in one process, on one core.
+    """All timings of one process, on one core.
 
     Attributes:
-        processor: by its own name.
-        kernel: the one that a job would use here.
-        versions: of what was timed, by its name.
-        missing: what could not be timed, and why.
+        processor: model name of the processor.
+        kernel: that a job would use on this machine.
+        versions: of the implementations that were timed, by name.
+        missing: implementations that could not be timed, with the reason.
     """
 
     processor: str
@@ -76,7 +76,7 @@ class ErasureTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """GB/s of data: the median, and the span of nine in ten rounds."""
+    """GB/s of data: median, and 5 % and 95 % quantiles, of the rounds."""
 
     gbps: float
     low: float
@@ -84,22 +84,22 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Speeds = dict[str, dict[ErasureTask, Speed]]
-"""By who and task."""
+"""By implementation and task."""
 
 
 class ErasureFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine-readable line. Without a mention of m: of the first m.
+    """The line of JSON. Figures that are not by m are for the first m.
 
     Attributes:
         encode_gbps: of `encode` with the kernel that a job would use.
         decode_gbps: of `decode` of m lost data shards with it.
-        isal_gbps: of `ec_encode_data`, with all its operands made before; None without ISA-L.
+        isal_gbps: of `ec_encode_data`, with all operands prepared before; None without ISA-L.
         copy_limit_gbps: of copying the data.
-        encode_of_isal: speed of `encode` over that of the bare call with the same tables, next to it in each round,
-            the median of the rounds, by m; empty without ISA-L.
-        decode_of_isal: the same of decoding.
-        spread: GB/s, 5 % and 95 % of the rounds, of the four.
-        n: rounds.
+        encode_of_isal: speed of `encode` over that of the bare call with the same tables in the same round, the median
+            of the rounds, by m; empty without ISA-L.
+        decode_of_isal: the same for decoding.
+        spread: 5 % and 95 % quantiles of the four figures in GB/s.
+        n: number of rounds.
         speeds: of everything, by m.
     """
 
@@ -123,7 +123,7 @@ class ErasureFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def speed_of(data_bytes: int, times_s: Sequence[float]) -> Speed:
-    """GB/s of data, of two rounds or more.
+    """Return GB/s of data from the times of two rounds or more.
 
     >>> speed_of(8_000_000, [0.001, 0.001, 0.001])
     Speed(gbps=8.0, low=8.0, high=8.0)
@@ -134,7 +134,7 @@ def speed_of(data_bytes: int, times_s: Sequence[float]) -> Speed:
 
 
 def make_erasure_figures(wanted: ErasureRequest, times: ErasureTimings, machine: str) -> ErasureFigures:
-    """All figures of the line."""
+    """Return the figures of the line of JSON."""
     speeds: dict[str, Speeds] = {str(m): {} for m in wanted.parity_shards}
     for timed in times.timed:
         found = speeds[str(timed.parity_shards)].setdefault(timed.who, {})
@@ -169,7 +169,7 @@ def make_erasure_figures(wanted: ErasureRequest, times: ErasureTimings, machine:
 
 
 def _ratios(times: ErasureTimings, task: ErasureTask) -> dict[str, float]:
-    """By m: how fast we are in a round over how fast the bare call was in the same one, the median."""
+    """Return, by m, the median over rounds of our speed over that of the bare call in the same round."""
     found = {(timed.parity_shards, timed.who): timed.times_s for timed in times.timed if timed.task is task}
     return {
         str(m): round(
@@ -184,5 +184,5 @@ def _ratios(times: ErasureTimings, task: ErasureTask) -> dict[str, float]:
 
 
 def _rounded(gbps: float) -> float:
-    """Four significant digits: reedsolo is ten thousand times slower than ISA-L."""
+    """Return the value with four significant digits: reedsolo is ten thousand times slower than ISA-L."""
     return float(f"{gbps:.4g}")

@@ -1,4 +1,4 @@
-"""The plan benchmark: time of the search, and errors of its estimates against published runs and real steps."""
+"""The plan benchmark: search time, and errors of the estimates against published runs and measured steps."""
 
 import statistics
 import tempfile
@@ -36,9 +36,9 @@ from resilient_jax.topology import Topology
 
 AIMS_MS = {64: 10, 1024: 50, 16_384: 300, 131_072: 2000}
 PROGRAMS_LIMIT_S = 3600.0
-"""Of eighty programs compiled and timed; ten minutes on two idle cores, and others may use them."""
+"""To compile and time eighty programs: ten minutes on two idle cores, longer on busy ones."""
 STALLS = {"compile_in_stall_s": True, "compile_in_stall_uncached_s": False}
-"""Keys of the line, and whether programs are compiled ahead."""
+"""Keys of the line of JSON, and whether programs are compiled ahead."""
 MESH = "meshes/h100_2048x8.toml"
 
 
@@ -48,37 +48,37 @@ def plan(
     job: Annotated[bool, typer.Option(help="Kill a worker of a planned job, twice.")] = True,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """Search time, estimates beside published runs and real steps, and what a kill waits for programs.
+    """Measure search time, errors of the estimates, and how long a stall waits for programs.
 
-    Hosts of meshes/h100_2048x8.toml, in as many pods as it takes. The keys of
-    the line of JSON, of N devices:
+    Hosts of meshes/h100_2048x8.toml, in as many pods as needed. The keys of the
+    line of JSON, for N devices:
 
-    search_ms_N: until the best plan is there, all hosts healthy; median.
+    search_ms_N: until the best plan is found, all hosts healthy; median.
 
-    search_after_ms_N: the same with one host lost and another at 0.6.
+    search_after_ms_N: the same with one host lost and another at speed 0.6.
 
-    search_cpu_ms_N, search_after_cpu_ms_N: processor time, which others on the
-    machine change less.
+    search_cpu_ms_N, search_after_cpu_ms_N: processor time, which depends less
+    on the load of the machine.
 
-    search_mib_N: memory that one search allocates at most.
+    search_mib_N: peak memory that one search allocates.
 
-    published: for each run its measured MFU, the estimate's, and the error.
+    published: for each run its published MFU, the estimate, and the error.
 
     memory_error: largest and median relative error of the memory of a device,
     over a grid of real training steps compiled for eight CPU devices.
 
-    regret, rank_correlation: of three models, all feasible plans of eight CPU
-    devices run; the worst model's regret of the plan with the least estimate,
-    and its rank correlation. The constants come from a fourth model. models:
-    each of the three, by the time of a step and by processor time.
+    regret, rank_correlation: all feasible plans of three models run on eight
+    CPU devices; of the worst model, the regret of the plan with the least
+    estimate, and the rank correlation. The constants are fitted to a fourth
+    model. models: each of the three, by step time and by processor time.
 
-    compile_in_stall_s, compile_in_stall_uncached_s: that the first step after a
-    kill waited for programs, where the plan changed; compiled ahead and kept,
-    and not. --no-job leaves them out.
+    compile_in_stall_s, compile_in_stall_uncached_s: how long the first step
+    after a kill that changed the plan waited for programs, compiled ahead and
+    kept on disk, or neither. --no-job leaves them out.
 
     spread: least and most of each time. n: rounds. programs_n: rounds in which
-    programs were timed. --no-programs leaves out what compiles programs: it
-    takes ten minutes on two idle cores.
+    programs were timed. --no-programs leaves out the measurements that compile
+    programs, which take ten minutes on two idle cores.
     """
     if rounds < 1:
         raise CallerError(f"plan: found --rounds {rounds}, expected 1 or more")
@@ -136,10 +136,10 @@ def _measure_memory(profile: ProgramCost, topology: Topology, case: SearchCase) 
 
 
 def _measure_programs(rounds: int) -> PlanMeasurements:
-    """In a process of its own, which loads JAX and has eight devices.
+    """Run the script that compiles and times programs, in a process of its own with eight devices.
 
     Raises:
-        InternalError: it failed.
+        InternalError: the script failed.
     """
     script = JOBS / "plan_programs.py"
     with tempfile.TemporaryDirectory(prefix="resilient-jax-bench-") as folder:

@@ -1,4 +1,4 @@
-"""How right the estimates of plans were: of memory, and of which plan is fastest. Pure."""
+"""Errors of the estimates of plans: of memory, and of which plan is fastest. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import msgspec
 
 
 class MemoryCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled plan: what was estimated for a device, and what XLA says it needs, in bytes."""
+    """Memory of a compiled plan on one device, in bytes: the estimate, and what XLA reports."""
 
     name: str
     estimated_bytes: float
@@ -20,14 +20,14 @@ class MemoryCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan whose program ran.
+    """Times of a plan's step: estimated and measured.
 
     Attributes:
-        plan: its axes.
-        estimated_s: a step.
-        step_s: the median of its measured steps.
-        cpu_s: processor time of a step, which others on the machine change less: the median.
-        halves_s: medians of every other step, and of those between.
+        plan: axes of the plan.
+        estimated_s: step time by the estimate.
+        step_s: median of the measured step times.
+        cpu_s: median processor time of a step, which depends less on the load of the machine.
+        halves_s: medians of the even and of the odd measured steps.
     """
 
     plan: str
@@ -38,22 +38,22 @@ class TimedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """All feasible plans of one model."""
+    """A model with all of its feasible plans."""
 
     name: str
     plans: list[TimedPlan]
 
 
 class PlanMeasurements(msgspec.Struct, frozen=True, kw_only=True):
-    """What the script measured.
+    """Output of the script `plan_programs.py`.
 
     Attributes:
-        memory: of the grid.
-        models: that no constant was fitted to.
-        calibrated_on: the model that the constants were fitted to.
+        memory: cases of the memory grid.
+        models: to which no constant was fitted.
+        calibrated_on: name of the model to which the constants were fitted.
         calibration: the constants.
         fit_error: root mean square of ln(estimated / measured) on that model.
-        rounds: in which each step was timed.
+        rounds: how often the step of each plan was timed.
     """
 
     memory: list[MemoryCase]
@@ -65,14 +65,14 @@ class PlanMeasurements(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model: regret and rank correlation by the time of a step, and by processor time.
+    """Regret and rank correlation of one model, by step time and (`_cpu`) by processor time.
 
     Attributes:
-        plans: that ran.
-        chosen, best: the plan with the least estimate, and with the least measured step.
-        regret: `step of the chosen / step of the best - 1`.
-        rank_correlation: Spearman's, of estimates and measured steps.
-        repeatability: the same of the measured steps and the others: more than this says nothing.
+        plans: number of plans that ran.
+        chosen, best: the plan with the least estimate, and the plan with the least measured step time.
+        regret: `step time of the chosen / step time of the best - 1`.
+        rank_correlation: Spearman's, of estimates and measured step times.
+        repeatability: Spearman's, of the even and the odd measured steps; a `rank_correlation` above it means nothing.
     """
 
     name: str
@@ -87,15 +87,15 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of the line of JSON: of programs that were compiled and ran.
+    """The keys of the line of JSON for programs that were compiled and timed.
 
     Attributes:
-        memory_error: `largest` and `median`, without signs.
-        memory_cases: each program's `estimated / measured - 1`.
+        memory_error: `largest` and `median` absolute error.
+        memory_cases: `estimated / measured - 1` of each program.
         regret, rank_correlation: of the worst model.
-        models: each.
-        calibrated_on, calibration, fit_error: where the constants come from.
-        programs_n: rounds.
+        models: figures of each model.
+        calibrated_on, calibration, fit_error: as in `PlanMeasurements`.
+        programs_n: number of rounds.
     """
 
     memory_error: dict[str, float]
@@ -110,7 +110,7 @@ class ProgramFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_program_figures(found: PlanMeasurements) -> ProgramFigures:
-    """Gives the figures; of several models the worst counts."""
+    """Return the figures; regret and rank correlation are those of the worst model."""
     models = [make_model_figures(model) for model in found.models]
     return ProgramFigures(
         memory_error=summarize_memory_errors(found.memory),
@@ -126,7 +126,7 @@ def make_program_figures(found: PlanMeasurements) -> ProgramFigures:
 
 
 def make_model_figures(model: TimedModel) -> ModelFigures:
-    """Gives how good the choice of the estimates was."""
+    """Return how good the plan with the least estimate was, compared with the measured best."""
     chosen = min(model.plans, key=lambda plan: plan.estimated_s)
     best = min(model.plans, key=lambda plan: plan.step_s)
     estimates = [plan.estimated_s for plan in model.plans]
@@ -144,13 +144,13 @@ def make_model_figures(model: TimedModel) -> ModelFigures:
 
 
 def summarize_memory_errors(cases: Sequence[MemoryCase]) -> dict[str, float]:
-    """Gives the largest and the median error, without their signs."""
+    """Return the largest and the median absolute error."""
     errors = [abs(case.error) for case in cases]
     return {"largest": round(max(errors), 4), "median": round(statistics.median(errors), 4)}
 
 
 def correlate_ranks(one: Sequence[float], other: Sequence[float]) -> float:
-    """Gives Spearman's rank correlation: Pearson's of the ranks, equal values sharing the mean of theirs.
+    """Return Spearman's rank correlation: Pearson's of the ranks, where equal values share their mean rank.
 
     >>> correlate_ranks([1, 2, 3, 4], [10, 30, 20, 40])
     0.8

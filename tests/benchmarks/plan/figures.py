@@ -1,4 +1,4 @@
-"""Searches and published runs of the plan benchmark, and its figures. Pure."""
+"""Searches, published runs and figures of the plan benchmark. Pure."""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +20,7 @@ RACK_HOSTS, POD_HOSTS = 2, 384
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCase:
-    """A search to time."""
+    """Model, global batch size and number of hosts of a search to time."""
 
     hosts: int
     model: str
@@ -28,7 +28,7 @@ class SearchCase:
 
     @property
     def devices(self) -> int:
-        """Of all hosts."""
+        """Number of devices of all hosts."""
         return self.hosts * DEVICES_PER_HOST
 
 
@@ -38,7 +38,7 @@ SEARCH_CASES = (
     SearchCase(hosts=2048, model="llama3_405b", global_batch=2048),
     SearchCase(hosts=16_384, model="llama3_405b", global_batch=16_384),
 )
-"""A model that fits, and about as many sequences as a job of that size has."""
+"""Models that fit, each with about as many sequences per step as a job of that size has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class PublishedRun:
     """A run whose parallelism and MFU were published.
 
     Attributes:
-        name: in words.
-        model: file in `configs/`.
-        hosts: of 8 H100.
-        sequence_tokens, global_batch: in a sequence, and sequences in a step.
-        axes: that were published; the data-parallel rest is searched for.
-        rounds: chunks of layers on each stage.
+        name: for tables.
+        model: name of a file in `configs/`.
+        hosts: number of hosts with 8 H100 each.
+        sequence_tokens, global_batch: tokens per sequence, and sequences per step.
+        axes: as published; the search chooses the data-parallel rest.
+        rounds: pipeline repeats, the chunks of layers on each stage.
         mfu: published.
-        source: where.
+        source: of the publication.
     """
 
     name: str
@@ -70,10 +70,10 @@ class PublishedRun:
 def _train_llama3_405b(
     *, hosts: int, mfu: float, sequences: int = 2048, tokens: int = 8192, sequence: int = 1
 ) -> PublishedRun:
-    """A row of the table: tensor 8 and pipeline 16 in all of them.
+    """Return a row of the published table; all rows have tensor 8 and pipeline 16.
 
-    The schedule is interleaved, its chunks are not published. Seven are assumed: 126 layers on 16 stages in chunks of
-    one or two.
+    The schedule is interleaved, with an unpublished number of chunks per stage. Seven are assumed: 126 layers on 16
+    stages in chunks of one or two.
     """
     long = f", sequences of {tokens:,}" if sequence > 1 else ""
     return PublishedRun(
@@ -109,7 +109,7 @@ class RunEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PlanFigures:
-    """All that is measured."""
+    """All measurements of the benchmark."""
 
     machine: str
     n: int
@@ -119,10 +119,10 @@ class PlanFigures:
     published: list[RunEstimate] = dataclasses.field(default_factory=list)
     programs: ProgramFigures | None = None
     stalls: dict[str, ProgramStall] = dataclasses.field(default_factory=dict)
-    """By the name of the figure in the line."""
+    """By key of the line of JSON."""
 
     def line(self) -> msgspec.Struct:
-        """The line of JSON: each time and each memory is a key of its own."""
+        """Return the line of JSON, in which each time and each memory has a key of its own."""
         numbers = {key: round(number, 1) for key, number in (self.times_ms | self.memory_mib).items()}
         fields = {
             **numbers,
@@ -137,12 +137,12 @@ class PlanFigures:
 
 
 def describe_case(case: SearchCase) -> str:
-    """In words."""
+    """Return a description of the case for the console."""
     return f"{case.model}, {case.global_batch} sequences in a step, {case.hosts} hosts"
 
 
 def make_topology(mesh: Path, hosts: int) -> Topology:
-    """Gives as many hosts like the first of a topology, in racks and pods of the same size as in the file."""
+    """Return `hosts` hosts like the first of a topology, in racks and pods of the sizes in its file."""
     known = load_topology(mesh)
     like = known.hosts[0]
     made = (
@@ -157,7 +157,7 @@ def make_topology(mesh: Path, hosts: int) -> Topology:
 
 
 def estimate_run(run: PublishedRun, model: ModelShape, topology: Topology) -> RunEstimate:
-    """Gives the estimate of a published run: its axes, and for the rest the best that the search finds."""
+    """Return the estimate of a published run: the best plan with the published axes."""
     shape = msgspec.structs.replace(model.transformer, sequence_tokens=run.sequence_tokens)
     found = search_plan(
         analyze_transformer(shape, name=model.name),

@@ -1,4 +1,4 @@
-"""What training waits for programs after a failure that changes the plan: compiled ahead and kept, and not."""
+"""How long training waits for programs after a failure that changes the plan, with and without compiling ahead."""
 
 import dataclasses
 import os
@@ -19,9 +19,9 @@ HOSTS = 4
 DEVICES = 2
 VICTIM, HELD_HOST = "host-1", "host-2"
 MANY_STEPS = 10_000
-"""The job is ended by us."""
+"""More than the job trains: the benchmark stops it."""
 MIN_STEPS = 4
-"""Before the kill, so that nothing of the first step is compiled then."""
+"""Steps before the kill, so that the programs of the first step are compiled by then."""
 STALL_TIMEOUT_S = 400.0
 POLL_INTERVAL_S = 0.05
 WITHOUT_COMPILE_AHEAD = "[plan]\ncompile_ahead = false\n"
@@ -29,14 +29,14 @@ WITHOUT_COMPILE_AHEAD = "[plan]\ncompile_ahead = false\n"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramStall:
-    """One kill.
+    """Stall of one kill, and the part of it that waited for programs.
 
     Attributes:
-        programs_s: that the first step after it waited for programs (traced, lowered, compiled or loaded), on the host
-            that waited most.
-        compiled: programs that had to be compiled, on that host.
+        programs_s: time that the first step after the kill waited for programs (to be traced, lowered, compiled or
+            loaded), on the host that waited longest.
+        compiled: number of programs that had to be compiled on that host.
         stall: from the kill to the end of the next step.
-        before, after: the plans.
+        before, after: the plans before and after the kill.
     """
 
     programs_s: float
@@ -47,15 +47,15 @@ class ProgramStall:
 
 
 def measure_program_stall(work: Path, console: Console, *, is_cached: bool) -> ProgramStall:
-    """Kills a worker of a planned job of 4 hosts x 2 devices.
+    """Kill a worker of a planned job of 4 hosts x 2 devices, and measure the stall.
 
     Args:
-        work: a folder for the job.
-        console: for what is being done.
-        is_cached: False: nothing is compiled ahead, and no compiled program is kept on disk.
+        work: folder for the job.
+        console: for progress.
+        is_cached: whether programs are compiled ahead, and compiled programs are kept on disk.
 
     Raises:
-        InternalError: training did not go on.
+        InternalError: training did not resume.
     """
     settings = REPOSITORY / "configs/lm_tiny_planned.toml"
     work.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def measure_program_stall(work: Path, console: Console, *, is_cached: bool) -> P
 
 
 def _wait_ready(job: LocalJob, is_cached: bool) -> None:
-    """Until all train, and have compiled ahead what they are going to."""
+    """Wait until all hosts train and, with `is_cached`, have compiled ahead."""
     job.wait_report(
         f"step {MIN_STEPS} on {HOSTS} hosts",
         lambda report: len(report.hosts) == HOSTS and all(host.step >= MIN_STEPS for host in report.hosts),
@@ -99,7 +99,7 @@ def _wait_ready(job: LocalJob, is_cached: bool) -> None:
 
 
 def _kill_in_reduction(job: LocalJob) -> float:
-    """While all but one host wait inside the all-reduce, where a failure costs most."""
+    """Kill a worker while all hosts but one wait in the all-reduce, where a failure costs most; return the time."""
     job.hold(FailPoint.BEFORE_REDUCE, [HELD_HOST])
     job.wait_held([HELD_HOST], STALL_TIMEOUT_S)
     fault_s = job.kill(JobComponent.WORKER, VICTIM)

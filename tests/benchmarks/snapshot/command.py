@@ -1,4 +1,4 @@
-"""The snapshot benchmark: cost of a snapshot and speed of a restore, beside memory copy and Orbax."""
+"""The snapshot benchmark: cost of a snapshot and speed of a restore, compared with memory copy and Orbax."""
 
 import tempfile
 from pathlib import Path
@@ -27,7 +27,7 @@ DEFAULT_SIZES = (120, 1000, 4000)
 DEVICES = 8
 TMPFS_ROOT = Path("/dev/shm")
 CAPTURE_AIM = 0.8
-"""Of the speed of a warm copy: checksums take the rest."""
+"""Fraction of the speed of a copy into touched memory; checksums take the rest."""
 BLOCKING_AIM_MS = 5.0
 
 
@@ -47,29 +47,29 @@ def snapshot(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """Cost of a snapshot and speed of restoring beside memory copy and Orbax; every process on this machine.
+    """Measure the cost of a snapshot and of a restore, compared with memory copy and Orbax, all on this machine.
 
-    A GB is 10^9 bytes of state. The keys of the line of JSON, of the largest state with which all was measured:
+    A GB is 10^9 bytes of state. The keys of the line of JSON, for the largest state with which all was measured:
 
-    capture_gbps, copy_limit_gbps: on one host that has all of the state, with one thread: from `Capture.start` until
-    all arrays may be donated, block checksums included; and `np.copyto` of the same bytes into touched memory. The
-    aim is 80 % of it.
+    capture_gbps, copy_limit_gbps: on one host that has all of the state, with one thread: from `SnapshotCapture.start`
+    until all arrays may be donated, block checksums included; and `np.copyto` of the same bytes into touched memory.
+    The aim is 80 % of the copy.
 
-    blocking_ms_per_gb: how long `Capture.start` keeps training. The aim is 5.
+    blocking_ms_per_gb: how long `SnapshotCapture.start` blocks training. The aim is 5.
 
     parity_restore_s, orbax_restore_s: one of eight hosts is lost, m = 1. The seven others restore the state onto their
     devices, a seventh each and all at once: from own memory, from peers, and the lost host's part decoded from
-    stripes, which takes seven times its bytes. Plain Orbax restores the same state from tmpfs onto seven devices, in
-    one process. "parity, all by one": one survivor alone restores what all seven need.
+    stripes, which reads seven times its bytes. Plain Orbax restores the same state from tmpfs onto seven devices, in
+    one process. "parity, all by one": one survivor restores the parts of all seven.
 
-    commit_s: from the start until every host knows that all are complete, for 4 and 8 hosts.
+    commit_s: from the start until every host has the commit of the complete snapshot, for 4 and 8 hosts.
 
-    memory_per_byte: what the kernel gave to the slots of eight hosts, over the state; and (1 + m / k) x 2.
+    memory_per_byte: memory that the kernel gave to the slots of eight hosts, over the state; and (1 + m / k) x 2.
 
-    spread: 5 % and 95 % of the rounds. n: rounds. seconds: of everything, by size. skipped: and why.
+    spread: 5 % and 95 % of the rounds. n: rounds. seconds: of everything, by size. skipped: by case, the reason.
 
-    Takes about ten minutes. A size takes eight times its bytes of memory and 1.5 GB: of the sizes of
-    the default those that do not fit are left out, and of a size that is given the cases that do not.
+    The benchmark takes about ten minutes. A size needs memory for eight times its bytes and 1.5 GB more: default
+    sizes that do not fit are left out; of a size that is given, the cases that do not fit are.
     """
     chosen = tuple(dict.fromkeys(sizes or DEFAULT_SIZES))
     if min(chosen) < 1 or rounds < 1:
@@ -96,10 +96,10 @@ def snapshot(
 
 
 def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -> SnapshotTimings:
-    """In a process of its own: its memory is given back afterwards.
+    """Measure one size, in a process of its own, whose end frees the memory.
 
     Raises:
-        InternalError: it failed.
+        InternalError: the script failed.
     """
     script = JOBS / "snapshot_timing.py"
     environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
@@ -113,7 +113,7 @@ def _measure(state_bytes: int, rounds: int, limit_s: float, disk: Path | None) -
         )
         asked, times = Path(folder) / "wanted.json", Path(folder) / "times.json"
         asked.write_bytes(msgspec.json.encode(wanted))
-        # What has begun in time may go on for as long as any other run of a benchmark.
+        # A case that began before the limit may take as long as any other run of a benchmark.
         run_alone([str(script), str(asked), str(times)], Path(folder), environment, limit_s + RUN_TIMEOUT_S)
         return msgspec.json.decode(times.read_bytes(), type=SnapshotTimings)
 

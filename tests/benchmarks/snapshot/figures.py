@@ -1,6 +1,6 @@
-"""Figures of the snapshot benchmark from its timings, and the request for these. Pure.
+"""Figures of the snapshot benchmark, and the request and the timings that they come from. Pure.
 
-A GB is 10^9 bytes of state, a MB 10^6. Every time is of one complete state, on any number of hosts.
+A GB is 10^9 bytes of state, a MB 10^6. Each time is for one complete state, on any number of hosts.
 """
 
 import enum
@@ -19,12 +19,12 @@ HOSTS_OF_MEMORY = 8
 
 
 class SnapshotTask(enum.StrEnum):
-    """What is timed."""
+    """An operation that is timed."""
 
     COPY = "copy"  # of the same bytes into touched memory
-    BLOCKING = "blocking"  # how long `Capture.start` takes
+    BLOCKING = "blocking"  # the call of `SnapshotCapture.start`
     CAPTURE = "capture"  # from its start until all arrays are read
-    COMMIT = "commit"  # from its start until every host knows that all are complete
+    COMMIT = "commit"  # from its start until every host has the commit of the complete snapshot
     RESTORE = "restore"
     ORBAX_BLOCKING = "orbax blocking"
     ORBAX_SAVE = "orbax save"
@@ -32,14 +32,14 @@ class SnapshotTask(enum.StrEnum):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to time.
+    """Arguments of the script that measures one size of state.
 
     Attributes:
-        state_bytes: about the size of the state.
-        rounds: so often is each thing timed.
-        limit_s: what has not begun by then is skipped.
-        disk: a folder on a disk.
-        tmpfs: a folder in memory.
+        state_bytes: approximate size of the state.
+        rounds: number of times that each task is timed.
+        limit_s: cases that have not begun by then are skipped.
+        disk: folder on a disk.
+        tmpfs: folder in memory.
     """
 
     state_bytes: int
@@ -50,7 +50,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of one thing.
+    """Times of one variant of a task.
 
     Attributes:
         variant: of the task: threads, hosts and parity, or where the bytes come from or go to.
@@ -63,11 +63,11 @@ class SnapshotTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the servers of a group hold.
+    """Memory of the snapshot servers of a group.
 
     Attributes:
         part_bytes: of all hosts together.
-        held_bytes: that the kernel gave to all slots of all of them.
+        held_bytes: memory that the kernel gave to all slots of all hosts.
     """
 
     hosts: int
@@ -77,12 +77,12 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was timed with a state of one size.
+    """All timings with a state of one size.
 
     Attributes:
-        state_bytes: of the state.
-        skipped: what was not measured, and why.
-        versions: of what was timed, by its name.
+        state_bytes: exact size of the state.
+        skipped: cases that were not measured, with the reason.
+        versions: of the software that was timed, by name.
     """
 
     state_bytes: int
@@ -94,7 +94,7 @@ class SnapshotTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The median, and the span of nine in ten rounds."""
+    """Median, and 5 % and 95 % quantiles, of the rounds."""
 
     median: float
     low: float
@@ -113,22 +113,22 @@ class MemoryFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine-readable line. What has no size in its name is of `state_mb`; None: skipped.
+    """The line of JSON. Figures without a size in their name are for `state_mb`; None: skipped.
 
     Attributes:
-        capture_gbps: one host, one thread: from `Capture.start` until the arrays may be donated.
+        capture_gbps: one host, one thread: from `SnapshotCapture.start` until the arrays may be donated.
         copy_limit_gbps: `np.copyto` of the same bytes into memory that was touched before, one thread.
-        capture_of_copy: the one over the other, within a round, the median; by threads.
-        blocking_ms_per_gb: of `Capture.start`, on one host that has all of the state.
+        capture_of_copy: speed of the capture over that of the copy in the same round, the median; by threads.
+        blocking_ms_per_gb: of `SnapshotCapture.start`, on one host that has all of the state.
         commit_s: by hosts and parity.
         parity_restore_s: one of eight hosts is lost; until each of the seven others has its seventh of the state on its
-            device: from its own memory, from peers, and the lost host's decoded. All hosts share the machine.
+            device: from its own memory, from peers, and decoded. All hosts share the machine.
         orbax_restore_s: by plain Orbax from tmpfs, the same state onto the same devices.
-        parity_of_orbax: time of the one over that of the other, within a round, the median.
+        parity_of_orbax: time of the first over that of the second in the same round, the median.
         memory_per_byte: by m, in a group of eight.
-        spread: 5 % and 95 % of the rounds.
-        n: rounds.
-        seconds: everything that was timed.
+        spread: 5 % and 95 % quantiles of the rounds.
+        n: number of rounds.
+        seconds: of everything that was timed.
     """
 
     capture_gbps: float | None
@@ -158,7 +158,7 @@ def group_name(hosts: int, parity: int) -> str:
 
 
 def memory_formula(hosts: int, parity: int) -> float:
-    """Bytes for a byte of state: two slots of a part and m chunks, each a k-th of it.
+    """Return bytes of memory per byte of state: two slots, each for a part and m chunks of a k-th of the part.
 
     >>> memory_formula(8, 4)
     4.0
@@ -167,7 +167,7 @@ def memory_formula(hosts: int, parity: int) -> float:
 
 
 def seconds_of(times_s: Sequence[float]) -> Seconds:
-    """Of one round or more.
+    """Return median and quantiles of one round or more.
 
     >>> seconds_of([2.0])
     Seconds(median=2.0, low=2.0, high=2.0)
@@ -183,7 +183,7 @@ def make_snapshot_figures(
     machine: str,
     left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> SnapshotFigures:
-    """All figures of the line, from one `Times` for each size."""
+    """Return the figures of the line of JSON from the timings of each size."""
     # The largest state with which the main comparison was made.
     main = max(found, key=lambda times: (_ratio(times, *_OVER_ORBAX) is not None, times.state_bytes))
     gb = main.state_bytes / GB
@@ -250,7 +250,7 @@ def _times(times: SnapshotTimings, task: SnapshotTask, variant: str) -> list[flo
 def _ratio(
     times: SnapshotTimings, over: tuple[SnapshotTask, str], under: tuple[SnapshotTask, str]
 ) -> float | None:
-    """The time of one thing over that of another in the same round, the median."""
+    """Return the time of one task over that of another in the same round, the median; None if either was skipped."""
     upper, lower = _times(times, *over), _times(times, *under)
     if upper is None or lower is None:
         return None
@@ -276,5 +276,5 @@ def _seconds(times: SnapshotTimings) -> dict[SnapshotTask, dict[str, Seconds]]:
 
 
 def rounded(value: float) -> float:
-    """Four significant digits."""
+    """Return the value with four significant digits."""
     return float(f"{value:.4g}")

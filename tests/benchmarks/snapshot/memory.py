@@ -1,7 +1,7 @@
-"""What the cases of the snapshot benchmark need of memory, and which sizes of state fit. Pure.
+"""Memory that the cases of the snapshot benchmark need, and the sizes of state that fit. Pure.
 
-Measured on 2 cores as the most proportional memory (Pss) of all processes and files in tmpfs, less what stays for the
-whole run, with states of 0.3 and 1.0 GB: a multiple of the state, and an offset for processes that import JAX.
+Measured on 2 cores with states of 0.3 and 1.0 GB: the peak proportional memory (Pss) of all processes and files in
+tmpfs, minus what stays for the entire run, is a multiple of the state and an offset for processes that import JAX.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from typing import Final
 from benchmarks.snapshot.figures import MB, memory_formula
 
 KEPT_STATES: Final = 1.0
-"""The state itself, which stays for the whole run."""
+"""The state itself, which stays for the entire run."""
 ONE_HOST_STATES: Final = 4.1
-"""Two slots, copies to compare with, and what is restored."""
+"""Two slots, copies to compare with, and the restored state."""
 GROUP_STATES: Final = 0.4
-"""Of a group, beyond its slots."""
+"""A group, beyond its slots."""
 LOSS_STATES: Final = 7.0
-"""Slots of a group with parity 1, a checkpoint in tmpfs, and what seven survivors and Orbax restore."""
+"""Slots of a group with parity 1, a checkpoint in tmpfs, and the state restored by seven survivors and by Orbax."""
 ORBAX_STATES: Final = 3.6
-"""Of an Orbax save or restore, a checkpoint in tmpfs included."""
+"""An Orbax save or restore, including a checkpoint in tmpfs."""
 OFFSET_BYTES: Final = 1500 * MB
-"""Of any case; seven survivors take 1.2 GB before they restore anything."""
+"""Added in every case; seven survivors need 1.2 GB before they restore anything."""
 
 
 def group_states(hosts: int, parity: int) -> float:

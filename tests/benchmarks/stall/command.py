@@ -1,4 +1,4 @@
-"""The stall benchmark: how long a kill stops training, and the overhead while no worker is killed."""
+"""The stall benchmark: how long a kill stops training, and the overhead without kills."""
 
 import contextlib
 import statistics
@@ -35,7 +35,7 @@ from resilient_jax.telemetry.stall import Stall, measure_stall
 
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine-readable line. Medians; seconds unless the name says otherwise."""
+    """The line of JSON: medians, in seconds unless the name has another unit."""
 
     shrink_stall_s: float
     reform_stall_s: float
@@ -55,11 +55,11 @@ def stall(
     windows: Annotated[int, typer.Option(help="Pairs of windows, ours and bare JAX.")] = 2,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
-    """Stall of kills, by phase, and overhead against a bare multi-process JAX loop of the same model.
+    """Measure the stall of kills by phase, and the overhead over a bare multi-process JAX loop of the same model.
 
-    4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16 sequences of 64 bytes a
+    4 hosts x 1 device, a transformer of 10 million float32 parameters with Adam, 16 sequences of 64 bytes per
     step. The stall runs from SIGKILL to the end of the next step on every survivor, minus one healthy step.
-    Takes about ten minutes on two cores.
+    The benchmark takes about ten minutes on two cores.
     """
     console = open_console(json_only)
     script = JOBS / "stall_job.py"
@@ -80,7 +80,7 @@ def stall(
 
 
 def _measure_steady(script: Path, work: Path, steps: int, windows: int) -> tuple[list[float], list[float]]:
-    """Step times of our loop and of the bare one, windows in turn, so that drift hits both."""
+    """Return step times of our loop and of the bare one, in alternating windows so that drift affects both."""
     ours: list[float] = []
     bare: list[float] = []
     for window in range(windows):
@@ -96,7 +96,7 @@ def _measure_steady(script: Path, work: Path, steps: int, windows: int) -> tuple
 
 
 class _Campaign:
-    """One job that is killed again and again."""
+    """Measurements of one job in which workers are killed one after the other."""
 
     def __init__(self, script: Path, work: Path, console: Console) -> None:
         self._command = [str(script), "ours", str(MANY_STEPS), str(work / "campaign" / "times")]
@@ -119,7 +119,7 @@ class _Campaign:
             self._look_at_agents(job)
 
     def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
-        """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form."""
+        """Kill a worker while the others wait in the all-reduce; with its service, to force a re-form."""
         report = job.read_report()
         if report is None or report.generation is None:
             raise InternalError(f"the job is gone:\n{job.read_tail()}")
@@ -128,7 +128,7 @@ class _Campaign:
         before = max(h.step for h in report.hosts)
         job.hold(FailPoint.BEFORE_REDUCE, [late], before + 2)
         job.wait_held([late])
-        time.sleep(0.2)  # the others come to the all-reduce
+        time.sleep(0.2)  # until the other hosts wait in the all-reduce
         fault_s = job.kill(JobComponent.WORKER, victim)
         if with_service:
             with contextlib.suppress(InternalError):
@@ -187,7 +187,7 @@ class _Campaign:
 
 
 def read_stall_from_boundary(job: LocalJob, generation: int) -> float | None:
-    """Seconds of a planned change: from the last member's stop to the last member's next step."""
+    """Return the seconds of a planned change, from the first member's stop to the last member's next commit."""
     events = [e for e in job.read_events() if e.generation == generation]
     stopped = [e.monotonic_s for e in events if e.kind == "worker.idle"]
     committed = [e.monotonic_s for e in events if e.kind == "step.committed"]
