@@ -1,4 +1,4 @@
-"""The erasure benchmark runs, and its last line is what a machine can read."""
+"""The erasure benchmark runs, and with `--json` prints one line of JSON."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from agents import SOON_S
 from benchmarks.paths import COMMAND
 
 
-def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
+def test_the_line_of_json_has_all_figures_and_every_implementation_that_was_timed() -> None:
     words = "erasure --json --data-shards 3 --parity-shards 2 --parity-shards 1 --shard-kib 4 --rounds 2"
     done = subprocess.run(
         [*COMMAND, *words.split()],
@@ -18,7 +18,7 @@ def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)  # and nothing else
+    figures = json.loads(done.stdout)  # the line of JSON is the only output
     for key in ("encode_gbps", "decode_gbps", "copy_limit_gbps"):
         low, high = figures["spread"][key]
         assert 0 < low <= figures[key] <= high
@@ -27,7 +27,7 @@ def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
     assert figures["kernel"] in figures["speeds"]["1"]
     for speeds in figures["speeds"].values():
         assert {"numpy", "xla", "reedsolo", "memory copy"} <= speeds.keys()
-        # What nobody has to install is there, or said to be missing.
+        # An optional implementation is timed, or reported as missing.
         assert "zfec" in speeds or figures["missing"]["zfec"] == "not installed"
         assert "bare ISA-L call" in speeds or "isal" in figures["missing"]
     if "isal" not in figures["missing"]:

@@ -1,4 +1,4 @@
-"""The resilience benchmark breaks real jobs of a tiny model, and leaves nothing behind, even when it is interrupted."""
+"""The resilience benchmark with a tiny model: it finishes, and leaves no processes or files, even if interrupted."""
 
 import json
 import os
@@ -16,7 +16,7 @@ TINY = (*COMMAND, "resilience", "--size", "tiny", "--json")
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Whatever was started with this folder for its temporary files, whoever its parent is by now."""
+    """Return the pids of all processes with `folder` as TMPDIR, whatever their parent is by now."""
     mark = f"TMPDIR={folder}".encode()
     found: list[int] = []
     for entry in Path("/proc").iterdir():
@@ -37,7 +37,7 @@ def check_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_both_systems_come_to_the_end_and_ours_to_the_same_bits(tmp_path: Path) -> None:
+def test_both_systems_finish_and_ours_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     done = subprocess.run(
@@ -50,7 +50,7 @@ def test_both_systems_come_to_the_end_and_ours_to_the_same_bits(tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)  # and nothing else
+    figures = json.loads(done.stdout)  # the line of JSON is the only output
     assert figures["bitwise_equal"]
     assert figures["steps_lost"] == 0
     assert 0 < figures["stall_s"] < figures["baseline_stall_s"]
@@ -74,9 +74,9 @@ def test_both_systems_come_to_the_end_and_ours_to_the_same_bits(tmp_path: Path) 
 
 
 @pytest.mark.timeout(120)
-def test_an_interrupted_benchmark_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_leaves_no_processes_or_files(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        # Whoever runs the tests in the background has SIGINT ignored, which Python would take over.
+        # If the tests run in the background, SIGINT is ignored, and Python would inherit that.
         ("env", "--default-signal=INT", *TINY),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The snapshot benchmark runs with real servers, and its last line is what a machine can read."""
+"""The snapshot benchmark runs with real servers, and with `--json` prints one line of JSON."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ LIMIT_S = 280.0
 
 
 @pytest.mark.timeout(300)
-def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
+def test_the_line_of_json_has_all_figures_and_every_case_that_was_timed() -> None:
     done = subprocess.run(
         [*COMMAND, "snapshot", "--json", "--sizes", "1", "--rounds", "1"],
         stdin=subprocess.DEVNULL,
@@ -20,7 +20,7 @@ def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)  # and nothing else
+    figures = json.loads(done.stdout)  # the line of JSON is the only output
     keys = ["capture_gbps", "copy_limit_gbps", "blocking_ms_per_gb", "parity_restore_s", "orbax_restore_s"]
     for key in keys:
         low, high = figures["spread"][key]
@@ -35,5 +35,5 @@ def test_the_line_has_the_keys_of_the_figures_and_all_that_was_timed() -> None:
     assert seconds["orbax save"].keys() == seconds["orbax blocking"].keys() == {"tmpfs", "disk"}
     for m in ("1", "2", "4"):
         memory = figures["memory_per_byte"][m]
-        # Of so small a state pages and manifests are a part that shows.
+        # With so small a state, the overhead of pages and manifests is large.
         assert memory["formula"] < memory["measured"] < 2 * memory["formula"]

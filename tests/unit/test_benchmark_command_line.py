@@ -1,4 +1,4 @@
-"""The benchmarks are a program of the source tree that the installed package knows nothing of."""
+"""The command line of the benchmarks, and their independence: the installed package imports none of them."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ def test_every_benchmark_is_a_command() -> None:
     assert all(f" {name} " in done.stdout for name in BENCHMARKS)
 
 
-def test_an_error_of_ours_is_one_line_and_an_exit_code() -> None:
+def test_an_error_of_this_package_is_reported_in_one_line_and_by_the_exit_code() -> None:
     done = subprocess.run(
         [*COMMAND, "erasure", "--rounds", "1"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""The figures of the erasure benchmark are what their names say, of times that are known."""
+"""The figures of the erasure benchmark, computed from known times."""
 
 import pytest
 from benchmarks.erasure.command import erasure
@@ -36,13 +36,13 @@ def times_of(*found: ErasureTiming) -> ErasureTimings:
     return ErasureTimings(processor="P", kernel="isal", versions={}, missing={}, timed=[*both, *found])
 
 
-def test_a_speed_is_the_bytes_of_data_in_the_median_time() -> None:
+def test_speed_is_the_bytes_of_data_over_the_median_time() -> None:
     speed = speed_of(BYTES, [0.004, 0.001, 0.002])
     assert speed.gbps == 4.0
     assert 2.0 < speed.low < 4.0 < speed.high < 8.0
 
 
-def test_the_line_is_of_the_first_m_and_compares_within_a_round() -> None:
+def test_figures_are_for_the_first_m_and_ratios_compare_times_of_the_same_round() -> None:
     bare = [
         timed(BARE_ISAL, ErasureTask.ENCODE, 0.001, 0.001, 0.001),
         timed(BARE_ISAL, ErasureTask.DECODE, 0.002, 0.001, 0.004),
@@ -57,28 +57,28 @@ def test_the_line_is_of_the_first_m_and_compares_within_a_round() -> None:
     assert figures.machine == "M, P, one core used"
 
 
-def test_without_isal_there_is_nothing_to_compare_with() -> None:
+def test_without_isal_its_speed_and_the_ratios_to_it_are_missing() -> None:
     figures = make_erasure_figures(WANTED, times_of(), "M")
     assert figures.isal_gbps is None
     assert figures.encode_of_isal == {}
     assert "isal_gbps" not in figures.spread
 
 
-def test_too_many_shards_are_refused_before_anything_runs() -> None:
+def test_too_many_shards_are_rejected_before_the_benchmark_runs() -> None:
     with pytest.raises(ErasureCodeError, match="k = 250 and m = 6"):
         erasure(data_shards=250, parity_shards=[6])
 
 
-def test_an_empty_shard_is_refused_before_anything_runs() -> None:
+def test_an_empty_shard_is_rejected_before_the_benchmark_runs() -> None:
     with pytest.raises(CallerError, match=r"found --shard-kib 0, .*; expected 1 KiB or more"):
         erasure(shard_kib=0)
 
 
-def test_a_single_round_which_has_no_spread_is_refused_before_anything_runs() -> None:
+def test_a_single_round_is_rejected_before_the_benchmark_runs_because_it_has_no_spread() -> None:
     with pytest.raises(CallerError, match=r"--rounds 1; expected .* 2 rounds or more"):
         erasure(rounds=1)
 
 
-def test_a_negative_gap_is_refused_before_anything_runs() -> None:
+def test_a_negative_gap_is_rejected_before_the_benchmark_runs() -> None:
     with pytest.raises(CallerError, match=r"--skew-bytes -1, .*; expected .* no negative gap"):
         erasure(skew_bytes=-1)

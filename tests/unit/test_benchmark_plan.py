@@ -1,4 +1,4 @@
-"""The plan benchmark searches the cases that it names, and its line of JSON has the promised keys."""
+"""The cases of the plan benchmark, and the keys of its line of JSON."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from topologies import MESHES
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run(*arguments):
-        """Exit code, standard output and standard error of the command."""
+        """Return exit code, standard output and standard error of the command."""
         monkeypatch.setattr(sys, "argv", ["benchmarks", "plan", *arguments])
         with pytest.raises(SystemExit) as end:
             command_line.main()
@@ -22,11 +22,11 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_the_cases_are_the_promised_numbers_of_devices():
+def test_every_search_case_has_an_aim_for_its_number_of_devices():
     assert [case.devices for case in SEARCH_CASES] == list(bench.AIMS_MS) == [64, 1024, 16_384, 131_072]
 
 
-def test_a_topology_is_made_of_pods_like_the_files():
+def test_a_generated_topology_has_racks_and_pods_of_the_sizes_in_the_file():
     made = make_topology(MESHES / "h100_2048x8.toml", 800)
     assert made.device_count == 6400
     assert [len(domain.hosts) for domain in made.domains("pod")] == [384, 384, 32]
@@ -49,7 +49,7 @@ def test_the_line_of_json_has_every_key(run, monkeypatch):
     assert "2407.21783" in published["source"]
 
 
-def test_no_rounds_are_refused(run):
+def test_zero_rounds_are_rejected(run):
     code, _, errors = run("--rounds", "0")
     assert code == 2
     assert "found --rounds 0, expected 1 or more" in errors

@@ -1,4 +1,4 @@
-"""Regret, rank correlation and errors of memory, by hand."""
+"""Regret, rank correlation and memory errors of plans, compared with values computed by hand."""
 
 import pytest
 from benchmarks.plan.estimate_errors import (
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 
 def model(name, *rows):
-    """A model of (estimate, step, processor) for each plan; the halves of the steps differ as the last two do."""
+    """Return a timed model; a row is a plan's (estimate, step, processor) in s, of which the last two are also halves."""
     return TimedModel(
         name=name,
         plans=[
@@ -29,7 +29,7 @@ def case(estimated, measured):
     return MemoryCase(name=f"{estimated}", estimated_bytes=estimated, measured_bytes=measured)
 
 
-def test_regret_is_what_the_chosen_plan_takes_beyond_the_best_and_the_worst_model_counts():
+def test_regret_is_the_excess_time_of_the_chosen_plan_over_the_best_in_the_worst_model():
     found = make_program_figures(
         PlanMeasurements(
             memory=[case(1.0, 1.0)],
@@ -50,7 +50,7 @@ def test_regret_is_what_the_chosen_plan_takes_beyond_the_best_and_the_worst_mode
     assert (found.regret, found.rank_correlation) == (pytest.approx(0.2), pytest.approx(0.5))
 
 
-def test_the_error_of_memory_has_no_sign_and_largest_and_median_are_told():
+def test_memory_errors_are_summarized_by_largest_and_median_absolute_error():
     assert summarize_memory_errors([case(90, 100), case(105, 100), case(100, 100)]) == {
         "largest": 0.1,
         "median": 0.05,
@@ -63,5 +63,5 @@ def test_equal_values_share_a_rank():
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=20, unique=True))
-def test_a_growing_function_of_the_estimates_has_correlation_one(values):
+def test_an_increasing_function_of_the_estimates_has_rank_correlation_one(values):
     assert correlate_ranks(values, [value**3 for value in values]) == pytest.approx(1)

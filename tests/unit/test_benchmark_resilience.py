@@ -1,4 +1,4 @@
-"""The figures of the resilience benchmark are what their names say, of event times that are known."""
+"""Schedule, time buckets and figures of the resilience benchmark, computed from known times of events."""
 
 import itertools
 import types
@@ -61,7 +61,7 @@ def struck(attempt: int, step: int, at_s: float) -> InjectedKill:
 
 
 RESTARTED = Timeline(
-    # Steps of 1 s; killed in step 6 at 3.5; new processes at 4, step 4 again at 9, as of a checkpoint after step 3.
+    # Steps of 1 s; a kill in step 6 at 3.5; new processes at 4, step 4 again at 9, from a checkpoint after step 3.
     commits=(
         *(commit(1, 2 + n, float(n)) for n in range(4)),
         *(commit(2, 4 + n, 9.0 + n) for n in range(4)),
@@ -70,7 +70,7 @@ RESTARTED = Timeline(
     struck=(struck(1, 6, 3.5),),
 )
 SHRUNK = Timeline(
-    # The same kill: the others go on at 3.6 and have step 6 at 4.6; the fourth is taken back at 5.6, first step at 7.6.
+    # The same kill: survivors resume at 3.6 and commit step 6 at 4.6; the fourth rejoins at 5.6, first commit at 7.6.
     commits=(
         *(commit(1, 2 + n, float(n)) for n in range(4)),
         commit(2, 6, 4.6, hosts=3),
@@ -86,11 +86,11 @@ SHRUNK = Timeline(
 
 
 @given(st.integers(0, 2**32), st.integers(4, 600), st.integers(4, 200), st.integers(1, 20))
-def test_every_block_of_steps_has_one_failure_and_the_run_begins_and_ends_quietly(
+def test_every_block_of_steps_has_one_failure_and_the_run_starts_and_ends_without_one(
     seed: int, failure_every: int, max_steps: int, max_failures: int
 ) -> None:
     size = size_run(failure_every, max_steps=max_steps, max_failures=max_failures)
-    assert size.measured + size.padded == size.failures * failure_every  # the rate is what its name says
+    assert size.measured + size.padded == size.failures * failure_every  # the rate is exact
     assert size.measured <= max_steps
     faults = draw_faults(seed, size, HOSTS)
     block = size.measured // size.failures
@@ -105,19 +105,19 @@ def test_the_schedule_depends_on_the_seed_alone() -> None:
     assert len({draw_faults(seed, size, HOSTS) for seed in range(5)}) == 5
 
 
-def test_a_rate_without_room_for_a_step_after_the_failure_is_refused() -> None:
+def test_a_rate_without_room_for_a_step_after_the_failure_is_rejected() -> None:
     with pytest.raises(CallerError, match=r"one failure in 3 steps.*expected at least 4"):
         size_run(3, max_steps=30, max_failures=2)
 
 
-# Who dies.
+# Victims.
 
 
 @pytest.mark.parametrize(
     ("step", "living", "victim"),
     [(4, HOSTS, None), (5, HOSTS, "host-2"), (6, HOSTS, "host-2"), (5, ("host-0", "host-1"), "host-0")],
 )
-def test_a_failure_that_is_due_hits_one_host_that_trains(
+def test_a_due_failure_kills_exactly_one_host_that_trains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int, living: Sequence[str], victim: str | None
 ) -> None:
     timers: list[str] = []
@@ -131,15 +131,15 @@ def test_a_failure_that_is_due_hits_one_host_that_trains(
 
     monkeypatch.setattr(resilience_record, "threading", types.SimpleNamespace(Timer=Timer))
     schedule = [{"step": 1, "host": "host-1"}, {"step": 5, "host": "host-2"}]
-    (tmp_path / "fault-0.json").touch()  # has struck
+    (tmp_path / "fault-0.json").touch()  # this failure is done
     for host in living:
         faults = resilience_record.Faults(tmp_path, schedule, host, HOSTS)
         faults.arm(1, step, living, [])
-        faults.arm(1, step, living, [])  # a generation that begins the same step again
+        faults.arm(1, step, living, [])  # a new generation starts the same step again
     assert timers == ([victim] if victim else [])
 
 
-# What happened.
+# Timelines.
 
 
 def rows(attempt: int, step: int, times_s: Sequence[float]) -> list[RunRecord]:
@@ -149,37 +149,37 @@ def rows(attempt: int, step: int, times_s: Sequence[float]) -> list[RunRecord]:
     ]
 
 
-def test_a_step_is_committed_when_the_last_host_has() -> None:
+def test_a_step_is_committed_when_the_last_host_has_committed_it() -> None:
     found = read_timeline([*rows(1, 0, [1.0, 1.3]), *rows(1, 1, [2.2, 2.0])], [], {1: 0.0}, steps=2, warm=1)
     assert [(c.step, c.at_s) for c in found.commits] == [(0, 1.3), (1, 2.2)]
 
 
-def test_a_step_that_only_the_victim_had_committed_was_still_in_flight() -> None:
+def test_a_step_that_only_the_victim_committed_counts_as_in_flight() -> None:
     ahead = RunRecord(kind="committed", attempt=1, host="host-1", at_s=2.0, step=1, hosts=4)
     again = rows(2, 1, [5.0, 5.1, 5.2])
     timeline = read_timeline([*rows(1, 0, [1.0]), ahead, *again], [struck(1, 2, 2.1)], {}, steps=2, warm=1)
     assert [c.attempt for c in timeline.commits] == [1, 2]
     assert timeline.redone == 0
     others = msgspec.structs.replace(ahead, host="host-0"), msgspec.structs.replace(ahead, hosts=1)
-    for lost in others:  # a survivor had it, too; and there was no other host
+    for lost in others:  # if a survivor committed, or there was only one host, the step counts
         assert read_timeline(
             [*rows(1, 0, [1.0]), lost, *again], [struck(1, 2, 2.1)], {}, steps=2, warm=1
         ).redone
 
 
-def test_a_step_that_nobody_committed_is_an_error_of_ours() -> None:
+def test_a_step_that_no_process_committed_is_an_internal_error() -> None:
     with pytest.raises(InternalError, match=r"the steps \[1\] committed by no process"):
         read_timeline([*rows(1, 0, [1.0]), *rows(1, 2, [2.2])], [], {1: 0.0}, steps=3, warm=1)
 
 
-def test_an_attempt_begins_when_its_last_process_does() -> None:
+def test_an_attempt_begins_when_its_last_process_begins() -> None:
     begins = [
         RunRecord(kind="began", attempt=1, host=HOSTS[n], at_s=at_s) for n, at_s in enumerate([0.2, 0.9, 0.4])
     ]
     assert read_timeline([*begins, *rows(1, 0, [1.0])], [], {}, steps=1, warm=1).began_s == {1: 0.9}
 
 
-def test_a_stall_ends_with_the_next_step_even_if_it_is_one_done_again() -> None:
+def test_a_stall_ends_with_the_next_step_even_if_that_step_is_redone() -> None:
     assert measure_stalls(RESTARTED) == [pytest.approx(5.5)]
     assert measure_regained(RESTARTED) == [pytest.approx(7.5)]
     assert measure_stalls(SHRUNK) == measure_regained(SHRUNK) == [pytest.approx(1.1)]
@@ -197,10 +197,10 @@ def test_a_step_that_survivors_committed_after_the_kill_does_not_end_the_stall()
     assert (buckets.productive, buckets.recovery) == (2.0, pytest.approx(0.5))
 
 
-# Where the time went.
+# Time buckets.
 
 
-def test_a_restart_wastes_what_it_does_again_and_the_step_in_flight() -> None:
+def test_a_restart_wastes_the_redone_steps_and_the_step_in_flight() -> None:
     buckets = split_time(RESTARTED, pace_s=1.0, keeps_partial=False)
     assert buckets == TimeBuckets(
         productive=5.0,  # steps 3, 6, 7 and the second time 4 and 5
@@ -212,7 +212,7 @@ def test_a_restart_wastes_what_it_does_again_and_the_step_in_flight() -> None:
     assert buckets.goodput == pytest.approx(5 / 12)
 
 
-def test_warm_steps_that_are_done_again_are_wasted() -> None:
+def test_redone_warm_up_steps_are_wasted() -> None:
     timeline = Timeline(
         commits=(commit(1, 2, 0.0), commit(1, 3, 1.0), *(commit(2, n, 4.0 + n) for n in range(5))),
         began_s={2: 2.0},
@@ -223,16 +223,16 @@ def test_warm_steps_that_are_done_again_are_wasted() -> None:
     assert timeline.redone == 4
 
 
-def test_survivors_waste_nothing() -> None:
+def test_a_shrink_wastes_no_time_of_the_survivors() -> None:
     buckets = split_time(SHRUNK, pace_s=1.0, keeps_partial=True)
     assert buckets.productive == pytest.approx(6.0)
-    assert buckets.slower == pytest.approx(0.5)  # step 6 took half a step before and a whole one after
+    assert buckets.slower == pytest.approx(0.5)  # step 6 took half a step before the kill and one after
     assert (buckets.wasted, buckets.recovery) == (0.0, pytest.approx(0.1))
     assert buckets.reinitialisation == pytest.approx(1.0)  # the planned change, less its first step
     assert mean_hosts(SHRUNK) == pytest.approx((3 * 4 + 2.6 * 3 + 2 * 4) / 7.6)
 
 
-def test_steps_slower_than_undisturbed_are_not_productive() -> None:
+def test_time_beyond_the_undisturbed_pace_is_not_productive() -> None:
     buckets = split_time(SHRUNK, pace_s=0.8, keeps_partial=True)
     assert buckets.productive == pytest.approx(6 * 0.8)
 
@@ -244,7 +244,7 @@ def test_steps_slower_than_undisturbed_are_not_productive() -> None:
     st.floats(0.01, 5.0),
     st.booleans(),
 )
-def test_all_time_falls_into_some_bucket(
+def test_the_buckets_sum_to_the_wall_time(
     gaps: list[float], kill: float, began: float, pace_s: float, keeps_partial: bool
 ) -> None:
     ends = [0.0, *itertools.accumulate(gaps)]
@@ -267,7 +267,7 @@ def test_padding_adds_steps_at_the_pace_without_failures() -> None:
     assert padded == TimeBuckets(productive=90.0, slower=10.0, wasted=10.0)
 
 
-def test_a_checkpoint_costs_what_its_window_takes_more_than_the_one_before() -> None:
+def test_the_cost_of_a_checkpoint_is_the_excess_of_its_window_over_the_window_before() -> None:
     ends = {3: 3.0, 4: 4.0, 6: 6.0, 8: 8.5, 10: 10.5, 12: 13.5}
     times = [ends.get(done, ends.get(done - 1, 0.0) + 1.0) for done in range(3, 13)]
     timeline = Timeline(
@@ -279,7 +279,7 @@ def test_a_checkpoint_costs_what_its_window_takes_more_than_the_one_before() -> 
     assert len(step_times(timeline, leave_out=[4, 5])) == 7
 
 
-# The line.
+# Figures.
 
 
 def run_of(system: str, timeline: Timeline, failure_every: int = 20) -> RunFigures:
@@ -290,7 +290,7 @@ def run_of(system: str, timeline: Timeline, failure_every: int = 20) -> RunFigur
     )
 
 
-def test_throughput_counts_steps_once_and_all_devices_all_the_time() -> None:
+def test_throughput_counts_each_step_once_and_all_devices_all_the_time() -> None:
     found = run_of(ORBAX, RESTARTED)
     assert found.tokens_per_s == pytest.approx(1024 * 20 / (12.0 + 15) / 4)
     assert found.goodput == pytest.approx(20 / 27)
@@ -305,7 +305,7 @@ def test_defaults_are_the_baseline_with_a_longer_stall() -> None:
     assert longer.buckets.wall_s == pytest.approx(117.0)
 
 
-def test_the_line_compares_with_the_best_baseline_and_counts_a_run_once() -> None:
+def test_figures_compare_with_the_best_baseline_and_count_a_shared_run_once() -> None:
     runs = [
         run_of(system, timeline, rate)
         for rate in (100, 50)
@@ -332,7 +332,7 @@ def test_the_line_compares_with_the_best_baseline_and_counts_a_run_once() -> Non
     assert found.steps_lost == 0
 
 
-def test_a_run_that_failed_takes_only_its_rate_out_of_the_comparison() -> None:
+def test_a_failed_run_removes_only_its_rate_from_the_comparison() -> None:
     runs = [run_of(OURS, SHRUNK, 100), run_of(ORBAX, RESTARTED, 100), run_of(ORBAX, RESTARTED, 50)]
     more: dict[str, Any] = {
         "paces": {OURS: Pace(step_s=1.0), BARE: Pace(step_s=1.0)},
@@ -351,7 +351,7 @@ def test_a_run_that_failed_takes_only_its_rate_out_of_the_comparison() -> None:
         make_resilience_figures(runs[1:], **more)
 
 
-def test_the_picture_marks_where_a_failure_struck() -> None:
+def test_the_plot_marks_each_failure_at_its_time_and_committed_steps() -> None:
     picture = make_resilience_plot(
         [run_of(OURS, SHRUNK), run_of(ORBAX, RESTARTED)], {(OURS, 20): SHRUNK, (ORBAX, 20): RESTARTED}
     )

@@ -1,4 +1,4 @@
-"""The figures of the snapshot benchmark are what their names say, of times that are known."""
+"""The figures of the snapshot benchmark, computed from known times."""
 
 import pytest
 from benchmarks.snapshot.command import snapshot
@@ -53,7 +53,7 @@ def times_of(
     )
 
 
-def test_speeds_are_of_the_state_and_ratios_are_taken_within_a_round() -> None:
+def test_speeds_are_bytes_of_state_over_time_and_ratios_compare_times_of_the_same_round() -> None:
     figures = make_snapshot_figures(3, [times_of(*CAPTURED, *RESTORED)], "M")
     assert (figures.capture_gbps, figures.copy_limit_gbps) == (4.0, 5.0)
     assert figures.capture_of_copy == {ONE: 0.8, TWO: 0.5}
@@ -65,7 +65,7 @@ def test_speeds_are_of_the_state_and_ratios_are_taken_within_a_round() -> None:
     assert figures.machine == "M, P; all hosts share it"
 
 
-def test_the_line_is_of_the_largest_state_with_which_restoring_was_compared() -> None:
+def test_figures_are_for_the_largest_state_whose_restores_were_compared() -> None:
     small = times_of(*CAPTURED, *RESTORED, state_bytes=GB)
     large = times_of(*CAPTURED, state_bytes=4 * GB)
     figures = make_snapshot_figures(3, [small, large], "M")
@@ -74,13 +74,13 @@ def test_the_line_is_of_the_largest_state_with_which_restoring_was_compared() ->
     assert figures.seconds.keys() == {"1000", "4000"}
 
 
-def test_what_was_skipped_has_no_figure() -> None:
+def test_skipped_cases_have_no_figures() -> None:
     figures = make_snapshot_figures(3, [times_of(*CAPTURED)], "M")
     assert (figures.parity_restore_s, figures.orbax_restore_s, figures.parity_of_orbax) == (None, None, None)
     assert set(figures.spread) == {"capture_gbps", "copy_limit_gbps", "blocking_ms_per_gb"}
 
 
-def test_memory_is_compared_with_the_formula_in_the_group_of_eight() -> None:
+def test_memory_is_compared_with_the_formula_for_the_group_of_eight_hosts() -> None:
     memory = tuple(
         GroupMemory(hosts=hosts, parity=2, part_bytes=100, held_bytes=held)
         for hosts, held in ((4, 1), (8, 270))
@@ -99,7 +99,7 @@ def test_a_time_is_the_median_of_the_rounds() -> None:
     assert 1.0 <= seconds.low < 2.0 < seconds.high <= 3.0
 
 
-def test_sizes_and_rounds_out_of_range_are_refused_before_anything_runs() -> None:
+def test_sizes_and_rounds_out_of_range_are_rejected_before_the_benchmark_runs() -> None:
     with pytest.raises(CallerError, match=r"found --sizes 0, --rounds 3; expected sizes of 1 MB or more"):
         snapshot(sizes=[0], rounds=3)
     with pytest.raises(CallerError, match=r"--rounds 0; expected .* 1 round or more"):
@@ -107,13 +107,13 @@ def test_sizes_and_rounds_out_of_range_are_refused_before_anything_runs() -> Non
 
 
 @pytest.mark.parametrize(("free_gb", "expected"), [(24, (120, 1000)), (36, (120, 1000, 4000)), (1, ())])
-def test_sizes_follow_the_memory_there_is(free_gb: int, expected: tuple[int, ...]) -> None:
+def test_sizes_that_do_not_fit_into_free_memory_are_left_out(free_gb: int, expected: tuple[int, ...]) -> None:
     chosen, left_out = choose_sizes((120, 1000, 4000), free_gb * GB)
     assert chosen == expected
     assert len(left_out) == 3 - len(expected)
 
 
-def test_a_size_that_was_left_out_is_named_with_its_reason() -> None:
+def test_a_size_that_was_left_out_is_reported_with_its_reason() -> None:
     _, left_out = choose_sizes((4000,), 24 * GB)
     figures = make_snapshot_figures(3, [times_of(*CAPTURED)], "M", left_out)
     assert figures.skipped["4000 MB, all"] == "needs 33.5 GB of memory, 24.0 GB are free"

@@ -1,4 +1,4 @@
-"""The figures of the step benchmark are what their names say, of numbers that are known."""
+"""The figures of the step benchmark, computed from known measurements."""
 
 import math
 from collections.abc import Sequence
@@ -37,21 +37,21 @@ BEST = {
     DEAD: [*all_of(0, [0, 1]), *all_of(1, [0, 1])],
     NEIGHBOUR: [*all_of(0, [2, 3]), *all_of(1, [2, 3]), *all_of(1, [0, 1])],
 }
-"""The neighbour does again what the dead one had, and nothing else."""
+"""The neighbor redoes the microbatches of the dead worker, and no others."""
 
 
-def test_a_kill_costs_what_the_dead_worker_had_computed() -> None:
+def test_a_kill_costs_the_microbatches_that_the_dead_worker_had_computed() -> None:
     assert count_work(BEST, KILL, 4) == RedoneWork(lost=2, redone=2, missing=0)
     assert count_redone(BEST, 2) == 2
     assert find_missing(BEST, 2, 4) == []
 
 
-def test_a_survivor_that_does_its_own_again_shows() -> None:
+def test_a_survivor_that_redoes_its_own_microbatch_is_counted() -> None:
     worse = {**BEST, NEIGHBOUR: [*BEST[NEIGHBOUR], (1, 3)]}
     assert count_work(worse, KILL, 4) == RedoneWork(lost=2, redone=3, missing=0)
 
 
-def test_a_batch_that_shrank_shows() -> None:
+def test_a_microbatch_missing_from_a_batch_is_counted() -> None:
     shrunk = {**BEST, NEIGHBOUR: BEST[NEIGHBOUR][:-1]}
     shrunk[DEAD] = BEST[DEAD][:-1]
     assert count_work(shrunk, KILL, 4) == RedoneWork(lost=1, redone=1, missing=1)
@@ -62,22 +62,22 @@ def test_steps_that_were_not_committed_do_not_count() -> None:
     assert count_redone({**BEST, 13: all_of(2, [0, 0])}, 2) == count_redone(BEST, 2)
 
 
-def test_overhead_is_the_ratio_of_medians_less_one() -> None:
+def test_overhead_is_the_ratio_of_medians_minus_one() -> None:
     assert overhead([1.0, 1.02, 50.0], [0.9, 1.0, 1.1]) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(("unit", "units"), [(1, 4), (2, 2), (4, 1), (5, 1), (16, 1)])
-def test_units_a_host(unit: int, units: int) -> None:
+def test_the_largest_number_of_units_of_a_host_rounds_up(unit: int, units: int) -> None:
     assert max_units_per_host(16, unit, 4) == units
 
 
-def test_one_unit_a_host_sends_what_an_all_reduce_does() -> None:
+def test_a_reproducible_sum_of_one_unit_per_host_sends_as_much_as_an_all_reduce() -> None:
     assert reproducible_cost(1000, 1, 4).sent_bytes == fast_cost(1000, 4).sent_bytes == 1500
     assert reproducible_cost(1000, 4, 4).sent_bytes == 3750
     assert reproducible_cost(1000, 4, 4).held_bytes == 8000
 
 
-def test_the_line_compares_each_loop_with_its_like() -> None:
+def test_figures_compare_each_loop_with_its_counterpart() -> None:
     seconds = {loop: 1.0 for loop in LOOPS} | {BARE: 2.0, FAST: 2.5, REPRODUCIBLE[2]: 1.25}
     times = {loop: LoopTimes(times_s=[found]) for loop, found in seconds.items()}
     campaign = KillCampaign(
@@ -95,7 +95,7 @@ def test_the_line_compares_each_loop_with_its_like() -> None:
     assert figures.bitwise_equal
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+def test_a_plot_without_matplotlib_is_rejected_before_the_benchmark_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
@@ -104,7 +104,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("name", ["missing/loss.png", "loss.jpg"])
-def test_a_picture_that_could_not_be_written_is_refused(
+def test_a_plot_that_could_not_be_written_is_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: name)

@@ -1,1 +1,1 @@
-"""Scripts of the benchmarks that run as processes of their own."""
+"""Scripts of the benchmarks that run in processes of their own."""

@@ -1,10 +1,10 @@
-"""Time our erasure code and what it is compared with in turn, on one core.
+"""Time our erasure code and other implementations in alternation, on one core.
 
-    erasure_speed.py WANTED.json TIMES.json
+    erasure_timing.py WANTED.json TIMES.json
 
-WANTED.json is a `Wanted` of `benchmarks.erasure.figures`, TIMES.json becomes a `Times`. Each call is made
-twice in a round and timed the second time, so that it meets its own data in the caches and not what the call
-before it left there.
+WANTED.json is an `ErasureRequest` of `benchmarks.erasure.figures`; the script writes `ErasureTimings` to TIMES.json.
+Each call is made twice in a round and timed the second time, so that the caches contain its own data and not those of
+the previous call.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ REFERENCE_COLUMNS = 200
 
 
 class Call(NamedTuple):
-    """Something to time, and how many bytes of data it takes in."""
+    """A call to time, and the bytes of data that it reads."""
 
     who: str
     task: ErasureTask
@@ -59,10 +59,10 @@ class Call(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """Shards of one code, in one piece of memory.
+    """Shards of one code, in one contiguous block of memory.
 
     Attributes:
-        lost: memory for data shards that are computed again: m of them, or all.
+        lost: memory for the data shards that are recomputed, by index: m of them, or all k if fewer.
         present: the other shards, by index.
     """
 
@@ -83,7 +83,7 @@ class Stripe(NamedTuple):
 
 def main(asked: Path, found: Path) -> None:
     wanted = msgspec.json.decode(asked.read_bytes(), type=ErasureRequest)
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts the cores for its threads
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA sizes its thread pool by the cores
     kernels, missing = find_kernels()
     versions: dict[str, str] = {name: kernel.description for name, kernel in kernels.items()}
     zfec = find_zfec(missing)
@@ -105,7 +105,7 @@ def main(asked: Path, found: Path) -> None:
 
 
 def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
-    """Those that are here, self-tested, fastest first; and why others are not."""
+    """Return the available kernels, self-tested and fastest first, and the reasons why others are missing."""
     kernels: dict[KernelName, Kernel] = {}
     missing: dict[str, str] = {}
     for name in KernelName:
@@ -117,7 +117,7 @@ def find_kernels() -> tuple[dict[KernelName, Kernel], dict[str, str]]:
 
 
 def find_zfec(missing: dict[str, str]) -> Any:  # a module without types
-    """Return zfec; None: it is not installed."""
+    """Return the module zfec; None, with the reason added to `missing`, if it is not installed."""
     try:
         return importlib.import_module(ZFEC)
     except ModuleNotFoundError:
@@ -126,7 +126,7 @@ def find_zfec(missing: dict[str, str]) -> Any:  # a module without types
 
 
 def processor() -> str:
-    """Its own name."""
+    """Return the model name of the processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -135,7 +135,7 @@ def processor() -> str:
 
 
 def make_stripe(code: ReedSolomon, wanted: ErasureRequest) -> Stripe:
-    """Shards with a gap after each, all memory touched."""
+    """Return shards with random data and a gap after each, all memory touched."""
     lost = min(code.k, code.m)
     step = wanted.shard_bytes + wanted.skew_bytes
     memory = memoryview(mmap.mmap(-1, (code.n + lost) * step))
@@ -153,17 +153,17 @@ def make_stripe(code: ReedSolomon, wanted: ErasureRequest) -> Stripe:
     )
 
 
-# What is timed.
+# Calls to time.
 
 
 def calls_of(stripe: Stripe, kernels: Mapping[KernelName, Kernel], zfec: Any) -> Iterator[Call]:
-    """Everything, for one stripe."""
+    """Yield all calls to time on one stripe."""
     bare = bare_calls(stripe) if KernelName.ISAL in kernels else {}
     for name, kernel in kernels.items():
         for call in our_calls(stripe, name, kernel):
             yield call
             if name is KernelName.ISAL and call.task in bare:
-                yield bare[call.task]  # next to ours: the machine is as fast then as it was for ours
+                yield bare[call.task]  # next to ours, so that both run at the same speed of the machine
     if zfec is not None:
         yield from zfec_calls(stripe, zfec)
     yield from reference_calls(stripe)
@@ -183,7 +183,7 @@ def our_calls(stripe: Stripe, name: str, kernel: Kernel) -> Iterator[Call]:
 
 
 def bare_calls(stripe: Stripe) -> dict[ErasureTask, Call]:
-    """`ec_encode_data` with everything made before: the limit for our calls, on the same memory."""
+    """Return calls of `ec_encode_data` on the same memory with all operands prepared: the upper limit for our speed."""
     code = stripe.code
     decoding = code.make_decoding(stripe.present, stripe.lost)
     read = [stripe.present[i] for i in decoding.sources]
@@ -208,14 +208,14 @@ def bare_isal(
     written = (ctypes.c_void_p * rows)(*addresses[columns:])
 
     def call() -> None:
-        assert views  # which keep the memory where it is
+        assert views  # keeps the exported buffers alive
         library.encode_data(length, columns, rows, tables, read, written)
 
     return call
 
 
 def zfec_calls(stripe: Stripe, zfec: Any) -> Iterator[Call]:
-    """Another code than ours: its parity has other bytes, so it decodes what it encoded itself."""
+    """Yield the calls of zfec, which decodes its own parity, because its code is not ours."""
     code = stripe.code
     encoder, decoder = zfec.Encoder(code.k, code.n), zfec.Decoder(code.k, code.n)
     numbers = list(range(code.k, code.n))
@@ -249,10 +249,10 @@ def reference_calls(stripe: Stripe) -> Iterator[Call]:
 
 
 def measure(calls: Sequence[Call], m: int, rounds: int) -> list[ErasureTiming]:
-    """All calls in turn, every other round backwards: neighbours profit from each other's data in cache alike."""
+    """Time all calls in each round, every other round in reverse, so that neighbors gain alike from a warm cache."""
     times_s: dict[int, list[float]] = {number: [] for number in range(len(calls))}
     for call in calls:
-        call.run()  # compiles
+        call.run()  # the first call may compile
     for turn in range(rounds):
         for number in range(len(calls))[:: -1 if turn % 2 else 1]:
             calls[number].run()

@@ -2,9 +2,9 @@
 
     plan_programs.py FOUND ROUNDS
 
-For each of four models all feasible plans without a pipeline, of one microbatch for each replica: every plan's step is
-compiled, and timed in ROUNDS rounds of one step each, in which the plans take turns. The constants of the cost model
-are fitted to the first model; the plans of the other three are estimated with them. FOUND gets a `PlanMeasurements`.
+For each of four models, the script compiles the step of every feasible plan without a pipeline and with one microbatch
+per replica, and times it in ROUNDS rounds of one step per plan. It fits the constants of the cost model to the first
+model, and estimates the plans of the other three with them. It writes `PlanMeasurements` to FOUND.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ from tests.support.memory_grid import GRID, KINDS, compare
 DEVICES = 8
 MESH = Path(__file__).parents[2] / "meshes" / "local_1x8.toml"
 START = Calibration(fsdp_overlap=0.0, staging_bytes=0.0)
-"""XLA's CPU devices do a collective when it is called: nothing hides."""
+"""XLA's CPU devices run collectives synchronously, so no communication overlaps with computation."""
 
 
 class Model(NamedTuple):
-    """A model to time."""
+    """A model whose plans are timed."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ MODELS = (
 
 
 class Running(NamedTuple):
-    """A plan's program, ready to step."""
+    """The compiled program of a plan, with its batch on the devices."""
 
     plan: rj.Plan
     program: PlannedProgram
@@ -77,7 +77,7 @@ class Running(NamedTuple):
 
 
 def list_axes(profile: rj.ProgramCost, global_batch: int) -> Iterator[Mapping[Axis, int]]:
-    """Yields all sizes of replica, fsdp, tensor and sequence that make eight devices and that the program allows."""
+    """Yield all sizes of replica, fsdp, tensor and sequence that multiply to `DEVICES` and that the program allows."""
     sizes = [size for size in range(1, DEVICES + 1) if DEVICES % size == 0]
     names = (Axis.REPLICA, Axis.FSDP, Axis.TENSOR, Axis.SEQUENCE)
     for chosen in itertools.product(sizes, repeat=len(names)):
@@ -90,7 +90,7 @@ def list_axes(profile: rj.ProgramCost, global_batch: int) -> Iterator[Mapping[Ax
 
 
 def list_plans(profile: rj.ProgramCost, global_batch: int) -> list[rj.Plan]:
-    """Gives each of these as a plan, with one microbatch for each replica."""
+    """Return a plan for each of `list_axes`, with one microbatch per replica."""
     topology = rj.load_topology(MESH)
     return [
         search_plans(
@@ -107,7 +107,7 @@ def list_plans(profile: rj.ProgramCost, global_batch: int) -> list[rj.Plan]:
 
 
 def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], list[float]]]:
-    """Gives each plan with the seconds and the processor seconds of its steps."""
+    """Return each plan with the wall time and the processor time of its steps, in seconds."""
     made = KINDS[model.kind](model.shape)
     running = []
     for plan in list_plans(made.profile(), model.global_batch):
@@ -120,12 +120,12 @@ def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], li
     used: list[list[float]] = [[] for _ in running]
     for number in range(rounds + 1):
         for (_, program, batch), seconds, processor in zip(running, steps, used, strict=True):
-            # A copy: device_put may return the array itself, and the program would donate the common state.
+            # A copy, because device_put may return the array itself, and the program would donate the shared state.
             laid = jax.device_put(jax.tree.map(lambda leaf: leaf.copy(), state), program.state_shardings)
             jax.block_until_ready(laid)
             started, before = time.perf_counter(), time.process_time()
             jax.block_until_ready(program(laid, batch))
-            if number:  # the first step touches memory for the first time
+            if number:  # the first step is slower: it touches new memory
                 seconds.append(time.perf_counter() - started)
                 processor.append(time.process_time() - before)
     return [
@@ -134,7 +134,7 @@ def time_model(model: Model, rounds: int) -> list[tuple[rj.Plan, list[float], li
 
 
 def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedModel:
-    """Times all plans of a model, and estimates them with these constants."""
+    """Time all plans of a model, and estimate them with `constants`."""
     return TimedModel(
         name=model.name,
         plans=[
@@ -151,7 +151,7 @@ def compare_model(model: Model, rounds: int, constants: Calibration) -> TimedMod
 
 
 def measure(rounds: int) -> PlanMeasurements:
-    """Measures all."""
+    """Return the memory of all grid cases, and the timed and estimated plans of all models."""
     memory: list[MemoryCase] = [compare(case) for case in GRID]
     timed = time_model(CALIBRATED_ON, rounds)
     fit = fit_calibration(

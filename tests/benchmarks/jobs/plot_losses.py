@@ -1,8 +1,8 @@
-"""Draws the loss of a run that lost half its hosts beside that of an undisturbed one.
+"""Plot the loss of a run that lost half its hosts beside that of an undisturbed run.
 
     plot_losses.py DATA.json PICTURE.png
 
-DATA.json is a `Curve` of `benchmarks.step.loss_curve`.
+DATA.json is a `LossCurve` of `benchmarks.step.loss_curve`.
 """
 
 import sys

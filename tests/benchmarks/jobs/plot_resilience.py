@@ -1,8 +1,8 @@
-"""Draws committed steps over time under the same failures, and throughput against their rate.
+"""Plot committed steps over time under the same failures, and throughput by failure rate.
 
     plot_resilience.py DATA.json PICTURE.png
 
-DATA.json is a `Picture` of `benchmarks.resilience.plot_data`. An SVG is written beside the PNG.
+DATA.json is a `ResiliencePlot` of `benchmarks.resilience.plot_data`. The script writes an SVG beside the PNG.
 """
 
 import sys

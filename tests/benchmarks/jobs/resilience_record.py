@@ -1,9 +1,9 @@
-"""The records that jobs of the resilience benchmark write, and their kills. Imports the standard library alone.
+"""Records and kills of the resilience benchmark's jobs. The module imports the standard library alone.
 
 In the job's folder:
-- `job.json`: what to do; see `BenchmarkJob` in `benchmarks.resilience.runs`;
-- `rows-<host>-<pid>.jsonl`: what this process did, with monotonic times, which one machine's processes share;
-- `fault-<number>.json`: that a failure has struck, so that it strikes once, whatever is done again;
+- `job.json`: configuration; see `BenchmarkJob` in `benchmarks.resilience.runs`;
+- `rows-<host>-<pid>.jsonl`: events of one process, with monotonic times, which all processes of a machine share;
+- `fault-<number>.json`: marks a failure as done, so that a step that is done again does not fail again;
 - `digest-<step>-<host>.txt`: SHA-256 of parameters and optimizer state after that many steps.
 """
 
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 PACE_STEPS = 5
-"""The newest steps, of which half a step is known."""
+"""The newest steps, whose median gives half a step."""
 
 
 class Recorder:
-    """Writes rows as single writes of whole lines: a process that is killed leaves none torn but the last."""
+    """Writes each row as a complete line in a single write: a kill can tear only the last line."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._folder, self._host = folder, host
@@ -53,16 +53,17 @@ class Recorder:
 
 
 class Faults:
-    """The failures that are still to come. Every process knows the schedule, and kills itself if it is the victim."""
+    """The failures that are still due. Every process has the schedule, and kills itself if it is the victim."""
 
     def __init__(self, folder: Path, faults: Sequence[dict], host: str, hosts: Sequence[str]) -> None:
         self._folder, self._faults, self._host, self._hosts = folder, faults, host, hosts
         self._armed = False
 
     def arm(self, attempt: int, step: int, living: Sequence[str], steps_s: Sequence[float]) -> None:
-        """At the begin of a step: if a failure is due and hits this host, SIGKILL half a step from now.
+        """Schedule SIGKILL of this process half a step from now, if a failure of this host is due.
 
-        A victim that is not training passes its failure on to the next host that is, so that every failure hits one.
+        Call it at the start of each step. If the scheduled host does not train, the next host that trains is the
+        victim, so that every failure kills a worker.
         """
         due = next((n for n, f in enumerate(self._faults) if f["step"] <= step and not self._struck(n)), None)
         if due is None or self._armed:

@@ -1,7 +1,7 @@
 """The job of the resilience benchmark as a loop on `world`: `resilient_job.py FOLDER`, under `launch`.
 
-The model, batch and update of `restart_job.py`. The sums are reproducible, so that the weights after any failures can
-be compared bit for bit with those of a run without.
+It has the model, batch and update of `restart_job.py`. With reproducible sums, the weights after any failures can be
+compared bit for bit with those of an undisturbed run.
 """
 
 import functools
@@ -26,11 +26,11 @@ from benchmarks.jobs.transformer import (
 )
 
 SEQUENCES = MICROBATCHES
-"""Of a step, whatever the size of a microbatch."""
+"""Sequences per step, for any size of microbatch."""
 
 
 class Job:
-    """What outlives a generation: the record, and the failures to come."""
+    """State that survives a generation: the recorder, and the failures that are still due."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.file = folder, read_job(folder)

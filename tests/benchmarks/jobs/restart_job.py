@@ -1,10 +1,10 @@
 """The job of the resilience benchmark with JAX and Orbax alone: `restart_job.py FOLDER`, under a supervisor.
 
-A data-parallel `jax.jit` step over all hosts' devices, the state donated, an asynchronous Orbax checkpoint every
-`every` steps, restored when the processes are started again. It connects as the variables BARE_* say; a supervisor
-restarts all processes when one has died. Tuned in its favour: JAX's persistent compilation cache is made to hit on
-every process, by this package's `share_compilation_cache`, the only thing of ours here; as JAX has it, only process 0
-would hit. With JAX's own defaults (`heartbeat_s` null) nothing is tuned but that.
+A data-parallel `jax.jit` step over all hosts' devices with donated state, and an asynchronous Orbax checkpoint every
+`every` steps, from which the processes restore after a restart. The variables BARE_* tell the job how to connect; a
+supervisor restarts all processes when one dies. The job is tuned in its favor: `share_compilation_cache`, the only part
+of this package here, makes JAX's persistent compilation cache hit in every process; otherwise it would hit only in
+process 0. With JAX's own defaults (`heartbeat_s` null) that is the only tuning.
 """
 
 import functools

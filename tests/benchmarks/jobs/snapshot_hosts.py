@@ -1,6 +1,6 @@
-"""States and jobs for `snapshot_speed.py`: one process plays the workers of all hosts; the servers are real ones.
+"""States and jobs for `snapshot_timing.py`: one process acts as the workers of all hosts, with real servers.
 
-This process has eight devices. Each host's snapshot server is a process of its own, as in a job.
+The process has eight devices. Each host's snapshot server is a process of its own, as in a job.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ from resilient_jax.state.state_partition import StatePartition, partition_state
 DEVICES = 8
 COLUMNS = 1024
 LARGE_ROWS, SMALL_ROWS = 2016, 56
-"""Of a leaf: 8 MB, as the matrices of a model of a GB; eight and seven devices share them equally."""
+"""Rows of a leaf: multiples of 7 and of 8 devices; the large leaf is 8 MB, as the matrices of a model of 1 GB."""
 DTYPE = np.dtype(np.uint32)
 WAIT_S = 300.0
 SECTOR_BYTES = 512
-"""What `st_blocks` counts."""
+"""The unit of `st_blocks`."""
 
 
 # The state.
 
 
 def random_leaf(shape: tuple[int, int]) -> np.ndarray:
-    """Leaf 0; the others differ from it in known bits."""
+    """Return the data of leaf 0; other leaves are its XOR with their number."""
     return np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
 
 
 class State:
-    """Leaves of random numbers on eight devices. Every leaf can be made again, to compare with what comes back."""
+    """Leaves of random values on eight devices. Every leaf can be recomputed, to check what is restored."""
 
     def __init__(self, nbytes: int) -> None:
         rows = LARGE_ROWS if nbytes >= LARGE_ROWS * COLUMNS * DTYPE.itemsize else SMALL_ROWS
@@ -71,8 +71,8 @@ class State:
     def abstract(self, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(self.shape, np.uint32, sharding=sharding) for name in self.tree}
 
-    def check(self, restored: Mapping[str, Any]) -> None:  # arrays, in the tree of what stood for them
-        """Every bit."""
+    def check(self, restored: Mapping[str, Any]) -> None:  # arrays, in the tree of `abstract`
+        """Assert that every bit of every leaf was restored."""
         for number, name in enumerate(self.tree):
             assert np.array_equal(np.asarray(restored[name]), self._values(number)), name
 
@@ -81,7 +81,7 @@ class State:
 
     def _put(self, number: int) -> jax.Array:
         values = self._values(number)
-        # Each shard in memory of its own, as a computation would have made it.
+        # Each shard has memory of its own, as the result of a computation would have.
         return jax.make_array_from_callback(
             self.shape, on_devices(DEVICES), lambda index: values[index].copy()
         )
@@ -95,12 +95,13 @@ def on_devices(count: int) -> NamedSharding:
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one survivor restores: rows of every leaf.
+    """The share of the state that one survivor restores: some rows of every leaf.
 
     Attributes:
-        number: of the survivor, among `of`.
+        number: index of the survivor.
+        of: number of survivors.
         shape: of a leaf.
-        leaves: how many there are.
+        leaves: number of leaves.
     """
 
     plan: SnapshotPlan
@@ -112,14 +113,14 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survivors:
-    """The workers of the hosts that are left, as processes."""
+    """Processes that act as the workers of the surviving hosts."""
 
     def __init__(self, children: Sequence[subprocess.Popen[str]]) -> None:
         self._children = children
         self._expect("ready")
 
     def restore(self) -> float:
-        """Seconds until every survivor has its share of the state; each is right."""
+        """Return the seconds until every survivor has its share of the state; assert that every share is right."""
         began_s = time.perf_counter()
         for child in self._children:
             assert child.stdin is not None
@@ -139,7 +140,7 @@ class Survivors:
 
 @dataclass(kw_only=True)
 class Job:
-    """Hosts with servers, and the workers of all of them."""
+    """Hosts with servers, whose workers are all in this process."""
 
     hosts: list[Host]
     state_cut: StatePartition
@@ -151,7 +152,7 @@ class Job:
     step: int = 0
 
     def take(self, threads: int = 1) -> tuple[float, float, float]:
-        """One snapshot: seconds that its starts took, until all arrays are read, and until it is committed."""
+        """Take a snapshot; return the seconds of its starts, until all arrays are read, and until the commit."""
         captures = self.captures[threads]
         self.step += 1
         id = make_id(self.step)
@@ -166,11 +167,13 @@ class Job:
         return started_s - began_s, copied_s - began_s, time.perf_counter() - began_s
 
     def restore(self, state: "State", devices: int, *, local: bool, lost: Sequence[Host] = ()) -> float:
-        """Seconds in which the first host's worker has the newest snapshot on that many devices, and it is right.
+        """Return the seconds in which the first host's worker restores the newest snapshot; assert that it is right.
 
         Args:
-            local: whether it may read its own server's memory; else it asks that server like any other.
-            lost: hosts whose servers are gone, and known to be.
+            state: of which the snapshot was taken.
+            devices: number of devices to restore onto.
+            local: whether the worker may read its own server's memory; else it asks that server as a peer.
+            lost: hosts whose servers are gone; the plan omits them.
         """
         plan = self._plan(lost)
         abstract, sharding = state.abstract(), on_devices(devices)
@@ -192,7 +195,7 @@ class Job:
 
     @contextlib.contextmanager
     def survivors(self, state: "State", lost: Sequence[Host]) -> Iterator[Survivors]:
-        """Workers in place of this process's, on all hosts but the lost ones."""
+        """Yield worker processes, in place of this process, on all hosts but the lost ones."""
         left = [host for host in self.hosts if host not in lost]
         with contextlib.ExitStack() as owned:
             children = []
@@ -244,8 +247,8 @@ def start_survivor(host: Host, share: Share) -> subprocess.Popen[str]:
 
 
 def held_bytes(pid: int) -> int:
-    """Memory that the kernel gave to a process's slots, with the manifests in them."""
-    found: dict[int, int] = {}  # several descriptors may be of the same memory
+    """Return the bytes that the kernel gave to a server's slots, manifests included."""
+    found: dict[int, int] = {}  # by inode, because several descriptors may share memory
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if MEMFD_NAME in os.readlink(descriptor):
@@ -258,7 +261,7 @@ def held_bytes(pid: int) -> int:
 def job_of(
     count: int, parity: int, leaves: Sequence[FlatLeaf], threads: Sequence[int] = (1,)
 ) -> Iterator[Job]:
-    """Hosts in one group, with captures of so many threads each."""
+    """Yield a job of hosts in one group, with captures for each number of threads."""
     with running(count) as hosts, contextlib.ExitStack() as owned:
         names = [host.name for host in hosts]
         state_cut = partition_state(leaves, lambda device: names[device.id * count // DEVICES], names)

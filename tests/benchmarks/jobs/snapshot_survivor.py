@@ -1,9 +1,9 @@
-"""One surviving host's worker of `snapshot_speed.py`, a process of its own: restores its share whenever it is told to.
+"""Act as the worker of one surviving host of `snapshot_timing.py`: restore its share for each line of standard input.
 
-    snapshot_survivor.py SHARE.json
+    snapshot_survivor.py SHARE
 
-It says "ready", then for every line that it reads "restored" when its share is on its device, and "right" when it has
-compared every bit.
+SHARE is a `Share` as JSON. The script prints "ready"; then, for each line that it reads, "restored" when its share is
+on its device, and "right" when every bit has been compared.
 """
 
 import contextlib

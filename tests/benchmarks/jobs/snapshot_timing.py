@@ -1,10 +1,10 @@
-"""Time our snapshots, memory copy and Orbax in turn, with a state of one size.
+"""Time our snapshots, memory copy and Orbax in alternation, with a state of one size.
 
-    snapshot_speed.py WANTED.json TIMES.json
+    snapshot_timing.py WANTED.json TIMES.json
 
-WANTED.json is a `Wanted` of `benchmarks.snapshot.figures`, TIMES.json becomes a `Times`. What each case
-needs of memory is compared with what is free before it begins. The first round of a case imports, connects and touches
-memory, and is not counted. What is restored is compared with what was saved, bit for bit, in every round.
+WANTED.json is a `SnapshotRequest` of `benchmarks.snapshot.figures`; the script writes `SnapshotTimings` to TIMES.json.
+A case that needs more memory than is free is skipped. The first round of a case imports, connects and touches memory,
+and is not counted. In every round the restored state is compared with the saved one, bit for bit.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ from resilient_jax.snapshot.memory_budget import read_free_memory
 
 THREADS = (1, 2)
 GROUPS = ((4, 1), (4, 2), (8, 1), (8, 2), (8, 4))
-"""Hosts and parity."""
+"""Number of hosts, and parity."""
 LOST_GROUP = (8, 1)
-"""In which the last host is lost."""
+"""The group whose last host is lost."""
 
 
 class Bench:
-    """The cases, and what came of them."""
+    """The cases and their results."""
 
     def __init__(self, wanted: SnapshotRequest) -> None:
         self._wanted = wanted
@@ -95,7 +95,7 @@ class Bench:
         )
 
     def _try(self, name: str, states: float, measure: Callable[[], None]) -> None:
-        """One case, unless memory or time do not suffice."""
+        """Measure one case, or record why it is skipped: too little memory or time."""
         spent_s = time.monotonic() - self._began_s
         needed, free = required_bytes(states, self._state.nbytes), read_free_memory().free_bytes
         if spent_s > self._wanted.limit_s:
@@ -108,7 +108,7 @@ class Bench:
             measure()
 
     def _rounds(self) -> Iterator[bool]:
-        """Whether a round counts."""
+        """Yield, for each round, whether it counts; the first does not."""
         yield False
         for _ in range(self._wanted.rounds):
             yield True
@@ -120,7 +120,7 @@ class Bench:
     # Cases.
 
     def _measure_one_host(self) -> None:
-        """It has all of the state, and no parity."""
+        """Measure one host that has all of the state, without parity."""
         state = self._state
         with job_of(1, 0, state.leaves(), THREADS) as job:
             targets = {name: np.ones(state.shape, np.uint32) for name in state.tree}
@@ -171,7 +171,7 @@ class Bench:
                 shutil.rmtree(path)
 
     def _measure_restore_from_disk(self) -> None:
-        """Of what was just written, so out of the kernel's cache: the best case."""
+        """Measure the best case: the checkpoint was just written, so the kernel has it in its cache."""
         with saved(self._state, self._wanted.disk) as checkpoint:
             for counts in self._rounds():
                 self._add(
@@ -180,7 +180,7 @@ class Bench:
 
 
 def time_copies(state: State, targets: dict[str, np.ndarray], threads: int) -> float:
-    """Of every shard into touched memory, by so many threads."""
+    """Return the seconds in which threads copy every shard into touched memory."""
     pairs = [
         (targets[name][shard.index], np.asarray(shard.data))
         for name, leaf in state.tree.items()
@@ -201,7 +201,7 @@ def time_copies(state: State, targets: dict[str, np.ndarray], threads: int) -> f
     return time.perf_counter() - began_s
 
 
-# Orbax, as its documentation says.
+# Orbax, as its documentation recommends.
 
 
 def new_checkpointer() -> ocp.AsyncCheckpointer:
@@ -210,7 +210,7 @@ def new_checkpointer() -> ocp.AsyncCheckpointer:
 
 @contextlib.contextmanager
 def saved(state: State, folder: str) -> Iterator[Path]:
-    """A checkpoint of the state."""
+    """Yield the path of a checkpoint of the state; remove the checkpoint on exit."""
     path = Path(folder) / "restore"
     with contextlib.closing(new_checkpointer()) as checkpointer:
         checkpointer.save(path, args=ocp.args.StandardSave(state.tree))
@@ -221,7 +221,7 @@ def saved(state: State, folder: str) -> Iterator[Path]:
 
 
 def time_orbax_restore(state: State, path: Path) -> float:
-    """Onto one device less."""
+    """Return the seconds of a restore onto one device fewer; assert that the result is right."""
     abstract = state.abstract(on_devices(DEVICES - 1))
     with contextlib.closing(new_checkpointer()) as checkpointer:
         began_s = time.perf_counter()
@@ -233,7 +233,7 @@ def time_orbax_restore(state: State, path: Path) -> float:
 
 
 def processor() -> str:
-    """Its own name."""
+    """Return the model name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"

@@ -1,9 +1,9 @@
 """The job of the stall benchmark: a transformer of about 10 million float32 parameters with Adam.
 
-The same model, batch and update in two loops, so that the overhead of ours can be told:
+The same model, batch and update run in two loops, to measure the overhead of ours:
     stall_job.py ours STEPS OUT      a loop on `world`, started by `resilient-jax launch`
     stall_job.py bare STEPS OUT      a plain multi-process JAX loop: `jax.distributed.initialize`, no framework
-Each process writes its step times in seconds to OUT-<process>.json at the end, and OUT may hold `stop`.
+At the end each process writes its step times in seconds to OUT-<pid>.json.
 """
 
 import functools
@@ -50,7 +50,7 @@ def train_ours(world: rj.World, steps: int, times: list[float]) -> None:
 
 
 def train_bare(steps: int, times: list[float]) -> None:
-    """What one writes without a framework: the same programs, one all-reduce of the gradients."""
+    """Train as one would without a framework: the same programs, and one all-reduce of the gradients."""
     count, index = jax.process_count(), jax.process_index()
     mesh = Mesh(np.array(jax.devices()), ("host",))
     stacked, summed = NamedSharding(mesh, P("host")), NamedSharding(mesh, P())

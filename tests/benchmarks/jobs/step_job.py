@@ -1,16 +1,16 @@
-"""The job of the step benchmark: the stall benchmark's transformer in the trainer, and in a plain loop.
+"""The job of the step benchmark: the stall benchmark's transformer, in the trainer or in a plain loop.
 
     step_job.py trainer STEPS OUT [fast] [microbatch=N] [unit=N] [log]      `rj.Trainer`
-    step_job.py bare STEPS OUT       a data-parallel `jax.jit` loop over all hosts' devices, as one writes it
+    step_job.py bare STEPS OUT       a data-parallel `jax.jit` loop over all hosts' devices, without a framework
     step_job.py curve STEPS OUT      `rj.Trainer` with a small model on real text, whose loss falls
 
-A step is 16 sequences for any `microbatch` (sequences in one, 1 by default) and any number of hosts. In the folder of
-OUT each process writes:
-- `OUT-<pid>.json`: its step times in seconds, from the end of a step to the end of the next;
-- `memory-<pid>.json`: its peak resident memory, and the bytes of the parameters;
-- `digest-<pid>.txt`: of the trainer, the SHA-256 of the weights at the end;
+A step is 16 sequences for any `microbatch` (sequences per microbatch, by default 1) and any number of hosts. In the
+folder of OUT each process writes:
+- `OUT-<pid>.json`: step times in seconds, from the end of a step to the end of the next;
+- `memory-<pid>.json`: peak resident memory, and the bytes of the parameters;
+- `digest-<pid>.txt`: from the trainer, the SHA-256 of the final weights;
 - `computed-<pid>.jsonl`: with `log`, a line for each microbatch, written by the program that computes it.
-With `log` all processes stop after the step whose number is in the file `stop`, written well ahead.
+With `log` all processes stop after the step whose number is in the file `stop`, which must be written ahead of time.
 """
 
 import functools
@@ -50,12 +50,12 @@ TEXT_BYTES = 2_000_000
 
 
 def draw(step: int, index: int, size: int) -> np.ndarray:
-    """int32[size, CONTEXT + 1]: microbatch `index`; in a step the same sequences for every size."""
+    """Return int32[size, CONTEXT + 1], microbatch `index`; a step has the same sequences for every `size`."""
     return np.concatenate([tokens_of(step, index * size + row) for row in range(size)])
 
 
 class Clock:
-    """Times between the ends of steps."""
+    """Measures the times between the ends of steps."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -68,7 +68,7 @@ class Clock:
 
 
 class ComputedLog:
-    """Says what was computed, as soon as it was: a process that is killed has said it."""
+    """Logs each microbatch as soon as it is computed, so that the log of a killed process is complete."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(
@@ -98,7 +98,7 @@ def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.
     def loss(params: Params, batch: dict[str, Any]) -> jax.Array:
         found = loss_of(params, batch["tokens"])
         if log is not None:
-            jax.debug.callback(log.write, found, batch["where"][0])  # with the loss, so after it
+            jax.debug.callback(log.write, found, batch["where"][0])  # an operand is the loss, so the call follows it
         return found
 
     def batch(step: int, index: int) -> dict[str, np.ndarray]:
@@ -138,7 +138,7 @@ def fit_curve(steps: int, folder: Path) -> rj.FitResult:
 
 
 def train_bare(steps: int, clock: Clock) -> Params:
-    """What one writes without a framework: one program, batch cut over the devices, state donated."""
+    """Train as one would without a framework: one program, batch sharded over the devices, donated state."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     cut, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     size = SEQUENCES // jax.process_count()

@@ -1,6 +1,6 @@
 """The model that the benchmarks train: a transformer of about 10 million float32 parameters with Adam.
 
-A module of its own that imports nothing of this package, so that a bare JAX program pays for nothing of ours.
+The module imports nothing of this package, so that a bare JAX program has no cost of ours.
 """
 
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ import optax
 
 WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY = 320, 8, 8, 64, 256
 MICROBATCHES = 16
-"""Of one sequence each, shared by the hosts: 16 sequences of 64 bytes a step on any number of hosts."""
+"""Microbatches of one sequence each, over all hosts: 16 sequences of 64 bytes per step on any number of hosts."""
 OPTIMIZER = optax.adam(1e-4)
 
 Params: TypeAlias = Any  # a tree of arrays
@@ -80,5 +80,5 @@ def tokens_of(step: int, index: int) -> np.ndarray:
 
 
 def zeros_like(params: Params) -> tuple[jax.Array, Params]:
-    """Committed to the device, like the sums that follow: else `accumulate` is compiled twice."""
+    """Return zeros committed to the device, as later sums are; otherwise `accumulate` would compile twice."""
     return jax.device_put((jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), jax.local_devices()[0])
