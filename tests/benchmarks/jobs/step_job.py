@@ -98,7 +98,9 @@ def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.
     def loss(params: Params, batch: dict[str, Any]) -> jax.Array:
         found = loss_of(params, batch["tokens"])
         if log is not None:
-            jax.debug.callback(log.write, found, batch["where"][0])  # an operand is the loss, so the call follows it
+            jax.debug.callback(
+                log.write, found, batch["where"][0]
+            )  # an operand is the loss, so the call follows it
         return found
 
     def batch(step: int, index: int) -> dict[str, np.ndarray]:
