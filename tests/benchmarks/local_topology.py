@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 MATRIX = 2048
-"""Rows and columns: 50 MB of operands in fp32, more than the caches hold, and 17 GFLOP."""
+"""Rows and columns: 50 MB of operands in fp32, more than fits into the caches, and 17 GFLOP."""
 COPIED_BYTES = 256 * 2**20
 SENT_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20

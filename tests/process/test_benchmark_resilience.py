@@ -11,7 +11,7 @@ import pytest
 from benchmarks.paths import COMMAND
 
 LIMIT_S = 280.0
-"""On an idle machine the whole test takes less than a minute."""
+"""On an idle machine the test takes less than a minute."""
 TINY = (*COMMAND, "resilience", "--size", "tiny", "--json")
 
 
