@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 
 def model(name, *rows):
-    """Return a timed model; a row is a plan's (estimate, step, processor) in s, and the last two are also its halves."""
+    """Return a timed model; a row is a plan's (estimate, step, processor) in s; the last two are also its halves."""
     return TimedModel(
         name=name,
         plans=[
