@@ -1,7 +1,7 @@
 """What this host reads of a checkpoint: of each array the boxes that its devices need.
 
-Boxes are read in batches into one piece of memory that is reused. Besides its shards of the state a host holds one
-batch, and never all of an array of which its devices need a part.
+Boxes are read in batches into one piece of memory that is reused. Besides its shards of the state a host has one
+batch in memory, and never all of an array of which its devices need a part.
 """
 
 import math
@@ -23,12 +23,12 @@ from resilient_jax.state.index_box import whole_box
 from resilient_jax.state.tree_match import MatchedTree, list_leaf_specs, match_tree
 
 BATCH_BYTES: Final = 64 * 2**20
-"""Of boxes that are read together, so that many small arrays take few requests. An array of which this host needs more
-is read alone, in one request."""
+"""Bytes of boxes that are read together, so that many small arrays take few requests. An array of which this host needs
+more is read alone, in one request."""
 EXPECTED_CHECKPOINT: Final = (
     "the state of this model and optimizer. Train with the recipe that saved it, or use another directory"
 )
-"""For errors."""
+"""What a `StateError` expects and advises."""
 
 
 class ArrayRead:
@@ -78,7 +78,7 @@ def plan_reads(
         folder: of the checkpoint, for the error.
 
     Raises:
-        StateError: the checkpoint holds another state; names leaves.
+        StateError: the checkpoint is of another state; names leaves.
     """
     wanted = {spec.path: spec for spec in list_leaf_specs(abstract, format_orbax_path)}
     # A checkpoint stores neither arrays without elements nor that uint32[2] is the data of a random key.

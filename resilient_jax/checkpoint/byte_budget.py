@@ -1,4 +1,4 @@
-"""A bound on the bytes that the coroutines of one event loop hold at once."""
+"""A bound on the bytes that the coroutines of one event loop use at a time."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 
 class ByteBudget:
-    """So many bytes; a request for more than all of them gets all, and runs alone."""
+    """A budget of bytes; a request for more than the limit gets all of it, and runs alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = self._left = limit_bytes
@@ -14,7 +14,7 @@ class ByteBudget:
 
     @contextlib.asynccontextmanager
     async def spend(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait until `nbytes` are left, and hold them in the body of the context manager."""
+        """Wait until `nbytes` are left, and reserve them in the body of the context manager."""
         share = min(nbytes, self._limit)
         async with self._changed:
             await self._changed.wait_for(lambda: self._left >= share)

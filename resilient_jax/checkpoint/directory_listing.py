@@ -7,7 +7,7 @@ from typing import Final
 METADATA_FILE: Final = "_METADATA"
 """Orbax's description of the tree, one of the last files of a checkpoint."""
 TEMPORARY_MARK: Final = ".orbax-checkpoint-tmp"
-"""In the names of unfinished checkpoints, Orbax's and ours."""
+"""A part of the names of unfinished checkpoints, Orbax's and ours."""
 MANAGER_ITEM: Final = "default"
 """The folder in which Orbax's `CheckpointManager` puts the tree, inside of the folder of a step."""
 MAX_SHOWN: Final = 5

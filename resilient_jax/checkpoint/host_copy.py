@@ -1,4 +1,4 @@
-"""The copy of a state that is written while training goes on."""
+"""The copy of a state that is written while training continues."""
 
 import itertools
 import mmap
@@ -33,7 +33,7 @@ class HostCopy:
         """Copy a state over the last one; return its leaves and the descriptor, which this object keeps.
 
         Args:
-            state: arrays of which this process's devices have all shards; numbers.
+            state: arrays of which this process's devices have all shards; scalars.
 
         Raises:
             StateError: this process has only some shards of an array.

@@ -73,7 +73,7 @@ class ReadBoxesReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FailureReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request failed."""
+    """The reply to a request that failed."""
 
     reason: str
 

@@ -1,8 +1,8 @@
 """Reads a checkpoint with Orbax: its contents, and boxes of its arrays. Only the storage process does this.
 
 Of an array only the chunks that a box touches are decoded, within a budget of bytes: a host that needs a shard of a
-state never holds all of the state, nor all of a large array. Our own chunks are small (see `orbax_writer`); plain Orbax
-writes an array, or the shard of one device, as a single chunk, which is decoded as a whole.
+state never has all of the state in memory, nor all of a large array. Our own chunks are small (see
+`orbax_writer`); plain Orbax writes an array, or the shard of one device, as a single chunk, decoded in one piece.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from resilient_jax.state.tree_match import list_leaf_specs
 
 REASON_CHARACTERS: Final = 300
 MAX_DECODED_BYTES: Final = 128 * 2**20
-"""Of decoded chunks, at once; a larger chunk is decoded alone. Enough to keep all cores busy."""
+"""Bytes of decoded chunks at a time; a larger chunk is decoded alone. Enough to keep all cores busy."""
 
 TakeBox = Callable[[np.ndarray], None]
 """Takes the elements of a box."""
@@ -97,7 +97,7 @@ class _BoxHandler(ocp.type_handlers.NumpyHandler):
                 for info, wanted in zip(infos, args or (), strict=True)
                 if isinstance(wanted, _BoxArgs) and wanted.boxes
             ),
-            return_exceptions=True,  # no coroutine may run on after Orbax has closed its loop
+            return_exceptions=True,  # no coroutine may continue after Orbax has closed its loop
         )
         for error in results:
             if error is not None:
@@ -130,7 +130,7 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
     """Yield a function that restores a tree of arguments, and the tree as Orbax describes it; wrap all errors."""
     tree_folder = find_tree_folder(folder)
     assert tree_folder is not None, "it was inspected before"
-    # Every stored leaf was written by one of these handlers; all arrays and numbers are read by ours.
+    # Every stored leaf was written by one of these handlers; all arrays and scalars are read by ours.
     types = ocp.type_handlers
     scalars, arrays, strings = types.ScalarHandler(), types.ArrayHandler(), types.StringHandler()
     registry = types.create_type_handler_registry(
@@ -152,9 +152,8 @@ def _open(folder: Path, handler: _BoxHandler) -> Iterator[tuple[Callable[[Any], 
             yield restore, metadata.tree
     except CheckpointUnreadable:
         raise
-    except (
-        Exception
-    ) as error:  # Orbax and its readers raise all kinds of errors for bytes that are not theirs
+    # Orbax and its readers raise errors of all kinds for bytes in another format.
+    except Exception as error:
         raise CheckpointUnreadable(
             f"Orbax cannot read it: {type(error).__name__}: {_shorten(error)}"
         ) from error

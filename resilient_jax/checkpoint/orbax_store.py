@@ -49,7 +49,7 @@ CLOSE_TIMEOUT_S: Final = 60.0
 
 
 def ignore_event(kind: EventKind, **detail: object) -> None:
-    """Record nothing."""
+    """Ignore an event; the default of `record_event`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class OrbaxStore:
 
         Raises:
             CheckpointUnreadable: it is incomplete or damaged; says how. It no longer counts among those to keep.
-            StateError: it is complete, but holds another state; names leaves.
+            StateError: it is complete, but of another state; names leaves.
         """
         self.wait_until_finished(check=check)
         wait = _LoadWait(time.monotonic(), check)

@@ -1,8 +1,8 @@
 """Writes a checkpoint with plain Orbax, and removes old ones. Only the storage process does this.
 
 A checkpoint is written in a temporary folder, with its digests, and flushed; then one rename makes it count. A writer
-that dies before leaves a folder whose name says that it is unfinished. The writer holds a lock on that folder, so the
-next writer knows that the folder is abandoned, and removes it.
+that dies before leaves a folder whose name says that it is unfinished. While the writer runs, it has a lock on
+that folder; the next writer removes unfinished folders without a lock.
 """
 
 import contextlib
@@ -104,9 +104,8 @@ def _temporary(directory: Path, step: int) -> Iterator[Path]:
     folder.mkdir()
     try:
         with (folder / LOCK_FILE).open("w") as lock:
-            with contextlib.suppress(
-                OSError
-            ):  # on a file system without locks other writers may remove the folder
+            # On a file system without locks other writers may remove the folder.
+            with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
     finally:

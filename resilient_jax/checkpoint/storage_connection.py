@@ -23,7 +23,7 @@ MODULE: Final = "resilient_jax.checkpoint.storage_process"
 FOREIGN_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "RESILIENT_JAX_")
 """Prefixes of environment variables for the worker's devices and world."""
 EXIT_TIMEOUT_S: Final = 10.0
-"""How long the process may live on after its socket has closed."""
+"""How long the process may continue after its socket has closed."""
 
 
 class StorageConnection:

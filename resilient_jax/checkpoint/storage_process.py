@@ -43,12 +43,12 @@ def run_storage_process(descriptor: int, parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         return  # the worker died before the call to prctl
-    with contextlib.suppress(OSError):  # training goes first
+    with contextlib.suppress(OSError):  # training has priority
         os.nice(NICENESS)
     connection = Connection[Reply, Request](descriptor, REQUEST_DECODER)
     for received in connection:
         _reply_to(connection, received)
-        gc.collect()  # Orbax has cycles, and they hold the state
+        gc.collect()  # Orbax has reference cycles, which keep the state in memory
 
 
 def _reply_to(connection: Connection[Reply, Request], received: Received[Request]) -> None:

@@ -1,4 +1,4 @@
-"""A pytree as a list of leaves in one piece of memory, for a process that does not know the tree's classes.
+"""A pytree as a list of leaves in one piece of memory, for a process without the tree's classes.
 
 The paths are those of Orbax: containers are dicts, by name, or lists, by index.
 """
@@ -23,7 +23,7 @@ MEMORY_NAME: Final = "rj-checkpoint"
 
 
 class PathKey(NamedTuple):
-    """One step down a tree."""
+    """One step down a tree: a name in a dict, or an index in a list."""
 
     name: str
     is_index: bool
@@ -142,7 +142,7 @@ def build_tree(flat: Iterable[tuple[OrbaxPath, Any]]) -> Tree:
 
 
 def allocate_memory(size: int) -> int:
-    """Return a descriptor of anonymous memory: no other user can open it, and it goes with its last descriptor."""
+    """Return a descriptor of anonymous memory: no other user can open it, and its last descriptor frees it."""
     descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
     os.truncate(descriptor, max(size, 1))
     return descriptor

@@ -37,7 +37,7 @@ class LayoutChecker:
         """Return the leaves of `tree` as arrays, in the order that `rebuild` takes them.
 
         Args:
-            tree: arrays and numbers.
+            tree: arrays and scalars.
             name: of the example, for the error: "item 7 of list".
 
         Raises:

@@ -31,8 +31,7 @@ class FunctionData:
 
         Raises:
             DataError: the result is no tree of arrays with one first dimension, has another layout than the first one,
-            or
-                cannot be divided.
+                or cannot be divided.
         """
         name = f"step {step}, microbatch {index}"
         leaves = self._layout.check(self._function(step, index), name)
@@ -44,7 +43,7 @@ class FunctionData:
         return None
 
     def _count(self, leaves: list[np.ndarray], name: str) -> int:
-        """Return how many examples the arrays hold."""
+        """Return how many examples the arrays contain."""
         counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         count = counts.pop()
         if counts or count < 1 or self._size not in (None, count):

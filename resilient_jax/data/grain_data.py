@@ -1,9 +1,8 @@
 """Microbatches from a Grain `MapDataset`, in Grain's own order. Does not import Grain.
 
 A `MapDataset` is infinite: element i of a dataset of n is element i % n of epoch i // n. Every transformation keeps to
-that: `shuffle` draws a new order for each epoch, `random_map` new numbers for each i, `batch` starts again in each
-    epoch.
-So an element is a pure function of i, and i is all that is chosen here. (Checked with grain 0.2.18.)
+that: `shuffle` draws a new order for each epoch, `random_map` new random numbers for each i, `batch` restarts in each
+epoch. So an element is a pure function of i, and i is all that is chosen here. (Checked with grain 0.2.18.)
 
 Where a filter removed an element, Grain has a hole, None. To skip holes, all of those before would have to be counted:
 an element would no longer be a function of its index. So a hole is an error.
@@ -51,7 +50,7 @@ class GrainData:
 
         Raises:
             DataError: there is no such microbatch or part, or an element is missing, no tree of arrays, or has another
-            layout.
+                layout.
         """
         positions = list_positions(
             step, index, part, num_microbatches=self._microbatches, microbatch_size=self._size
@@ -59,7 +58,7 @@ class GrainData:
         return read_examples(self._dataset, list(positions), self._length, self._layout)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """Return None: Grain does not know document lengths."""
+        """Return None: Grain has no document lengths."""
         return None
 
 

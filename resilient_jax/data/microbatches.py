@@ -41,7 +41,7 @@ class MicrobatchData(Protocol):
 
 
 def make_microbatch_data(
-    source: Any,  # noqa: ANN401 - four kinds of things, told apart here
+    source: Any,  # noqa: ANN401 - four kinds of sources, distinguished here
     *,
     num_microbatches: int,
     microbatch_size: int | None,
@@ -57,7 +57,7 @@ def make_microbatch_data(
         microbatch_size: examples in a microbatch. None: the source decides, because its elements (Grain) or results
             (function) are microbatches.
         seed: of the shuffle of a random-access source; other sources have their own order.
-        shuffle: whether to shuffle a random-access source anew in each epoch; None: yes. For other sources: None.
+        shuffle: whether to shuffle a random-access source, newly in each epoch; None: yes. For other sources: None.
 
     Raises:
         DataError: the source is none of these, is empty, or does not fit the other arguments.

@@ -78,9 +78,8 @@ def _read_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         found = np.array(lengths, ndmin=1)
     except ValueError as error:
         raise _refuse_lengths(str(error)) from error
-    if found.ndim != 1 or (
-        found.size and found.dtype.kind not in "iu"
-    ):  # numpy makes an empty list an array of floats
+    # Without elements any dtype will do: numpy makes an empty list an array of floats.
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise _refuse_lengths(f"{found.dtype}{list(found.shape)}")
     return found.astype(np.int64)
 

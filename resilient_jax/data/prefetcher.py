@@ -1,15 +1,13 @@
 """Reads microbatches ahead on threads, so that the accelerator does not wait for them.
 
 Rules, all under `_changed`:
-- a read begins when its `Future` is put into `_reads`; so it begins once, and all callers of `get` wait for that
-future.
-- a thread begins the next expected read while fewer than `buffer_size` reads have begun that `get` has not requested.
-- a `get` of a microbatch whose read has not begun reads on the caller's thread: no caller waits for room in the buffer,
+- A read begins when its `Future` is put into `_reads`; so it begins once, and every caller of `get` waits for it.
+- A thread begins the next expected read while fewer than `buffer_size` reads have begun that `get` has not requested.
+- A `get` of a microbatch whose read has not begun reads on the caller's thread: no caller waits for room in the buffer,
   so there is no deadlock.
-- a read ahead that failed is repeated by `get`: JAX's devices may have changed during it, and a persistent error is
-then
-  raised with the stack of the caller.
-- `expect` drops what is no longer wanted. A read under way cannot be stopped; only callers that wait already get its
+- A read ahead that failed is repeated by `get`: JAX's devices may have changed during the read, and a persistent error
+  is then raised with the stack of the caller.
+- `expect` drops what is no longer wanted. A read in progress cannot be stopped; only callers that wait already get its
   result.
 """
 
@@ -30,7 +28,7 @@ from resilient_jax.data.microbatches import MicrobatchData
 from resilient_jax.errors import DataError
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for reads under way; a source that takes longer hangs."""
+"""How long `close` waits for reads in progress; a source that takes longer hangs."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class Prefetcher:
 
         Args:
             data: read from all threads at once.
-            buffer_size: how many microbatches to hold ready.
+            buffer_size: how many microbatches to keep ready.
             num_threads: how many microbatches to read at once.
 
         Raises:
@@ -59,7 +57,7 @@ class Prefetcher:
         check_positive_integers(buffer_size=buffer_size, num_threads=num_threads)
         self._data = data
         self._ahead = buffer_size
-        self._changed = threading.Condition()  # guards all below, and says that they changed
+        self._changed = threading.Condition()  # guards all attributes below; notified when they change
         self._queue: OrderedDict[MicrobatchKey, None] = OrderedDict()  # expected and not begun
         self._reads: dict[MicrobatchKey, Future[Tree]] = {}  # begun, done or not
         self._asked: set[MicrobatchKey] = set()  # of those in _reads
@@ -124,11 +122,11 @@ class Prefetcher:
                 self._forget_unless_wanted(key, read)
 
     def lengths(self, step: int, index: int) -> np.ndarray | None:
-        """int32: document lengths of a packed microbatch, from the source; None if it has none."""
+        """Return int32: document lengths of a packed microbatch, from the source; None if the source has none."""
         return self._data.lengths(step, index)
 
     def close(self) -> None:
-        """Forgets everything and ends the threads, once their reads under way are done. A second call does nothing."""
+        """Drop all microbatches, and end the threads after their reads in progress. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._queue.clear()
@@ -164,7 +162,7 @@ class Prefetcher:
         """Run a thread until the prefetcher is closed."""
         while (begun := self._wait_next()) is not None:
             self._read(*begun)
-            del begun  # else an idle thread would hold the last microbatch in memory
+            del begun  # else an idle thread would keep the last microbatch in memory
 
     def _wait_next(self) -> tuple[MicrobatchKey, Future[Tree]] | None:
         """Begin the next expected read; return None when closed."""
@@ -181,9 +179,8 @@ class Prefetcher:
     def _read(self, key: MicrobatchKey, read: Future[Tree]) -> None:
         try:
             read.set_result(self._data.batch(*key))
-        except (
-            BaseException
-        ) as error:  # the thread's boundary: callers that wait for the future get the error
+        # The thread's boundary: callers that wait for the future get the error.
+        except BaseException as error:
             read.set_exception(error)
 
     def _forget_unless_wanted(self, key: MicrobatchKey, read: Future[Tree]) -> None:

@@ -27,9 +27,8 @@ class RandomAccessData:
     """Microbatches of examples from a random-access source, shuffled anew in each epoch.
 
     Row `p = (step * num_microbatches + index) * microbatch_size + k` is item `permutation(seed, p // n)(p % n)` of the
-    n
-    items: epochs follow each other without a gap, so a microbatch may have the end of one and the beginning of the
-        next.
+    n items: epochs follow each other without a gap, so a microbatch may contain the end of one and the beginning of the
+    next.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class RandomAccessData:
         """Take the source's present length.
 
         Args:
-            source: its items are arrays, numbers or trees of them, all of one layout.
+            source: its items are arrays, scalars or trees of them, all of one layout.
             num_microbatches: in a step.
             microbatch_size: examples in a microbatch.
             seed: of the shuffle, from 0 to 2**64 - 1.

@@ -9,6 +9,9 @@ Example:
         check(NumpyKernel())
 """
 
+# The name of a check is its sentence.
+# ruff: noqa: D103
+
 import array
 import random
 import re
@@ -30,7 +33,7 @@ CODE = ReedSolomon(3, 2)
 LENGTHS = (0, 1, 2, 15, 31, 32, 33, 63, 64, 65, 127, 4095, 4096, 4097)
 """Lengths in bytes: 0, 1, and both sides of the width of every vector and of a page."""
 LONG_BYTES = 2**20 + 3
-"""More bytes than any kernel does in one block, with a partial vector at the end."""
+"""More bytes than any kernel computes in one block, with a partial vector at the end."""
 GUARD_BYTES = 64
 """Bytes before and after each destination, which show writes out of bounds."""
 
@@ -49,7 +52,7 @@ def compute_expected(matrix: Matrix, sources: Sequence[bytes]) -> list[bytes]:
 
 
 def apply_guarded(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> list[bytes]:
-    """Return what `apply` writes to new memory; fail if it writes out of bounds or to a source."""
+    """Return what `apply` writes to new memory; fail if `apply` writes out of bounds or to a source."""
     length = len(sources[0])
     before = [bytes(source) for source in sources]
     guarded = [bytearray(b"\xa5" * (length + 2 * GUARD_BYTES)) for _ in matrix]
@@ -61,7 +64,6 @@ def apply_guarded(kernel: Kernel, matrix: Matrix, sources: Sequence[Buffer]) -> 
 
 
 def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
-    """Compare parity with reedsolo for codes that are square, wide and tall."""
     for code in (ReedSolomon(1, 1), CODE, ReedSolomon(2, 7), ReedSolomon(20, 2)):
         data = make_random_buffers(code.k, 48)
         parity = apply_guarded(kernel, code.parity_matrix, data)
@@ -72,7 +74,6 @@ def check_parity_is_that_of_reedsolo(kernel: Kernel) -> None:
 
 
 def check_every_length_works(kernel: Kernel) -> None:
-    """Multiply buffers of every length of LENGTHS."""
     for length in LENGTHS:
         sources = make_random_buffers(CODE.k, length)
         found = apply_guarded(kernel, CODE.parity_matrix, sources)
@@ -80,7 +81,6 @@ def check_every_length_works(kernel: Kernel) -> None:
 
 
 def check_every_alignment_works(kernel: Kernel) -> None:
-    """Multiply sources that begin at unaligned addresses."""
     for offset in (1, 3, 8, 17):
         room = [memoryview(buffer) for buffer in make_random_buffers(CODE.k, 1000)]
         sources = [view[offset + i : offset + i + 321] for i, view in enumerate(room)]
@@ -89,26 +89,22 @@ def check_every_alignment_works(kernel: Kernel) -> None:
 
 
 def check_long_buffers_are_done_to_the_end(kernel: Kernel) -> None:
-    """Multiply buffers longer than the block of any kernel."""
     sources = make_random_buffers(CODE.k, LONG_BYTES)
     assert apply_guarded(kernel, CODE.parity_matrix, sources) == compute_expected(CODE.parity_matrix, sources)
 
 
 def check_every_element_multiplies_every_element(kernel: Kernel) -> None:
-    """Compare all 65 536 products of two field elements."""
     every_byte = bytes(range(256))
     matrix = tuple(bytes([factor]) for factor in range(256))
     assert apply_guarded(kernel, matrix, [every_byte]) == compute_expected(matrix, [every_byte])
 
 
 def check_zero_rows_clear_and_unit_rows_copy(kernel: Kernel) -> None:
-    """Apply a row of zeros and a unit row."""
     sources = make_random_buffers(3, 100)
     assert apply_guarded(kernel, (bytes(3), b"\x00\x01\x00"), sources) == [bytes(100), sources[1]]
 
 
 def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
-    """Decode every set of m lost shards."""
     data = make_random_buffers(CODE.k, 77)
     parity = [bytearray(77) for _ in range(CODE.m)]
     encode(CODE, kernel, data, parity)
@@ -121,7 +117,6 @@ def check_any_lost_shards_are_computed(kernel: Kernel) -> None:
 
 
 def check_a_source_may_be_given_twice(kernel: Kernel) -> None:
-    """Pass one buffer as two sources."""
     (buffer,) = make_random_buffers(1, 50)
     assert apply_guarded(kernel, (b"\x01\x01", b"\x02\x01"), [buffer, buffer]) == [
         bytes(50),
@@ -130,12 +125,10 @@ def check_a_source_may_be_given_twice(kernel: Kernel) -> None:
 
 
 def check_no_rows_do_nothing(kernel: Kernel) -> None:
-    """Apply a matrix without rows."""
     kernel.apply((), [b"abc"], [])
 
 
 def check_threads_share_a_kernel(kernel: Kernel) -> None:
-    """Encode four ranges of one stripe from four threads."""
     sources = [memoryview(buffer) for buffer in make_random_buffers(CODE.k, 4 * 4096)]
     parity = [bytearray(4 * 4096) for _ in range(CODE.m)]
 
@@ -149,7 +142,6 @@ def check_threads_share_a_kernel(kernel: Kernel) -> None:
 
 
 def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Kernel) -> None:
-    """Pass each kind of invalid operand, and expect an error that names it."""
     room = bytearray(range(200))
     view = memoryview(room)
     xor = (b"\x01\x01",)
@@ -197,7 +189,6 @@ def check_buffers_that_do_not_fit_are_refused_and_nothing_is_written(kernel: Ker
 
 
 def check_memory_side_by_side_is_no_overlap(kernel: Kernel) -> None:
-    """Pass adjacent ranges of one buffer as sources and destinations."""
     room = bytearray(make_random_buffers(1, 4 * 33)[0])
     parts = [memoryview(room)[i : i + 33] for i in range(0, len(room), 33)]
     expected = linear_combination(b"\x01\x01", [bytes(parts[0]), bytes(parts[2])], bytes(33))

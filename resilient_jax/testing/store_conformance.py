@@ -1,13 +1,16 @@
 """The contract of a `Store`, as functions: every implementation passes all of CHECKS.
 
-Each check gets a factory and opens a store of its own. Lease times are real and short, waits have a
-deadline: a check that hangs fails.
+Each check gets a factory and opens a store of its own. Lease times are real and short, and every wait has
+a timeout: a check that hangs fails.
 
 Example:
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_memory_store_keeps_the_contract(check):
         asyncio.run(check(open_memory_store))
 """
+
+# The name of a check is its sentence.
+# ruff: noqa: D102, D103
 
 import asyncio
 import contextlib
@@ -36,15 +39,15 @@ from resilient_jax.store.interface import (
 )
 
 WAIT_S = 10.0
-"""The deadline of each wait: far above what a store needs, even on a crowded machine."""
+"""The timeout of each wait: far above what a store needs, even on a busy machine."""
 SHORT_TTL_S = 0.3
-"""A lease meant to expire while we wait."""
+"""The time to live of a lease that is to expire during a check."""
 LONG_TTL_S = 60.0
-"""A lease meant to live through the check."""
+"""The time to live of a lease that outlasts a check."""
 
 
 class OpenStore(Protocol):
-    """Opens an empty store that remembers at least the last `keep_revisions`, and no more than twice that."""
+    """Opens an empty store that keeps at least the last `keep_revisions` revisions, and at most twice as many."""
 
     def __call__(self, *, keep_revisions: int = 10_000) -> AbstractAsyncContextManager[Store]: ...
 
@@ -281,7 +284,7 @@ async def check_keep_alive_keeps_a_lease_alive(open_store: OpenStore) -> None:
         last = await store.put("dying", b"", dying)
         async with contextlib.aclosing(store.watch("dying", Revision(last + 1))) as batches:
             death = asyncio.ensure_future(_next(batches))
-            while not death.done():  # the dying lease is the clock: the kept one must outlive it
+            while not death.done():  # the expiring lease is the clock: the renewed one must outlive it
                 assert await store.keep_alive(kept) == ttl_s
                 await asyncio.wait([death], timeout=ttl_s / 10)
             await death
@@ -387,7 +390,7 @@ async def check_a_closed_store_ends_its_watches_with_an_error(open_store: OpenSt
 CHECKS: tuple[StoreCheck, ...] = tuple(
     cast(StoreCheck, value) for name, value in list(globals().items()) if name.startswith("check_")
 )
-"""Every promise of the interface."""
+"""One check for each guarantee of the interface."""
 
 
 async def _next(batches: AsyncGenerator[list[WatchEvent], None]) -> list[WatchEvent]:
@@ -396,7 +399,7 @@ async def _next(batches: AsyncGenerator[list[WatchEvent], None]) -> list[WatchEv
 
 
 async def _events(batches: AsyncGenerator[list[WatchEvent], None], count: int) -> list[WatchEvent]:
-    """At least `count` events; checks on the way that revisions grow and are never split."""
+    """Return at least `count` events; check that revisions grow and are never split."""
     events: list[WatchEvent] = []
     while len(events) < count:
         batch = await _next(batches)

@@ -38,12 +38,11 @@ def restore_newest(
         CheckpointUnreadable: there are checkpoints, but none can be read; says why each. Or there is none although the
             job's state was lost, and the job was to resume from a checkpoint.
         StateError: the hosts see different checkpoints, or the directory has other contents than checkpoints, or the
-            newest readable one holds another state.
+            newest readable one is of another state.
     """
     store.wait_until_finished(world.record_event, world.raise_if_ended)
-    world.all_reduce(
-        np.zeros(1, np.int32)
-    )  # a barrier: no host is saving now, so all see the same checkpoints
+    # A barrier: no host is saving after it, so all see the same checkpoints.
+    world.all_reduce(np.zeros(1, np.int32))
     listing = store.list_directory()
     refused: dict[int, str] = {}
     for name in listing.unfinished:

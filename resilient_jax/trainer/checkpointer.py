@@ -12,7 +12,7 @@ from resilient_jax.worker.world import World
 
 
 class Checkpointer:
-    """Saves and restores the training state; outlives generations, as a save in flight does, and holds no array.
+    """Saves and restores the training state; outlives generations, as a save in flight does, and keeps no array.
 
     The first host of a generation saves. When that host changes, the former one may still have a save in flight: each
     host writes into a folder of its own.
@@ -38,9 +38,8 @@ class Checkpointer:
         if not self._checkpoints.is_due(step, self._num_steps):
             return
         if world.host_index == 0 and step == self._num_steps:
-            self._store.wait_until_finished(
-                world.record_event, world.raise_if_ended
-            )  # no step comes after it that might be saved instead
+            # This save may not be skipped: no later step will be saved.
+            self._store.wait_until_finished(world.record_event, world.raise_if_ended)
         self._start(layout, state, step)
 
     def _start(self, layout: StateLayout, state: TrainingState, step: int) -> None:

@@ -32,7 +32,7 @@ class Parallelism:
     """How microbatches are assigned to hosts and reduced (see `AccumulationOptions`), and how the state is kept.
 
     Attributes:
-        unit_size: how many consecutive microbatches one host accumulates in one go.
+        unit_size: how many consecutive microbatches one host accumulates at a time.
         reproducible: reduce in an order that gives the same bits, whichever hosts are alive.
         replica_shape: the hosts of a replica, or the replicas of a host.
         balance_by_speed: assign more microbatches to faster hosts, as measured; else evenly.
@@ -66,9 +66,9 @@ class ReadOptions:
     """How the data is read.
 
     Attributes:
-        shuffle: a source of examples is shuffled anew in each epoch, unless this is False. For other sources: None.
-        prefetch_buffer_size: how many microbatches to hold ready.
-        num_threads: that read.
+        shuffle: a source of examples is shuffled newly in each epoch, unless this is False. For other sources: None.
+        prefetch_buffer_size: how many microbatches to keep ready.
+        num_threads: of reading.
     """
 
     shuffle: bool | None = None
@@ -78,15 +78,15 @@ class ReadOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FitConfig:
-    """The configuration of one `fit`; it holds no arrays.
+    """The configuration of one `fit`, without arrays.
 
     Attributes:
-        num_steps: to have committed in the end.
+        num_steps: that are committed in the end.
         recipe: of a step.
         microbatch_size: examples in a microbatch.
         model: as the user gave it.
         data: of the training.
-        planner: None: the user has said how steps are computed.
+        planner: of the replicas; None: the user specifies them.
         evaluation: its options; None: no evaluation.
         evaluation_loss: the loss of the evaluation.
     """

@@ -1,10 +1,10 @@
 """The loop of the trainer: what is done in every generation, and what outlives generations.
 
 Rules:
-- No array is kept from one generation to the next, except by the world, which holds the committed state.
-- No decision depends on what only one host knows: every host makes the same collective calls in the same order. Whether
-  to stop is agreed on at the beginning of a generation.
-- The programs are traced once per process; the data, the log and the progress bar live as long as `fit`.
+- No array is kept from one generation to the next, except by the world, which keeps the committed state.
+- No decision depends on information of one host alone: every host makes the same collective calls in the same order.
+  Whether to stop is agreed on at the beginning of a generation.
+- The programs are traced once per process; the data, the log and the progress bar last as long as `fit`.
 """
 
 import logging
@@ -59,7 +59,7 @@ class FitLoop:
         )
         self._metrics: dict[str, float] = {}
         self._stop: tuple[int, str] | None = None
-        """After which step to stop, and why; None: go on."""
+        """The step after which to stop, and the reason; None: continue."""
         self.result: FitResult | None = None
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class FitLoop:
         mine = self._stop is not None and self._stop[0] == step
         num_stopped = int(world.all_reduce(np.array([mine], np.int32))[0])
         if not num_stopped:
-            self._stop = None  # it was for a step that was lost since
+            self._stop = None  # the request was for a step that has been lost since
         elif not mine:
             self._stop = (step, "a callback on another host said so")
         return bool(num_stopped)

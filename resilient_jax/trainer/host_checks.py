@@ -1,4 +1,4 @@
-"""Checks that all hosts make before training starts: batch sizes, and the newest checkpoint."""
+"""Checks that all hosts make before training starts: batch sizes and the newest checkpoint."""
 
 import numpy as np
 

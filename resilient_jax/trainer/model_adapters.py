@@ -119,7 +119,7 @@ class NnxAdapter(ModelAdapter):
 
     @functools.cached_property
     def _abstract_split(self) -> tuple[Any, Tree, Tree, Tree, Tree]:
-        """The module's graph and abstract values: hashable, without arrays; no device is touched."""
+        """The module's graph and abstract values, hashable and without arrays; made without a device."""
         return _split(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
 
     def _make(self, key: jax.Array) -> nnx.Module:

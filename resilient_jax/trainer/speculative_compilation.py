@@ -1,4 +1,4 @@
-"""Speculative compilation: the programs of likely next plans are compiled while training goes on."""
+"""Speculative compilation: the programs of likely next plans are compiled while training continues."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from resilient_jax.worker.world import World
 Tree = Any
 """A pytree."""
 MAX_HOSTS_FOR_ALL_PAIRS: Final = 8
-"""Up to so many hosts every pair is a case; beyond, neighbors only: what counts is how many hosts are left."""
+"""Up to so many hosts every pair is a case; beyond, neighbors only, because only the number of hosts left matters."""
 
 Key = tuple[object, ...]
 
@@ -45,7 +45,7 @@ class SpeculativeCompiler:
             unit_size=config.parallelism.unit_size,
             is_pooled=not config.parallelism.reproducible,
         )
-        """A step's, for its shape."""
+        """A step's accumulation, for its shape."""
 
     def list_jobs(self, world: World, current: Arrangement) -> Iterator[CompilationJob]:
         """Yield the jobs for likely next worlds, the likeliest first.
@@ -54,9 +54,8 @@ class SpeculativeCompiler:
             world: of this generation.
             current: the arrangement of this generation, which is compiled already.
         """
-        known: set[Key] = {
-            _make_key(current)
-        }  # of this generation: what was compiled for another has gone with it
+        # Of this generation only: programs that were compiled for another one are gone.
+        known: set[Key] = {_make_key(current)}
         reduction = AccumulationCall(
             devices=world.devices,
             process_index=world.process_index,
@@ -163,7 +162,7 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - 
 
 
 def _make_key(arrangement: Arrangement) -> Key:
-    """Without devices: what is remembered outlives them."""
+    """Return the key of an arrangement, without devices, which keys may outlive."""
     return arrangement.replica_shape, arrangement.placement.with_abstract_mesh()
 
 

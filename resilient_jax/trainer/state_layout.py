@@ -1,6 +1,6 @@
 """How the training state is kept between steps: replicated on every host, or sharded over all of them.
 
-A layout is made anew in every generation, because it has the mesh. A replicated state is on each host's own devices,
+Every generation has a layout of its own, because it has the mesh. A replicated state is on each host's own devices,
 where steps are computed, so all conversions are identities. A sharded state is on a mesh over all live hosts; steps are
 computed with replicated arrays on each host's own devices, which `gather` and `shard` convert.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 COLLECTIVE_PATTERN: Final = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
-"""In the text of a compiled program."""
+"""A collective operation in the HLO text of a compiled program."""
 
 
 class StateLayout(abc.ABC):
@@ -88,7 +88,7 @@ class StateLayout(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, state: TrainingState) -> None:
-        """Protect a committed state against failures."""
+        """Protect a committed state against failures, if a snapshot is due."""
 
 
 class ReplicatedLayout(StateLayout):
@@ -116,7 +116,7 @@ class ReplicatedLayout(StateLayout):
 
 
 class ShardedLayout(StateLayout):
-    """Every host has its shards; snapshots hold those of a dead host."""
+    """Every host has its shards; snapshots have those of a dead host."""
 
     def __init__(self, world: World, arrangement: Arrangement) -> None:
         mesh = world.mesh({HOST_AXIS: len(world.hosts), LOCAL_AXIS: -1})
@@ -132,11 +132,11 @@ class ShardedLayout(StateLayout):
         return state
 
     def gather(self, tree: Tree) -> Tree:
-        """Gather from all hosts."""
+        """Return the leaves, gathered from all hosts."""
         return resharding.replicate_tree(tree, self.local_sharding)
 
     def shard(self, tree: Tree) -> Tree:
-        """Keep each device's shards."""
+        """Return the leaves as each device's shards."""
         return resharding.shard_tree(tree, self.placement)
 
     def update(

@@ -6,7 +6,7 @@
   of one host, or, of a sharded state, each device its shards.
 
 They are traced once in a process (*update* once for each shape of its mesh) and outlive every generation: no array,
-device or mesh is in them. They know the shape of the mesh as a static argument; the step and the microbatch's index are
+device or mesh is in them. The shape of the mesh is a static argument; the step and the microbatch's index are
 traced arguments. *summarize* and *update* are two programs even where both run on one host, so that rounding happens at
 the same places.
 
@@ -45,7 +45,7 @@ EVALUATION_STEP: Final = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The parts of a step; it holds no arrays.
+    """The parts of a step, without arrays.
 
     Attributes:
         num_microbatches: B, in a step.

@@ -12,7 +12,7 @@ from resilient_jax.trainer.training_state import TrainingState
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What is known after a step, or after an evaluation.
+    """The report of a step or of an evaluation.
 
     Attributes:
         step: how many steps are committed.
@@ -23,7 +23,7 @@ class StepReport:
         generation: number of the membership.
         is_evaluation: whether this is an evaluation, rather than a step.
         state: the training state, as it is kept: replicated on this host's devices, or sharded on a mesh over all
-            hosts. Read it, but keep no reference: devices go away when the membership changes, and a reference holds
+            hosts. Read it, but keep no reference: devices go away when the membership changes, and a reference keeps
             their memory.
     """
 
@@ -40,7 +40,7 @@ Callback = Callable[[StepReport], object]
 """Called on every host after each committed step and each evaluation.
 
 Returning True (and nothing else) stops training. Decide by the step and the metrics alone, so that all hosts decide
-alike; a host that goes on alone would wait for the others. A host that was behind, and fetches the state of a step
+alike; a host that continues alone would wait for the others. A host that was behind, and fetches the state of a step
 instead of computing it, does not call its callbacks for that step.
 """
 
@@ -52,7 +52,7 @@ class JsonLog:
         self._file = LogFile(Path(directory) / f"{host}.jsonl")
 
     def write(self, report: StepReport) -> None:
-        """Append a report. Non-finite numbers become null: JSON has none."""
+        """Append a report. Non-finite values become null: JSON has none."""
         line = {
             "step": report.step,
             **report.metrics,

@@ -159,7 +159,7 @@ class Trainer:
         finally:
             loop.close()
         if loop.result is None:
-            # This worker came (back) when the others had finished: it has no weights, and nothing is left to do.
+            # This worker was ready after the others had finished: it has no weights, and nothing is left to do.
             raise SystemExit(0)
         return loop.result
 

@@ -25,7 +25,7 @@ class EarlyStoppingState(NamedTuple):
 
 
 class TrainingState(NamedTuple):
-    """All that a failure must not lose.
+    """The state that a failure must not lose.
 
     Attributes:
         step: int32[]: how many steps are committed.
@@ -48,8 +48,8 @@ class MicrobatchSums(NamedTuple):
         batch_stats: in the shapes of the model's.
         loss: [].
         metrics: [] each.
-        non_finite: [B]: 1 at each microbatch that has a non-finite element. So all hosts know without communicating
-            again.
+        non_finite: [B]: 1 at each microbatch that has a non-finite element, so that no further communication is
+            needed.
     """
 
     gradients: Tree
@@ -60,7 +60,7 @@ class MicrobatchSums(NamedTuple):
 
 
 class StepSummary(NamedTuple):
-    """What the update needs to know of all leaves. The update itself is element-wise, so it can run on shards.
+    """The reductions over all leaves that the update needs. The update itself is element-wise, so it can run on shards.
 
     Attributes:
         num_microbatches: float32[]: in the mean: B without those that are skipped.

@@ -15,7 +15,7 @@ def digest_tree(tree: Any) -> str:  # noqa: ANN401 - any pytree
     Two digests are equal only if the trees are, bit for bit.
 
     Args:
-        tree: arrays, or numbers; each complete on this host.
+        tree: arrays or scalars, each complete on this host.
 
     >>> import numpy as np
     >>> digest_tree({"a": np.zeros(2)}) == digest_tree({"a": np.zeros(2)})
