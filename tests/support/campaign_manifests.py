@@ -1,4 +1,4 @@
-"""Any manifest of a chaos campaign, for hypothesis."""
+"""Hypothesis strategies of chaos manifests."""
 
 import string
 
@@ -54,7 +54,7 @@ EVENTS = st.sampled_from([str(kind) for kind in EventKind])
 
 @st.composite
 def incidents(draw: st.DrawFn) -> Incident:
-    """One that a job of two hosts or more in namespaces can have."""
+    """Draw an incident that is valid for a job of two or more hosts in namespaces."""
     kind = draw(st.sampled_from(["outer", "link", "inner", "sent"]))
     place = draw(st.sampled_from(list(FailPoint))) if kind == "inner" or draw(st.booleans()) else None
     match kind:
@@ -84,7 +84,7 @@ def incidents(draw: st.DrawFn) -> Incident:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> CampaignManifest:
-    """Any that is allowed."""
+    """Draw a valid manifest."""
     return CampaignManifest(
         seed=draw(st.integers(0, 1000)),
         about=draw(TEXT),

@@ -1,11 +1,11 @@
-"""Manifests of incidents that can be told apart."""
+"""Manifests whose incidents are identified by a number, the step of their trigger."""
 
 from resilient_jax.chaos.faults import ProcessKill
 from resilient_jax.chaos.manifest import CampaignManifest, FaultTarget, Incident, TargetPart, Trigger
 
 
 def numbered(count: int) -> CampaignManifest:
-    """Incidents that differ."""
+    """Return a manifest with incidents at the steps 0 to `count` - 1."""
     return CampaignManifest(
         incidents=tuple(
             Incident(

@@ -1,4 +1,4 @@
-"""A campaign against jobs that do not end as they should, and faults that last until an event comes."""
+"""Campaigns against jobs that do not end as expected, and faults that last until an event."""
 
 import contextlib
 import time
@@ -38,11 +38,11 @@ HOST = HostName("host-0")
 PATIENCE_S = 0.3
 MANY = 10**9
 LONG_S = 5.0
-"""After that long a job that should have been given up ends by itself, so that the test does."""
+"""The longest life of a fake job, so that a test ends even if the campaign never gives up the job."""
 
 
 def trained(step: int) -> JobReport:
-    """One host that trains and has done so many steps."""
+    """Return the records of one host that trains and has finished `step` steps."""
     report = WorkerReport(generation=GenerationNumber(1), has_finished_step=True, step=step)
     status = HostStatus(
         host=HOST,
@@ -59,7 +59,7 @@ def trained(step: int) -> JobReport:
 
 
 class FakeJob(ObservedJob):
-    """A job that finishes a step at each report, and ends after `steps` steps, or at last after `LONG_S`."""
+    """A job that finishes a step at each report, and ends after `steps` steps, at the latest after `LONG_S`."""
 
     def __init__(
         self, run_directory: Path, steps: int, code: int, active_faults: ActiveFaults | None = None
@@ -102,7 +102,7 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run_campaign(manifest: CampaignManifest, folder: Path, *, steps: int, code: int) -> CampaignResult:
-    """The result of a campaign against a job that ends after `steps` with exit code `code`."""
+    """Return the result of a campaign against a job that ends after `steps` with exit code `code`."""
     active_faults = ActiveFaults()
     job = cast(LocalJob, FakeJob(folder, steps, code, active_faults))
     environment = FaultEnvironment(network=None, disk=None, checkpoint_root=folder)
@@ -114,7 +114,7 @@ def run_campaign(manifest: CampaignManifest, folder: Path, *, steps: int, code: 
 
 
 def one_host(*, steps: int = 0, exit_code: int = 0) -> CampaignManifest:
-    """A campaign in which nothing is broken."""
+    """Return a campaign of one host without incidents."""
     job, ending = ChaosJob(hosts=1, steps=steps), ExpectedExit(code=exit_code)
     return CampaignManifest(job=job, expected_exit=ending, recovery_timeout_s=PATIENCE_S)
 
@@ -123,22 +123,22 @@ def found_by(findings: CampaignResult) -> list[tuple[Invariant, str]]:
     return [(violation.invariant, violation.description) for violation in findings.violations]
 
 
-def test_a_job_that_ends_well_before_it_was_told_to_is_found(tmp_path: Path) -> None:
+def test_a_successful_exit_before_the_requested_step_is_a_violation(tmp_path: Path) -> None:
     found = found_by(run_campaign(one_host(), tmp_path, steps=1, code=0))
     assert found == [(Invariant.EXIT, "the job ended at step 1 before the campaign asked it to")]
 
 
-def test_a_job_that_survives_what_should_end_it_is_given_up(tmp_path: Path) -> None:
+def test_a_job_that_survives_its_expected_failure_is_a_violation(tmp_path: Path) -> None:
     found = found_by(run_campaign(one_host(exit_code=85), tmp_path, steps=MANY, code=85))
     assert found == [(Invariant.EXIT, f"the end of the job did not happen within {PATIENCE_S:g} s")]
 
 
-def test_a_job_that_fails_as_it_should_is_well(tmp_path: Path) -> None:
+def test_a_job_that_fails_as_expected_violates_nothing(tmp_path: Path) -> None:
     assert found_by(run_campaign(one_host(exit_code=85), tmp_path, steps=10, code=85)) == []
 
 
 @pytest.mark.parametrize("steps", [0, 10])
-def test_a_job_that_trains_on_beyond_its_last_step_is_given_up(steps: int, tmp_path: Path) -> None:
+def test_a_job_that_trains_beyond_its_last_step_is_a_violation(steps: int, tmp_path: Path) -> None:
     found = found_by(run_campaign(one_host(steps=steps), tmp_path, steps=MANY, code=0))
     assert [invariant for invariant, _ in found] == [Invariant.EXIT]
     assert "runs on" in found[0][1]
@@ -148,12 +148,12 @@ LASTS_UNTIL = str(EventKind.GENERATION_PHASE)
 
 
 def wait_in_vain(folder: Path, active_faults: ActiveFaults) -> None:
-    """Wait for an event that does not come."""
+    """Wait until the timeout for an event that is never recorded."""
     monitor = JobMonitor(FakeJob(folder, MANY, 0, active_faults), tail_ledger(folder))
     assert not monitor.try_wait_event(Trigger(event=EventKind.WORLD_FORMED), PATIENCE_S)
 
 
-def test_a_fault_ends_with_an_event_that_comes_just_before_another_one_is_waited_for(tmp_path: Path) -> None:
+def test_a_fault_ends_at_an_event_recorded_just_before_a_wait_for_another_event(tmp_path: Path) -> None:
     ended: list[str] = []
     active_faults = ActiveFaults()
     active_faults.add(lambda: ended.append("it"), after_s=None, until=LASTS_UNTIL)
@@ -163,7 +163,7 @@ def test_a_fault_ends_with_an_event_that_comes_just_before_another_one_is_waited
     assert ended == ["it"]
 
 
-def test_a_fault_ends_with_an_event_that_comes_while_another_one_is_waited_for(
+def test_a_fault_ends_at_an_event_recorded_during_a_wait_for_another_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -181,19 +181,19 @@ def test_a_fault_ends_with_an_event_that_comes_while_another_one_is_waited_for(
     assert ended == ["it"]
 
 
-def test_a_wait_for_training_ends_after_so_many_steps_together(tmp_path: Path) -> None:
+def test_a_wait_for_training_ends_after_the_requested_number_of_steps(tmp_path: Path) -> None:
     report = wait_training(FakeJob(tmp_path, MANY, 0), [HOST], num_steps=3, timeout_s=LONG_S)
     assert report.hosts[0].step == 4
 
 
-def test_a_wait_ends_when_the_job_does_or_in_time(tmp_path: Path) -> None:
+def test_a_wait_ends_at_its_timeout_or_at_the_end_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(JobEnded, match="the job ended before step 5"):
         FakeJob(tmp_path, 2, 0).wait_report("step 5", lambda report: report.hosts[0].step == 5)
     with pytest.raises(JobTimeout, match=f"nothing did not happen within {PATIENCE_S:g} s"):
         FakeJob(tmp_path, MANY, 0).wait_report("nothing", lambda report: False, PATIENCE_S)
 
 
-def test_what_came_just_before_the_end_of_a_job_is_found(tmp_path: Path) -> None:
+def test_an_event_recorded_just_before_the_end_of_the_job_is_found(tmp_path: Path) -> None:
     with contextlib.closing(EventLog(tmp_path / "host-0.events.jsonl", HOST)) as log:
         log.record(EventKind.STEP_COMMITTED)
     found = FakeJob(tmp_path, 0, 0).wait_event("a step", lambda event: event.kind is EventKind.STEP_COMMITTED)

@@ -1,4 +1,4 @@
-"""The invariants find what they are there for, and nothing in a record of a job that went well."""
+"""Each invariant finds its violations, and none in the records of a healthy job."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def commit(host: str, step: int, generation: int = 1, **changes: object) -> Step
 
 
 def good_lines() -> list[LedgerEntry]:
-    """Two hosts, steps 0 and 1 in generation 1, then 2 and 3 in generation 2."""
+    """Return the ledger of two hosts: steps 0 and 1 in generation 1, then 2 and 3 in generation 2."""
     lines: list[LedgerEntry] = []
     for host in HOSTS:
         for step in range(4):
@@ -80,7 +80,7 @@ def good_lines() -> list[LedgerEntry]:
     return lines
 
 
-def test_a_good_record_violates_nothing() -> None:
+def test_the_ledger_of_a_healthy_job_violates_nothing() -> None:
     assert check_commits(good_lines(), REFERENCE) == []
     assert check_completeness(good_lines(), 4, REFERENCE) == []
 
@@ -153,26 +153,26 @@ BROKEN: dict[str, tuple[Invariant, Callable[[list[LedgerEntry]], list[LedgerEntr
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_ledger_is_found(case: str) -> None:
+def test_each_defect_of_a_ledger_violates_its_invariant(case: str) -> None:
     invariant, damage = BROKEN[case]
     found = check_commits(damage(good_lines()), REFERENCE)
     assert {violation.invariant for violation in found} == {invariant}, found
 
 
-def test_a_zombie_may_finish_the_step_that_it_was_in() -> None:
+def test_a_zombie_may_commit_its_step_in_flight() -> None:
     lines = [*good_lines(), commit("host-1", 2, 1, pid=9, monotonic_s=999.0)]
     assert check_commits(lines, REFERENCE) == []
 
 
-def test_missing_steps_are_found() -> None:
+def test_missing_extra_and_unreferenced_steps_are_found() -> None:
     lines = [line for line in good_lines() if not (isinstance(line, StepEntry) and line.step == 3)]
     assert [v.invariant for v in check_completeness(lines, 4, REFERENCE)] == [Invariant.STEPS]
     assert [v.invariant for v in check_completeness(good_lines(), 3, REFERENCE)] == [Invariant.STEPS]
     assert [v.invariant for v in check_completeness(good_lines(), 4, {})] == [Invariant.BITS]
 
 
-def test_a_step_may_have_a_sum_that_others_have_not() -> None:
-    """Such as an evaluation now and then."""
+def test_a_step_may_have_an_accumulation_that_other_steps_lack() -> None:
+    """An example is an evaluation every few steps."""
     owners = {**OWNERS, "evaluate": ("host-0", "host-1")}
     lines = change(good_lines(), lambda line: isinstance(line, StepEntry) and line.step == 2, owners=owners)
     undisturbed = [
@@ -185,32 +185,32 @@ def test_a_step_may_have_a_sum_that_others_have_not() -> None:
 
 
 def part(host: str, number: int, step: int = 0, generation: int = 1) -> StepEntry:
-    """Of a state that no host has whole."""
+    """Return the commit of one host's part of a sharded state."""
     return commit(
         host, step, generation, state_sha256="", additive_digest=f"{number:016x}{number:016x}", owners={}
     )
 
 
 def wholes(steps: int) -> dict[int, ReferenceStep]:
-    """What parts 3 and 4 come to, after each step."""
+    """Return reference steps in which the parts 3 and 4 sum to the digest."""
     digest = StateDigest("sha-0", combine_sums([f"{3:016x}{3:016x}", f"{4:016x}{4:016x}"]))
     return {step: ReferenceStep(digest=digest, microbatches={}) for step in range(steps)}
 
 
-def test_parts_are_added_up_and_compared() -> None:
+def test_the_parts_of_a_sharded_state_are_summed_and_compared() -> None:
     assert check_commits([part("host-0", 3), part("host-1", 4)], wholes(1)) == []
     assert check_commits([part("host-0", 3)], wholes(1)) == [], "a part alone says nothing"
     found = check_commits([part("host-0", 3), part("host-1", 5)], wholes(1))
     assert [violation.invariant for violation in found] == [Invariant.BITS]
 
 
-def test_a_step_of_which_a_part_was_never_committed_is_not_complete() -> None:
+def test_a_step_with_a_part_that_was_never_committed_is_incomplete() -> None:
     silent = [part("host-0", 7, step) for step in range(3)]
     assert check_commits(silent, wholes(3)) == [], "there is nothing to compare"
     assert [v.invariant for v in check_completeness(silent, 3, wholes(3))] == [Invariant.BITS]
 
 
-def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_on_from() -> None:
+def test_a_step_in_which_a_host_died_is_compared_where_it_is_repeated_or_restored() -> None:
     both = [part("host-0", 3), part("host-1", 4)]
     torn = [*both, part("host-0", 3, 1)]
     again = [part("host-0", 3, 1, generation=2), part("host-1", 4, 1, generation=2)]
@@ -231,7 +231,7 @@ def test_a_step_that_a_host_died_in_is_compared_where_it_is_done_again_or_gone_o
     assert check_completeness([*torn, *restored], 2, wholes(2)) == []
 
 
-def test_of_a_job_that_failed_the_step_in_flight_need_not_be_complete() -> None:
+def test_the_step_in_flight_of_a_failed_job_may_be_incomplete() -> None:
     lines = [part("host-0", 3), part("host-1", 4), part("host-0", 3, 1)]
     assert check_completeness(lines, None, wholes(2)) == []
     assert [v.invariant for v in check_completeness(lines[:1] + lines[2:], None, wholes(2))] == [
@@ -258,7 +258,7 @@ GOOD_DECISIONS = (
 )
 
 
-def test_good_decisions_violate_nothing_in_whatever_order_they_are_written() -> None:
+def test_valid_decisions_violate_nothing_in_any_order_of_their_events() -> None:
     assert check_membership(GOOD_DECISIONS) == []
     assert check_membership(GOOD_DECISIONS[::-1]) == []
 
@@ -272,18 +272,18 @@ def test_good_decisions_violate_nothing_in_whatever_order_they_are_written() -> 
         (decided(2, "form", 20, 23, "host-1"), Invariant.GENERATION_NUMBERS),
     ],
 )
-def test_bad_decisions_are_found(bad: Event, invariant: Invariant) -> None:
+def test_each_invalid_decision_violates_its_invariant(bad: Event, invariant: Invariant) -> None:
     assert [v.invariant for v in check_membership([*GOOD_DECISIONS, bad])] == [invariant]
 
 
-def test_an_active_generation_may_be_written_again_and_no_planned_change_becomes_an_unplanned_one() -> None:
+def test_an_active_generation_may_be_rewritten_but_no_planned_change_becomes_unplanned() -> None:
     again = [*GOOD_DECISIONS, decided(2, "active", 20, 23, "host-1"), decided(2, "active", 20, 24, "host-1")]
     assert check_membership(again) == []
     changed = [*again, decided(3, "pause", 20, 25, "host-1"), decided(3, "quiesce", 20, 26, "host-1")]
     assert [v.invariant for v in check_membership(changed)] == [Invariant.GENERATION_NUMBERS]
 
 
-def test_a_token_that_two_hosts_got_is_found() -> None:
+def test_a_fencing_token_of_two_leaders_is_found() -> None:
     events = [
         Event(kind=EventKind.LEADER_ELECTED, host=host, monotonic_s=0.0, wall_s=0.0, detail={"token": 5})
         for host in HOSTS
@@ -291,7 +291,7 @@ def test_a_token_that_two_hosts_got_is_found() -> None:
     assert [v.invariant for v in check_membership(events)] == [Invariant.SINGLE_LEADER]
 
 
-def test_a_change_without_a_reason_is_found() -> None:
+def test_a_change_of_generation_without_a_reason_is_found() -> None:
     event = decided(2, "quiesce", 20, 21)
     silent = msgspec.structs.replace(event, detail={**event.detail, "reason": ""})
     assert [v.invariant for v in check_membership([silent])] == [Invariant.EVENTS]
@@ -313,7 +313,7 @@ def happened(kind: EventKind, host: str = "host-1", at_s: float = 51.0, **detail
     return Event(kind=kind, host=host, monotonic_s=at_s, wall_s=0.0, detail=dict(detail))
 
 
-def test_a_fault_that_nobody_tells_of_is_found() -> None:
+def test_a_fault_without_an_expected_event_is_found() -> None:
     done = killed(TargetPart.WORKER)
     told = functools.partial(check_expected_events, [done], lease_ttl_s=2.0)
     assert told([happened(EventKind.WORKER_EXITED)]) == []
@@ -325,14 +325,14 @@ def test_a_fault_that_nobody_tells_of_is_found() -> None:
     assert check_expected_events([killed(TargetPart.HOST)], lost, 2.0) == []
 
 
-def test_a_blink_need_not_be_told() -> None:
+def test_a_short_stop_needs_no_event() -> None:
     assert check_expected_events([killed(TargetPart.WORKER, ProcessStop(duration_s=0.3))], [], 2.0) == []
     assert len(check_expected_events([killed(TargetPart.WORKER, ProcessStop(duration_s=3.0))], [], 2.0)) == 1
     assert check_expected_events([killed(TargetPart.AGENT, ProcessStop(duration_s=3.0))], [], 2.0) == []
     assert len(check_expected_events([killed(TargetPart.AGENT, ProcessStop(duration_s=6.0))], [], 2.0)) == 1
 
 
-def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
+def test_the_receiver_must_report_flipped_bits_of_a_message() -> None:
     told = functools.partial(
         check_expected_events, [killed(TargetPart.SNAPSHOTS, BitFlip(region="message"))], lease_ttl_s=2.0
     )
@@ -344,7 +344,7 @@ def test_bits_turned_over_on_the_way_must_be_seen_by_who_got_them() -> None:
     assert len(told([happened(EventKind.HOST_LOST, "host-0", lost="host-1")])) == 1
 
 
-def test_what_a_manifest_needs_must_come() -> None:
+def test_an_event_that_the_manifest_requires_must_follow() -> None:
     done = killed(TargetPart.SNAPSHOTS, BitFlip(), needs=("snapshot.block_corrupt",))
     assert len(check_expected_events([done], [], 2.0)) == 1
     assert check_expected_events([done], [happened(EventKind.SNAPSHOT_BLOCK_CORRUPT, "host-0")], 2.0) == []
@@ -373,7 +373,7 @@ def test_growth_is_counted_from_the_tenth_sample_of_each_process() -> None:
     assert measure_growth([*samples(1, [*warm, 60]), later]).processes == 0
 
 
-def test_a_story_is_in_order_of_time() -> None:
+def test_a_timeline_is_in_order_of_time() -> None:
     events = [
         happened(EventKind.HOST_LOST, at_s=3.0, lost="host-2"),
         happened(EventKind.WORKER_EXITED, at_s=1.0),

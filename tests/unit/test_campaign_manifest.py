@@ -1,4 +1,4 @@
-"""Manifests: refused with file and key, written so that they read back as they were."""
+"""Manifests are refused with file and key, and survive formatting and parsing unchanged."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_manifest_is_refused_by_file_and_key(case: str) -> None:
+def test_an_invalid_manifest_is_refused_with_file_and_key(case: str) -> None:
     old, new, key = REFUSED[case]
     assert old in GOOD
     with pytest.raises(ConfigError, match=r"^broken\.toml: key '") as caught:
@@ -86,13 +86,13 @@ def test_a_manifest_is_refused_by_file_and_key(case: str) -> None:
     assert key in str(caught.value)
 
 
-def test_a_job_that_cannot_be_configured_so_is_refused() -> None:
+def test_an_unknown_key_of_the_job_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"broken\.toml, job\.config: key 'lease_ttl'"):
         parse_manifest("[job]\nconfig = { lease_ttl = 3 }", source="broken.toml")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_manifest_names_a_script_and_is_as_long_as_promised(path: Path) -> None:
+def test_a_shipped_manifest_names_its_script_and_soak_is_the_campaign_of_its_seed(path: Path) -> None:
     manifest = load_manifest(path)
     assert (path.parents[2] / manifest.script[0]).exists() or path.parent.name == "regressions"
     if path.stem == "soak":
@@ -104,7 +104,7 @@ def test_a_shipped_manifest_names_a_script_and_is_as_long_as_promised(path: Path
 
 
 @given(manifests())
-def test_what_is_written_reads_back(manifest) -> None:
+def test_a_formatted_manifest_parses_as_the_same_manifest(manifest) -> None:
     assert parse_manifest(format_manifest(manifest), source="written") == manifest
 
 
@@ -115,7 +115,7 @@ def test_what_is_written_reads_back(manifest) -> None:
     st.integers(1, 6),
     st.booleans(),
 )
-def test_a_drawn_campaign_is_a_manifest_and_the_same_each_time(seed, count, gap, hosts, has_links) -> None:
+def test_a_random_campaign_is_a_valid_manifest_and_deterministic(seed, count, gap, hosts, has_links) -> None:
     shape = ChaosJob(hosts=hosts, network="namespaces" if has_links else "loopback")
     wanted = RandomCampaign(seed=seed, incidents=count, gap_steps=gap)
     drawn = draw_campaign(shape, wanted)
@@ -125,7 +125,7 @@ def test_a_drawn_campaign_is_a_manifest_and_the_same_each_time(seed, count, gap,
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3))
-def test_no_more_hosts_are_hit_at_once_than_are_tolerated(seed, tolerated) -> None:
+def test_a_random_campaign_hits_at_most_the_tolerated_number_of_hosts_at_once(seed, tolerated) -> None:
     drawn = draw_campaign(
         ChaosJob(hosts=4), RandomCampaign(seed=seed, incidents=60, gap_steps=1.0, max_hosts_lost=tolerated)
     )
@@ -135,9 +135,9 @@ def test_no_more_hosts_are_hit_at_once_than_are_tolerated(seed, tolerated) -> No
         assert len(hit) <= tolerated + ("leader" in hit)
 
 
-def test_the_mix_of_a_drawn_campaign_is_that_of_the_table() -> None:
+def test_the_causes_of_a_random_campaign_have_the_published_frequencies() -> None:
     drawn = draw_campaign(ChaosJob(hosts=4), RandomCampaign(seed=1, incidents=4000))
     total = sum(cause.count for cause in list_causes(has_links=False))
     hosts = sum(incident.target.part is TargetPart.HOST for incident in drawn.incidents) / 4000
-    # Maintenance, SSD, power, chassis and IO board, and a quarter of what a broken link looks like.
+    # Maintenance, SSD, power, chassis and IO board, and a quarter of the faults that represent broken links.
     assert abs(hosts - (32 + 10 + (35 + 7) / 4) / total) < 0.02

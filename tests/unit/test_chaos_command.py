@@ -1,4 +1,4 @@
-"""`resilient-jax chaos` refuses what it cannot run, and shrinks to what breaks the same promise."""
+"""`resilient-jax chaos` refuses bad arguments, and shrinks to a manifest that violates the same invariants."""
 
 import signal
 import sys
@@ -25,7 +25,7 @@ Run = Callable[..., tuple[int, str]]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*words: object, judge: Judge = lambda manifest: ()) -> tuple[int, str]:
-        """Exit code and messages of the command, where a campaign violates what `judge` says."""
+        """Return exit code and messages of the command, whose campaigns violate what `judge` returns."""
 
         def run_campaign(
             manifest: CampaignManifest, setting: CampaignSetup, say: Callable[[str], None]
@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_a_campaign_that_finds_nothing_ends_well(run: Run, tmp_path: Path) -> None:
+def test_a_campaign_without_violations_exits_with_0(run: Run, tmp_path: Path) -> None:
     assert run("--random", "--run-dir", tmp_path)[0] == ExitCode.DONE
 
 
@@ -61,7 +61,7 @@ def test_a_campaign_that_finds_nothing_ends_well(run: Run, tmp_path: Path) -> No
         ("--steps", MAX_NUMBER + 1),
     ],
 )
-def test_a_number_that_no_manifest_can_have_is_refused_by_its_option(
+def test_a_value_that_no_manifest_can_have_is_refused_with_its_option(
     run: Run, tmp_path: Path, words: tuple[object, ...]
 ) -> None:
     code, said = run("--random", *words, "--run-dir", tmp_path)
@@ -70,7 +70,7 @@ def test_a_number_that_no_manifest_can_have_is_refused_by_its_option(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused(run: Run, tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_is_refused(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for folder in (file, file / "below", Path("/proc/none")):
@@ -79,8 +79,8 @@ def test_a_run_folder_that_cannot_be_written_is_refused(run: Run, tmp_path: Path
         assert f"cannot write into the run folder {folder}: " in said
 
 
-def test_what_is_left_breaks_the_same_promise_as_all(run: Run, tmp_path: Path) -> None:
-    """Not one that is broken because something was left out, such as what the job was to fail by."""
+def test_a_shrunk_manifest_violates_the_same_invariants_as_the_full_one(run: Run, tmp_path: Path) -> None:
+    """An invariant that is violated only because an incident is missing, as the one that ends the job, does not count."""
 
     def judge(manifest: CampaignManifest) -> Sequence[Invariant]:
         found = [Invariant.BITS] if {2, 5} <= steps_of(manifest) else []
@@ -93,7 +93,7 @@ def test_what_is_left_breaks_the_same_promise_as_all(run: Run, tmp_path: Path) -
     assert steps_of(load_manifest(tmp_path / "run" / "minimal.toml")) == {2, 5}
 
 
-def test_signals_mean_afterwards_what_they_meant_before(run: Run, tmp_path: Path) -> None:
+def test_signal_handlers_are_restored_after_a_campaign(run: Run, tmp_path: Path) -> None:
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     run("--random", "--run-dir", tmp_path)

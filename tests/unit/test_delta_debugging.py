@@ -1,4 +1,4 @@
-"""Shrinking a failing manifest."""
+"""Delta debugging shrinks a failing manifest to the incidents that cause the failure."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ from resilient_jax.chaos.manifest import CampaignManifest
 
 
 @given(st.data(), st.integers(1, 40))
-def test_what_is_left_is_what_it_takes(data, count) -> None:
+def test_a_shrunk_manifest_has_exactly_the_incidents_that_cause_the_failure(data, count) -> None:
     culprits = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=5))
     tried: list[CampaignManifest] = []
 
@@ -22,7 +22,7 @@ def test_what_is_left_is_what_it_takes(data, count) -> None:
     assert len(tried) <= count**2 + 3 * count  # the algorithm's bound
 
 
-def test_a_failure_that_one_incident_makes_takes_few_tries() -> None:
+def test_a_single_cause_among_64_incidents_is_found_in_12_trials() -> None:
     tries = 0
 
     def fails(manifest: CampaignManifest) -> bool:
@@ -34,6 +34,6 @@ def test_a_failure_that_one_incident_makes_takes_few_tries() -> None:
     assert tries <= 12
 
 
-def test_the_order_of_incidents_is_kept() -> None:
+def test_shrinking_keeps_the_order_of_incidents() -> None:
     smallest = minimize_manifest(numbered(10), lambda manifest: {2, 7} <= steps_of(manifest))
     assert [incident.trigger.step for incident in smallest.incidents] == [2, 7]

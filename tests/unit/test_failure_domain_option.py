@@ -1,4 +1,4 @@
-"""`--topology FILE`: where a host stands says what fails together with it, and so where parity may lie."""
+"""`--topology FILE` gives each host its failure domain, over which parity groups are spread."""
 
 import sys
 
@@ -13,7 +13,7 @@ from resilient_jax.snapshot.parity_groups import form_parity_groups
 from resilient_jax.topology import load_topology
 
 
-def test_a_host_fails_together_with_its_rack_inside_its_pod():
+def test_the_failure_domain_of_a_host_is_its_rack_in_its_pod():
     assert find_failure_domain(MESHES / "h100_2048x8.toml", "host-0000") == "pod-0/rack-0"
     assert find_failure_domain(MESHES / "local_4x2.toml", "host-2") == ""
 
@@ -31,7 +31,7 @@ def test_no_rack_of_a_topology_has_more_shards_of_a_stripe_than_parity(file, par
         assert max(map(racks.count, racks)) <= parity
 
 
-def test_wider_domains_are_spread_as_thin_as_can_be():
+def test_a_parity_group_is_spread_evenly_over_wider_domains():
     # Four pods of two racks of two hosts: a group of four has a host of each pod, not only of each rack.
     hosts = [HostName(f"h{number:02}") for number in range(16)]
     paths = {host: f"pod-{number // 4}/rack-{number // 2}" for number, host in enumerate(hosts)}
@@ -40,7 +40,7 @@ def test_wider_domains_are_spread_as_thin_as_can_be():
         assert max(map(pods.count, pods)) == 1
 
 
-def test_a_host_that_the_topology_does_not_have_is_refused_with_the_file_and_the_nearest_names():
+def test_a_host_missing_from_the_topology_is_refused_with_the_file_and_similar_names():
     with pytest.raises(CallerError, match=r"--topology .*local_4x2\.toml: .*host-9.*host-"):
         find_failure_domain(MESHES / "local_4x2.toml", "host-9")
 
@@ -52,7 +52,9 @@ def test_a_file_that_is_no_topology_is_refused(tmp_path):
         find_failure_domain(file, "host-0")
 
 
-def test_launch_refuses_a_topology_with_fewer_hosts_before_anything_starts(monkeypatch, capsys, tmp_path):
+def test_launch_refuses_a_topology_with_too_few_hosts_before_it_starts_a_process(
+    monkeypatch, capsys, tmp_path
+):
     script = tmp_path / "script.py"
     script.write_text("")
     topology = str(MESHES / "local_4x2.toml")

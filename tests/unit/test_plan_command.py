@@ -1,4 +1,4 @@
-"""`resilient-jax plan --check FILE`: a table of what the file describes, or one line that says what is wrong."""
+"""`resilient-jax plan --check FILE` prints tables of a topology, or the file's error in one line."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from resilient_jax.errors import ExitCode
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run(*arguments):
-        """Exit code, standard output and standard error of the command."""
+        """Return exit code, standard output and standard error of the command."""
         monkeypatch.setattr(sys, "argv", ["resilient-jax", "plan", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             main.main()
@@ -23,7 +23,7 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_a_valid_file_is_shown_as_a_table(run):
+def test_a_valid_file_is_printed_as_tables(run):
     code, shown, errors = run("--check", MESHES / "h100_2048x8.toml")
     assert (code, errors) == (ExitCode.DONE, "")
     rows = [" ".join(line.replace("│", " ").split()) for line in shown.splitlines()]
@@ -41,7 +41,7 @@ def test_a_valid_file_is_shown_as_a_table(run):
 
 
 @pytest.mark.parametrize("path", sorted(MESHES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_file_that_comes_along_is_valid(run, path):
+def test_every_shipped_topology_is_valid(run, path):
     code, shown, errors = run("--check", path)
     assert (code, errors) == (ExitCode.DONE, "")
     assert f"topology {path.stem}: " in shown
@@ -51,7 +51,7 @@ def test_every_file_that_comes_along_is_valid(run, path):
 @pytest.mark.parametrize(
     ("redirection", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
 )
-def test_a_table_that_cannot_be_shown_is_one_line(redirection, why):
+def test_unwritable_standard_output_is_an_error_of_one_line(redirection, why):
     command = [sys.executable, "-m", "resilient_jax.cli.main", "plan", "--check", MESHES / "h100_1x8.toml"]
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", *command],
@@ -67,7 +67,7 @@ def test_a_table_that_cannot_be_shown_is_one_line(redirection, why):
     )
 
 
-def test_a_wrong_file_is_one_line_with_file_and_key_and_the_code_for_bad_input(run, tmp_path):
+def test_an_invalid_file_is_an_error_of_one_line_with_file_and_key(run, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TEXT.replace("latency_s = 1e-6", "latency_s = -1"), encoding="utf-8")
     assert run("--check", path) == (
@@ -78,7 +78,7 @@ def test_a_wrong_file_is_one_line_with_file_and_key_and_the_code_for_bad_input(r
     )
 
 
-def test_text_of_a_file_is_not_taken_for_markup(run, tmp_path):
+def test_strings_of_a_file_are_not_parsed_as_markup(run, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TEXT.replace('source = "made up"', 'source = "[1] data sheet"'), encoding="utf-8")
     code, shown, _ = run("--check", path)
@@ -86,7 +86,7 @@ def test_text_of_a_file_is_not_taken_for_markup(run, tmp_path):
     assert "source of chip: [1] data sheet" in shown
 
 
-def test_without_anything_to_do_the_command_says_what_it_can(run):
+def test_without_options_the_command_lists_the_required_ones(run):
     code, shown, errors = run()
     assert (code, shown) == (ExitCode.USAGE, "")
     assert errors == (
@@ -107,5 +107,5 @@ def test_without_anything_to_do_the_command_says_what_it_can(run):
         (0.5, "0.5 B"),
     ],
 )
-def test_numbers_are_shown_in_units_that_people_read(number, text):
+def test_values_are_formatted_with_si_prefixes(number, text):
     assert format_si(number, "B") == text

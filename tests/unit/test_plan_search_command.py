@@ -1,4 +1,4 @@
-"""`resilient-jax plan --topology --model --global-batch`: plans, terms, a chart, what to do after a change; JSON."""
+"""`resilient-jax plan --topology --model --global-batch` prints plans, terms, a chart and the replan; or JSON."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ CHANGED = (
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run(*arguments):
-        """Exit code, standard output and standard error of the command."""
+        """Return exit code, standard output and standard error of the command."""
         monkeypatch.setattr(sys, "argv", ["resilient-jax", "plan", *arguments])
         with pytest.raises(SystemExit) as end:
             main.main()
@@ -47,7 +47,7 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_plans_are_shown_with_their_time_memory_and_reason(run):
+def test_plans_are_printed_with_their_time_memory_and_reason(run):
     code, shown, errors = run(*ASKED)
     assert (code, errors) == (ExitCode.DONE, "")
     for text in (
@@ -63,7 +63,7 @@ def test_plans_are_shown_with_their_time_memory_and_reason(run):
     assert "why: fsdp 8: the fastest of all plans; next best is" in shown
 
 
-def test_a_change_is_shown_with_what_moves_and_what_to_do(run):
+def test_a_change_is_printed_with_the_moved_bytes_and_the_decision(run):
     code, shown, _ = run(*CHANGED)
     assert code == ExitCode.DONE
     assert "248 devices" in shown
@@ -72,7 +72,7 @@ def test_a_change_is_shown_with_what_moves_and_what_to_do(run):
     assert "to the next failure" in shown or "before the next failure" in shown
 
 
-def test_json_has_the_terms_the_plans_and_the_moves(run):
+def test_json_has_plans_terms_and_moves_that_sum_to_their_totals(run):
     code, shown, _ = run(*CHANGED, "--json", "--top", "4")
     found = json.loads(shown)
     assert code == ExitCode.DONE
@@ -87,13 +87,13 @@ def test_json_has_the_terms_the_plans_and_the_moves(run):
     )
 
 
-def test_axes_can_be_given(run):
+def test_axes_can_be_constrained(run):
     code, shown, _ = run(*ASKED, "--axis", "tensor=4", "--json")
     assert code == ExitCode.DONE
     assert {plan["axes"]["tensor"] for plan in json.loads(shown)["plans"]} == {4}
 
 
-def test_a_least_number_of_replicas_can_be_given(run):
+def test_a_minimum_number_of_replicas_can_be_required(run):
     code, shown, _ = run(*CHANGED, "--min-replicas", "60", "--json")
     found = json.loads(shown)
     assert code == ExitCode.DONE
@@ -101,7 +101,7 @@ def test_a_least_number_of_replicas_can_be_given(run):
     assert "of all plans with 60 replicas or more" in found["plans"][0]["reason"]
 
 
-def test_constants_beside_the_topology_are_used(run, tmp_path):
+def test_a_calibration_beside_the_topology_is_used(run, tmp_path):
     (tmp_path / "mine.toml").write_text((MESHES / "h100_1x8.toml").read_text("utf-8"), "utf-8")
     asked = ("--topology", str(tmp_path / "mine.toml"), *ASKED[2:], "--json")
     fast = json.loads(run(*asked)[1])["plans"][0]["step_time_s"]
@@ -136,27 +136,27 @@ def test_constants_beside_the_topology_are_used(run, tmp_path):
         ((*ASKED[:3], str(CONFIGS / "llama3_70b.toml"), *ASKED[4:]), "What would suffice: devices of"),
     ],
 )
-def test_bad_input_is_one_line(run, arguments, message):
+def test_bad_input_is_an_error_of_one_line(run, arguments, message):
     code, shown, errors = run(*arguments)
     assert (code, shown) == (ExitCode.USAGE, "")
     assert message in errors
     assert errors.count("\n") == 1
 
 
-def test_help_teaches_with_an_example(run):
+def test_help_contains_an_example(run):
     code, shown, _ = run("--help")
     assert code == 0
     assert "resilient-jax plan --topology meshes/h100_32x8.toml" in " ".join(shown.split())
 
 
-def test_bars_are_as_long_as_their_part():
+def test_the_lengths_of_bars_are_proportional_to_the_terms():
     bars = draw_bars({"compute": 3.0, "bubble": 0.0, "fsdp": 1.0})
     assert len(bars) == 2
     assert bars[0].count("█") == 50
     assert bars[1] == "     fsdp " + "█" * 16 + "▋ 25.0 %"
 
 
-def test_the_command_loads_neither_jax_nor_numpy():
+def test_the_command_imports_neither_jax_nor_numpy():
     program = (
         "import sys\nimport resilient_jax.cli.plan\n"
         "print(*sorted({'jax', 'numpy', 'flax'} & sys.modules.keys()))"

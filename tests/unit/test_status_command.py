@@ -1,4 +1,4 @@
-"""`resilient-jax status`: a table of a running job, with nothing cut off."""
+"""`resilient-jax status` prints a table of a running job without truncated words."""
 
 import io
 import sys
@@ -66,7 +66,7 @@ def _running(monkeypatch):
 
 
 @pytest.mark.usefixtures("_running")
-def test_in_a_pipe_no_word_is_cut(monkeypatch, capsys):
+def test_no_word_is_truncated_in_a_pipe(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["resilient-jax", "status", "run"])
     with pytest.raises(SystemExit) as end:
         main.main()
@@ -76,7 +76,7 @@ def test_in_a_pipe_no_word_is_cut(monkeypatch, capsys):
     assert "…" not in shown
 
 
-def test_in_a_narrow_terminal_no_word_is_cut():
+def test_no_word_is_truncated_in_a_narrow_terminal():
     shown = io.StringIO()
     status.print_report(Console(file=shown, width=20), REPORT)
     assert [word for word in WHOLE if word != HOST and word not in shown.getvalue()] == []
