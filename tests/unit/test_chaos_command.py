@@ -80,7 +80,7 @@ def test_an_unwritable_run_folder_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_shrunk_manifest_violates_the_same_invariants_as_the_full_one(run: Run, tmp_path: Path) -> None:
-    """An invariant that is violated only because an incident is missing, as the one that ends the job, does not count."""
+    """Invariants that are violated only because an incident is missing, as the one that ends the job, do not count."""
 
     def judge(manifest: CampaignManifest) -> Sequence[Invariant]:
         found = [Invariant.BITS] if {2, 5} <= steps_of(manifest) else []
