@@ -17,7 +17,7 @@ TOPOLOGY = Path(__file__).parents[2] / "meshes" / "local_4x2.toml"
 DEADLINE_S = 240.0
 STEPS = 10
 MANY_STEPS = 100_000
-"""More than a test waits for: the end of the test ends the job."""
+"""More steps than any test waits for; the end of the test kills the job."""
 
 
 def launch(work, *words, hosts=4, devices=2, topology=TOPOLOGY, steps=STEPS):

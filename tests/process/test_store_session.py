@@ -20,7 +20,7 @@ from resilient_jax.transport import Credentials, Server
 JOB = JobName("job")
 CREDENTIALS = Credentials("test-token")
 TTL_S = 1.5
-"""Long enough for a busy machine to renew it in time."""
+"""Long enough for a busy machine to renew a lease in time."""
 VERSIONS = Versions(python="3", resilient_jax="1.0", jax="0.10.0", jaxlib="0.10.0")
 
 

@@ -81,7 +81,7 @@ def test_the_weights_are_bit_for_bit_those_of_an_undisturbed_run_and_nothing_is_
     assert compiled == dict.fromkeys(survivors, 0)
 
 
-def test_a_collective_gives_up_a_silent_peer_after_the_configured_timeout(undisturbed, tmp_path):
+def test_a_collective_with_a_silent_peer_fails_after_the_configured_timeout(undisturbed, tmp_path):
     """Hang a peer, as if gloo had lost a message: no process dies, and no connection breaks."""
     config = CONFIG + "collective_timeout_s = 4.0\nquiesce_timeout_s = 2.0\n"
     with launch(tmp_path, hosts=2, config=config) as job:

@@ -140,7 +140,7 @@ def start_worker(stack, *arguments):
     return worker
 
 
-def test_a_process_other_than_the_first_saves_and_reads_while_the_first_is_stopped(tmp_path):
+def test_another_process_than_the_first_saves_and_reads_while_the_first_is_suspended(tmp_path):
     port, directory = free_port(), tmp_path / "checkpoints"
     with contextlib.ExitStack() as stack:
         stopped_one, saver = (start_worker(stack, "member", directory, index, port) for index in (0, 1))

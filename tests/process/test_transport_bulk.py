@@ -211,7 +211,7 @@ def test_a_client_that_breaks_the_protocol_is_disconnected(said):
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(said if said is not None else server.ticket + HEADER.pack(2**31))
             stranger.settimeout(WAIT_S)
-            with contextlib.suppress(ConnectionError, OSError):  # closed while something was unread
+            with contextlib.suppress(ConnectionError, OSError):  # the server closed with data unread
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(10) == b""
         wait_until(lambda: "_serve_connection" not in threads_of_servers())

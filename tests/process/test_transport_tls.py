@@ -51,7 +51,7 @@ def test_a_client_without_certificate_is_refused(authority):
     server, client = authority.sign("server"), authority.sign("client")
     with pytest.raises(PeerUnreachable):
         exchange(Credentials("token", server), Credentials("token"))
-    # A client that has the authority's certificate, but none signed by that authority.
+    # A client that trusts the job's authority, but whose own certificate is another authority's.
     stranger = Authority(authority.folder / "other", "other").sign("stranger")
     known = TlsFiles(stranger.certificate, stranger.key, client.authority)
     with pytest.raises(PeerUnreachable):

@@ -28,7 +28,7 @@ def test_rows_are_the_elements_in_grains_order(shuffled) -> None:
     assert data.lengths(0, 0) is None
 
 
-def test_every_epoch_has_every_element_once_in_an_order_of_its_own(shuffled) -> None:
+def test_every_epoch_has_every_element_once_in_its_own_order(shuffled) -> None:
     epochs = read(make_microbatch_data(shuffled, num_microbatches=1, microbatch_size=5), 1, steps=4)
     assert [sorted(epoch) for epoch in epochs] == [[10, 11, 12, 13, 14]] * 4
     assert len({tuple(epoch) for epoch in epochs}) > 1

@@ -61,7 +61,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error(module):
 
 
 @given(elements, elements, elements)
-def test_the_field_is_a_field(a, b, c):
+def test_field_arithmetic_obeys_the_field_axioms(a, b, c):
     assert multiply(a, b) == multiply(b, a)
     assert multiply(a, multiply(b, c)) == multiply(multiply(a, b), c)
     assert multiply(a, b ^ c) == multiply(a, b) ^ multiply(a, c)
@@ -84,7 +84,7 @@ def test_parity_of_a_column_is_that_of_reedsolo(code, data):
 def test_one_parity_shard_has_a_matrix_of_ones_and_missing_data_shards_are_leading_zeros(code):
     assert ReedSolomon(code.k, 1).parity_matrix == (bytes([1]) * code.k,)
     assert len(code.parity_matrix) == code.m
-    shorter = ReedSolomon(1, code.m).parity_matrix  # fewer data shards are zeros in front
+    shorter = ReedSolomon(1, code.m).parity_matrix  # missing data shards count as leading zeros
     assert [row[-1:] for row in code.parity_matrix] == list(shorter)
 
 
@@ -137,7 +137,7 @@ def test_a_singular_matrix_has_no_inverse():
 
 
 @pytest.mark.parametrize(("k", "m"), [(0, 1), (1, 0), (-1, 3), (200, 56), (255, 1), (1, 255)])
-def test_an_impossible_k_or_m_is_refused(k, m):
+def test_an_invalid_k_or_m_is_refused(k, m):
     with pytest.raises(ErasureCodeError, match=f"found k = {k} and m = {m}, expected .* at most 255"):
         ReedSolomon(k, m)
 

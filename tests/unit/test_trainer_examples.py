@@ -1,4 +1,4 @@
-"""The examples before and after: how many lines change, and that both train."""
+"""The examples without and with this package: how many lines differ, and that both train."""
 
 import difflib
 import importlib
@@ -22,7 +22,7 @@ def test_at_most_ten_lines_change_or_are_added(name):
 
 @each_pair
 @pytest.mark.parametrize("which", ["before", "after"])
-def test_an_example_trains_on_this_machine_alone(name, which, capsys, monkeypatch):
+def test_an_example_trains_on_one_machine(name, which, capsys, monkeypatch):
     module = importlib.import_module(f"{name}_{which}")
     monkeypatch.setattr(module, "STEPS", 25)
     if name == "own_loop":

@@ -64,7 +64,7 @@ def test_a_microbatch_that_a_replica_can_shard_is_accepted(config):
     check_microbatch_size(WORLD, config, config.parallelism.replica_shape)
 
 
-def test_more_replicas_than_microbatches_are_refused_with_the_numbers_and_the_fix():
+def test_more_replicas_than_microbatches_are_refused_with_the_numbers_and_a_remedy():
     with pytest.raises(
         CallerError, match=r"found 16, which is 2 microbatches of 8.*3 replicas.*batch_size of 24"
     ):
