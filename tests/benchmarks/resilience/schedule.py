@@ -81,7 +81,7 @@ def size_run(failure_every: int, *, max_steps: int, max_failures: int) -> RunSiz
 
 
 def draw_faults(seed: int, size: RunSize, hosts: Sequence[str]) -> tuple[ScheduledKill, ...]:
-    """Draw one failure for each of `size.failures` equal blocks of steps: any step of the block, any host.
+    """Draw one failure for each of `size.failures` equal blocks: a random step inside the block, a random host.
 
     Blocks instead of a Poisson process make the rate exact, even in a short run.
     """

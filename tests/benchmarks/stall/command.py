@@ -119,7 +119,7 @@ class _Campaign:
             self._look_at_agents(job)
 
     def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
-        """Kill a worker while the others wait in the all-reduce; with its service, to force a re-form."""
+        """Kill a worker while the others wait in the all-reduce; `with_service`: and the service, for a re-form."""
         report = job.read_report()
         if report is None or report.generation is None:
             raise InternalError(f"the job is gone:\n{job.read_tail()}")
