@@ -208,7 +208,7 @@ class ResilienceCampaign:
     # With failures.
 
     def _run_defaults(self) -> None:
-        """Measure one failure with JAX's defaults, of a host without the coordination service, whose loss ends all at once."""
+        """Measure one failure with JAX's defaults, not of the coordination service's host, whose loss ends all."""
         fault = ScheduledKill(step=WARM_STEPS + DEFAULTS_FAULT, host=self._hosts[-1])
         file = self._file(fault.step + QUIET_STEPS + 2, [fault])
         file = msgspec.structs.replace(file, every=DEFAULTS_EVERY, heartbeat_s=None)
