@@ -1,8 +1,8 @@
-"""Run by tests as a worker: opens the layout in argv[1], then does what argv[2] says with the snapshot in argv[3].
+"""A worker process for tests: opens the layout argv[1], then runs action argv[2] on the snapshot argv[3].
 
-- `copy`: begins it, writes half of its part, says "half", and waits to be killed.
-- `take`: begins it, writes its part, finishes it, says "taken", and waits to be killed.
-- `held`: says the length and the CRC-32 of its part as the server holds it, or "nothing".
+- `copy`: begins the snapshot, writes half of the part, prints "half", and waits to be killed.
+- `take`: begins the snapshot, writes the part, finishes it, prints "taken", and waits to be killed.
+- `held`: prints the length and the CRC-32 of the part in the server's memory, or "nothing".
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Every set of servers that parity covers dies, at every phase of the protocol; the rest go on from what is left."""
+"""Every set of servers that parity covers is killed in every phase of the protocol, and the survivors continue."""
 
 import itertools
 import signal
@@ -31,7 +31,7 @@ VICTIMS = [(1, (v,)) for v in range(4)] + [(2, pair) for pair in itertools.combi
 
 
 def assert_goes_on(layout, hosts, parity, victims):
-    """The rest go on from the newest that can be rebuilt: it is right, what is newer is gone, nothing is blocked."""
+    """Check that survivors resume from the newest recoverable snapshot, without newer ones or blocked slots."""
     rest = [host for index, host in enumerate(hosts) if index not in victims]
     held = {host.name: (host.endpoint, host.holding) for host in rest}
     complete = [sum(s.id.step == step for _, holding in held.values() for s in holding) for step in (1, 2)]
@@ -53,7 +53,7 @@ def assert_goes_on(layout, hosts, parity, victims):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("parity", "victims"), VICTIMS)
-def test_whoever_is_killed_wherever_the_newest_snapshot_that_can_be_rebuilt_is(
+def test_training_resumes_from_the_newest_recoverable_snapshot_wherever_hosts_are_killed(
     tmp_path, place, parity, victims
 ):
     with held_at(tmp_path, 4) as (hosts, controller):
@@ -64,10 +64,10 @@ def test_whoever_is_killed_wherever_the_newest_snapshot_that_can_be_rebuilt_is(
         take_all(layout, hosts, workers, make_id(2))
         there = {host.name for host in killed}
         if place is FailPoint.BEFORE_COMMITTED and layout.root in there:
-            # As long as the root stands there nobody else hears that the snapshot is complete.
+            # While the root is stopped, no other host is notified that the snapshot is complete.
             there = {layout.root}
         wait_until(lambda: controller.list_held_hosts() == there)
-        # With one parity row nobody waits for another's encoding.
+        # With one parity row no host waits for the encoder of another stripe.
         nobody_waits = parity == 1 or place in (FailPoint.BEFORE_COMPLETE, FailPoint.BEFORE_COMMITTED)
         for host in hosts if nobody_waits else ():
             if host not in killed:
@@ -80,7 +80,7 @@ def test_whoever_is_killed_wherever_the_newest_snapshot_that_can_be_rebuilt_is(
 
 
 @pytest.mark.parametrize(("parity", "victims"), VICTIMS)
-def test_hosts_that_die_while_they_copy_take_the_snapshot_along_but_not_the_one_before(parity, victims):
+def test_hosts_that_die_during_a_copy_lose_that_snapshot_but_not_the_previous_one(parity, victims):
     with running(4) as hosts:
         layout, workers = open_all(hosts, parity)
         commit_all(layout, hosts, workers, make_id(1))
@@ -95,7 +95,7 @@ def test_hosts_that_die_while_they_copy_take_the_snapshot_along_but_not_the_one_
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(range(4), 2)))
-def test_a_host_lost_while_groups_are_rebuilt_is_covered_by_the_old_stripes(tmp_path, first, second):
+def test_a_host_lost_before_new_groups_commit_is_covered_by_the_old_stripes(tmp_path, first, second):
     with held_at(tmp_path, 4) as (hosts, controller):
         layout, workers = open_all(hosts, 2)
         commit_all(layout, hosts, workers, make_id(1))
@@ -115,7 +115,7 @@ def test_a_host_lost_while_groups_are_rebuilt_is_covered_by_the_old_stripes(tmp_
         assert_rebuilds(layout, hosts, hosts, plan.id, 2, {first, second})
 
 
-def test_two_servers_killed_at_once_are_covered_by_two_parity_rows():
+def test_two_servers_killed_together_are_covered_by_two_parity_rows():
     with running(6) as hosts:
         layout, workers = open_all(hosts, 2)
         commit_all(layout, hosts, workers, make_id(1))
@@ -126,7 +126,7 @@ def test_two_servers_killed_at_once_are_covered_by_two_parity_rows():
         assert_rebuilds(layout, hosts, hosts, make_id(1), 2, {1, 2})
 
 
-def test_a_server_that_stands_still_delays_a_snapshot_and_is_named(tmp_path):
+def test_a_suspended_server_delays_a_snapshot_and_is_named_in_an_event(tmp_path):
     with running(3) as hosts:
         layout, workers = open_all(hosts, 1)
         hosts[1].process.send_signal(signal.SIGSTOP)

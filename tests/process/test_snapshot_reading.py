@@ -1,4 +1,4 @@
-"""Any bytes of a snapshot, over real sockets, whoever is lost and whatever is damaged: right, or refused in words."""
+"""Reads of a snapshot over real sockets, with lost hosts and damaged memory: correct, or refused with the reason."""
 
 import contextlib
 import random
@@ -24,7 +24,7 @@ BLOCK = 4096
 
 
 class Arena:
-    """Gives a keeper's part as `LocalServerClient` does."""
+    """Opens the part of a `Keeper` in place of `LocalServerClient`."""
 
     def __init__(self, kept, host):
         self.keeper = kept.keepers[host]
@@ -34,7 +34,7 @@ class Arena:
 
 
 class Notes(list):
-    """Events as (kind, detail)."""
+    """Records events as (kind, detail)."""
 
     def __call__(self, kind, **detail):
         self.append((kind, detail))
@@ -71,7 +71,7 @@ def keeping(*arguments, **options):
 
 
 def unequal(n, unit):
-    """Lengths of parts: all different, one empty, none a multiple of anything."""
+    """Return lengths of n parts: all different, one of them 0, none a multiple of the block size."""
     return [0 if i == 1 else unit + 3001 * i + 13 for i in range(n)]
 
 
@@ -80,7 +80,7 @@ def total(ranges, hosts):
 
 
 @pytest.mark.parametrize(("n", "m"), [(4, 1), (4, 2), (6, 2), (5, 1)])
-def test_whatever_up_to_m_hosts_are_lost_every_range_reads_back_equal(n, m, monkeypatch):
+def test_every_range_is_read_correctly_with_any_m_hosts_lost(n, m, monkeypatch):
     monkeypatch.setattr(snapshot_reader, "UNIT_BYTES", 4 * BLOCK)  # a part has several units
     rng = random.Random(n * 10 + m)
     with keeping([unequal(n, 30000)], m) as kept:
@@ -106,7 +106,7 @@ def test_whatever_up_to_m_hosts_are_lost_every_range_reads_back_equal(n, m, monk
                     assert reader.bytes_peer == total(ranges, set(hosts).difference(lost, {me}))
 
 
-def test_parts_of_many_units_and_blocks_of_the_real_size():
+def test_parts_of_many_units_with_blocks_of_the_real_size_are_read():
     mib = 2**20
     lengths = [9 * mib + 5, 7 * mib, 8 * mib + 1, 9 * mib]
     with keeping([lengths], 1) as kept, reader_of(kept, kept.plan(D)) as reader:
@@ -115,7 +115,7 @@ def test_parts_of_many_units_and_blocks_of_the_real_size():
         assert read(reader, D, 4 * mib - 3, mib) == kept.parts[D][4 * mib - 3 : 5 * mib - 3]
 
 
-def test_the_checksum_that_the_manifest_names_is_used():
+def test_blocks_are_verified_with_the_checksum_of_the_manifest():
     with (
         keeping([[9000] * 3], 1, checksum=ChecksumName.CRC32) as kept,
         reader_of(kept, kept.plan(C)) as reader,
@@ -123,7 +123,7 @@ def test_the_checksum_that_the_manifest_names_is_used():
         assert read(reader, C, 0, 9000) == kept.parts[C]
 
 
-def test_groups_are_apart():
+def test_parts_of_several_groups_are_read():
     with keeping([[5000, 6000, 7000], [8000, 9000]], 1) as kept, reader_of(kept, kept.plan(B, E)) as reader:
         assert set(reader.read_manifests()) == {A, B, C, D, E}
         for host, part in kept.parts.items():
@@ -142,14 +142,14 @@ def test_only_the_blocks_that_are_needed_are_read():
         assert (reader.bytes_peer, reader.bytes_decoded) == (2, 300)
 
 
-def test_what_every_host_has_of_its_own_is_read_from_memory_without_a_request():
+def test_the_own_part_is_read_from_memory_without_a_request():
     with keeping([[9 * BLOCK + 7] * 3], 1) as kept, reader_of(kept, kept.plan(), local=True) as reader:
         assert read(reader, A, 0, 9 * BLOCK + 7) == kept.parts[A]
         assert kept.requested() == 0
         assert reader.bytes_local == 9 * BLOCK + 7
 
 
-def test_what_was_read_is_no_view_of_the_memory_it_came_from():
+def test_bytes_that_were_read_are_no_view_of_the_part():
     with keeping([[9 * BLOCK] * 3], 1) as kept, reader_of(kept, kept.plan(), local=True) as reader:
         target = bytearray(9 * BLOCK)
         reader.read_all([PartRead(A, 0, memoryview(target))])
@@ -157,14 +157,14 @@ def test_what_was_read_is_no_view_of_the_memory_it_came_from():
         assert target == kept.parts[A]
 
 
-def test_the_own_server_is_asked_where_its_memory_is_not_at_hand():
+def test_the_own_part_is_requested_from_the_server_if_it_is_not_in_memory():
     with keeping([[9000] * 3], 1) as kept, reader_of(kept, kept.plan()) as reader:
         assert read(reader, A, 0, 9000) == kept.parts[A]
         assert (reader.bytes_local, reader.bytes_peer) == (0, 9000)
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_only_a_damaged_block_is_decoded_and_an_event_says_so(local):
+def test_only_a_damaged_block_is_decoded_with_an_event(local):
     notes = Notes()
     with keeping([[20 * BLOCK] * 4], 1) as kept:
         kept.flip(A, 7 * BLOCK + 9)
@@ -178,7 +178,7 @@ def test_only_a_damaged_block_is_decoded_and_an_event_says_so(local):
 
 
 @pytest.mark.parametrize("offset", [0, BLOCK - 1, 13 * BLOCK + 77, 20 * BLOCK - 1])
-def test_a_bad_block_of_a_survivor_is_an_erasure(offset):
+def test_a_corrupt_block_of_a_survivor_is_an_erasure(offset):
     notes = Notes()
     with keeping([[20 * BLOCK] * 5], 2) as kept:
         kept.flip(B, offset)
@@ -191,7 +191,7 @@ def test_a_bad_block_of_a_survivor_is_an_erasure(offset):
     assert all(f"block {offset // BLOCK}" in note["reason"] for note in bad)
 
 
-def test_a_bad_block_of_parity_is_an_erasure():
+def test_a_corrupt_block_of_parity_is_an_erasure():
     notes = Notes()
     with keeping([[20 * BLOCK] * 5], 2) as kept:
         for host in (A, B, C, D):
@@ -204,12 +204,12 @@ def test_a_bad_block_of_parity_is_an_erasure():
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_bad_parity_without_a_shard_to_spare_loses_what_its_stripe_held(row):
+def test_corrupt_parity_without_a_spare_shard_loses_only_the_chunks_of_its_stripe(row):
     with keeping([[12 * BLOCK] * 5], 2) as kept:
         chunk = kept.chunks[E]
         assert chunk == 4 * BLOCK
         kept.flip(A, 3, row)
-        # Of stripe (0 - row) mod 5 nothing is left but k shards; d and e have these chunks in it.
+        # Stripe (0 - row) mod 5 has k shards left, one of them corrupt; d and e have these chunks in it.
         stripe = -row % 5
         in_stripe = {D: (3 - 2 - stripe) % 5, E: (4 - 2 - stripe) % 5}
         for host, bad in in_stripe.items():
@@ -223,10 +223,10 @@ def test_bad_parity_without_a_shard_to_spare_loses_what_its_stripe_held(row):
                         read(reader, host, number * chunk, chunk)
 
 
-def test_more_damage_than_parity_loses_those_blocks_only_and_says_which():
+def test_damage_beyond_parity_loses_only_those_blocks_and_they_are_listed():
     with keeping([[12 * BLOCK] * 4], 1) as kept:
-        # D is lost: its block 0 lies in a stripe with the blocks at the chunks' begin of two others.
-        # Not in the same place: with one row of parity, the same bit flipped twice comes out right.
+        # D is lost: its block 0 is in a stripe with the first blocks of chunks of two other hosts. The flipped bits
+        # differ, since with one row of parity the same bit flipped twice would cancel out.
         for number, host in enumerate((A, B, C)):
             for chunk in range(3):
                 kept.flip(host, chunk * kept.chunks[D] + number)
@@ -247,7 +247,7 @@ def test_more_damage_than_parity_loses_those_blocks_only_and_says_which():
     assert "The parts of a, b, c survive. Resume from a checkpoint" in text
 
 
-def test_losses_beyond_parity_are_refused_whoever_they_are():
+def test_a_part_is_lost_if_any_two_hosts_are_lost_with_parity_one():
     with keeping([[5000] * 4], 1) as kept:
         for lost in combinations(kept.parts, 2):
             me = next(host for host in kept.parts if host not in lost)
@@ -260,7 +260,7 @@ def test_losses_beyond_parity_are_refused_whoever_they_are():
                 read(reader, A, 0, 5000)
 
 
-def test_without_parity_a_lost_host_is_lost_and_others_are_read():
+def test_without_parity_only_the_part_of_a_lost_host_is_lost():
     with keeping([[5000] * 3], 0) as kept, reader_of(kept, kept.plan(B)) as reader:
         assert read(reader, C, 0, 5000) == kept.parts[C]
         assert set(reader.read_manifests()) == {A, B, C}
@@ -270,19 +270,19 @@ def test_without_parity_a_lost_host_is_lost_and_others_are_read():
             read(reader, B, 0, 5000)
 
 
-def test_bad_blocks_of_two_survivors_that_do_not_overlap_are_not_one_loss():
+def test_corrupt_blocks_of_two_survivors_that_do_not_overlap_are_decoded():
     with keeping([[6 * BLOCK] * 5], 2) as kept:
         chunk = kept.chunks[A]
         assert chunk == 2 * BLOCK
         # Chunk 0 of a is in stripe 3, with chunk 1 of b and chunk 2 of c, and parity on d and e.
-        kept.flip(B, chunk + 5)  # the first block of the chunk
-        kept.flip(C, 2 * chunk + BLOCK + 5)  # the second
+        kept.flip(B, chunk + 5)  # in the first block of the chunk
+        kept.flip(C, 2 * chunk + BLOCK + 5)  # in the second block
         with reader_of(kept, kept.plan(A), D) as reader:
             assert read(reader, A, 0, chunk) == kept.parts[A][:chunk]
             assert reader.bytes_decoded == chunk
 
 
-def test_a_survivor_that_serves_damaged_bytes_is_found_out():
+def test_a_survivor_that_serves_damaged_bytes_is_identified():
     notes = Notes()
     with keeping([[20 * BLOCK] * 5], 2) as kept:
         kept.keepers[B].believes = True
@@ -294,7 +294,7 @@ def test_a_survivor_that_serves_damaged_bytes_is_found_out():
     assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)} == {"b"}
 
 
-def test_a_survivor_that_serves_damaged_bytes_and_no_parity_to_spare_gives_nothing():
+def test_damaged_bytes_of_a_survivor_are_a_loss_without_spare_parity():
     with keeping([[20 * BLOCK] * 4], 1) as kept:
         kept.keepers[B].believes = True
         for block in range(20):
@@ -306,7 +306,7 @@ def test_a_survivor_that_serves_damaged_bytes_and_no_parity_to_spare_gives_nothi
             read(reader, D, 0, 20 * BLOCK)
 
 
-def test_bytes_that_change_on_the_way_are_an_erasure():
+def test_bytes_that_change_in_transit_are_an_erasure():
     notes = Notes()
     with keeping([[20 * BLOCK] * 4], 2) as kept:
         kept.keepers[B].lies_on_the_way = True
@@ -316,7 +316,7 @@ def test_bytes_that_change_on_the_way_are_an_erasure():
     assert "changed in transit" in notes.of(EventKind.SNAPSHOT_BLOCK_CORRUPT)[0]["reason"]
 
 
-def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():
+def test_a_part_whose_server_stops_during_a_read_is_decoded_from_the_stripes():
     notes = Notes()
     with keeping([[20 * BLOCK] * 4], 1) as kept, reader_of(kept, kept.plan(), C, notes=notes) as reader:
         assert read(reader, B, 0, 10 * BLOCK) == kept.parts[B][: 10 * BLOCK]
@@ -328,7 +328,7 @@ def test_a_server_that_goes_while_its_part_is_read_is_replaced_by_the_stripes():
     assert [note["part"] for note in notes.of(EventKind.SNAPSHOT_FALLBACK)] == ["b"]
 
 
-def test_who_failed_once_is_asked_again_where_nobody_else_can_help():
+def test_a_suspect_host_is_used_again_if_no_other_source_is_left():
     with keeping([[3 * BLOCK] * 2], 0) as kept, reader_of(kept, kept.plan(), A) as reader:
         reader.read_manifests()
         keeper = kept.keepers[B]
@@ -344,7 +344,7 @@ def test_who_failed_once_is_asked_again_where_nobody_else_can_help():
         assert read(reader, B, 0, 3 * BLOCK) == kept.parts[B]
 
 
-def test_a_damaged_manifest_is_taken_from_another_member():
+def test_a_damaged_manifest_is_read_from_another_member():
     notes = Notes()
     with keeping([[5000] * 3], 1) as kept:
         damaged = bytearray(kept.keepers[A].manifests[C])
@@ -358,7 +358,7 @@ def test_a_damaged_manifest_is_taken_from_another_member():
     assert {note["source"] for note in notes.of(EventKind.SNAPSHOT_SOURCE_FAILED)} == {"b"}
 
 
-def test_a_manifest_that_nobody_gives_is_a_loss():
+def test_a_manifest_that_no_member_has_is_a_loss():
     with keeping([[5000] * 3], 1) as kept:
         for keeper in kept.keepers.values():
             keeper.manifests.pop(C, None)
@@ -372,7 +372,7 @@ def test_a_manifest_that_nobody_gives_is_a_loss():
             reader.read_manifests()
 
 
-def test_own_memory_that_cannot_be_opened_is_read_by_the_server_with_an_event():
+def test_an_own_part_that_cannot_be_opened_is_read_through_the_server_with_an_event():
     class Broken:
         def open_own_part(self, id, /):
             raise ChecksumMismatch("manifest is damaged")
@@ -386,10 +386,10 @@ def test_own_memory_that_cannot_be_opened_is_read_by_the_server_with_an_event():
 
 
 class Enough(Exception):
-    """What the check raises."""
+    """An exception that `check` raises."""
 
 
-def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
+def test_an_exception_of_check_ends_a_read_while_a_server_hangs():
     with keeping([[5000] * 3], 1) as kept:
         hanging, release = threading.Event(), threading.Event()
 
@@ -410,7 +410,7 @@ def test_a_check_that_raises_ends_the_reading_while_a_server_hangs():
             release.set()
 
 
-def test_what_is_lost_is_said_at_once_while_another_server_hangs():
+def test_a_loss_is_raised_at_once_while_another_server_hangs():
     with keeping([[5000] * 3], 0) as kept, reader_of(kept, kept.plan(C)) as reader:
         reader.read_manifests()
         hanging, release = threading.Event(), threading.Event()
@@ -430,7 +430,7 @@ def test_what_is_lost_is_said_at_once_while_another_server_hangs():
             release.set()
 
 
-def test_nothing_is_left_of_a_reader():
+def test_close_ends_all_threads_and_releases_the_own_part():
     def ours():
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("rj-snapshot")]
 
@@ -442,11 +442,11 @@ def test_nothing_is_left_of_a_reader():
         while ours():
             assert time.monotonic() < deadline_s, ours()
             time.sleep(0.02)
-        kept.keepers[A].part.append(0)  # a bytearray that somebody still has a view of cannot grow
+        kept.keepers[A].part.append(0)  # a bytearray cannot grow while a view of it exists
 
 
-def test_survivors_share_the_work_of_a_decode(monkeypatch):
-    monkeypatch.setattr(stripe_decoder, "SPAN_BYTES", BLOCK)  # a chunk is read in several goes
+def test_survivors_share_the_load_of_a_decode(monkeypatch):
+    monkeypatch.setattr(stripe_decoder, "SPAN_BYTES", BLOCK)  # a chunk is read in several spans
     with keeping([[60 * BLOCK] * 6], 2) as kept, reader_of(kept, kept.plan(F)) as reader:
         assert read(reader, F, 0, 60 * BLOCK) == kept.parts[F]
         asked = [kept.requested(host) for host in (A, B, C, D, E)]

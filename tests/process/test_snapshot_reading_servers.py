@@ -1,4 +1,4 @@
-"""The reader against snapshot servers as they run in a job: processes, that encode their own parity, and die."""
+"""The reader against real snapshot servers: processes that encode their parity, some of which are killed."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ LENGTHS = [3 * 2**20 + 17, 2**20, 0, 4 * 2**20 - 64, 3 * 2**20]
 
 
 class RunningHost:
-    """A server process, its agent's end of the link, and its worker's line."""
+    """A server process, and its connections to agent and worker, which the test plays."""
 
     def __init__(self, host: HostName) -> None:
         ours, theirs = socket.socketpair()
@@ -84,7 +84,7 @@ def hosts() -> Iterator[dict[HostName, RunningHost]]:
 
 
 def take(hosts: dict[HostName, RunningHost], parity: int) -> tuple[SnapshotPlan, dict[HostName, bytes]]:
-    """Takes a snapshot of random parts as a job does, until it is committed everywhere."""
+    """Take a snapshot of random parts as a job does; return its plan and the parts once it is committed."""
     rng = random.Random(1)
     parts = {host: rng.randbytes(length) for host, length in zip(HOSTS, LENGTHS, strict=True)}
     layout = SnapshotLayout(
@@ -117,9 +117,9 @@ def reader_for(plan: SnapshotPlan, host: HostName, running: RunningHost, notes: 
     )
 
 
-def test_whatever_two_hosts_are_left_out_their_parts_are_decoded_from_the_parity_that_servers_made(hosts):
+def test_the_parts_of_any_two_hosts_are_decoded_from_the_parity_of_real_servers(hosts):
     plan, parts = take(hosts, 2)
-    for lost in combinations(HOSTS[1:], 2):  # left out of the plan: nothing is asked of them
+    for lost in combinations(HOSTS[1:], 2):  # absent from the plan, so they get no requests
         left = tuple(source for source in plan.sources if source.host not in lost)
         reader = reader_for(
             SnapshotPlan(id=ID, groups=plan.groups, sources=left), HOSTS[0], hosts[HOSTS[0]], []
@@ -133,7 +133,7 @@ def test_whatever_two_hosts_are_left_out_their_parts_are_decoded_from_the_parity
             assert reader.bytes_decoded == sum(len(parts[host]) for host in lost)
 
 
-def test_servers_that_are_killed_while_they_are_read_are_replaced_until_too_many_are_gone(hosts):
+def test_parts_of_servers_killed_during_a_read_are_decoded_until_too_many_are_lost(hosts):
     plan, parts = take(hosts, 2)
     notes: list = []
     reader = reader_for(plan, HOSTS[0], hosts[HOSTS[0]], notes)

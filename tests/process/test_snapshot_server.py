@@ -1,4 +1,4 @@
-"""Snapshot servers as real processes: from a worker's part to a committed snapshot, and every death on the way."""
+"""Snapshot servers as real processes: from a worker's part to a committed snapshot, with failures in every step."""
 
 import contextlib
 import errno
@@ -76,7 +76,7 @@ from resilient_jax.transport import Credentials, SyncChannel
 
 @contextlib.contextmanager
 def worker_process(host, layout, action, id):
-    """A worker as a process of its own."""
+    """Run a worker in a process of its own: `action` of `snapshot_worker.py` with the snapshot `id`."""
     with host.connect() as theirs:
         child = subprocess.Popen(
             [
@@ -104,13 +104,13 @@ def worker_process(host, layout, action, id):
 
 
 def said(child):
-    """The next line of a worker process."""
+    """Return the next line that a worker process prints."""
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
 
-def test_a_server_that_cannot_serve_its_worker_any_more_ends_and_is_not_mute():
-    """The agent then starts another; see `world/snapshot_process`."""
+def test_a_server_that_can_no_longer_serve_its_worker_ends():
+    """Its agent then starts another one; see `cluster/snapshot_server_process`."""
     with running(1) as (host,), host.connect() as worker:
         worker.sendall(encode_frame(b"no request"))
         assert host.process.wait(WAIT_S) is not None
@@ -120,7 +120,7 @@ def test_a_server_that_cannot_serve_its_worker_any_more_ends_and_is_not_mute():
 
 
 @pytest.mark.parametrize(("n", "m"), [(4, 1), (4, 2), (6, 2), (3, 0)])
-def test_parts_are_committed_everywhere_with_the_parity_of_their_padded_chunks(n, m):
+def test_parts_are_committed_on_all_hosts_with_the_parity_of_their_padded_chunks(n, m):
     with running(n) as hosts:
         layout, workers = open_all(hosts, m)
         for step in (1, 2, 3):
@@ -174,7 +174,7 @@ def test_a_server_loads_neither_jax_nor_numpy_and_runs_at_low_priority():
 # The worker.
 
 
-def test_a_worker_killed_during_the_copy_leaves_the_former_snapshot_and_the_new_one_is_dropped_everywhere():
+def test_a_worker_killed_during_a_copy_drops_that_snapshot_on_all_hosts_and_keeps_the_previous_one():
     with running(4) as hosts:
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
@@ -189,14 +189,14 @@ def test_a_worker_killed_during_the_copy_leaves_the_former_snapshot_and_the_new_
             assert "worker ended" in str(dropped.detail["reason"])
             assert [status.id.step for status in host.holding] == [1]
         assert_rebuilds(layout, hosts, hosts, make_id(1), 1, {0})
-        # No slot is left blocked: the next two go through.
+        # No slot stays blocked: the next two snapshots are committed.
         workers[2] = hosts[2].worker()
         workers[2].open_layout(layout)
         for step in (3, 4):
             commit_all(layout, hosts, workers, make_id(step))
 
 
-def test_a_restarted_worker_reads_its_part_and_learns_what_is_committed():
+def test_a_restarted_worker_reads_its_part_and_is_notified_of_committed_snapshots():
     with running(3) as hosts:
         layout, workers = open_all(hosts, 1)
         id = make_id(1)
@@ -221,20 +221,20 @@ def test_a_restarted_worker_reads_its_part_and_learns_what_is_committed():
         assert restarted.open_own_part(make_id(2)) is None
 
 
-def test_a_worker_that_abandons_its_part_gives_the_slot_back():
+def test_abandoning_a_part_frees_its_slot():
     with running(2) as hosts:
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
         view = workers[0].begin(make_id(2))
         workers[0].abandon(make_id(2))
         with pytest.raises(ValueError, match="released"):
-            view[:1] = b"x"  # no late write into what is another snapshot's by then
+            view[:1] = b"x"  # a late write must not reach the snapshot that takes the slot next
         take(workers[1], make_id(2), hosts[1].name, part_of(layout, hosts[1], make_id(2)))
         assert not workers[1].wait_committed(make_id(2), WAIT_S)  # at once: it was dropped
         commit_all(layout, hosts, workers, make_id(3))
 
 
-def test_a_worker_that_has_no_memory_for_its_slot_gives_it_back(monkeypatch):
+def test_a_slot_that_a_worker_cannot_map_is_freed(monkeypatch):
     with running(2) as hosts:
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
@@ -242,7 +242,7 @@ def test_a_worker_that_has_no_memory_for_its_slot_gives_it_back(monkeypatch):
         for worker in workers:
             worker.open_layout(layout, restored=make_id(1))
         commit_all(layout, hosts, workers, make_id(2, 2))
-        # The slot of the first snapshot is given again when it is needed, larger.
+        # The slot of the first snapshot is allocated again, larger, when the next snapshot needs it.
         take(workers[1], make_id(3, 2), hosts[1].name, part_of(layout, hosts[1], make_id(3, 2)))
         with monkeypatch.context() as patched:
             patched.setattr(local_client.mmap, "mmap", refuse_to_map)
@@ -257,7 +257,7 @@ def refuse_to_map(*_, **__):
 
 
 @pytest.mark.parametrize("who", [0, 3], ids=["the root", "another"])
-def test_a_snapshot_that_one_host_gives_up_is_given_up_in_other_groups_too(who):
+def test_a_snapshot_that_one_host_abandons_is_dropped_in_all_groups(who):
     with running(4) as hosts:
         layout = make_layout(hosts, 1, SIZES[:4])
         names = [host.name for host in hosts]
@@ -281,7 +281,7 @@ def test_a_snapshot_that_one_host_gives_up_is_given_up_in_other_groups_too(who):
         commit_all(layout, hosts, workers, make_id(3))
 
 
-def test_a_worker_in_place_of_another_ends_that_ones_line():
+def test_a_new_worker_ends_the_session_of_the_previous_one():
     with running(1) as (host,):
         _, (first,) = open_all([host], 0)
         first.begin(make_id(1))
@@ -295,7 +295,7 @@ def test_a_worker_in_place_of_another_ends_that_ones_line():
 
 
 def may_commit(layout, hosts, workers, id, timeout_s):
-    """Whether a snapshot is committed that a host may give up."""
+    """Take a snapshot that any host may abandon; return whether it is committed on all hosts."""
     for host, worker in zip(hosts, workers, strict=True):
         try:
             take(worker, id, host.name, part_of(layout, host, id))
@@ -305,7 +305,7 @@ def may_commit(layout, hosts, workers, id, timeout_s):
     return all(worker.wait_committed(id, timeout_s) for worker in workers)
 
 
-def test_a_server_that_had_no_memory_for_a_while_answers_and_commits_again():
+def test_a_server_commits_again_after_a_shortage_of_memory():
     with running(2) as hosts:
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
@@ -319,7 +319,7 @@ def test_a_server_that_had_no_memory_for_a_while_answers_and_commits_again():
             assert time.monotonic() < end_s
 
 
-def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a_reason(tmp_path):
+def test_a_third_snapshot_while_two_are_in_progress_is_dropped_on_all_hosts_with_a_reason(tmp_path):
     with held_at(tmp_path, 3) as (hosts, controller):
         layout, workers = open_all(hosts, 1)
         commit_all(layout, hosts, workers, make_id(1))
@@ -331,7 +331,7 @@ def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a
         for host in hosts:
             host.wait_phase(make_id(2), COMMITTED)
         for host, worker in zip(hosts, workers, strict=True):
-            if host is not hosts[1]:  # took it all the same; here there was a slot by then
+            if host is not hosts[1]:  # these take snapshot 3 although host 1 dropped it: a slot is free by now
                 take(worker, make_id(3), host.name, part_of(layout, host, make_id(3)))
                 assert "no slot is free" in str(
                     host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(3)).detail["reason"]
@@ -343,7 +343,7 @@ def test_a_third_snapshot_while_two_are_under_way_is_dropped_on_all_hosts_with_a
 
 
 def slot_of(host, offset, expected):
-    """The memfd of a server in which these bytes stand at that offset, to be damaged."""
+    """Return the path of the memfd of a server that has these bytes at that offset, so that a test can damage it."""
     for path in Path(f"/proc/{host.process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if MEMFD_NAME in os.readlink(path):
@@ -385,7 +385,7 @@ def test_damaged_memory_is_never_sent():
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 1), (4, 2)])
-def test_a_part_that_is_damaged_before_its_parity_is_there_is_dropped_and_blocks_nothing(n, m, tmp_path):
+def test_a_part_that_is_damaged_before_its_parity_is_encoded_is_dropped_and_blocks_no_slot(n, m, tmp_path):
     with held_at(tmp_path, n) as (hosts, controller):
         layout, workers = open_all(hosts, m)
         controller.hold(FailPoint.BEFORE_PARITY, [host.name for host in hosts], step=1)
@@ -403,7 +403,7 @@ def test_a_part_that_is_damaged_before_its_parity_is_there_is_dropped_and_blocks
 # Refused.
 
 
-def test_a_layout_that_needs_more_memory_than_there_is_is_refused_with_numbers():
+def test_a_layout_that_needs_too_much_memory_is_refused_with_both_amounts():
     with running(1) as (host,):
         worker = host.worker()
         with pytest.raises(SnapshotRefused, match=r"need [\d.]+ GiB of memory .* available"):
@@ -436,7 +436,7 @@ def test_an_older_generation_is_refused_but_its_snapshots_are_still_read():
         assert hosts[0].read(make_id(1), Region.PART, len(part)) == part
 
 
-def test_nothing_is_read_of_a_snapshot_that_is_not_there_or_not_complete(tmp_path):
+def test_an_absent_or_unfinished_snapshot_cannot_be_read(tmp_path):
     with held_at(tmp_path, 2) as (hosts, _):
         _, workers = open_all(hosts, 1)
         view = workers[0].begin(make_id(1))
@@ -446,7 +446,7 @@ def test_nothing_is_read_of_a_snapshot_that_is_not_there_or_not_complete(tmp_pat
                 hosts[0].read(id, region, 4)
 
 
-def test_a_stranger_is_refused():
+def test_a_client_with_another_token_is_refused():
     with running(1) as (host,), SyncChannel(host.endpoint, Credentials("another-token")) as channel:
         request = ManifestRequest(id=make_id(1), host=host.name)
         with pytest.raises(Unauthenticated):
@@ -457,7 +457,7 @@ def test_a_stranger_is_refused():
 # The end.
 
 
-def test_the_memory_grows_with_the_state_and_the_worker_follows():
+def test_slots_grow_with_the_state_and_the_worker_unmaps_retired_ones():
     with running(2) as hosts:
         layout, workers = open_all(hosts, 1)
         for step in (1, 2):
@@ -471,12 +471,12 @@ def test_the_memory_grows_with_the_state_and_the_worker_follows():
         assert_rebuilds(larger, hosts, hosts, make_id(5, 2), 1, {1})
         of_servers = [memfds_of(host.process.pid) for host in hosts]
         assert [len(slots) for slots in of_servers] == [2, 2]
-        # Nor does the worker, which is this process, keep the memory of those that are retired.
+        # The worker, which is this process, does not keep the memory of retired slots either.
         wait_until(lambda: memfds_of(os.getpid()) <= set().union(*of_servers))
 
 
 def memfds_of(pid):
-    """Descriptors of slots that a process has; mmap keeps one more of each."""
+    """Return the inodes of the slots' memory that a process has open; mmap keeps a second descriptor of each."""
     found = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -502,7 +502,7 @@ signal.pause()
 """
 
 
-def test_no_process_and_no_memory_is_left_when_the_agent_is_killed():
+def test_processes_and_memory_are_released_when_the_agent_is_killed():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
@@ -527,7 +527,7 @@ def has_ended(pidfd):
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def test_a_worker_is_told_when_its_server_is_gone():
+def test_a_waiting_worker_gets_an_error_when_its_server_dies():
     with running(1) as (host,):
         _, (worker,) = open_all([host], 0)
         failures = []
@@ -547,7 +547,7 @@ def test_a_worker_is_told_when_its_server_is_gone():
             worker.begin(make_id(1))
 
 
-def test_a_server_without_settings_says_so():
+def test_a_server_without_settings_exits_with_a_message():
     result = subprocess.run(
         [sys.executable, "-m", "resilient_jax.snapshot.server"],
         env={k: v for k, v in os.environ.items() if not k.startswith("RESILIENT_JAX")},

@@ -1,4 +1,4 @@
-"""Captures and restoring with real snapshot servers: what was trained comes back although hosts are gone."""
+"""Capture and restore with real snapshot servers: the state is restored although hosts are lost."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def make_state(seed):
 
 
 class Job:
-    """Four hosts of two devices each: their servers, their workers' lines and their captures."""
+    """Four hosts of two devices each, with their servers, worker connections and captures."""
 
     def __init__(self, hosts, reach=None):
         self.hosts = hosts
@@ -96,7 +96,7 @@ def on_three_devices(path, leaf):
     return NamedSharding(mesh, P(None, None) if len(leaf.shape) == 2 else P())
 
 
-def test_a_state_outlives_as_many_hosts_as_there_is_parity():
+def test_a_state_survives_the_loss_of_as_many_hosts_as_there_is_parity():
     with job() as four:
         four.take(5)
         lost = four.names[1:3]
@@ -108,7 +108,7 @@ def test_a_state_outlives_as_many_hosts_as_there_is_parity():
         assert_same(restored, abstractly_made(5))
 
 
-def test_restored_arrays_do_not_change_when_the_next_snapshots_take_their_memory():
+def test_restored_arrays_do_not_change_when_later_snapshots_overwrite_the_slots():
     with job() as four:
         four.take(5)
         _, restored, decoded = four.restore(5, on_three_devices)
@@ -119,11 +119,11 @@ def test_restored_arrays_do_not_change_when_the_next_snapshots_take_their_memory
 
 
 def abstractly_made(step):
-    """As it comes back: what was a number of Python is an array of JAX."""
+    """Return the state of a step as it is restored, with JAX arrays in place of Python numbers."""
     return {name: jax.numpy.asarray(leaf) for name, leaf in make_state(step).items()}
 
 
-def test_more_losses_than_parity_are_said_and_no_array_is_made():
+def test_a_restore_fails_if_more_hosts_are_lost_than_there_is_parity():
     with job() as four:
         four.take(5)
         for host in four.hosts[1:]:
@@ -132,12 +132,12 @@ def test_more_losses_than_parity_are_said_and_no_array_is_made():
             four.restore(5, on_three_devices, lost=four.names[1:])
 
 
-def test_a_host_that_skips_a_snapshot_does_not_keep_the_others_from_the_next():
+def test_a_host_that_skips_a_snapshot_does_not_block_the_next_one_of_the_others():
     places = Held()
     with job(reach=places) as four:
         four.start(1)
         places.wait()
-        four.start(2, only=slice(HOSTS - 1, None))  # while its copy of 1 is held
+        four.start(2, only=slice(HOSTS - 1, None))  # while its copy of snapshot 1 is blocked
         four.notes[-1].wait_for(EventKind.SNAPSHOT_DROPPED)
         places.release()
         for host in four.hosts:
@@ -152,7 +152,7 @@ def test_a_host_that_skips_a_snapshot_does_not_keep_the_others_from_the_next():
 
 
 class Held:
-    """Holds a capture in its first copy."""
+    """A failpoint hook that blocks a capture in its first copy."""
 
     def __init__(self):
         self.notes = RecordedEvents()

@@ -1,4 +1,4 @@
-"""A state over real sockets: whole and checked, or from the next source, or refused in words."""
+"""The transfer of a state over real sockets: complete and verified, from the next source, or refused."""
 
 import threading
 import weakref
@@ -79,7 +79,7 @@ def test_a_state_arrives_bit_for_bit(server: StateServer) -> None:
     assert refused == []
 
 
-def test_a_state_of_another_generation_is_not_given(server: StateServer) -> None:
+def test_a_state_of_another_generation_is_not_served(server: StateServer) -> None:
     server.offer(GenerationNumber(5), make_state())
     with pytest.raises(
         PeerUnreachable, match="none of the hosts that hold the state of generation 4 sent it: a"
@@ -87,7 +87,7 @@ def test_a_state_of_another_generation_is_not_given(server: StateServer) -> None
         fetch([source("a", server)])
 
 
-def test_changed_bytes_are_found_and_the_next_source_is_asked(
+def test_changed_bytes_are_detected_and_the_next_source_is_used(
     server: StateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = make_state()
@@ -114,7 +114,7 @@ def test_changed_bytes_are_found_and_the_next_source_is_asked(
         bad.close()
 
 
-def test_a_dead_source_is_left_for_the_next(server: StateServer) -> None:
+def test_the_next_source_is_used_if_one_is_dead(server: StateServer) -> None:
     server.offer(NUMBER, make_state())
     dead = StateSource(host=HostName("dead"), endpoint="127.0.0.1:9")
     found, refused = fetch([dead, source("a", server)])
@@ -123,11 +123,11 @@ def test_a_dead_source_is_left_for_the_next(server: StateServer) -> None:
 
 
 class Ended(Exception):
-    """What `check` raises."""
+    """An exception that `check` raises."""
 
 
-def test_who_waits_for_a_source_that_says_nothing_can_be_ended(server: StateServer) -> None:
-    """As a host that fetches the state is, when another host dies meanwhile."""
+def test_a_fetch_from_a_silent_source_can_be_cancelled(server: StateServer) -> None:
+    """A host must be able to stop its fetch when another host dies meanwhile."""
     transfer, ended, found = CancellableTransfer(), threading.Event(), []
 
     def check() -> None:
@@ -146,7 +146,7 @@ def test_who_waits_for_a_source_that_says_nothing_can_be_ended(server: StateServ
     thread.join(0.3)
     assert thread.is_alive()
     ended.set()
-    for _ in range(100):  # as the guard does, until the thread is out
+    for _ in range(100):  # repeated until the thread ends, as in the guard thread
         transfer.cancel()
         thread.join(0.1)
         if not thread.is_alive():
@@ -155,7 +155,7 @@ def test_who_waits_for_a_source_that_says_nothing_can_be_ended(server: StateServ
     assert isinstance(found[0], Ended)
 
 
-def test_a_copy_that_is_withdrawn_is_not_kept(server: StateServer) -> None:
+def test_a_withdrawn_state_is_released(server: StateServer) -> None:
     state = make_state()
     copy = weakref.ref(state.leaves[0].value)
     server.offer(NUMBER, state)

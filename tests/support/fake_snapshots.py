@@ -1,4 +1,4 @@
-"""Stand-ins for the snapshot server and the reader, states on random meshes, and how two states are compared."""
+"""Fakes of the snapshot server and the reader, states on random meshes, and the comparison of two states."""
 
 import itertools
 import threading
@@ -28,7 +28,7 @@ MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2), (1, 8), (8, 1), (4,), (2, 2), (2,), (
 
 
 class FakeSnapshot:
-    """In place of the snapshot server: every host's part and manifest in this process."""
+    """A fake of all snapshot servers and of the reader: every host's part and manifest in this process."""
 
     def __init__(self, part_bytes, *, refuse=None):
         self.parts = {host: bytearray(b"\xa5" * size) for host, size in part_bytes.items()}
@@ -40,7 +40,7 @@ class FakeSnapshot:
     def of(self, host):
         return FakeServerClient(self, host)
 
-    # As a reader of all parts.
+    # The interface of `PartReader`.
 
     local_host = None
 
@@ -63,7 +63,7 @@ class FakeSnapshot:
 
 
 class FakeServerClient:
-    """As the snapshot server of one host."""
+    """A fake `PartServer` of one host."""
 
     def __init__(self, snapshot, host):
         self.snapshot, self.host = snapshot, host
@@ -79,7 +79,7 @@ class FakeServerClient:
         return True
 
     def finish(self, id, contents):
-        self.writing.pop(id).release()  # BufferError if an array is still on it: it could not be unmapped
+        self.writing.pop(id).release()  # a BufferError: an array still uses the memory, which cannot be unmapped
         part = self.snapshot.parts[self.host]
         self.snapshot.done[self.host] = PartManifest(
             id=id,
@@ -97,7 +97,7 @@ class FakeServerClient:
 
 
 class RecordedEvents:
-    """The events that were written."""
+    """An `EventRecorder` that keeps the events."""
 
     def __init__(self):
         self.events = []
@@ -112,7 +112,7 @@ class RecordedEvents:
         return [kind for kind, _ in self.events]
 
     def wait_for(self, kind, count=1):
-        """The details of that many events of a kind, when they are there."""
+        """Wait for `count` events of a kind; return their details."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.kinds().count(kind) >= count, TIMEOUT_S), self.events
             return [detail for found, detail in self.events if found is kind]
@@ -123,7 +123,7 @@ def host_names(count):
 
 
 def hosts_of_eight(count):
-    """Who owns which of the eight devices, if they belonged to that many hosts."""
+    """Return `count` hosts, and the function that assigns the eight devices to them."""
     hosts = host_names(count)
     return hosts, lambda device: hosts[device.id * count // 8]
 
@@ -133,7 +133,7 @@ def snapshot_id(step=3, generation=1):
 
 
 def take(state, hosts, host_of, *, threads=1, step=3):
-    """A complete snapshot of a state, by captures of all hosts."""
+    """Return a complete snapshot of a state, taken by captures on all hosts, and its partition."""
     flat = flatten_state(step, state)
     leaves = flat.leaves
     partition = partition_state(leaves, host_of, hosts)
@@ -150,12 +150,12 @@ def take(state, hosts, host_of, *, threads=1, step=3):
 
 
 def put(array, sharding):
-    """An array of any dtype with that sharding, each shard in its own memory."""
+    """Return an array of any dtype with this sharding, each shard in its own memory."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
 
 
 def values(shape, dtype, seed):
-    """Numbers of a dtype that tell elements apart as well as it can."""
+    """Return random values that are as distinct as the dtype allows."""
     raw = np.random.default_rng(seed).integers(0, 2**31, shape)
     if dtype == "complex64":
         return (raw + 1j * (raw % 1000)).astype(np.complex64)
@@ -168,7 +168,7 @@ def values(shape, dtype, seed):
 
 @st.composite
 def shardings(draw, shape):
-    """Of an array of that shape: a random mesh of some of the devices, and a spec that divides it."""
+    """Draw a sharding of an array: a random mesh of some of the devices, and a spec that divides the shape."""
     sizes = draw(st.sampled_from(MESHES))
     count = int(np.prod(sizes))
     order = draw(st.permutations(range(8)))[:count]
@@ -194,7 +194,7 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 16, 24]), max_size=3).ma
 
 @st.composite
 def states(draw, *, max_leaves=4):
-    """Leaves of random shapes, dtypes and shardings; some in host memory."""
+    """Draw a state with leaves of random shapes, dtypes and shardings, some of them in host memory."""
     state = {}
     for number in range(draw(st.integers(0, max_leaves))):
         shape = draw(shapes)
@@ -205,7 +205,7 @@ def states(draw, *, max_leaves=4):
 
 
 def plain(leaf):
-    """The bytes of a leaf, and what they are."""
+    """Return dtype, shape and bytes of a leaf, for comparison."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return str(leaf.dtype), *plain(jax.random.key_data(leaf))
     array = np.asarray(leaf)

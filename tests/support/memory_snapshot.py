@@ -1,4 +1,4 @@
-"""A snapshot that hosts of one process keep: random parts, parity made with the erasure code, a real server each."""
+"""A snapshot of hosts that share this process: random parts, parity by the erasure code, a real server for each."""
 
 import dataclasses
 import random
@@ -38,14 +38,14 @@ ID = SnapshotId(12, GenerationNumber(3))
 
 @dataclass
 class Keeper:
-    """One host's memory and server.
+    """The memory and the server of one host.
 
     Attributes:
-        part: may be damaged by a test.
-        parity: by row; so may these.
-        believes: serves damaged blocks as if they were right.
-        lies_on_the_way: sends other bytes than it has, or another digest.
-        requests: every read so far.
+        part: the host's part, which a test may damage.
+        parity: the parity chunks by row, which a test may damage.
+        believes: whether the server sends damaged blocks without verification.
+        lies_on_the_way: whether the server sends changed bytes, or a wrong digest.
+        requests: all reads so far.
     """
 
     host: HostName
@@ -66,7 +66,7 @@ class Keeper:
         def digest(data: Buffer) -> int:
             return checksum.compute(data) ^ self.lies_on_the_way
 
-        # A test may put another `give` in the place of this one.
+        # A test may replace `give`, so it is looked up for every request.
         self.bulk = BulkServer(
             "127.0.0.1",
             CREDENTIALS,
@@ -129,8 +129,8 @@ class Kept:
     """A snapshot in the memory of its hosts.
 
     Attributes:
-        parts: as they were when it was taken.
-        keepers: by host.
+        parts: the original bytes of each host's part.
+        keepers: memory and server of each host.
     """
 
     groups: tuple[ParityGroup, ...]
@@ -139,7 +139,7 @@ class Kept:
     chunks: dict[HostName, int]
 
     def plan(self, *lost: HostName, unaware_of: tuple[HostName, ...] = ()) -> SnapshotPlan:
-        """With everybody but the lost as a source, and those whose loss nobody noticed, at an address that refuses."""
+        """Return the plan without the lost hosts; those in `unaware_of` have an address that refuses connections."""
         sources = [
             SnapshotSource(
                 host=host, endpoint="127.0.0.1:1" if host in unaware_of else self.keepers[host].server.address
@@ -150,12 +150,12 @@ class Kept:
         return SnapshotPlan(id=ID, groups=self.groups, sources=tuple(sources))
 
     def flip(self, host: HostName, byte: int, row: int | None = None) -> None:
-        """Flips a bit of a byte of a host's part, or of a parity chunk it keeps."""
+        """Flip a bit in a byte of a host's part, or of a parity chunk that it keeps."""
         keeper = self.keepers[host]
         (keeper.part if row is None else keeper.parity[row])[byte] ^= 0x10
 
     def requested(self, *hosts: HostName) -> int:
-        """Bytes that were asked of hosts so far; of all, if none is named."""
+        """Return the number of bytes that were requested from these hosts so far, or from all if none is given."""
         return sum(
             request.length for host in hosts or self.keepers for request in self.keepers[host].requests
         )
@@ -172,9 +172,9 @@ def keep(
     checksum: ChecksumName | None = None,
     seed: int = 0,
 ) -> Kept:
-    """Takes a snapshot of random bytes: hosts a, b, c .. with parts of these lengths, in groups.
+    """Return a snapshot of random bytes on hosts a, b, c ..., with parts of these lengths, in groups.
 
-    Each part holds two leaves, `<host>/first` in its first half and `<host>/second` after that.
+    Each part contains two leaves, `<host>/first` in its first half and `<host>/second` in the second.
     """
     rng = random.Random(seed)
     names = iter("abcdefghijklmnopqrstuvwxyz")

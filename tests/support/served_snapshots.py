@@ -1,4 +1,4 @@
-"""A job of real snapshot servers without workers of its own: what tests have them do, and what must then be true."""
+"""Actions and checks for a job of real snapshot servers whose workers a test plays."""
 
 import contextlib
 import time
@@ -14,11 +14,11 @@ from resilient_jax.snapshot.stripes import cut_grid, data_members, parity_member
 
 COMMITTED = SnapshotPhase.COMMITTED
 SIZES = (300_000, 310_001, 286_720, 1, 299_999, 262_145)
-"""Unequal: whole pages and not, whole blocks and not, nearly nothing."""
+"""Lengths of parts: multiples of pages and blocks and not, and a single byte."""
 
 
 def open_all(hosts, parity, generation=1, sizes=SIZES, **options):
-    """The layout, opened by a new worker on each host."""
+    """Open a layout by a new worker on each host; return the layout and the workers."""
     layout = make_layout(hosts, parity, sizes[: len(hosts)], generation)
     workers = [host.worker() for host in hosts]
     for worker in workers:
@@ -43,7 +43,7 @@ def commit_all(layout, hosts, workers, id):
 
 
 def chunks_of(layout, hosts, id, parity):
-    """Every member's chunks, padded."""
+    """Return the length of a chunk, and the padded chunks of every member."""
     k = len(hosts) - parity
     length = cut_grid([layout.part_bytes[host.name] for host in hosts], k).chunk_bytes
     padded = [part_of(layout, host, id).ljust(k * length, b"\0") for host in hosts]
@@ -51,7 +51,7 @@ def chunks_of(layout, hosts, id, parity):
 
 
 def assert_rebuilds(layout, alive, hosts, id, parity, lost):
-    """The parts of the lost hosts come out of what the others hold."""
+    """Check that the parts of the lost hosts can be decoded from the shards of the others."""
     n, k = len(hosts), len(hosts) - parity
     length, chunks = chunks_of(layout, hosts, id, parity)
     kernel = choose_kernel().kernel
@@ -77,7 +77,7 @@ def assert_rebuilds(layout, alive, hosts, id, parity, lost):
 
 @contextlib.contextmanager
 def held_at(tmp_path, count):
-    """Servers that a controller can hold."""
+    """Run servers, and a controller that can block them at failpoints."""
     folder = tmp_path / "faults"
     controller = FailPointController(folder)
     with running(count, {FAILPOINTS_VARIABLE: str(folder)}) as hosts:

@@ -1,4 +1,4 @@
-"""Real snapshot servers as processes, the agent's side of their links, and workers' parts to fill them with."""
+"""Real snapshot servers as processes, the agent's side of their connections, and parts to fill them with."""
 
 import contextlib
 import os
@@ -46,12 +46,12 @@ CHECKSUM: Checksum = choose_checksum()
 
 
 class Host:
-    """One host's server process, and the agent that a test plays.
+    """The server process of one host, whose agent a test plays.
 
     Attributes:
-        endpoint: where the server listens.
-        holding: what it said last that it holds.
-        events: all so far.
+        endpoint: of the server; empty until it listens.
+        holding: the complete snapshots that the server reported last.
+        events: all events that the server has reported.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
@@ -81,7 +81,7 @@ class Host:
         self._listener.start()
 
     def connect(self) -> socket.socket:
-        """A new worker's end of a socket pair with the server."""
+        """Return a new worker's end of a socket pair with the server."""
         self.wait(lambda: self.endpoint != "")
         ours, theirs = socket.socketpair()
         with ours:
@@ -89,13 +89,13 @@ class Host:
         return theirs
 
     def worker(self) -> LocalServerClient:
-        """A new worker, which the test plays."""
+        """Return the client of a new worker, which the test plays."""
         local = LocalServerClient(self.connect().detach())
         self._workers.append(local)
         return local
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Until something the server said made it true."""
+        """Wait until a message of the server makes the condition true."""
         with self.changed:
             assert self.changed.wait_for(condition, WAIT_S), f"{self.name}: {self.holding} {self.events}"
 
@@ -114,7 +114,7 @@ class Host:
         return next((status.phase for status in self.holding if status.id == id), None)
 
     def read(self, id: SnapshotId, region: Region, length: int, *, row: int = 0, offset: int = 0) -> bytes:
-        """Bytes as another host gets them."""
+        """Return verified bytes as another host receives them."""
         request = ReadRequest(id=id, region=region, row=row, offset=offset, length=length)
         out = bytearray(length)
         with contextlib.closing(PeerClient(self.endpoint, CREDENTIALS)) as peer:
@@ -122,12 +122,12 @@ class Host:
         return bytes(out)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the server by SIGKILL, and wait for its end."""
         self.process.kill()
         self.process.wait(WAIT_S)
 
     def end(self) -> int:
-        """As when the agent ends: gives the server's exit code."""
+        """Close the agent's connection, as when the agent ends; return the server's exit code."""
         for worker in self._workers:
             worker.close()
         self._link.shut_down()
@@ -156,7 +156,7 @@ class Host:
 
 @contextlib.contextmanager
 def running(count: int, environment: Mapping[str, str] | None = None) -> Iterator[list[Host]]:
-    """Servers of hosts h0, h1, ...; afterwards each has ended, by itself unless the test killed it."""
+    """Run the servers of hosts h0, h1, ...; check afterwards that each one not killed by the test exits with 0."""
     hosts = [Host(f"h{i}", environment) for i in range(count)]
     try:
         for host in hosts:
@@ -171,7 +171,7 @@ def running(count: int, environment: Mapping[str, str] | None = None) -> Iterato
 def make_layout(
     hosts: Sequence[Host], parity: int, part_bytes: Sequence[int], generation: int = 1
 ) -> SnapshotLayout:
-    """One group of all; the first host is the root."""
+    """Return a layout with one group of all hosts; the first host is the root."""
     return SnapshotLayout(
         generation=GenerationNumber(generation),
         groups=(ParityGroup(hosts=tuple(host.name for host in hosts), parity=parity),),
@@ -186,7 +186,7 @@ def make_id(step: int, generation: int = 1) -> SnapshotId:
 
 
 def make_part(id: SnapshotId, host: HostName, length: int) -> bytes:
-    """The same for the same arguments, in whatever process."""
+    """Return random bytes that are the same for the same arguments in every process."""
     return random.Random(f"{id} {host}").randbytes(length)
 
 
@@ -206,6 +206,6 @@ def make_manifest(
 
 
 def take(worker: LocalServerClient, id: SnapshotId, host: HostName, part: bytes) -> None:
-    """What a worker does for one snapshot."""
+    """Take one snapshot as a worker does."""
     worker.begin(id)[:] = part
     worker.finish(id, PartContents())

@@ -45,7 +45,7 @@ def make_layout(part_bytes=300_000, generation=1, peer_bytes=10):
 
 
 def make_manifest(id, part=b"", host=HOST):
-    """As the layout of `make_layout` cuts parts of that length."""
+    """Return the encoded manifest of a part, for a layout of `make_layout` with a part of this length."""
     block_bytes = cut_grid([len(part), 10], 1).block_bytes
     return encode_manifest(
         PartManifest(
@@ -76,7 +76,7 @@ def make_piece(id, chunk, offset=0, *, stripe=0, row=0):
 
 @dataclass
 class RecordingListener:
-    """A listener that keeps what it hears."""
+    """A `SlotListener` that keeps all calls."""
 
     events: list[EventKind] = field(default_factory=list)
     notices: list[ServerNotification] = field(default_factory=list)
@@ -100,7 +100,7 @@ WRITER = object()
 
 
 def take(slots, id, phase=SlotPhase.COMMITTED, part_bytes=300_000):
-    """A snapshot of `id`, as far as `phase`."""
+    """Take a snapshot up to `phase`; return its slot's contents."""
     held = slots.begin(id, WRITER)
     part = bytes([id.step]) * part_bytes
     held.part[:] = part
