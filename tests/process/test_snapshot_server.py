@@ -331,7 +331,9 @@ def test_a_third_snapshot_while_two_are_in_progress_is_dropped_on_all_hosts_with
         for host in hosts:
             host.wait_phase(make_id(2), COMMITTED)
         for host, worker in zip(hosts, workers, strict=True):
-            if host is not hosts[1]:  # these take snapshot 3 although host 1 dropped it: a slot is free by now
+            if (
+                host is not hosts[1]
+            ):  # these take snapshot 3 although host 1 dropped it: a slot is free by now
                 take(worker, make_id(3), host.name, part_of(layout, host, make_id(3)))
                 assert "no slot is free" in str(
                     host.wait_event(EventKind.SNAPSHOT_DROPPED, make_id(3)).detail["reason"]

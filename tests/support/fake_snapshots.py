@@ -79,7 +79,9 @@ class FakeServerClient:
         return True
 
     def finish(self, id, contents):
-        self.writing.pop(id).release()  # a BufferError: an array still uses the memory, which cannot be unmapped
+        self.writing.pop(
+            id
+        ).release()  # a BufferError: an array still uses the memory, which cannot be unmapped
         part = self.snapshot.parts[self.host]
         self.snapshot.done[self.host] = PartManifest(
             id=id,
