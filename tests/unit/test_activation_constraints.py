@@ -1,4 +1,4 @@
-"""Where the examples are in a program, and that FSDP gathers parameters and not examples."""
+"""The batch dim is propagated through a program, and FSDP gathers parameters and not examples."""
 
 import re
 
@@ -19,7 +19,7 @@ W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
 
 
 def examples_in(function, *others):
-    """The dim of the examples in each result; `function` gets an array of six examples first."""
+    """Return the batch dim of each result; the first argument of `function` is an array of six examples."""
     jaxpr = jax.make_jaxpr(function)(X, *others).jaxpr
     return list(propagate_batch_dims(jaxpr, (0, *(None for _ in others))))
 
@@ -43,17 +43,17 @@ def examples_in(function, *others):
         (lambda x: jax.lax.scan(lambda c, _: (c * 2, c.sum(axis=1)), x, None, length=3)[1], 1),
     ],
 )
-def test_examples_are_followed_through_operations(function, expected):
+def test_the_batch_dim_is_propagated_through_operations(function, expected):
     assert examples_in(function) == [expected]
 
 
-def test_a_product_with_a_parameter_keeps_the_examples_and_its_gradient_has_none():
+def test_a_product_with_a_parameter_keeps_the_batch_dim_and_its_gradient_has_none():
     assert examples_in(lambda x, w: x @ w, W) == [0]
     assert examples_in(lambda x, w: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), W) == [None]
 
 
 @pytest.mark.parametrize("is_partitionable", [False, True])
-def test_random_bits_are_made_as_the_function_asks(is_partitionable):
+def test_random_bits_are_generated_as_the_function_configures(is_partitionable):
     def noise(state, batch):
         with jax.threefry_partitionable(is_partitionable):
             return jax.random.bits(jax.random.key(state), batch.shape)
@@ -76,7 +76,7 @@ def test_fsdp_gathers_parameters_and_no_device_has_all_examples(program):
     assert not whole, "activations of all examples"
 
 
-def test_a_rematerialised_program_trains_as_before_under_fsdp():
+def test_a_rematerialized_program_trains_as_before_under_fsdp():
     program = LinenProgram(rematerialised=True)
     plan = plan_with(LinenProgram().profile(), {Axis.FSDP: 4, Axis.REPLICA: 2})
     compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())

@@ -33,7 +33,7 @@ def compiler(reports):
 
 @pytest.fixture
 def durations():
-    """JAX's compilation events, each with its thread."""
+    """Yield JAX's compilation events as (phase, name of the thread)."""
     found = []
 
     def listen(event, duration_secs, **_):
@@ -45,7 +45,7 @@ def durations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_a_call_of_what_was_compiled_ahead_traces_lowers_and_compiles_nothing(compiler, durations, reports):
+def test_calling_a_program_compiled_ahead_traces_lowers_and_compiles_nothing(compiler, durations, reports):
     program = jax.jit(lambda x: jnp.tanh(x) * 3)
     shape = jax.ShapeDtypeStruct((5,), jnp.float32)
 
@@ -126,7 +126,7 @@ def test_a_job_does_not_start_before_its_time(compiler, reports):
     assert reports == [("later", "compiled")]
 
 
-def test_likely_worlds_have_one_host_less_then_one_back_then_two_less():
+def test_likely_worlds_have_one_host_fewer_then_one_back_then_two_fewer():
     a, b, c, d = (HostName(name) for name in "abcd")
     assert list(list_likely_hosts((a, b, c), (a, b, c, d))) == [
         *[(b, c), (a, c), (a, b)],

@@ -33,7 +33,7 @@ def job_of(microbatches: int, unit: int, *, pooled: bool = False) -> Accumulatio
 def test_a_step_is_finished_with_each_microbatch_once(
     data: st.DataObject, hosts: int, microbatches: int, unit: int, span: int
 ) -> None:
-    """Hosts compute in order, stop anywhere, die, and come back with nothing or with what they had."""
+    """Hosts compute in order, stop at any point, die, and rejoin with no progress or with their own."""
     job, shape = job_of(microbatches, unit), ReplicaShape(hosts=span)
     live = list(range(max(hosts, span)))
     kept = {host: np.zeros(job.num_units, np.int32) for host in live}
@@ -58,7 +58,7 @@ def compute(
     *,
     finish: bool,
 ) -> tuple[int, ...]:
-    """One generation in this step: all compute what they are dealt, or a beginning of it."""
+    """Run one generation of the step, in which each host computes its units completely or in part."""
     progress = np.stack([kept[host] for host in live])
     seats = locate_replicas(live, shape)
     assignment = assign_units(job, seats, progress, np.ones(len(live)))
@@ -103,9 +103,9 @@ def test_intact_replicas_stay_together_and_survivors_of_broken_ones_are_regroupe
         ReplicaLocation((2, 3)),
         ReplicaLocation((4, 5)),
     )
-    # Hosts 1 and 4 have died: 2 and 3 stay, 0 and 5 form one.
+    # Hosts 1 and 4 have died: 2 and 3 stay together, 0 and 5 form a new replica.
     assert locate_replicas([0, 2, 3, 5], shape) == (ReplicaLocation((0, 3)), ReplicaLocation((1, 2)))
-    # One more: 5 is left over.
+    # One more has died: host 5 is left over.
     assert locate_replicas([2, 3, 5], shape) == (ReplicaLocation((0, 1)),)
 
 
@@ -136,9 +136,9 @@ def test_an_impossible_shape_is_an_error(hosts: int, per_host: int) -> None:
 def test_widths_after_a_loss_are_predicted_for_the_beginning_and_the_end_of_a_step() -> None:
     job, two_each = job_of(12, 1), ReplicaShape(per_host=2)
     before, after = locate_replicas(range(4), ReplicaShape()), locate_replicas(range(3), two_each, 2)
-    # Anew: 4 for each of 3. What the lost host had: 3 more for 6 replicas, of which two are on the first host.
+    # From the start: 4 units for each of 3 hosts. At the end: 3 lost units over 6 replicas, two of them on host 0.
     assert predict_widths_after_loss(job, before, after) >= {4, 5}
-    # If one host has its 3 and the others have nothing, 9 are left for 3.
+    # If one host has its 3 units and the others have none, 9 are left for 3 hosts.
     assert predict_widths_after_loss(job, before, locate_replicas(range(3), ReplicaShape())) == {4, 5, 6}
 
 

@@ -20,7 +20,7 @@ def test_a_walk_carries_values_from_inputs_to_outputs():
     assert depths == [7, 5]
 
 
-def test_equations_inside_of_calls_and_loops_are_listed_once():
+def test_equations_inside_calls_and_loops_are_listed_once():
     def program(x):
         return jax.lax.scan(lambda c, _: (jax.jit(jnp.sin)(c), None), x, None, length=4)[0]
 

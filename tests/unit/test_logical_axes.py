@@ -67,7 +67,7 @@ def test_names_are_read_from_boxes_of_linen_that_name_mesh_axes():
     ],
     ids=["metadata", "a rule comes before metadata", "the first rule that matches", "dims without a name"],
 )
-def test_a_parameter_is_named_by(naming, expected):
+def test_the_dims_of_a_parameter_are_named(naming, expected):
     assert name_dims("up/kernel", (4, 8), {"up/kernel": ("embed", "mlp")}, naming) == expected
 
 
@@ -79,19 +79,19 @@ def test_more_names_than_dims_are_refused():
         name_dims("up/bias", (8,), {}, naming)
 
 
-def test_a_name_that_no_axis_is_known_for_is_refused_with_those_that_are():
+def test_a_name_without_an_axis_is_refused_with_the_known_names():
     with pytest.raises(
         CallerError, match=r"up/kernel: found the logical name 'hidden', expected one of embed, .*vocab"
     ):
         name_dims("up/kernel", (4, 8), {"up/kernel": ("embed", "hidden")}, LogicalAxisRules())
 
 
-def test_a_name_of_ones_own_is_cut_by_the_axis_that_is_given_for_it():
+def test_a_dim_of_a_custom_name_is_sharded_by_the_axis_given_for_it():
     naming = LogicalAxisRules(mesh_axes={**AXIS_BY_LOGICAL_NAME, "hidden": Axis.TENSOR})
     assert name_dims("up", (4, 8), {"up": ("embed", "hidden")}, naming) == ("embed", "hidden")
 
 
-def test_a_dim_with_the_numbers_of_several_heads_is_cut_between_heads():
+def test_a_dim_with_the_elements_of_several_heads_is_divided_between_heads():
     assert get_max_shards(("embed", "heads"), (48, 64), LogicalAxisRules(max_shards={"heads": 4})) == (48, 4)
 
 

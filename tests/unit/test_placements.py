@@ -26,7 +26,7 @@ def leaf_of(*shape, dtype=jnp.float32):
 
 
 def cuts_of(spec):
-    """(dim, axes) of each dim that is cut."""
+    """Return (dim, axes) of each sharded dim."""
     return [
         (dim, (entry,) if isinstance(entry, str) else tuple(entry))
         for dim, entry in enumerate(spec)
@@ -35,7 +35,7 @@ def cuts_of(spec):
 
 
 def possible_cuts(mesh, shape):
-    """All ways to cut one dim: the number of pieces."""
+    """Yield the number of shards of every way to shard one dim."""
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     for count in range(1, len(axes) + 1):
         for chosen in itertools.combinations(axes, count):
@@ -100,7 +100,7 @@ def test_small_leaves_and_random_keys_are_replicated():
 
 
 def test_placements_of_the_same_kind_and_mesh_are_equal():
-    """As static arguments of a program: the second call with an equal one traces nothing."""
+    """An equal placement as static argument of a program does not trace the program again."""
     one, same, other = (fully_sharded(mesh_of(hosts, 2)) for hosts in (4, 4, 3))
     assert one == same
     assert hash(one) == hash(same)

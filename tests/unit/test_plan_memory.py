@@ -1,4 +1,4 @@
-"""The memory estimate of a plan is what the compiled plan needs of a device, within 10 %, for a grid of real ones."""
+"""The memory estimate is within 10 % of what the compiled plan needs of a device, for a grid of programs and plans."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""From a plan to a program that runs: every axis for real, on eight CPU devices, against one device."""
+"""Programs compiled from plans: every axis runs on eight CPU devices and is compared with one device."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ def profile(program):
 
 @pytest.fixture(scope="module")
 def alone(program):
-    """The state and the losses of a few steps on one device."""
+    """Return the state and the losses of a few steps on one device."""
     return run_steps(program, jax.jit(program.step), program.init())
 
 
@@ -70,12 +70,12 @@ def test_a_plan_trains_as_one_device_does(program, profile, alone, axes):
     )
     assert losses == pytest.approx(alone[1], rel=1e-4)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone[0]), strict=True):
-        # Adam divides by the root of small numbers: differences of rounding grow to a part of a step of 1e-2.
+        # Adam divides by the root of small values: differences of rounding grow to a fraction of a step of 1e-2.
         np.testing.assert_allclose(one, other, atol=2e-3)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=name_of)
-def test_each_axis_cuts_what_it_is_said_to_cut(program, profile, axes):
+def test_each_axis_shards_the_dims_that_it_is_documented_to_shard(program, profile, axes):
     plan = plan_with(profile, axes)
     mesh = make_mesh(plan, jax.devices())
     assert {axis: mesh.shape[axis] for axis in axes} == axes
@@ -85,11 +85,11 @@ def test_each_axis_cuts_what_it_is_said_to_cut(program, profile, axes):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     cuts = axes.get(Axis.FSDP, 1) * axes.get(Axis.TENSOR, 1)
     assert here == pytest.approx(plan.memory.parameters + plan.memory.optimizer, rel=0.01)
-    # Norms and biases of the model's width are all that tensor leaves whole.
+    # Only norms and biases of the model's width are replicated along tensor.
     assert whole / cuts <= here <= 1.05 * whole / cuts
 
 
-def test_a_plan_with_tensor_and_fsdp_makes_the_exchanges_that_these_axes_mean(program, profile):
+def test_a_plan_with_tensor_and_fsdp_has_the_collectives_of_these_axes(program, profile):
     plan = plan_with(profile, {Axis.TENSOR: 2, Axis.FSDP: 4})
     planned = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
     text = planned.compiled.as_text() or ""
@@ -97,7 +97,7 @@ def test_a_plan_with_tensor_and_fsdp_makes_the_exchanges_that_these_axes_mean(pr
     assert re.search(r"all-reduce", text), "tensor adds partial sums"
 
 
-def test_experts_are_cut_over_the_expert_axis_and_train_as_on_one_device():
+def test_experts_are_sharded_over_the_expert_axis_and_train_as_on_one_device():
     program = ExpertProgram()
     plan = plan_with(program.profile(), {Axis.EXPERT: 4, Axis.REPLICA: 2})
     compiled = compile_plan(plan, program.step, program.init(), program.batch(), devices=jax.devices())
@@ -135,7 +135,7 @@ def nnx_profile():
     return NnxProgram().profile()
 
 
-def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
+def test_names_in_nnx_metadata_suffice_where_the_program_cost_is_a_closed_form():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     program = NnxProgram()
@@ -145,7 +145,7 @@ def test_the_names_in_nnx_metadata_do_where_the_profile_is_a_closed_form():
     assert found.shard_shape((64, 128)) == (64, 32)
 
 
-def test_a_state_in_which_an_axis_cuts_nothing_is_refused():
+def test_a_state_in_which_an_axis_shards_nothing_is_refused():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_a_state_in_which_an_axis_cuts_nothing_is_refused():
         make_state_shardings(plan, {"w": np.zeros((64, 64))}, make_mesh(plan, jax.devices()))
 
 
-def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_parameter():
+def test_rules_name_dims_without_other_names_and_optimizer_state_follows_its_parameter():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.TENSOR: 4, Axis.REPLICA: 2})
     state = {"params": {"w": np.zeros((64, 64))}, "optimizer": {"mu": {"w": np.zeros((64, 64))}}}
@@ -165,7 +165,7 @@ def test_rules_name_what_nothing_else_does_and_optimizer_state_follows_its_param
 
 
 CHAIN_RULES = [("w", ("embed",)), ("out/w", ("mlp", "embed")), ("in/up", ("embed", "mlp"))]
-"""The first is the end of the second's path, too."""
+"""The pattern of the first rule is also a suffix of the second's."""
 
 
 def chain(_):
@@ -182,7 +182,7 @@ def loss_of_chain(params, rows):
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given again", "not given"])
-def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
+def test_a_state_is_sharded_as_estimated_whatever_the_order_of_rules(given):
     naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
     profile = rj.analyze_program(chain, loss_of_chain, rows, name="chain", logical_axis_rules=naming)
@@ -197,7 +197,7 @@ def test_a_state_is_cut_as_it_was_estimated_whatever_the_order_of_rules(given):
     assert held == plan.memory.parameters
 
 
-def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothing():
+def test_the_rule_of_the_longest_path_suffix_counts_where_the_program_cost_has_no_names():
     plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
     naming = rj.LogicalAxisRules(names_by_path=CHAIN_RULES)
     state = {"params": chain(None), "optimizer": {"mu": chain(None)}}
@@ -206,7 +206,7 @@ def test_of_rules_the_longest_end_of_a_path_counts_where_the_profile_knows_nothi
         assert tree["out"]["w"].shard_shape((128, 64)) == (32, 64)
 
 
-def test_metadata_that_an_optimizer_keeps_on_less_than_the_parameter_is_passed_over():
+def test_metadata_that_an_optimizer_keeps_on_an_array_with_fewer_dims_is_ignored():
     plan = plan_with(rj.analyze_transformer(SHAPE, name="closed form"), {Axis.TENSOR: 4, Axis.REPLICA: 2})
     box = functools.partial(nn.Partitioned, names=("embed", "mlp"))
     state = {
@@ -251,7 +251,7 @@ def test_a_result_is_a_state_only_if_it_has_its_shapes():
     assert jax.tree.map(np.shape, found["norms"]) == {"w": (), "in": {"up": ()}, "out": {"w": ()}}
 
 
-def test_a_state_of_one_array_and_a_loss():
+def test_a_program_of_a_state_of_one_array_returns_its_loss():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     program = compile_plan(
@@ -265,7 +265,7 @@ def test_a_state_of_one_array_and_a_loss():
     assert (weights.sharding.shard_shape((64, 64)), float(total)) == ((16, 64), 512.0)
 
 
-def test_a_variable_without_a_value_is_passed_over():
+def test_a_variable_without_a_value_is_ignored():
     profile = rj.analyze_transformer(SHAPE, name="closed form")
     plan = plan_with(profile, {Axis.FSDP: 4, Axis.REPLICA: 2})
     state = {"bias": nnx.Param(None), "kernel": nnx.Param(np.zeros((64, 64)))}
@@ -273,7 +273,7 @@ def test_a_variable_without_a_value_is_passed_over():
     assert [leaf.shard_shape((64, 64)) for leaf in jax.tree.leaves(shardings)] == [(16, 64)]
 
 
-def test_replicas_get_their_own_meshes_and_together_they_are_all(nnx_profile):
+def test_the_meshes_of_the_replicas_together_have_all_devices_once(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.REPLICA: 4})
     found = [make_mesh(plan, jax.devices(), replica=number) for number in range(4)]
     assert [mesh.shape["replica"] for mesh in found] == [1] * 4
@@ -283,7 +283,7 @@ def test_replicas_get_their_own_meshes_and_together_they_are_all(nnx_profile):
         make_mesh(plan, jax.devices(), replica=4)
 
 
-def test_tensor_groups_lie_inside_hosts(nnx_profile):
+def test_tensor_groups_are_inside_hosts(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.TENSOR: 2, Axis.FSDP: 2, Axis.REPLICA: 2})
     grid = make_mesh(plan, jax.devices()).devices.reshape(4, 2)
     assert all(a.id // 2 == b.id // 2 for a, b in grid), "hosts have two devices each"
@@ -318,7 +318,7 @@ def test_examples_that_do_not_divide_are_refused(nnx_profile):
         compile_plan(plan, program.step, program.init(), program.batch()[:6], devices=jax.devices())
 
 
-def test_a_batch_without_tokens_is_refused_where_sequences_are_cut(nnx_profile):
+def test_a_batch_without_tokens_is_refused_where_sequences_are_sharded(nnx_profile):
     plan = plan_with(nnx_profile, {Axis.SEQUENCE: 4, Axis.REPLICA: 2})
     program = NnxProgram()
     with pytest.raises(CallerError, match="no array whose second dim has 32 tokens"):

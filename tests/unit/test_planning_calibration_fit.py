@@ -1,4 +1,4 @@
-"""Fitted constants: recovered from steps that were made with them."""
+"""Fitted constants are recovered from step times that were computed with them."""
 
 import dataclasses
 
@@ -22,18 +22,18 @@ TRUE = Calibration(
 
 
 def plans_of(profile):
-    """Plans of several kinds, with the defaults' estimates."""
+    """Return plans with different axes, searched with the default constants."""
     topology = cluster([1.0] * 4)
     wishes = [{}, {Axis.TENSOR: 4}, {Axis.FSDP: 8}, {Axis.PIPELINE: 3}, {Axis.REPLICA: 8}, {Axis.SEQUENCE: 2}]
     return [search_plan(profile, topology, global_batch=48, axes=axes) for axes in wishes]
 
 
-def test_an_estimate_with_the_plans_own_constants_is_its_own():
+def test_an_estimate_with_the_plans_own_constants_is_the_plans_step_time():
     for plan in plans_of(small_profile()):
         assert estimate_step_s(plan, plan.request.calibration) == pytest.approx(plan.step_time_s)
 
 
-def test_an_estimate_of_a_pipeline_with_layer_limits_is_its_own():
+def test_an_estimate_of_a_pipeline_with_layer_limits_is_the_plans_step_time():
     profile = small_profile(layers=6, vocabulary_tokens=4)
     topology = cluster([0.6, 1.0, 1.0, 1.0], devices=1, network=1e7)
     plan = search_plan(profile, topology, global_batch=2, axes={Axis.REPLICA: 2, Axis.PIPELINE: 2})

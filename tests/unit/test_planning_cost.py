@@ -1,4 +1,4 @@
-"""Terms of the estimate by hand: collectives, memory, computing; and the constants in their file."""
+"""The terms of the estimate against values computed by hand (collectives, memory, computing), and calibration files."""
 
 import dataclasses
 
@@ -31,14 +31,14 @@ def test_a_ring_sends_all_but_a_devices_own_part():
     assert estimate_collective_s(CollectiveKind.ALL_REDUCE, 8e9, (4,), [FAST]) == pytest.approx(12 + 6e-6)
 
 
-def test_an_array_in_pieces_pays_for_each_ones_latency():
+def test_an_array_in_pieces_pays_for_the_latency_of_each_piece():
     assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4,), [FAST], pieces=5) == pytest.approx(
         6 + 5 * 3e-6
     )
 
 
 def test_only_each_devices_part_crosses_hosts_and_the_slowest_level_counts():
-    # 8e9 bytes: inside 3/4 of them at 1e9, outside half of 2e9 at 1e8.
+    # 8e9 bytes: 3/4 of them inside the host at 1e9 bytes/s, 1/2 of the remaining 2e9 outside at 1e8 bytes/s.
     assert estimate_collective_s(CollectiveKind.ALL_GATHER, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(
         10 + 3e-6 + 1e-5
     )
@@ -55,8 +55,8 @@ def test_many_devices_pay_the_latency_of_a_tree():
     assert estimate_collective_s(CollectiveKind.ALL_GATHER, 0, (1024,), [SLOW]) == pytest.approx(20e-5)
 
 
-def test_all_to_all_keeps_what_stays_inside():
-    # each of 8 devices has 1e9; three quarters leave it, one half the host.
+def test_all_to_all_sends_out_of_a_host_only_what_leaves_it():
+    # Each of 8 devices has 1e9 bytes, of which one half leaves the host at 1e8 bytes/s.
     assert estimate_collective_s(CollectiveKind.ALL_TO_ALL, 8e9, (4, 2), [FAST, SLOW]) == pytest.approx(
         5, abs=1e-4
     )
@@ -98,7 +98,7 @@ def test_asynchronous_collectives_gather_a_layer_at_once_in_two_passes():
 
 
 @pytest.mark.parametrize(("stacked", "passes"), [(None, 1), (0, 2)], ids=["one by one", "a loop"])
-def test_blocking_collectives_gather_each_array_of_a_layer_alone(stacked, passes):
+def test_blocking_collectives_gather_each_array_of_a_layer_separately(stacked, passes):
     tensors = tuple(dataclasses.replace(tensor, stacked_dim=stacked) for tensor in PROFILE.tensors)
     profile = dataclasses.replace(PROFILE, backend="cpu", tensors=tensors)
     state = count_state_bytes(profile, ReplicaAxes(fsdp=4)).layer
@@ -147,7 +147,7 @@ def test_stages_together_hold_the_state_once_but_for_a_tied_embedding():
 
 
 def test_memory_is_the_sum_of_its_terms_by_chameleons_formula():
-    """`l (2 m_p + m_o) + (P - i) l m_a`, with gradients as large as parameters, and what papers leave out."""
+    """`l (2 m_p + m_o) + (P - i) l m_a`, with gradients as large as parameters, and the terms that the paper omits."""
     group, batch, constants = ReplicaAxes(pipeline=3), MicrobatchConfig(1, False), Calibration()
     state, kept = count_state_bytes(PROFILE, group), count_activations(PROFILE, group, batch)
     memory = estimate_stage_memory(

@@ -33,7 +33,7 @@ def test_no_other_split_of_layers_has_a_faster_slowest_stage(layer_s, more, data
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), times), min_size=1, max_size=3), st.integers(0, 9), times, times)
-def test_a_run_of_equal_stages_is_split_as_if_the_stages_came_one_by_one(runs, more, first_s, last_s):
+def test_a_run_of_equal_stages_is_split_as_single_stages_are(runs, more, first_s, last_s):
     layer_s = [one for count, one in runs for _ in range(count)]
     if len(layer_s) < 2:
         return

@@ -42,7 +42,7 @@ def test_a_machine_class_limits_its_tasks_and_no_other_assignment_has_a_smaller_
 
 
 @given(st.integers(0, 60), classes)
-def test_no_other_division_is_done_sooner_and_every_piece_is_found(tasks, machines):
+def test_no_other_assignment_has_a_smaller_makespan_and_every_task_is_assigned(tasks, machines):
     queue = [(kind.start_s + kind.task_s, i) for i, kind in enumerate(machines) for _ in range(kind.count)]
     heapq.heapify(queue)
     finish = 0.0
@@ -58,7 +58,7 @@ def test_no_other_division_is_done_sooner_and_every_piece_is_found(tasks, machin
 
 
 def test_microbatches_of_recover_31_survivors_of_32():
-    """ReCoVer, arXiv 2605.11215: B = 256; eight replicas with 9, 23 with 8, the form without lock step."""
+    """ReCoVer, arXiv 2605.11215: B = 256; eight replicas with 9, 23 with 8, without lock step."""
     assert assign_tasks(256, [MachineClass(count=31, start_s=0, task_s=1)]).task_counts == (
         ((8, 9), (23, 8)),
     )

@@ -11,8 +11,8 @@ from resilient_jax.planning.pipeline import estimate_pipeline_s, estimate_rerout
 times = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.25])
 
 
-def test_chameleons_pipelines():
-    """arXiv 2508.21613: P = 4, N_m = 8, N_dp = 4, t = 1."""
+def test_chameleons_pipeline_times_are_reproduced():
+    """Chameleon, arXiv 2508.21613: P = 4, N_m = 8, N_dp = 4, t = 1."""
     assert estimate_pipeline_s(4, 8, 1.0) == 11
     assert estimate_rerouted_s(4, 8, 4, [1, 0, 0, 0], 1.0) == pytest.approx(13.667, abs=5e-4)
     assert estimate_rerouted_s(4, 8, 4, [1, 1, 0, 0], 1.0) == pytest.approx(16.333, abs=5e-4)

@@ -1,4 +1,4 @@
-"""Replanning: Chameleon's score; what moves between hosts, and that no other assignment moves less."""
+"""Replanning: Chameleon's score, the bytes that move between hosts, and the least of them over all assignments."""
 
 import itertools
 
@@ -32,8 +32,8 @@ def plan_of(topology=FULL, *, global_batch=48, **axes):
     )
 
 
-def test_chameleons_choice():
-    """arXiv 2508.21613: B = 10, rerouting (2 s, 0), a new plan (1 s, 10 s): even at 20 s."""
+def test_chameleons_score_and_break_even_are_reproduced():
+    """Chameleon, arXiv 2508.21613: B = 10, rerouting (2 s, 0), new plan (1 s, 10 s): equal scores at 20 s."""
     assert compute_break_even_s(2, 1, 10) == 20
     assert compute_score(10, 2, 0, 15) > compute_score(10, 1, 10, 15)
     assert compute_score(10, 2, 0, 40) < compute_score(10, 1, 10, 40)
@@ -69,7 +69,7 @@ def test_a_replica_holds_the_state_once(fsdp, tensor, pipeline, replicas):
     assert not any(intersect_regions(one, other) for one, other in itertools.combinations(distinct, 2))
 
 
-def test_missing_bytes_are_those_of_no_held_region():
+def test_missing_bytes_are_those_outside_all_regions_of_the_host():
     whole = StateRegion((0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
     half = StateRegion((0, 2), (0.0, 0.5), (0.0, 1.0), (0.0, 1.0))
     corner = StateRegion((1, 2), (0.25, 1.0), (0.0, 1.0), (0.0, 1.0))
@@ -134,7 +134,7 @@ def test_a_new_plan_pays_only_if_the_next_failure_is_far():
 
 
 def test_no_option_has_fewer_than_min_replicas():
-    """Rerouting keeps as many as the stage that lost most."""
+    """Rerouting leaves as many copies of the state as the stage has that lost the most."""
     plan = plan_of(pipeline=2, tensor=2, fsdp=1, sequence=1, replica=2)
     left = FULL.without("host-01")
     some, more = (replan(plan, left, next_failure_s=1e3, min_replicas=least) for least in (1, 2))

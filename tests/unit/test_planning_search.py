@@ -19,18 +19,18 @@ from resilient_jax.topology import TopologyError
 
 PROFILE = small_profile()
 DEEP = small_profile(layers=5, vocabulary_tokens=4)
-"""Whose layers are what needs memory, so that a pipeline can be split in several ways."""
+"""A model that needs most of its memory for layers, so that a pipeline can be split in several ways."""
 PRIME = {"heads": 1, "kv_heads": 1, "head_dim": 61, "width": 53, "feed_forward": 97, "sequence_tokens": 31}
-"""Sizes that nothing but a pipeline can cut, in steps of one sequence."""
+"""Sizes that only a pipeline can divide, in steps of one sequence."""
 ROUNDED = 1 + 1e-9
 
 
 PIPELINES = {Axis.REPLICA: 2, Axis.TENSOR: 1, Axis.SEQUENCE: 1}
-"""Two pipelines, most often: where the links are slow, what their fullest stage sums up is much of the step."""
+"""Mostly two pipelines: over slow links the all-reduce of their fullest stage is a large part of the step."""
 
 
 def least_s(topology, global_batch=12, profile=PROFILE, min_replicas=1, axes=NO_FIXED_AXES):
-    """Of the search; infinite if nothing fits."""
+    """Return the step time of the best plan; infinite if no plan fits."""
     try:
         plan = search_plan(profile, topology, global_batch=global_batch, axes=axes, min_replicas=min_replicas)
     except NoFeasiblePlan:
@@ -194,7 +194,7 @@ LONG = small_profile(layers=12, vocabulary_tokens=4)
 )
 @example([1.0, 0.3, 0.8, 1.0], 1, 0.4, 1e6, 2.0)
 @example([0.6, 0.6, 0.6, 0.6], 1, 0.9, 1e6, 2.0)
-def test_more_of_anything_never_makes_the_best_pipelines_slower(speeds, devices, share, network, factor):
+def test_more_of_any_hardware_never_makes_the_best_pipelines_slower(speeds, devices, share, network, factor):
     def least(speeds=speeds, share=share, network=network):
         memory_bytes = tight_bytes(LONG, share)
         topology = cluster(speeds, devices=devices, memory_bytes=memory_bytes, network=network)
@@ -204,7 +204,7 @@ def test_more_of_anything_never_makes_the_best_pipelines_slower(speeds, devices,
     assert least(speeds=[*speeds, 0.6]) <= now_s
     assert least(share=share * factor) <= now_s
     assert least(network=network * factor) <= now_s
-    assert least(speeds=[1.0, *sorted(speeds)[1:]]) <= now_s  # the slowest heals
+    assert least(speeds=[1.0, *sorted(speeds)[1:]]) <= now_s  # the slowest host is healthy again
 
 
 @pytest.mark.parametrize("hosts", [7, 13])
@@ -251,7 +251,7 @@ def test_the_stage_on_a_slow_host_has_fewer_layers():
 
 
 def test_a_tensor_group_with_a_slow_member_is_made_smaller_where_that_is_faster():
-    """ResiHP's rule comes out of the search: of speeds 1, 1, 1, 0.4 two devices are kept, not four."""
+    """The search reproduces ResiHP's rule: with speeds 1, 1, 1, 0.4 it keeps two devices, not four."""
     topology = cluster([1.0, 1.0, 1.0, 0.4], devices=1, network=1e12, latency_s=0)
     chosen = search_plan(
         profile := small_profile(), topology, global_batch=64, axes={Axis.REPLICA: 1, Axis.FSDP: 1}
@@ -287,7 +287,7 @@ def test_a_search_returns_the_same_plan_after_hosts_were_lost_and_came_back():
     assert search_plan(PROFILE, topology, global_batch=60) == search_plan(PROFILE, again, global_batch=60)
 
 
-def test_what_the_error_says_to_suffice_suffices():
+def test_the_memory_and_devices_named_in_the_error_suffice():
     topology = cluster([1.0, 1.0], devices=1, memory_bytes=74_000_000)
     with pytest.raises(
         NoFeasiblePlan, match=r"found no plan for the 2 devices .* What would suffice: devices of"
@@ -309,7 +309,7 @@ def test_what_the_error_says_to_suffice_suffices():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(4, 8), st.sampled_from([1.0, 0.6, 0.3]), st.floats(0.3, 0.6))
 @example(6, 0.6, 0.45)
-def test_what_the_error_says_to_suffice_is_the_least(layers, speed, share):
+def test_the_memory_and_devices_named_in_the_error_are_the_least(layers, speed, share):
     profile = small_profile(layers=layers, vocabulary_tokens=4, **PRIME)
     memory_bytes = tight_bytes(profile, share)
     with pytest.raises(NoFeasiblePlan) as caught:
@@ -326,8 +326,8 @@ def test_what_the_error_says_to_suffice_is_the_least(layers, speed, share):
         assert math.isfinite(least_s(several, 1, profile)) == (devices is not None and hosts >= devices)
 
 
-def test_a_plan_with_two_replicas_goes_on_in_place_when_one_is_lost():
-    """Alone the fastest plan is one replica over all devices: its state would be lost with any of them."""
+def test_a_plan_with_two_replicas_continues_in_place_when_one_is_lost():
+    """The fastest plan has a single replica over all devices, so its state would be lost with any of them."""
     topology = cluster([1.0] * 4, devices=1, memory_bytes=75_500_000, network=1e10, latency_s=0.0)
     alone = search_plan(PROFILE, topology, global_batch=12, axes={Axis.REPLICA: 1})
     plan = search_plan(PROFILE, topology, global_batch=12, min_replicas=2)
@@ -337,7 +337,7 @@ def test_a_plan_with_two_replicas_goes_on_in_place_when_one_is_lost():
 
 
 def test_the_error_names_the_most_replicas_that_fit():
-    """A replica needs two of these devices; the message is right about what would do."""
+    """A replica needs two of these devices; each remedy that the message names suffices."""
     topology = cluster([1.0] * 4, devices=1, memory_bytes=74_600_000)
     with pytest.raises(
         NoFeasiblePlan,
@@ -413,7 +413,7 @@ def test_a_program_that_no_axis_can_shard_is_refused():
 
 
 def test_of_equally_fast_replicas_those_without_a_slow_host_are_used():
-    """A slow host that has fewer layers holds up no microbatch, but the update."""
+    """A slow host with fewer layers does not delay the microbatches, but the update."""
     topology = cluster([1.0, 1.0, 0.6, 1.0], inner=1e8, network=1e7, latency_s=0.0, memory_bytes=74_000_000)
     assert least_s(topology, 1) == pytest.approx(find_least_step_s(PROFILE, topology, 1), rel=1e-9)
 

@@ -92,7 +92,7 @@ def test_the_sizes_that_a_transformer_allows():
         2,
         3,
         6,
-    )  # heads 6, feed-forward 96; keys and values stay whole
+    )  # heads 6, feed-forward 96; keys and values are replicated
     assert find_axis_sizes(PROFILE, Axis.SEQUENCE, 16) == (1, 2, 4, 5, 8, 10)
     assert find_axis_sizes(PROFILE, Axis.EXPERT, 64) == (1,)
     assert find_axis_sizes(PROFILE, Axis.PIPELINE, 64) == (1, 2, 3, 4, 5, 6)
@@ -104,7 +104,7 @@ def test_a_size_is_allowed_or_has_a_reason(axis, size):
     assert (size in find_axis_sizes(PROFILE, axis, 64)) == (not find_violated_rules(PROFILE, axis, size))
 
 
-def test_the_reason_names_the_dim_and_its_number():
+def test_the_reason_names_the_dim_and_its_size():
     assert [(d.logical_name, d.dim_size) for d in find_violated_rules(PROFILE, Axis.TENSOR, 4)] == [
         ("heads", 6)
     ]

@@ -1,4 +1,4 @@
-"""Transformers in closed form: exact parameters, FLOPs by the formulas, and the conventions that are choices."""
+"""Transformers in closed form: exact numbers of parameters, FLOPs by the formulas, and the chosen conventions."""
 
 import doctest
 
@@ -98,7 +98,7 @@ def test_flops_forward_are_two_for_each_parameter_and_token_and_those_of_attenti
     )
 
 
-def test_attention_in_blocks_counts_the_pairs_that_look_back():
+def test_blockwise_attention_counts_the_pairs_on_and_below_the_diagonal():
     square, blocks = (
         analyze_transformer(SMALL, attention=kind).forward_flops.attention
         for kind in (AttentionKind.SQUARE, AttentionKind.BLOCKS)
@@ -118,7 +118,7 @@ def test_only_attention_that_keeps_its_scores_has_residuals_beyond_proportion_to
     assert kept(64, AttentionKind.SQUARE) > 2 * kept(32, AttentionKind.SQUARE)
 
 
-def test_experts_have_parameters_each_and_work_only_for_those_that_are_chosen():
+def test_each_expert_has_parameters_and_only_chosen_experts_compute():
     one, many = analyze_transformer(SMALL), analyze_transformer(MIXTURE)
     network = 3 * 48 * 96 * 3  # matrices, width, feed-forward, layers
     assert many.parameter_count - one.parameter_count == 7 * network + 3 * 48 * 8

@@ -1,4 +1,4 @@
-"""The profile taken from a program: what XLA measured, divided as the closed form of the same shape says."""
+"""The cost that XLA measures of a program is split as in the closed form of the same shape."""
 
 import doctest
 
@@ -28,7 +28,7 @@ SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_flops_in_closed_form_are_xlas(name):
+def test_flops_in_closed_form_equal_those_that_xla_counts(name):
     shape = SHAPES[name]
     program = make_abstract_program(lambda rngs: Decoder(shape, rngs), loss_of, tokens(shape))
     arguments = (program.params, program.others, program.batch)
@@ -41,7 +41,7 @@ def test_flops_in_closed_form_are_xlas(name):
     assert EXAMPLES * gradient == pytest.approx(found, rel=0.001)
 
 
-def test_flops_in_closed_form_are_xlas_after_it_has_optimised():
+def test_flops_in_closed_form_equal_those_that_xla_counts_after_optimization():
     program = make_abstract_program(lambda rngs: Decoder(QWEN, rngs), loss_of, tokens(QWEN))
     gradient = jax.jit(jax.value_and_grad(program.loss_fn))
     analysis = gradient.lower(program.params, program.others, program.batch).compile().cost_analysis()
@@ -51,7 +51,7 @@ def test_flops_in_closed_form_are_xlas_after_it_has_optimised():
     assert EXAMPLES * total == pytest.approx(analysis["flops"], rel=0.02)
 
 
-def test_a_model_without_a_rematerialised_one_cannot_rematerialise():
+def test_a_program_without_a_rematerialized_model_cannot_use_remat():
     profile = analyze_program(plain, plain_loss, PLAIN_BATCH, name="plain", logical_axis_rules=PLAIN_NAMING)
     assert not profile.can_remat
     (work,) = profile.parts
@@ -71,14 +71,14 @@ PLAIN_BATCH = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 PLAIN_NAMING = LogicalAxisRules(names_by_path=[("up", ("embed", "mlp")), ("down", ("mlp", "embed"))])
 
 
-def test_a_plain_function_is_profiled_by_rules_on_paths():
+def test_a_plain_function_is_analyzed_by_rules_on_paths():
     profile = analyze_program(plain, plain_loss, PLAIN_BATCH, name="plain", logical_axis_rules=PLAIN_NAMING)
     assert profile.forward_flops.tensor == profile.forward_flops.total == 2 * 2 * 16 * 24
     assert find_axis_sizes(profile, Axis.TENSOR, 8) == (1, 2, 3, 4, 6, 8)
     assert find_axis_sizes(profile, Axis.PIPELINE, 8) == find_axis_sizes(profile, Axis.SEQUENCE, 8) == (1,)
 
 
-def test_what_is_no_parameter_has_no_gradient():
+def test_only_parameters_have_a_gradient():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -128,14 +128,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case):
+def test_a_model_loss_or_batch_that_does_not_fit_is_refused(case):
     changed, said = REFUSED[case]
     given = {"model": plain, "loss": plain_loss, "batch": PLAIN_BATCH, "name": "plain", **changed()}
     with pytest.raises(CallerError, match=said):
         analyze_program(given.pop("model"), given.pop("loss"), given.pop("batch"), **given)
 
 
-def test_an_nnx_module_made_already_is_refused():
+def test_an_nnx_module_that_is_already_built_is_refused():
     with pytest.raises(CallerError, match="model: found a Linear"):
         analyze_program(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plain_loss, PLAIN_BATCH, name="made")
 

@@ -1,4 +1,4 @@
-"""A program as a flat list of operations, and XLA's count of it with all turns of its loops."""
+"""A program as a flat list of operations, and XLA's count with all iterations of its loops."""
 
 import jax
 import jax.numpy as jnp
@@ -61,18 +61,18 @@ def flops_of(program):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_xla_counts_every_turn(name):
+def test_the_count_has_every_iteration_of_a_loop(name):
     expected = flops_of(one_by_one)
     assert count_flops(PROGRAMS[name], X, W) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["one by one", "a loop", "a loop in a loop"])
-def test_xla_counts_every_turn_of_the_gradient(name):
+def test_the_count_has_every_iteration_of_the_gradient_of_a_loop(name):
     expected = flops_of(jax.grad(one_by_one))
     assert count_flops(jax.grad(PROGRAMS[name]), X, W) == pytest.approx(expected, rel=0.02)
 
 
-def test_every_turn_of_a_compiled_loop_moves_bytes():
+def test_every_iteration_of_a_compiled_loop_moves_bytes():
     four, eight, sixteen = (
         compile_and_analyze(loop, X, jax.ShapeDtypeStruct((turns, 32, 32), jnp.float32)).cost.bytes_moved
         for turns in (4, 8, 16)
@@ -82,17 +82,17 @@ def test_every_turn_of_a_compiled_loop_moves_bytes():
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "one of two branches"])
-def test_products_are_counted_wherever_they_stand(name):
+def test_matrix_products_are_counted_in_calls_loops_and_branches(name):
     program = PROGRAMS.get(name, chosen)
     assert count_matmul_flops(trace_operations(program, X, W)) == 6 * PRODUCT
 
 
-def test_products_of_the_gradient_are_three_times_those_forward_but_for_what_nobody_asks_for():
+def test_a_gradient_has_three_times_the_products_of_the_forward_pass():
     both = trace_operations(jax.grad(loop, argnums=(0, 1)), X, W)
     assert count_matmul_flops(both) == 3 * 6 * PRODUCT
 
 
-def test_a_convolution_is_a_product():
+def test_a_convolution_counts_as_a_product():
     def convolve(images, kernel):
         return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME")
 
@@ -101,7 +101,7 @@ def test_a_convolution_is_a_product():
     assert count_matmul_flops(trace_operations(convolve, images, kernel)) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
 
 
-def test_a_loop_of_unknown_turns_is_known_as_such():
+def test_a_while_loop_is_detected():
     def until(x):
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)
 

@@ -60,7 +60,7 @@ def test_each_missing_unit_is_distributed_exactly_once(missing: set[int], speeds
 def test_each_microbatch_counts_once_however_many_hosts_die_in_a_step(
     microbatches: int, hosts: int, data
 ) -> None:
-    """A step of hosts that compute one to three units in an iteration, die, and come back with nothing."""
+    """Hosts compute one to three units in each round of a step, and some die with all of their units."""
     alive = {host: set[int]() for host in range(hosts)}
     for _ in range(1000):
         done = set().union(*alive.values())

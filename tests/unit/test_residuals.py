@@ -1,4 +1,4 @@
-"""What a program keeps for its backward pass, by JAX's own account, less what XLA computes again."""
+"""The residuals of a program: what JAX keeps for the backward pass, without what XLA recomputes."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ PARAMS = {
 FOUR_SQUARES = jax.ShapeDtypeStruct((4, WIDTH, WIDTH), jnp.float32)
 
 NARROW, WIDE = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
-"""Bytes of an activation."""
+"""Bytes of an activation of the model's width and of the hidden width."""
 
 
 def kept(loss, params=PARAMS):
@@ -69,11 +69,11 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_kept_is(case):
+def test_the_bytes_kept_for_backward_are(case):
     loss, params, expected = PROGRAMS[case]
     found = kept(loss, params)
     if case == "of a loop what each turn keeps":
-        # Input and result of each turn, and on some versions of JAX the derivative too.
+        # Input and result of each iteration, and on some versions of JAX the derivative too.
         assert found in (expected, expected + 4 * NARROW)
     else:
         assert found == expected

@@ -1,4 +1,4 @@
-"""Where the operations of a program belong and what cuts them, followed from the names of its parameters."""
+"""The part and the sharding of each operation of a program follow from the names of its parameters."""
 
 import collections
 
@@ -24,9 +24,9 @@ X = array(BATCH, TOKENS, WIDTH)
 
 
 def follow(function, params, names, places=None):
-    """FLOPs by part and kind, and what is sent by axis: bytes forward and backward."""
+    """Return FLOPs by part and kind, bytes sent forward and backward by axis, and the parts of the operations."""
     operations = trace_operations(function, params, X)
-    values = dict(zip(params, operations.inputs, strict=False))  # in the order of keys, as in a tree of them
+    values = dict(zip(params, operations.inputs, strict=False))  # sorted by key, as in a pytree
     batch = frozenset(operations.inputs[len(params) :])
     places = places or {name: LayerPosition(path=name) for name in params}
     where = assign_parts(operations, {values[name]: places[name] for name in params}, batch)
@@ -62,20 +62,20 @@ FEED_FORWARDS = {
 
 
 @pytest.mark.parametrize("name", FEED_FORWARDS)
-def test_a_feed_forward_network_is_cut_by_tensor_and_completed_once_each_way(name):
+def test_a_feed_forward_network_is_sharded_by_tensor_and_all_reduced_once_each_way(name):
     flops, sent, _ = follow(FEED_FORWARDS[name], UP_DOWN, NAMES)
     assert flops == {(ModelPart.LAYER, ShardingKind.TENSOR): 2 * PRODUCT}
     assert sent == {Axis.TENSOR: [WIDTH_BYTES, WIDTH_BYTES]}
 
 
-def test_the_gradient_of_what_several_products_use_is_completed_once():
+def test_the_gradient_of_an_input_of_several_products_is_all_reduced_once():
     params = {**UP_DOWN, "gate": array(WIDTH, 24)}
     names = {**NAMES, "gate": ("embed", "mlp")}
     _, sent, _ = follow(lambda p, x: ((x @ p["gate"]) * (x @ p["up"])) @ p["down"], params, names)
     assert sent == {Axis.TENSOR: [WIDTH_BYTES, WIDTH_BYTES]}
 
 
-def test_without_names_nothing_is_cut_and_nothing_is_sent():
+def test_without_names_nothing_is_sharded_and_nothing_is_sent():
     none = {"up": (None, None), "down": (None, None)}
     flops, sent, _ = follow(FEED_FORWARDS["as it is"], UP_DOWN, none)
     assert flops == {(ModelPart.LAYER, ShardingKind.REPLICATED): 2 * PRODUCT}
@@ -102,7 +102,7 @@ def test_tokens_go_to_experts_and_back_each_way():
     assert sent[Axis.EXPERT] == [2 * 4 * WIDTH_BYTES, 2 * 4 * WIDTH_BYTES]
 
 
-def test_attention_is_what_two_activations_that_are_cut_make_of_each_other():
+def test_a_product_of_two_sharded_activations_is_attention():
     def attend(p, x):
         query, key, value = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in ("query", "key", "value"))
         scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", query, key))
@@ -122,7 +122,7 @@ def test_attention_is_what_two_activations_that_are_cut_make_of_each_other():
     assert sent[Axis.SEQUENCE] == [keys_and_values, keys_and_values]
 
 
-def test_a_program_is_cut_between_layers_where_least_is_alive():
+def test_the_boundary_between_layers_is_where_the_fewest_bytes_are_live():
     def program(p, x):
         x = x @ p["first"]
         for layer in ("up0", "up1"):

@@ -16,7 +16,7 @@ some = st.sets(names, max_size=len(NAMES) - 1)
 
 
 def assert_consistent(topology: Topology) -> None:
-    """What is counted once is what a look at every host would count."""
+    """Assert that precomputed counts and look-ups equal those over all hosts."""
     assert topology.device_count == sum(host.devices for host in topology.hosts)
     counted = {(kind.accelerator, kind.devices, kind.speed): kind.hosts for kind in topology.classes}
     looked = [(host.accelerator, host.devices, host.speed) for host in topology.hosts]
@@ -55,7 +55,7 @@ def test_slowed_changes_one_host_s_speed_and_nothing_else(name, speed):
 
 
 @given(name=names, first=speeds, second=speeds)
-def test_a_speed_is_of_the_healthy_host_whatever_it_was_before(name, first, second):
+def test_a_speed_is_relative_to_the_healthy_host_whatever_it_was_before(name, first, second):
     assert SMALL.slowed(name, first).slowed(name, second) == SMALL.slowed(name, second)
 
 
@@ -104,7 +104,7 @@ def test_a_host_cannot_be_lost_twice():
         SMALL.without("host-3").without("host-3")
 
 
-def test_a_host_that_is_there_cannot_come_back():
+def test_a_host_that_is_in_the_topology_cannot_be_added_again():
     with pytest.raises(TopologyError, match="host 'host-3': found it twice, expected every host once"):
         SMALL.with_hosts([host(3)])
 

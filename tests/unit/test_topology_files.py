@@ -41,7 +41,7 @@ def load(stem: str) -> Topology:
     return rj.load_topology(MESHES / f"{stem}.toml")
 
 
-def test_these_topologies_are_there():
+def test_the_documented_topologies_exist():
     assert [path.stem for path in FILES] == sorted(SIZES)
 
 
@@ -108,7 +108,7 @@ def test_every_figure_has_its_source_beside_it(path):
 
 
 @each_file
-def test_a_latency_says_whether_it_was_measured_or_assumed(path):
+def test_the_source_of_a_latency_states_whether_it_was_measured_or_assumed(path):
     for level in rj.load_topology(path).levels:
         assert re.search(r"assumed|measured", level.source), f"{path}: level {level.name}"
 
@@ -120,7 +120,7 @@ def test_an_accelerator_has_the_same_figures_in_every_file():
 
 
 @each_file
-def test_the_table_of_files_in_the_documentation_names_it(path):
+def test_the_table_of_files_in_the_documentation_names_every_file(path):
     assert f"`{path.name}`" in (MESHES / "README.md").read_text("utf-8")
 
 

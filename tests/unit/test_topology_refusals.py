@@ -13,13 +13,13 @@ from resilient_jax.topology import Topology, decode_topology, load_topology
 
 
 def edited(old: str, new: str) -> str:
-    """The small topology with its first `old` replaced."""
+    """Return the small topology with the first `old` replaced by `new`."""
     assert old in TEXT
     return TEXT.replace(old, new, 1)
 
 
 def without_tables(name: str) -> str:
-    """The small topology without its `[[name]]` tables."""
+    """Return the small topology without its `[[name]]` tables."""
     return re.sub(rf"\[\[{name}\]\]\n(?:.+\n)+", "", TEXT)
 
 
@@ -238,7 +238,7 @@ def test_a_rack_in_two_pods_is_refused_with_the_key():
         decode_topology(text, source="mine.toml")
 
 
-def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_from(tmp_path):
+def test_the_error_of_a_missing_file_names_the_working_directory(tmp_path):
     path = tmp_path / "mine.toml"
     with pytest.raises(ConfigError) as refusal:
         load_topology(path)

@@ -54,7 +54,7 @@ def test_a_peak_is_given_by_number_format():
 
 
 @pytest.mark.parametrize("number_format", ["fp8", "bfloat16"])
-def test_a_peak_that_is_not_known_is_refused_and_not_replaced_by_another(number_format):
+def test_an_unknown_peak_is_refused_and_not_replaced_by_another(number_format):
     with pytest.raises(TopologyError) as refusal:
         CHIP.peak_flops_per_s(number_format)
     assert str(refusal.value) == (
