@@ -98,9 +98,8 @@ def fit_trainer(steps: int, folder: Path, words: list[str], clock: Clock) -> rj.
     def loss(params: Params, batch: dict[str, Any]) -> jax.Array:
         found = loss_of(params, batch["tokens"])
         if log is not None:
-            jax.debug.callback(
-                log.write, found, batch["where"][0]
-            )  # an operand is the loss, so the call follows it
+            # The loss is an operand, so the callback runs after the loss has been computed.
+            jax.debug.callback(log.write, found, batch["where"][0])
         return found
 
     def batch(step: int, index: int) -> dict[str, np.ndarray]:

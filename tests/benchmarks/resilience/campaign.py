@@ -285,9 +285,8 @@ class ResilienceCampaign:
         return run_restarting(script, file, self.work / name, cache, waits_for_all=waits_for_all)
 
     def _say(self, line: str) -> None:
-        self.console.print(
-            f"  {line}", highlight=False, markup=False
-        )  # the line may quote other programs' output
+        # No markup: the line may quote the output of other programs.
+        self.console.print(f"  {line}", highlight=False, markup=False)
 
 
 def _kind_of(system: str) -> str:
