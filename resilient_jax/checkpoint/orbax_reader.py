@@ -1,8 +1,8 @@
 """Reads a checkpoint with Orbax: its contents, and boxes of its arrays. Only the storage process does this.
 
 Of an array only the chunks that a box touches are decoded, within a budget of bytes: a host that needs a shard of a
-state never has all of the state in memory, nor all of a large array. Our own chunks are small (see
-`orbax_writer`); plain Orbax writes an array, or the shard of one device, as a single chunk, decoded in one piece.
+state never has all of the state in memory, nor all of a large array. Our own chunks are small (see `orbax_writer`);
+plain Orbax writes an array, or the shard of one device, as a single chunk, which is decoded in one piece.
 """
 
 import asyncio

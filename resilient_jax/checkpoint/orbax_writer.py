@@ -1,8 +1,8 @@
 """Writes a checkpoint with plain Orbax, and removes old ones. Only the storage process does this.
 
 A checkpoint is written in a temporary folder, with its digests, and flushed; then one rename makes it count. A writer
-that dies before leaves a folder whose name says that it is unfinished. While the writer runs, it has a lock on
-that folder; the next writer removes unfinished folders without a lock.
+that dies before leaves a folder whose name says that it is unfinished. A live writer has a lock on its folder; the
+next writer removes unfinished folders without a lock.
 """
 
 import contextlib

@@ -152,7 +152,7 @@ class FitLoop:
         return state
 
     def _is_stopped(self, world: World, step: int) -> bool:
-        """Return whether a callback on some host stopped training at this step; it may not be called again."""
+        """Return whether some host stopped training at this step; its callback may not be called again."""
         mine = self._stop is not None and self._stop[0] == step
         num_stopped = int(world.all_reduce(np.array([mine], np.int32))[0])
         if not num_stopped:

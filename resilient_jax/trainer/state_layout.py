@@ -1,8 +1,8 @@
 """How the training state is kept between steps: replicated on every host, or sharded over all of them.
 
-Every generation has a layout of its own, because it has the mesh. A replicated state is on each host's own devices,
-where steps are computed, so all conversions are identities. A sharded state is on a mesh over all live hosts; steps are
-computed with replicated arrays on each host's own devices, which `gather` and `shard` convert.
+Every generation makes a layout, for its mesh. A replicated state is on each host's own devices, where steps are
+computed, so all conversions are identities. A sharded state is on a mesh over all live hosts; steps are computed with
+replicated arrays on each host's own devices, which `gather` and `shard` convert.
 """
 
 import abc

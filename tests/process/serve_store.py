@@ -1,4 +1,4 @@
-"""Run by tests as a process: serves a store at argv[1] until stdin ends; prints its address."""
+"""A process that serves a store at the address argv[1] until stdin ends, and prints the address that it got."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ async def main() -> None:
         serve_store(server, store)
         async with server:
             print(server.address, flush=True)
-            await asyncio.to_thread(sys.stdin.read)  # ends with the test, however that ends
+            await asyncio.to_thread(sys.stdin.read)  # stdin closes when the test process ends, however it ends
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A job of the trainer with everything whose bits could depend on who lives. Usage: trainer_job.py WORK_DIR [nan]."""
+"""A job of the trainer with all features whose bits might depend on the live hosts.
+
+Usage: trainer_job.py WORK_DIR [nan].
+"""
 
 import sys
 from pathlib import Path
@@ -13,11 +16,11 @@ import resilient_jax as rj
 WORK = Path(sys.argv[1])
 STEPS = 14
 POISONED = (4, 5)
-"""Step and microbatch."""
+"""(step, microbatch) of the non-finite input."""
 
 
 class Net(nnx.Module):
-    """With random numbers and statistics over the batch."""
+    """A network with dropout and batch statistics."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)

@@ -12,7 +12,7 @@ from resilient_jax.transport import TlsFiles
 
 
 class Authority:
-    """Signs certificates into a folder."""
+    """A certificate authority that signs certificates into a folder."""
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
