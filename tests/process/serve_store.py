@@ -14,7 +14,9 @@ async def main() -> None:
         serve_store(server, store)
         async with server:
             print(server.address, flush=True)
-            await asyncio.to_thread(sys.stdin.read)  # stdin closes when the test process ends, however it ends
+            await asyncio.to_thread(
+                sys.stdin.read
+            )  # stdin closes when the test process ends, however it ends
 
 
 if __name__ == "__main__":
