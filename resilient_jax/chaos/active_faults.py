@@ -50,7 +50,7 @@ class ActiveFaults:
             return sum(p.timer is not None or p.until is not None for p in self._pending)
 
     def undo_all(self) -> None:
-        """Undo all pending faults."""
+        """Undo all faults that are still pending."""
         for pending in list(self._pending):
             self._end(pending)
 

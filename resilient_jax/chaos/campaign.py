@@ -83,7 +83,7 @@ class Campaign:
         stop_file: Path,
         log: Callable[[str], None],
     ) -> None:
-        """Prepare a campaign.
+        """Prepare the campaign of a running job.
 
         Args:
             manifest: the incidents, and how the job must end.
@@ -287,7 +287,8 @@ class Campaign:
             found.append(Violation(invariant=Invariant.EXIT, description=text))
         self._job.poll_events()
         entries = self._monitor.read_ledger()
-        steps = steps_wanted if expected == code == 0 else None  # a job that failed has ended earlier
+        # A job that failed, as expected or not, has ended before its last step.
+        steps = steps_wanted if expected == code == 0 else None
         reference = self._reference.extend_to(steps or self._monitor.step + 1)
         found += check_commits(entries, reference)
         found += check_completeness(entries, steps, reference)

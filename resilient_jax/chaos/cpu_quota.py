@@ -48,7 +48,8 @@ def _enter(group: Path, pid: int, members: str, key: str, value: str) -> Callabl
         for member in (group / members).read_text().split():
             with contextlib.suppress(OSError):
                 (group.parent / members).write_text(member)
-        with contextlib.suppress(OSError):  # a dying process still keeps the group; the kernel removes it
+        # While a process of the group is dying, the group cannot be removed.
+        with contextlib.suppress(OSError):
             group.rmdir()
 
     try:

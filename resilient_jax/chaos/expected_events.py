@@ -101,9 +101,8 @@ def check_expected_events(
             continue
         later = [event for event in events if event.monotonic_s >= record.started_s]
         expected = list_expected_events(record.incident, lease_ttl_s)
-        if expected and not is_message_flip(
-            record.incident.fault
-        ):  # the loss of a host covers all of its processes
+        # The loss of a host covers all of its processes.
+        if expected and not is_message_flip(record.incident.fault):
             expected = (*expected, EventKind.HOST_LOST)
         silent = [h for h in record.hosts if expected and not any(_matches(e, expected, h) for e in later)]
         if silent:

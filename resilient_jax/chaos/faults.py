@@ -119,7 +119,7 @@ class FullMemory(_Fault, frozen=True, tag="full_memory"):
 
 
 class NoDescriptors(_Fault, frozen=True, tag="no_descriptors"):
-    """A process that can open no more files: RLIMIT_NOFILE is its present number of descriptors."""
+    """A process that can open no more files: RLIMIT_NOFILE is just above its highest descriptor."""
 
     duration_s: Seconds
 

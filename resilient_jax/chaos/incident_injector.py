@@ -134,7 +134,8 @@ class IncidentInjector:
         )
         if is_for_good and part in (TargetPart.AGENT, TargetPart.HOST):
             self.stopped_hosts |= set(hosts)
-        elif is_for_good or isinstance(fault, ProcessKill):  # an agent kills a worker that stays stopped
+        elif is_for_good or isinstance(fault, ProcessKill):
+            # Killed by the fault, or soon by the agent, which kills a worker that stays stopped.
             self.dead_processes |= set(processes)
         return record
 

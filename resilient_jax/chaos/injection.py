@@ -77,18 +77,18 @@ def inject_fault(
     active_faults: ActiveFaults,
     rng: random.Random,
 ) -> str:
-    """Make a fault from outside now, and return a line about it.
+    """Inject a fault from outside of a worker, and return a line for the log.
 
     Args:
-        fault: not one of `WORKER_FAULTS`.
-        hosts: the hosts that are hit.
-        pids: the processes that are hit.
-        environment: what is needed besides processes.
-        active_faults: will undo the fault.
-        rng: which bits to flip.
+        fault: a fault that is not one of `WORKER_FAULTS`.
+        hosts: the hosts to hit.
+        pids: the processes to hit.
+        environment: what faults need besides processes.
+        active_faults: the registry that will undo the fault.
+        rng: draws the bits to flip.
 
     Raises:
-        FaultUnsupported: this machine does not permit it, or there is nothing to damage.
+        FaultUnsupported: this machine does not permit the fault, or there is nothing to corrupt.
     """
     try:
         undo, line = _inject(fault, hosts, pids, environment, rng)

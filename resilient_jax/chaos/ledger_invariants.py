@@ -147,7 +147,7 @@ def _other_bits(
     for invariant, lines in ((Invariant.BITS, committed), (Invariant.RESTORED_BYTES, restored)):
         for step, digest, who in iterate_digests(lines):
             if step < 0:
-                continue  # the initial state
+                continue  # the initial state, which no step has
             first = expected.setdefault(step, digest)
             if not digest.matches(first):
                 shown[invariant] += 1

@@ -55,7 +55,7 @@ class LocalJob(ObservedJob):
         on_report: Callable[[JobReport], None] = lambda report: None,
         report_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """Start the job.
+        """Start the launcher of the job.
 
         Args:
             command: the script and its arguments.
@@ -114,7 +114,8 @@ class LocalJob(ObservedJob):
 
     def read_tail(self, lines: int = 60) -> str:
         """Return the last lines that `launch` printed, and the last events."""
-        self.poll_events()  # unlike `read_events` also where a full disk has torn lines
+        # Not `read_events`, which refuses the torn lines that a full disk leaves.
+        self.poll_events()
         newest = sorted(self.events.records, key=lambda event: event.monotonic_s)[-lines:]
         printed = self.read_output().splitlines()[-lines:]
         return "\n".join([*printed, *(f"{e.monotonic_s:.3f} {describe_event(e)}" for e in newest)])
@@ -164,7 +165,7 @@ class LocalJob(ObservedJob):
         self.wait_for(what, lambda: self.failpoints.list_held_hosts() >= set(hosts) or None, timeout_s)
 
     def release(self) -> None:
-        """Let held hosts continue."""
+        """Let all held hosts continue from their failpoints."""
         self.failpoints.release()
 
     @contextlib.contextmanager

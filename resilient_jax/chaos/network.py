@@ -115,7 +115,7 @@ def build_network(hosts: int) -> Iterator[Network]:
 
 
 def run_command(*words: str) -> None:
-    """Run a system command.
+    """Run a system command to its end.
 
     Raises:
         OSError: the command failed; with its error output.

@@ -97,9 +97,8 @@ class ObservedJob(abc.ABC):
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            has_ended = (
-                self.exit_code() is not None
-            )  # checked first, so that the job's last records are still found
+            # Checked first, so that the records from before the job's end are still found.
+            has_ended = self.exit_code() is not None
             self.poll_events()
             found = find()
             if found is not None:

@@ -142,7 +142,7 @@ def list_causes(*, has_links: bool) -> tuple[FailureCause, ...]:
 
 
 def draw_campaign(job: ChaosJob, options: RandomCampaign) -> CampaignManifest:
-    """Return a random manifest.
+    """Return the manifest of a random campaign.
 
     Args:
         job: the job, of which hosts and network are used.

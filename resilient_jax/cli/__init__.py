@@ -1,1 +1,1 @@
-"""The command line `resilient-jax`."""
+"""The command line `resilient-jax`, a module or package for each command."""

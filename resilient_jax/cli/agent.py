@@ -265,7 +265,7 @@ def _check_host(name: str, expected_hosts: int) -> None:
 
 
 def _check_address(address: str) -> str:
-    """Return the address.
+    """Return the given address of this host.
 
     Raises:
         CallerError: this host cannot listen there.

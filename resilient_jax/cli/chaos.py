@@ -85,7 +85,8 @@ def chaos(
     if random:
         if manifest is not None:
             raise CallerError("--random: found a manifest besides, expected none: leave one of them out")
-        if math.isnan(gap):  # no bound of a number's range refuses it
+        # NaN passes the bounds of the option.
+        if math.isnan(gap):
             raise CallerError(f"--gap: found {gap}, expected {MIN_GAP_STEPS:g} to {MAX_GAP_STEPS:g} steps")
         job = ChaosJob(hosts=hosts, steps=steps, network="namespaces" if network else "loopback")
         manifest = draw_campaign(

@@ -1,4 +1,4 @@
-"""Options of `resilient-jax chaos`."""
+"""The options and arguments of `resilient-jax chaos`."""
 
 from pathlib import Path
 from typing import Annotated

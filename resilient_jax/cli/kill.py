@@ -29,6 +29,7 @@ def kill(
     if not killed:
         raise CallerError(f"host {host} runs no {part} now; see `resilient-jax status {run_dir}`")
     for pid in killed:
-        with contextlib.suppress(ProcessLookupError):  # the store lags behind: the process is dead already
+        # The store's records lag behind, so the process may be dead already.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
     sys.stdout.write(f"{number.name} to {part} on {host}: process {', '.join(map(str, killed))}\n")
