@@ -1,4 +1,4 @@
-"""One compilation cache for all jobs of a session: what one has compiled the next one loads."""
+"""One compilation cache for all jobs of a session, so that each program is compiled once."""
 
 import os
 from collections.abc import Iterator
@@ -12,6 +12,6 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             folder = tmp_path_factory.getbasetemp()
             if "PYTEST_XDIST_WORKER" in os.environ:
-                folder = folder.parent  # that of the whole session, which the workers' folders lie in
+                folder = folder.parent  # the session's folder, which contains those of the pytest workers
             patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compile-cache"))
         yield

@@ -1,4 +1,4 @@
-"""Training is done, and something is not: a script that saves, hosts that need the store that another host serves."""
+"""After training: scripts that still save, and hosts that still need the store that another host serves."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ def launch(work: Path, hosts: int, config: str = "") -> LocalJob:
 
 
 def wait_working(work: Path, host: str) -> int:
-    """Waits until the script on this host works after training; gives its process."""
+    """Wait until the script on this host works after training; return its process id."""
     file = work / f"works-{host}"
     wait_until(f"{host} works on", lambda: file.exists() and file.read_text() != "")
     return int(file.read_text())
@@ -54,7 +54,7 @@ def let_end(work: Path, host: str) -> None:
     (work / f"end-{host}").touch()
 
 
-def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_in_peace(
+def test_a_script_that_is_killed_after_training_has_failed_and_the_others_end_normally(
     tmp_path: Path,
 ) -> None:
     with launch(tmp_path, 2) as job:
@@ -77,7 +77,7 @@ def is_done(report: JobReport, host: str) -> bool:
 
 
 def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them(tmp_path: Path) -> None:
-    """They need it: with fewer than `min_hosts` nobody goes on."""
+    """The other host needs it: with fewer than `min_hosts` hosts training does not resume."""
     with launch(tmp_path, 2, "min_hosts = 2\nlease_ttl_s = 2.0\n") as job:
         job.hold(FailPoint.AFTER_COMMIT, ["host-1"], LAST_STEP)
         job.wait_held(["host-1"])
@@ -96,7 +96,7 @@ def test_a_host_that_is_done_before_the_others_and_dies_then_comes_back_for_them
         assert [event.host for event in starts].count("host-0") == 2
 
 
-def test_a_host_that_dies_when_it_is_done_has_failed_where_the_others_are_done_before_they_hear_of_it(
+def test_a_host_that_dies_when_it_is_done_has_failed_if_the_others_are_done_before_its_death_is_detected(
     tmp_path: Path,
 ) -> None:
     with launch(tmp_path, 2, "lease_ttl_s = 60.0\n") as job:
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_scripts_that_still_work(tmp_path: Path) -> None:
         assert "interrupted after training was done, while scripts still worked" in job.read_output()
 
 
-def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
+def test_a_script_may_work_without_a_time_limit_after_training_and_this_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_supervisor, "FINISH_REMINDER_INTERVAL_S", 0.2)
@@ -168,7 +168,7 @@ def test_a_script_may_work_as_long_as_it_likes_and_that_is_told(
 
 
 def start_agents(work: Path, script: Path, *, config: str) -> list[HandStartedAgent]:
-    """Two; the first serves the store."""
+    """Start two agents, of which the first serves the store."""
     (work / "job.toml").write_text(config)
     store = f"127.0.0.1:{free_port()}"
     agents = []
@@ -204,7 +204,7 @@ def test_the_store_is_served_until_the_last_host_has_ended(tmp_path: Path) -> No
         assert "training stops here" not in other.output()
 
 
-def test_a_host_that_is_given_up_still_serves_the_store(tmp_path: Path) -> None:
+def test_a_host_with_an_exhausted_restart_budget_still_serves_the_store(tmp_path: Path) -> None:
     config = f"lease_ttl_s = {LEASE_S}\nmax_restarts = 0\n"
     serving, other = start_agents(tmp_path, SCRIPT.with_name("tiny.py"), config=config)
     with serving, other:

@@ -1,4 +1,4 @@
-"""Bad input: refused at once, with what was found, what was expected, where, and what to do."""
+"""Bad input is refused at once, with what was found, what was expected, where, and what to do."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in which the commands run."""
+    """Return an empty folder, the working directory of the commands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -109,7 +109,7 @@ def test_launch_refuses(arguments: list[str], words: str, work: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_run_folder_is_one_jobs_alone_until_its_launcher_is_gone(work: Path) -> None:
+def test_a_run_folder_belongs_to_one_job_until_its_launcher_is_gone(work: Path) -> None:
     with LocalJob([IDLE], num_hosts=1, run_directory=work / "run") as first:
         wait_until("the first job's contact", (work / "run" / "job.json").exists)
         before = (work / "run" / "job.json").read_bytes()
@@ -140,7 +140,7 @@ def run_agent(arguments: list[str], token: str = TOKEN) -> tuple[int, str]:
     return run_command(["agent", *arguments], {TOKEN_VARIABLE: token})
 
 
-def test_an_agent_without_a_store_keeps_trying_until_its_deadline(work: Path) -> None:
+def test_an_agent_without_a_store_retries_until_its_deadline(work: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     code, output = run_agent(agent_arguments(address, work))
     assert code == 80, output
@@ -150,7 +150,7 @@ def test_an_agent_without_a_store_keeps_trying_until_its_deadline(work: Path) ->
     assert "Check the address, that the process that serves the store runs there" in end
 
 
-def test_an_agent_finds_a_store_that_comes_up_late(work: Path) -> None:
+def test_an_agent_connects_to_a_store_that_starts_late(work: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     arguments = agent_arguments(address, work)
     (work / "job.toml").write_text("lease_ttl_s = 0.5\nstore_timeout_s = 60\n")
@@ -171,7 +171,7 @@ def test_a_port_in_use_is_named(work: Path) -> None:
 
 
 @pytest.mark.parametrize("store", ["nowhere", "host.invalid:7000", "127.0.0.1:port"])
-def test_an_address_that_is_none_is_refused(store: str, work: Path) -> None:
+def test_an_invalid_address_is_refused(store: str, work: Path) -> None:
     code, output = run_agent(agent_arguments(store, work))
     assert code == 2, output
     assert output.startswith(f"resilient-jax: --store {store}: found no address that can be reached ("), (
@@ -245,7 +245,7 @@ def test_a_host_name_belongs_to_one_agent(work: Path) -> None:
         assert first.interrupt() == 130
 
 
-def test_an_agent_that_was_stopped_while_it_waited_for_its_name_goes_on_waiting(work: Path) -> None:
+def test_an_agent_that_was_stopped_while_it_waited_for_its_name_resumes_waiting(work: Path) -> None:
     async def take_name(address: str) -> None:
         async with await RemoteStore.connect(address, Credentials(TOKEN), 5.0) as store:
             status = HostStatus(
@@ -303,7 +303,7 @@ def put_job(address: str, record: JobRecord) -> None:
     asyncio.run(put())
 
 
-# The machine does not give what was asked for.
+# The machine lacks what was requested.
 
 
 def test_more_devices_than_exist_are_refused(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_more_devices_than_exist_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "found"), [(["--devices-per-host", "1"], 1), ([], 3)])
-def test_devices_that_are_asked_for_win_over_xla_flags(options: list[str], found: int, work: Path) -> None:
+def test_requested_devices_take_precedence_over_xla_flags(options: list[str], found: int, work: Path) -> None:
     (work / "count.py").write_text("import jax\nprint(f'{jax.local_device_count()} devices')\n")
     arguments = ["launch", "--hosts", "1", *options, "--run-dir", "run", "count.py"]
     _, output = run_command(arguments, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"})
@@ -331,7 +331,7 @@ def test_devices_that_are_asked_for_win_over_xla_flags(options: list[str], found
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[Path]:
-    """A file system of two mebibytes at `path`."""
+    """Mount a file system of two mebibytes at `path`."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -344,20 +344,20 @@ def small_disk(path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leaves no free byte."""
+    """Write to the disk until no byte is free."""
     with (disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"\0" * 4096)
 
 
-def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> None:
+def test_training_continues_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "disk") as disk,
         TinyJob(tmp_path, 2, options=[*ONE_DEVICE, "--run-dir", str(disk)]) as tiny,
     ):
         wait_until("first steps", lambda: tiny.step() > 3)
         fill(disk)
-        # A worker's death has everybody write: events, and the lines of its successor.
+        # After a worker's death every log grows: events, and the output of the worker's successor.
         full_at = tiny.step()
         kill_a_worker(tiny)
         wait_until("a step by another worker", lambda: len(tiny.logs()) >= 3 and tiny.step() > full_at + 5)
@@ -375,7 +375,7 @@ def test_training_goes_on_when_the_disk_of_the_logs_is_full(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full 2>&1", ">&- 2>/dev/null"], ids=["full", "closed"])
-def test_training_goes_on_when_nobody_can_see_its_output(redirection: str, tmp_path: Path) -> None:
+def test_training_continues_when_its_output_cannot_be_written(redirection: str, tmp_path: Path) -> None:
     launch = ["launch", "--hosts", "1", "--run-dir", str(tmp_path), str(JOBS / "faulty.py"), "chatty"]
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *launch]
     process = subprocess.Popen(bind_to_this_process(shell), stdin=subprocess.DEVNULL)

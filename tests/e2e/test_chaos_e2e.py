@@ -1,4 +1,4 @@
-"""Campaigns of each family, as anybody can run them; and jobs that break their promise, which must be found out."""
+"""Campaigns of each family, run as users run them; and jobs that violate an invariant, which must be detected."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(CAMPAIGN_S + 20)
 
 
 def run_chaos(*words: str) -> tuple[int, dict, str]:
-    """Exit code, figures, and what was told."""
+    """Return the exit code, the figures, and the printed output."""
     done = subprocess.run(
         [*COMMAND, "chaos", "--json", *words],
         stdin=subprocess.DEVNULL,
@@ -33,7 +33,7 @@ def run_chaos(*words: str) -> tuple[int, dict, str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_job_lives_through_the_campaign_of_a_family(family: str, tmp_path: Path) -> None:
+def test_a_job_survives_the_campaign_of_a_family(family: str, tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", family, "--run-dir", str(tmp_path))
     assert code == 0, told
     assert figures["violations"] == 0, told
@@ -41,7 +41,7 @@ def test_a_job_lives_through_the_campaign_of_a_family(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
-def test_what_a_campaign_once_broke_stays_mended(name: str, tmp_path: Path) -> None:
+def test_regressions_that_campaigns_found_stay_fixed(name: str, tmp_path: Path) -> None:
     manifest = load_manifest(ROOT / "configs" / "chaos" / "regressions" / f"{name}.toml")
     if manifest.job.network == "namespaces" and (why_not := may_build_networks()) is not None:
         pytest.skip(why_not)
@@ -50,13 +50,13 @@ def test_what_a_campaign_once_broke_stays_mended(name: str, tmp_path: Path) -> N
     assert figures["violations"] == figures["skipped"] == 0, told
 
 
-def test_a_snapshot_that_is_damaged_where_it_lies_or_on_its_way_is_not_taken(tmp_path: Path) -> None:
+def test_a_snapshot_that_is_corrupted_in_memory_or_in_transit_is_not_restored(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "flips", "--run-dir", str(tmp_path))
     assert code == 0, told
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (7, 0, 0), told
 
 
-def test_of_damaged_checkpoints_the_one_before_is_gone_on_from(tmp_path: Path) -> None:
+def test_training_resumes_from_the_newest_checkpoint_that_is_not_corrupt(tmp_path: Path) -> None:
     code, figures, told = run_chaos("--campaign", "checkpoints", "--run-dir", str(tmp_path))
     assert code == 0, told
     assert (figures["incidents"], figures["violations"], figures["skipped"]) == (4, 0, 0), told
@@ -70,8 +70,8 @@ def write_manifest(path: Path, *incidents: str) -> Path:
 KILL = 'trigger = { after_steps = 2 }\ntarget = { part = "worker", hosts = ["follower"] }\nfault = { kind = "kill" }'
 
 
-def test_weights_that_depend_on_who_lives_are_found_out(tmp_path: Path) -> None:
-    """And told with the story and a manifest that is complete."""
+def test_weights_that_depend_on_the_live_hosts_are_detected(tmp_path: Path) -> None:
+    """The report has the sequence of events and a complete manifest to reproduce them."""
     script = tmp_path / "unstable.py"
     source = (ROOT / "examples" / "chaos_job.py").read_text()
     healthy = "state = update(state, "

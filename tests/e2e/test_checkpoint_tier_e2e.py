@@ -1,4 +1,4 @@
-"""More hosts die at once than parity covers: the running job goes on from its newest checkpoint, to the same bits."""
+"""More hosts die at once than parity covers: the running job resumes from its newest checkpoint, bit for bit."""
 
 import os
 import re
@@ -20,9 +20,9 @@ from resilient_jax.protocol.failpoints import FailPoint
 JOB = Path(__file__).parent.parent / "process" / "sharded_job.py"
 DEADLINE_S = 240.0
 SMALL_BYTES = 8192
-"""Of leaves that are too small to be cut: every host has them."""
+"""Bound on the leaves that are too small to shard, which every host reads."""
 HOSTS, SAVED, LOST = 3, 5, 7
-"""Checkpoints are made of steps 5 and 9, the last; hosts die in step 7, when 7 are committed."""
+"""Steps 5 and 9, the last, are saved as checkpoints; hosts die in step 7, when 7 are committed."""
 
 
 def digests_in(output):
@@ -31,7 +31,7 @@ def digests_in(output):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What one machine says in the end that nobody disturbed."""
+    """Return the final digests of a run on one machine without failures."""
     done = subprocess.run(
         [sys.executable, str(JOB), str(tmp_path_factory.mktemp("alone")), "complete"],
         capture_output=True,
@@ -59,7 +59,7 @@ def launch(work):
 
 
 def hold_in_step(job, work, victims):
-    """Waits until these hosts are held in step 7, and the checkpoint of step 5 is on storage."""
+    """Wait until these hosts are held in step 7, and the checkpoint of step 5 is on storage."""
     job.hold(FailPoint.BEFORE_REDUCE, victims, LOST)
     job.wait_held(victims, DEADLINE_S)
     deadline_s = time.monotonic() + DEADLINE_S
@@ -80,7 +80,7 @@ def kill_at_once(job, victims):
 @pytest.mark.parametrize(
     "victims", [("host-1", "host-2"), ("host-0", "host-1", "host-2")], ids=["two of three", "all"]
 )
-def test_more_lost_hosts_than_parity_go_on_from_the_checkpoint_to_the_same_bits(
+def test_after_more_lost_hosts_than_parity_training_resumes_from_the_checkpoint_bit_for_bit(
     victims, undisturbed, tmp_path
 ):
     with launch(tmp_path) as job:
@@ -110,7 +110,7 @@ def test_more_lost_hosts_than_parity_go_on_from_the_checkpoint_to_the_same_bits(
 
 
 @pytest.mark.timeout(600)
-def test_if_the_only_checkpoint_is_damaged_the_job_ends_with_what_is_lost_and_why_it_cannot_be_read(tmp_path):
+def test_if_the_only_checkpoint_is_corrupt_the_job_ends_with_what_is_lost_and_why_it_cannot_be_read(tmp_path):
     victims = ("host-1", "host-2")
     with launch(tmp_path) as job:
         hold_in_step(job, tmp_path, victims)

@@ -1,4 +1,4 @@
-"""However a job ends, nothing of it stays: no process, no way to reach it, no shared memory."""
+"""However a job ends, it leaves nothing behind: no process, no contact file, no shared memory."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def last_steps(tiny: TinyJob) -> set[int]:
     return {rows[-1]["step"] for rows in tiny.logs().values()}
 
 
-def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_of_the_job(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGINT)
@@ -50,19 +50,19 @@ def test_a_notice_to_all_ends_the_job_at_a_step_boundary(tmp_path: Path) -> None
         assert not kinds & {"collective.failed", "user.error", "worker.killed"}, tiny.job.read_tail()
 
 
-def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
+def test_when_the_launcher_is_killed_all_processes_of_the_job_end(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.kill()
         tiny.job.process.wait()
         wait_until("the end of all processes", lambda: tiny.job.find_processes() == [], 10.0)
-        # Nobody was left to remove the contact file; so what it says must be known to be of the past.
+        # No process was left to remove the contact file, so commands must recognize it as stale.
         code, output = run_command(["status", str(tmp_path / "run")])
         assert code == 2, output
         assert f"the launcher of this job (process {tiny.job.process.pid}) is gone" in output
 
 
-def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
+def test_when_an_agent_is_killed_all_processes_of_its_host_end(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 3, options=[*ONE_DEVICE, "--host-restart-delay", "-1"]) as tiny:
         report = tiny.wait_training(3)
         assert report.leader is not None
@@ -72,7 +72,7 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path) -> None:
         wait_until(
             "the end of all on that host", lambda: not set(of_host) & set(tiny.job.find_processes()), 10.0
         )
-        # Until its lease ends the store has it still.
+        # The store still has the host's record until its lease ends.
         code, output = run_command(["kill", str(tmp_path / "run"), "agent", report.leader])
         assert code in (0, 2), output
         assert "Traceback" not in output

@@ -1,8 +1,8 @@
-"""Kill anything, at any line: the matrix of what dies, when, and how.
+"""The kill matrix: which process fails, at which failpoint, and by which signal.
 
-Each test is one job of four hosts that has to live through a row of the matrix, one incident after the
-other, with everybody back in between. At the end every step was done once, with the losses of a run that
-nobody touched, and nothing is left of the job.
+Each test is one job of four hosts that must survive a row of the matrix, one incident after the other; all hosts are
+back before the next incident. At the end every step was done once, with the losses of a run without failures, and no
+process or file of the job is left.
 """
 
 import signal
@@ -27,7 +27,7 @@ def generation_of(report: JobReport) -> Generation:
 
 
 def followers(report: JobReport) -> list[HostName]:
-    """Hosts that do not lead, in order of process index."""
+    """Return the hosts that do not lead, in order of process index."""
     return [m.host for m in generation_of(report).members if m.host != report.leader]
 
 
@@ -94,13 +94,13 @@ def break_and_recover(
     everybody = [m.host for m in generation_of(report).members]
     match place:
         case "in a collective":
-            tiny.hold(FailPoint.BEFORE_REDUCE, others[:1])  # everybody else is inside it by then, or soon
+            tiny.hold(FailPoint.BEFORE_REDUCE, others[:1])  # the others enter the collective
         case "between steps":
             tiny.hold(FailPoint.AFTER_COMMIT, everybody)
         case "while compiling":
             tiny.wait_compiling(everybody)
         case "while forming":
-            # A worker that comes back makes everybody form a new world; there all are held.
+            # A worker that comes back makes all hosts form a new world; all are held while forming.
             tiny.job.hold(FailPoint.BEFORE_CONNECT, everybody)
             tiny.signal(JobComponent.WORKER, others[-1], signal.SIGKILL)
             tiny.job.wait_held(everybody, RECOVERY_S)

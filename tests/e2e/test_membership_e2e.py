@@ -25,7 +25,7 @@ from resilient_jax.transport.sync_channel import SyncChannel
 
 pytestmark = pytest.mark.timeout(280)
 STILL_S = 3.0
-"""A tiny step takes some hundredths of this: who has made none in this time has stopped."""
+"""A tiny step takes some hundredths of this: a host that commits no step for so long has stopped."""
 
 
 def number_of(report: JobReport) -> GenerationNumber:
@@ -33,7 +33,7 @@ def number_of(report: JobReport) -> GenerationNumber:
     return report.generation.number
 
 
-def test_a_notice_is_a_planned_leave_and_one_host_is_enough_to_come_back_from(tmp_path: Path) -> None:
+def test_a_notice_is_a_planned_leave_and_a_job_recovers_from_a_single_host(tmp_path: Path) -> None:
     with served_store() as store, Pod(tmp_path, store, loopback_sites(4)) as pod:
         report = pod.wait_training(4)
         leaving = next(host for host in pod.agents if host != report.leader)
@@ -58,7 +58,7 @@ def test_a_notice_is_a_planned_leave_and_one_host_is_enough_to_come_back_from(tm
 
 
 def assert_planned(events: list[Event]) -> None:
-    """The change that began with the notice disturbed nobody."""
+    """Assert that the change that began with the notice interrupted no step."""
     (notice,) = (event for event in events if event.kind is EventKind.HOST_DRAINING)
     later = [event for event in events if event.monotonic_s > notice.monotonic_s]
     phases = [e.detail["phase"] for e in later if e.kind is EventKind.GENERATION_PHASE]
@@ -75,7 +75,7 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
         first, second, _ = hosts
         tiny.job.hold(FailPoint.BEFORE_CONNECT, hosts)
         tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)
-        tiny.job.wait_held(hosts, RECOVERY_S)  # the other two went on; the third is back and joins
+        tiny.job.wait_held(hosts, RECOVERY_S)  # the other two resumed; the third is back and joins
         tiny.signal(JobComponent.WORKER, first, signal.SIGKILL)
         tiny.signal(JobComponent.WORKER, second, signal.SIGKILL)
         tiny.job.release()
@@ -83,7 +83,7 @@ def test_a_death_during_a_recovery_is_survived(tmp_path: Path) -> None:
         tiny.finish()
 
 
-def test_the_copy_of_the_state_for_a_newcomer_is_kept_no_longer_than_it_is_needed(tmp_path: Path) -> None:
+def test_the_copy_of_the_state_for_a_joining_host_is_freed_after_it_was_fetched(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         report = tiny.wait_training(2)
         tiny.signal(JobComponent.WORKER, "host-1", signal.SIGKILL)
@@ -94,7 +94,8 @@ def test_the_copy_of_the_state_for_a_newcomer_is_kept_no_longer_than_it_is_neede
         assert holder is not None
         credentials = Credentials(read_contact(tiny.job.run_directory).token)
         with SyncChannel(holder, credentials) as channel:
-            # Nothing is offered, so it is waited for; what is, is of a later generation than this, and refused at once.
+            # No state is offered, so the server waits for one; an offered state is of a later generation than 0, so the
+            # request for 0 would be refused at once.
             asked = channel.stream(
                 "state", FETCH_STATE, FetchStateRequest(generation=GenerationNumber(0)), timeout_s=1.0
             )
@@ -114,8 +115,8 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(tmp_
         tiny.job.hold(FailPoint.BEFORE_REDUCE, survivors, step)
         tiny.job.wait_held(survivors, RECOVERY_S)
         tiny.signal(JobComponent.WORKER, victim, signal.SIGKILL)
-        # Another order for the same place: they go on into the broken collective, and are held again in the
-        # same step of the generation that follows, before its first collective.
+        # Another order for the same failpoint: the survivors enter the broken collective, and are held again in the
+        # same step of the next generation, before its first collective.
         tiny.job.hold(FailPoint.BEFORE_REDUCE, survivors[::-1], step)
         tiny.wait_report(
             "a smaller generation",
@@ -132,7 +133,7 @@ def test_a_service_that_dies_before_the_smaller_clique_exists_costs_nothing(tmp_
         tiny.finish()
 
 
-def test_hosts_without_a_store_stop_and_go_on_when_it_is_back(tmp_path: Path) -> None:
+def test_hosts_without_a_store_stop_and_resume_when_the_store_is_back(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, options=ONE_DEVICE) as tiny:
         tiny.wait_training(2)
         tiny.job.process.send_signal(signal.SIGSTOP)
@@ -149,7 +150,7 @@ def test_hosts_without_a_store_stop_and_go_on_when_it_is_back(tmp_path: Path) ->
 
 
 def still_step(tiny: TinyJob) -> int:
-    """The step at which nobody has moved for a while; fails if that does not come."""
+    """Return the step after which no host has committed for `STILL_S`; fail if steps continue for 30 s."""
     end_s = time.monotonic() + 30.0
     while time.monotonic() < end_s:
         step, since_s = tiny.step(), time.monotonic()
@@ -160,7 +161,7 @@ def still_step(tiny: TinyJob) -> int:
     raise AssertionError("somebody trains on without the store")
 
 
-def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -> None:
+def test_a_host_without_a_network_stops_while_the_others_continue(tmp_path: Path) -> None:
     if (why_not := may_build_networks()) is not None:
         pytest.skip(why_not)
     with (
@@ -185,13 +186,13 @@ def test_a_host_without_a_network_stops_while_the_others_go_on(tmp_path: Path) -
         assert pod.steps_of(lost)[-1] > stopped_at
 
 
-def test_the_last_host_trains_on_with_all_its_devices(tmp_path: Path) -> None:
+def test_a_single_host_trains_on_all_its_devices(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 1, words=["pace=0"]) as tiny:
         wait_until("many steps", lambda: tiny.step() > 300, RECOVERY_S)
         tiny.finish()
 
 
-def test_a_store_that_comes_back_empty_ends_the_job_and_says_so(tmp_path: Path) -> None:
+def test_a_store_that_comes_back_empty_ends_the_job_with_what_to_do(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         with served_store() as store:
             pod = stack.enter_context(Pod(tmp_path, store, loopback_sites(2)))

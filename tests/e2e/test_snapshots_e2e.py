@@ -1,4 +1,4 @@
-"""No host has the whole state: kill any that parity covers, at any phase of a snapshot, and the bits come back."""
+"""Sharded state: after the loss of any hosts that parity covers, at any phase of a snapshot, every bit is restored."""
 
 import json
 import os
@@ -23,11 +23,11 @@ SERVER_PLACES = (
     FailPoint.BEFORE_COMPLETE,
     FailPoint.BEFORE_COMMITTED,
 )
-"""The last one is where the root's server tells the others: the first host's."""
+"""At the last one the root's server, that of the first host, announces the commit to the others."""
 
 
 def lose(job: ShardedJob, part: JobComponent, hosts: list[str], everybody: int) -> None:
-    """Kills them; what was promised before is kept, and all are back with a new snapshot in the end."""
+    """Kill this component on these hosts; check that no snapshot is lost, and wait for all hosts and a new snapshot."""
     promised = job.promised_step()
     before = job.report().generation
     assert before is not None
@@ -40,7 +40,7 @@ def lose(job: ShardedJob, part: JobComponent, hosts: list[str], everybody: int) 
 
 
 @pytest.mark.timeout(600)
-def test_a_lost_host_at_every_phase_of_a_snapshot_comes_back_from_parity(tmp_path: Path) -> None:
+def test_a_host_lost_at_any_phase_of_a_snapshot_is_restored_from_parity(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
         for place in (*WORKER_PLACES, *SERVER_PLACES):
@@ -56,7 +56,7 @@ def test_a_lost_host_at_every_phase_of_a_snapshot_comes_back_from_parity(tmp_pat
 
 
 @pytest.mark.timeout(600)
-def test_two_hosts_at_once_and_all_workers_at_once(tmp_path: Path) -> None:
+def test_the_loss_of_two_hosts_at_once_and_of_all_workers_at_once_is_survived(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 4, parity=2) as job:
         job.wait_protected(4)
         lose(job, JobComponent.HOST, ["host-1", "host-3"], everybody=4)
@@ -66,7 +66,7 @@ def test_two_hosts_at_once_and_all_workers_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_another_host_dies_while_the_state_is_restored_and_while_groups_are_built_anew(
+def test_a_second_death_during_the_restore_or_while_groups_are_rebuilt_is_survived(
     tmp_path: Path,
 ) -> None:
     with ShardedJob(tmp_path, 4, parity=2) as job:
@@ -87,7 +87,7 @@ def test_another_host_dies_while_the_state_is_restored_and_while_groups_are_buil
 
 
 @pytest.mark.timeout(600)
-def test_more_hosts_than_parity_end_the_job_with_what_is_lost(tmp_path: Path) -> None:
+def test_losing_more_hosts_than_parity_ends_the_job_with_what_is_lost(tmp_path: Path) -> None:
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
         for host in ("host-2", "host-3"):
@@ -115,8 +115,8 @@ def test_a_notice_to_leave_loses_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_hosts_that_leave_stay_until_the_others_are_safe_without_them(tmp_path: Path) -> None:
-    """What two of four hosts have with parity for one is of no use without the other two."""
+def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp_path: Path) -> None:
+    """With parity for one host, the shards of two of four hosts are of no use without those of the other two."""
     with ShardedJob(tmp_path, 4, parity=1) as job:
         job.wait_protected(4)
         before = job.report().generation
@@ -141,7 +141,7 @@ def test_hosts_that_leave_stay_until_the_others_are_safe_without_them(tmp_path: 
 
 
 @pytest.mark.timeout(600)
-def test_a_state_that_each_host_has_whole_on_its_own_devices_needs_no_snapshot(tmp_path: Path) -> None:
+def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_snapshot(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(CONFIG)
     job = LocalJob(
         [str(JOBS / "hybrid.py"), str(tmp_path)],

@@ -1,7 +1,8 @@
-"""A step is finished whoever dies where in it: the same microbatches, the same bits.
+"""A step is finished whichever host dies at whichever failpoint: the same microbatches, the same bits.
 
-Each test is one job that lives through a row of incidents, with everybody back in between. At the end `TinyJob.finish`
-compares the weights and the optimizer's state after every step, on every host, with those of a run that nobody touched.
+Each test is one job that survives several incidents; all hosts are back before the next one. At the end
+`TinyJob.finish` compares the weights and the optimizer state after every step, on every host, with those of a run
+without failures.
 """
 
 import signal
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 HOSTS = 4
 MICROBATCHES = 14
 DEATHS = ("one worker", "two workers", "a worker and the coordination service")
-"""The second leaves a single other one, the third makes everybody form a new world; in each they come back."""
+"""Two workers leave a single other follower; the service's death makes all hosts form a new world. All come back."""
 PLACES = (
     "before its first microbatch",
     "between microbatches",
@@ -40,7 +41,7 @@ def members(report: JobReport) -> list[HostName]:
 
 
 def victims_of(report: JobReport, death: str) -> list[HostName]:
-    """Not the leader's: its service is a death of its own."""
+    """Return the victims, never the leader: the death of its coordination service is a case of its own."""
     followers = [host for host in members(report) if host != report.leader]
     return followers[:2] if death == "two workers" else followers[-1:]
 
@@ -54,21 +55,21 @@ def live_through(tiny: TinyJob, place: str, death: str) -> None:
         case "before its first microbatch":
             hold(tiny, FailPoint.BEFORE_MICROBATCH, victims, step)
         case "between microbatches":
-            # The last one of a unit of two: each host has some.
+            # The last microbatch of a unit of two: each host has at least one unit.
             hold(tiny, FailPoint.BEFORE_MICROBATCH, victims[:1], step, last_index(tiny, victims[0]))
         case "in the reduction":
-            hold(tiny, FailPoint.BEFORE_REDUCE, victims, step)  # everybody else waits inside
+            hold(tiny, FailPoint.BEFORE_REDUCE, victims, step)  # all others wait inside
         case "after the reduction":
             hold(tiny, FailPoint.AFTER_REDUCE, members(report), step)
         case "in the update":
             hold(tiny, FailPoint.BEFORE_COMMIT, members(report), step)
         case "in recovery":
-            # A first death in the reduction; then, in the same step of the next generation, the others.
+            # One host dies in the reduction; the victims die in the same step of the next generation.
             first = next(host for host in members(report) if host not in victims and host != report.leader)
             hold(tiny, FailPoint.BEFORE_REDUCE, [first], step)
             tiny.signal(
                 JobComponent.WORKER, first, signal.SIGKILL
-            )  # while it is held: the next order lets it go
+            )  # while the host is held: the next order releases it
             tiny.job.hold(FailPoint.AFTER_REDUCE, victims, step)
             tiny.job.wait_held(victims, RECOVERY_S)
         case _:
@@ -87,21 +88,21 @@ def hold(tiny: TinyJob, place: FailPoint, hosts: Sequence[str], step: int, index
 
 
 def last_index(tiny: TinyJob, host: str) -> int:
-    """The last microbatch that a host computes in a step of the present generation."""
+    """Return the last microbatch that a host computes in a step of the present generation."""
     rows = [row for rows in tiny.logs().values() for row in rows]
     newest = max(rows, key=lambda row: row["step"])
     return max(index for index, owner in enumerate(newest["owners"]) if owner == host)
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_the_weights_are_those_of_an_undisturbed_run(death: str, tmp_path: Path) -> None:
+def test_the_weights_equal_those_of_a_run_without_failures(death: str, tmp_path: Path) -> None:
     with TinyJob(tmp_path, HOSTS) as tiny:
         for place in PLACES:
             live_through(tiny, place, death)
         tiny.finish()
 
 
-def test_one_host_of_a_replica_of_two_dies(tmp_path: Path) -> None:
+def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -> None:
     with TinyJob(tmp_path, HOSTS, options=ONE_DEVICE, words=["hosts=2"]) as tiny:
         for place in PLACES:
             live_through(tiny, place, "one worker")
@@ -121,8 +122,8 @@ def test_one_host_of_a_replica_of_two_dies(tmp_path: Path) -> None:
     ),
     unit=st.sampled_from([1, 3, 5]),
 )
-def test_random_failures(incidents: list[tuple[str, str]], unit: int, tmp_path: Path) -> None:
-    """Few, for each is a job; the pure machine has many (tests/unit/test_assignment.py)."""
+def test_random_failures_leave_the_weights_unchanged(incidents: list[tuple[str, str]], unit: int, tmp_path: Path) -> None:
+    """Few examples, since each is a job; tests/unit/test_assignment.py runs many on the pure machine."""
     work = Path(tempfile.mkdtemp(dir=tmp_path))
     with TinyJob(work, HOSTS, words=[f"unit={unit}"]) as tiny:
         for place, death in incidents:
@@ -130,7 +131,7 @@ def test_random_failures(incidents: list[tuple[str, str]], unit: int, tmp_path: 
         tiny.finish(more_steps=10)
 
 
-def test_several_replicas_on_a_host(tmp_path: Path) -> None:
+def test_a_death_among_hosts_with_several_replicas_is_survived(tmp_path: Path) -> None:
     with TinyJob(tmp_path, 2, words=["per_host=2", "unit=1"]) as tiny:
         report = tiny.wait_training(2)
         assert report.generation is not None
@@ -177,7 +178,7 @@ def test_four_hosts_then_one_then_four(tmp_path: Path) -> None:
         tiny.finish()
 
 
-def test_what_is_computed_and_read_again_is_what_the_dead_had(tmp_path: Path) -> None:
+def test_only_the_microbatches_of_the_dead_host_are_computed_and_read_again(tmp_path: Path) -> None:
     with TinyJob(tmp_path, HOSTS) as tiny:
         report = tiny.wait_training(HOSTS)
         assert report.generation is not None
@@ -194,11 +195,11 @@ def test_what_is_computed_and_read_again_is_what_the_dead_had(tmp_path: Path) ->
     counts = computed_in(tmp_path, step)
     assert {index for index, count in counts.items() if count > 1} == dead, counts
     for host in members(report):
-        if host != victim:  # what they had read they still have; what they got new they read once
+        if host != victim:  # batches read before the death are kept; newly assigned ones are read once
             read = count_lines(tmp_path, f"reads-{host}-*")
             assert {count for (at, _), count in read.items() if at == step} == {1}, read
 
 
 def computed_in(work: Path, step: int) -> dict[int, int]:
-    """How often each microbatch of a step was begun, by any process."""
+    """Return how often each microbatch of a step was begun, by any process."""
     return {index: count for (at, index), count in count_lines(work, "microbatches-*").items() if at == step}

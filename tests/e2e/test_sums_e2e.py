@@ -1,11 +1,11 @@
-"""Sums over hosts, against numpy."""
+"""All-reduces over hosts, compared with numpy."""
 
 from pathlib import Path
 
 from launched import JOBS, run_launch
 
 
-def test_ordered_sums_are_numpys_bit_for_bit(tmp_path: Path) -> None:
+def test_ordered_sums_equal_those_of_numpy_bit_for_bit(tmp_path: Path) -> None:
     ended = run_launch(
         [str(JOBS / "sums.py")], tmp_path / "run", hosts=3, options=["--devices-per-host", "2"]
     )

@@ -1,4 +1,4 @@
-"""A whole job under mutual TLS: store, agents, and the state that one worker sends another."""
+"""A job under mutual TLS: store, agents, and the state that one worker sends another."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ADDRESSES = {"host-0": "127.0.2.2", "host-1": "127.0.2.3"}
 
 
 def lay_out(authority: Authority, host: str, folder: Path) -> Path:
-    """The folder that `--tls` wants, for one host."""
+    """Return the folder that `--tls` expects, for one host."""
     folder.mkdir()
     files = authority.sign(host, host=ADDRESSES[host])
     for source, name in (
@@ -37,7 +37,7 @@ def worker_of(agent: HandStartedAgent) -> psutil.Process:
     return found
 
 
-def test_a_worker_comes_back_and_fetches_the_state_under_tls(tmp_path: Path) -> None:
+def test_a_worker_that_comes_back_fetches_the_state_under_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority", "job")
     (tmp_path / "job.toml").write_text(CONFIG)
     store = f"{ADDRESSES['host-0']}:{free_port()}"
@@ -69,5 +69,5 @@ def test_a_worker_comes_back_and_fetches_the_state_under_tls(tmp_path: Path) -> 
 
 
 def count_of(work: Path, host: str) -> int:
-    """How many workers of this host have committed steps."""
+    """Return how many workers of this host have committed steps."""
     return sum(name.startswith(host) and bool(rows) for name, rows in read_logs(work).items())

@@ -1,4 +1,4 @@
-"""The user's own mistakes: shown once, last, in their own words, and never retried."""
+"""Errors in user code: shown once, as the last output, verbatim, and never retried."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_arrays_made_before_run_are_refused_with_what_to_do(tmp_path: Path) -> N
     assert "Make arrays inside `train`" in ended.last_words
 
 
-def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_never_calls_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
     ended = run_with("no-run", tmp_path)
     assert ended.code == 2
     assert (
@@ -69,7 +69,7 @@ def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
     )
 
 
-def test_a_collective_that_fails_for_no_death_ends_the_job_after_some_retries(tmp_path: Path) -> None:
+def test_a_collective_that_fails_without_a_death_ends_the_job_after_some_retries(tmp_path: Path) -> None:
     ended = run_with("collective", tmp_path)
     assert ended.code == 1
     assert "in a row at step 5 although no host died; the last error:" in ended.last_words, ended.output

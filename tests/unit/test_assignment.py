@@ -109,7 +109,7 @@ def test_intact_replicas_stay_together_and_survivors_of_broken_ones_are_regroupe
     assert locate_replicas([2, 3, 5], shape) == (ReplicaLocation((0, 1)),)
 
 
-def test_several_replicas_on_a_host() -> None:
+def test_a_host_has_several_replicas_if_the_shape_asks_for_them() -> None:
     seats = (
         ReplicaLocation((0,), 0),
         ReplicaLocation((0,), 1),

@@ -1,4 +1,4 @@
-"""Trains three steps, then works on: until the file end-HOST in the folder of its argument says that it may end."""
+"""A script that trains three steps, then works until the file end-HOST exists in the folder of its argument."""
 
 import os
 import sys

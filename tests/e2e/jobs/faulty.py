@@ -1,4 +1,4 @@
-"""A job with one fault of the user's own: faulty.py FAULT. It reduces a number over the hosts each step."""
+"""A job with one error of the user's: faulty.py FAULT. Every step all-reduces a number over the hosts."""
 
 import importlib
 import os
@@ -23,7 +23,7 @@ elif FAULT == "killed":
 
 def fail(step: int, host: str) -> None:
     if FAULT == "chatty":
-        print("\n".join(100 * "x" for _ in range(20_000)))  # far more than a pipe holds
+        print("\n".join(100 * "x" for _ in range(20_000)))  # far more than the capacity of a pipe
     if FAULT == "exit-7" and host == "host-1":
         sys.exit(7)
     if FAULT == "one-host" and host == "host-1":

@@ -1,7 +1,7 @@
-"""A job whose state every host has whole, cut over its own devices, on a mesh of all hosts: hybrid sharding.
+"""A job with hybrid sharding on a mesh of all hosts: replicated over hosts, sharded over the devices of each.
 
-Usage: hybrid.py WORK_DIR. Trains until WORK_DIR has a file `stop`; then each host writes `final-<host>.json`: the steps
-done, and the least and greatest number of the weights, which count the steps too.
+Usage: hybrid.py WORK_DIR. The job trains until WORK_DIR has a file `stop`; then each host writes `final-<host>.json`:
+the steps done, and the least and greatest element of the weights, which count the steps, too.
 """
 
 import json

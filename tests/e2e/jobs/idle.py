@@ -1,4 +1,4 @@
-"""A script that never comes to `rj.run`: for tests of agents alone."""
+"""A script that never calls `rj.run`, for tests of agents alone."""
 
 import time
 

@@ -1,7 +1,7 @@
-"""A tiny job whose state lies cut over all hosts: no host has it whole, so a lost host is restored from memory.
+"""A tiny job whose state is sharded over all hosts, so that a lost host's shards are restored from snapshots.
 
-Usage: sharded.py WORK_DIR [pace=SECONDS]. Reads the order `stop` in WORK_DIR as tiny.py does, and
-writes `steps-<host>-<pid>.jsonl`: a line a committed step, with the SHA-256 of the whole weights and optimizer state.
+Usage: sharded.py WORK_DIR [pace=SECONDS]. The job reads the order `stop` in WORK_DIR as tiny.py does, and writes
+`steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of the complete weights and optimizer state.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def accumulate(total: Any, params: Any, rows: jax.Array) -> Any:
 
 @jax.jit
 def update(state: State, gradients: Any) -> State:
-    """RMSProp with momentum: each number for itself, so that it does not matter how they are cut."""
+    """Return the state after a step of RMSProp with momentum: elementwise, so that sharding changes no bit."""
     gradients = jax.tree.map(lambda g: g / MICROBATCHES, gradients)
     mean = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, state["mean"], gradients)
     square = jax.tree.map(lambda s, g: DECAY * s + (1 - DECAY) * g * g, state["square"], gradients)

@@ -1,15 +1,15 @@
-"""A tiny job whose weights are the same bits whoever dies; it trains for as long as the harness wants.
+"""A tiny job whose weights have the same bits whichever hosts die; the harness decides how long it trains.
 
-Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS] [slow=HOST]. With a slow host work is
-shared out by speed. In WORK_DIR it reads orders:
-- `stop`: the number of the step at which everybody stops; written well ahead;
-- `compile`: the number of a step in which everybody compiles something that takes a while; a host that begins
-  to writes `compiling-<host>-<step>`;
-and says what it did, in files of each process:
-- `steps-<host>-<pid>.jsonl`: a line a committed step, with the SHA-256 of weights and optimizer state, and whose
-  microbatches were committed;
-- `microbatches-<host>-<pid>.jsonl`: a line for each microbatch that it began to compute;
-- `reads-<host>-<pid>.jsonl`: a line for each microbatch that it read;
+Usage: tiny.py WORK_DIR [fast] [hosts=N | per_host=N] [unit=N] [pace=SECONDS] [slow=HOST]. With a slow host microbatches
+are assigned by speed. The harness writes orders to WORK_DIR:
+- `stop`: the step at which all hosts stop; written well ahead;
+- `compile`: a step in which all hosts compile for about a second; a host that begins to compile writes
+  `compiling-<host>-<step>`.
+Each process logs what it did:
+- `steps-<host>-<pid>.jsonl`: a line per committed step, with the SHA-256 of weights and optimizer state, and the owners
+  of the committed microbatches;
+- `microbatches-<host>-<pid>.jsonl`: a line for each microbatch that the process began to compute;
+- `reads-<host>-<pid>.jsonl`: a line for each microbatch that the process read;
 - `final-<host>.npz`: the state at the end.
 """
 
@@ -42,19 +42,19 @@ NEVER = 10**9
 PACE_S = float(WORDS.get("pace", 0.02))
 BRISK_STEPS = 10
 REST_S = 0.1
-"""After so many steps of a generation that lacks hosts (of the number in TINY_JOB_HOSTS) each takes so much longer: it
-leaves processor time to the workers that come back. All hosts of a test share two cores, and steps that nobody waits
-for would take most of it."""
+"""Pause per step after BRISK_STEPS of a generation with fewer hosts than TINY_JOB_HOSTS: it leaves processor time to
+the workers that come back. All hosts of a test share two cores, and steps that no test waits for would take most of
+it."""
 ALL_HOSTS = int(os.environ.get("TINY_JOB_HOSTS", 0))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
 traces = 0
 
 SLOW_S = 0.06
-"""More to each microbatch, which takes some milliseconds, or some more on a busy machine."""
+"""Added to each microbatch, which takes some milliseconds, or more on a busy machine."""
 
 
 def step_in(name: str) -> int:
-    """The step that the harness wrote into a file; one that never comes if there is none."""
+    """Return the step that the harness wrote into a file; without the file, NEVER."""
     try:
         return int((WORK / name).read_text())
     except (OSError, ValueError):
@@ -62,7 +62,7 @@ def step_in(name: str) -> int:
 
 
 def init_state() -> tuple[dict[str, jax.Array], optax.OptState]:
-    random = np.random.default_rng(0)  # jax.random's programs would take every job a second to compile
+    random = np.random.default_rng(0)  # compiling the programs of jax.random would take each job a second
     params = {name: jnp.asarray(random.standard_normal((SIZE, SIZE), np.float32)) for name in "ab"}
     return params, OPTIMIZER.init(params)
 
@@ -74,7 +74,7 @@ def loss_of(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
 @jax.jit
 def accumulate(total: tuple, params: dict[str, jax.Array], rows: jax.Array) -> tuple:
     global traces
-    traces += 1  # runs when it is traced
+    traces += 1  # runs only while `accumulate` is traced
     return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, rows))
 
 
@@ -94,7 +94,7 @@ def digest(state: tuple) -> str:
 
 
 def compile_for_long(step: int, host: str) -> None:
-    """Compiles something that no cache has, for about a second."""
+    """Compile a program that no cache has, for about a second."""
     (WORK / f"compiling-{host}-{step}").touch()
 
     def long(x: jax.Array) -> jax.Array:
@@ -106,12 +106,12 @@ def compile_for_long(step: int, host: str) -> None:
 
 
 def program_count(jitted: Any) -> int:
-    """How many programs a jitted function has compiled; JAX has no public word for it."""
+    """Return how many programs a jitted function has compiled; JAX has no public API for it."""
     return jitted._cache_size()
 
 
 class Rows:
-    """Made-up data that says what was read of it."""
+    """A source of random batches that logs each read."""
 
     def __init__(self, log: TextIO) -> None:
         self._log = log
@@ -123,7 +123,7 @@ class Rows:
         return rows[k * ROWS // n : (k + 1) * ROWS // n]
 
     def lengths(self, step: int, index: int) -> None:
-        """Not packed."""
+        """Return None: the data is not packed."""
 
 
 def open_log(kind: str, host: str) -> TextIO:
