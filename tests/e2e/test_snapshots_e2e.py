@@ -141,7 +141,9 @@ def test_hosts_that_leave_stay_until_the_others_have_a_snapshot_without_them(tmp
 
 
 @pytest.mark.timeout(600)
-def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_snapshot(tmp_path: Path) -> None:
+def test_a_state_that_is_replicated_over_hosts_and_sharded_within_each_needs_no_snapshot(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "job.toml").write_text(CONFIG)
     job = LocalJob(
         [str(JOBS / "hybrid.py"), str(tmp_path)],

@@ -122,7 +122,9 @@ def test_the_death_of_one_host_of_a_replica_of_two_is_survived(tmp_path: Path) -
     ),
     unit=st.sampled_from([1, 3, 5]),
 )
-def test_random_failures_leave_the_weights_unchanged(incidents: list[tuple[str, str]], unit: int, tmp_path: Path) -> None:
+def test_random_failures_leave_the_weights_unchanged(
+    incidents: list[tuple[str, str]], unit: int, tmp_path: Path
+) -> None:
     """Few examples, since each is a job; tests/unit/test_assignment.py runs many on the pure machine."""
     work = Path(tempfile.mkdtemp(dir=tmp_path))
     with TinyJob(work, HOSTS, words=[f"unit={unit}"]) as tiny:
