@@ -60,7 +60,7 @@ class _SaveInFlight:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LoadWait:
-    """How long to wait for a load: its start, and a check that may end it early."""
+    """How long to wait for a load: the start, and a check that may end the wait early."""
 
     since_s: float
     check: Callable[[], None] | None
@@ -159,7 +159,7 @@ class OrbaxStore:
         return True
 
     def poll_save(self, record_event: RecordEvent = ignore_event) -> None:
-        """Record the outcome of the save in flight, if it has one. Does not wait."""
+        """Record the outcome of the save in flight, if there is one. Do not wait."""
         self._wait_save(record_event, timeout_s=0.0)
 
     def wait_until_finished(
@@ -302,7 +302,7 @@ class OrbaxStore:
             os.close(descriptor)
 
     def _ask(self, request: Request, wait: _LoadWait, descriptor: int | None = None) -> Reply:
-        """Return the reply to a request. If the wait is broken off, the process ends, because it owes a reply."""
+        """Return the reply to a request. If the wait is interrupted, kill the process: it still owes the reply."""
         try:
             self._connect().send(request, descriptor)
             while (reply := self._receive(POLL_INTERVAL_S, wait.since_s)) is None:

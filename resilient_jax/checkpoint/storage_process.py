@@ -1,6 +1,6 @@
 """The storage process, the only one that imports Orbax. It serves one request after the other.
 
-Usage: storage_process.py SOCKET PARENT. It ends with its worker: the socket closes, and the kernel kills it.
+Usage: storage_process.py SOCKET PARENT. It ends with its worker: the socket closes, and the kernel kills the process.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ REPLICA_AXES: Final = (Axis.FSDP, Axis.EXPERT, Axis.TENSOR)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How one generation computes.
+    """How the steps of one generation are computed.
 
     Attributes:
         replica_shape: of its replicas.
@@ -96,7 +96,7 @@ class Arranger:
 
 
 class PlanSearcher:
-    """Searches plans for one program, and turns them into arrangements; keeps what it found."""
+    """Searches plans for one program, and turns them into arrangements; caches the plans found."""
 
     def __init__(self, config: FitConfig) -> None:
         assert config.planner is not None
@@ -170,7 +170,7 @@ class PlanSearcher:
             )
 
     def make_arrangement(self, plan: Plan, devices: list[Device], params: Tree) -> Arrangement:
-        """Return what a plan means on a host with these devices."""
+        """Return the arrangement that a plan gives a host with these devices."""
         sizes = {axis: plan.axis_sizes[axis] for axis in REPLICA_AXES}
         axes = tuple((axis.value, size) for axis, size in sizes.items())
         per_host = len(devices) // plan.layout.axes.devices

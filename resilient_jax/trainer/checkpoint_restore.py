@@ -25,7 +25,7 @@ def restore_newest(
 ) -> tuple[int, Tree] | None:
     """Return the step and the state of the newest checkpoint that all hosts can read. All hosts must call this.
 
-    Each checkpoint that some host cannot read is an event, on every host. None: nothing was ever saved here.
+    Each checkpoint that some host cannot read is an event, on every host. None: the directory has no checkpoint.
 
     Args:
         world: the hosts.

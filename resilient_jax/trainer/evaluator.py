@@ -12,7 +12,7 @@ from resilient_jax.worker.world import World
 
 
 class Evaluator:
-    """Evaluates; owns the evaluation's data and program."""
+    """Runs the evaluation, with its own data and program."""
 
     def __init__(self, config: FitConfig, programs: StepPrograms) -> None:
         assert config.evaluation is not None

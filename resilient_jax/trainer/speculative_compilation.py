@@ -78,7 +78,7 @@ class SpeculativeCompiler:
         """Compile for these hosts; return False if there was nothing to do."""
         try:
             plan = self._planner.find_plan(hosts)
-        except CallerError:  # such a world is refused, with the reason, when it comes
+        except CallerError:  # such a world is refused, with the reason, when it forms
             return False
         then = self._planner.make_arrangement(plan, devices, self._programs.abstract_state.variables.params)
         has_compiled = False
@@ -162,7 +162,7 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - 
 
 
 def _make_key(arrangement: Arrangement) -> Key:
-    """Return the key of an arrangement, without devices, which keys may outlive."""
+    """Return a key without devices, because keys may outlive them."""
     return arrangement.replica_shape, arrangement.placement.with_abstract_mesh()
 
 
