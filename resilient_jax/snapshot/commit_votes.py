@@ -12,7 +12,7 @@ from resilient_jax.protocol.snapshots import SnapshotId
 from resilient_jax.snapshot.messages import CommitOutcome, CompleteReply
 
 MAX_SNAPSHOTS_KEPT: Final = 64
-"""Snapshots whose votes and outcome are kept, for hosts that ask late."""
+"""Snapshots whose votes and outcome are kept, for late requests."""
 
 
 class CommitVotes:

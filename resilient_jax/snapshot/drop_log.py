@@ -11,7 +11,7 @@ from resilient_jax.snapshot.slot_choice import format_snapshot_id
 from resilient_jax.snapshot.slot_listener import SlotListener
 
 MAX_DROPPED_KEPT: Final = 64
-"""Dropped snapshots whose reasons are kept, for hosts that ask late."""
+"""Dropped snapshots whose reasons are kept, for late requests."""
 
 
 class DropLog:

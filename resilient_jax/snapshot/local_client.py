@@ -38,7 +38,7 @@ OPEN_TIMEOUT_S: Final = 600.0
 """Longer, because the memory is prefaulted: about a second for a GB."""
 CHECK_INTERVAL_S: Final = 0.1
 MAX_SETTLED_KEPT: Final = 64
-"""Snapshots whose outcome is kept for late questions."""
+"""Snapshots whose outcome is kept, for late calls of `wait_settled`."""
 
 ReplyT = TypeVar("ReplyT", bound=ServerReply)
 
@@ -106,7 +106,7 @@ class LocalServerClient:
         except (PeerUnreachable, OSError):
             with contextlib.suppress(
                 OSError
-            ):  # a slot that the server gives, now or later, must not stay blocked
+            ):  # a slot that the server assigns, now or later, must not stay blocked
                 self._connection.send(AbandonSnapshot(request_id=next(self._request_ids), id=id))
             raise
         view = memoryview(mapped)[reply.offset :][: reply.part_bytes]

@@ -69,7 +69,7 @@ NEW_WORKER_DECODER: msgspec.msgpack.Decoder[NewWorker] = msgspec.msgpack.Decoder
 
 
 class OpenLayout(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Open a layout for all later snapshots. Reply: `Slots`, with a descriptor of each.
+    """Open a layout for all later snapshots. Reply: `SlotsReady`, with a descriptor of each.
 
     Attributes:
         restored: the snapshot that the generation resumes from, the same on every host.
@@ -88,7 +88,7 @@ class BeginSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class FinishSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The part is written and will not change any more. Reply: `Done`."""
+    """The part is written and final. Reply: `RequestDone`."""
 
     request_id: int
     id: SnapshotId
@@ -96,7 +96,7 @@ class FinishSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AbandonSnapshot(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The part will not be finished, and the worker no longer writes to it. Reply: `Done`."""
+    """The part will not be finished, and the worker no longer writes to it. Reply: `RequestDone`."""
 
     request_id: int
     id: SnapshotId
@@ -184,7 +184,7 @@ SERVER_MESSAGE_DECODER: msgspec.msgpack.Decoder[ServerReply | ServerNotification
 
 
 class Region(enum.StrEnum):
-    """The region of a slot that a read is of."""
+    """The region of a slot that a read refers to."""
 
     PART = "part"
     PARITY = "parity"
@@ -266,7 +266,7 @@ class CommitOutcome(enum.StrEnum):
 
 
 class CompleteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Report to the root that this host is complete, or only ask for the outcome. Repeated until that is known."""
+    """Report to the root that this host is complete, or only ask for the outcome. Repeated until it is decided."""
 
     id: SnapshotId
     host: HostName

@@ -63,7 +63,7 @@ CONCURRENT_PIECES: Final = 2
 MIN_RETRY_INTERVAL_S: Final = 0.01
 MAX_RETRY_INTERVAL_S: Final = 0.5
 MAX_ATTEMPTS: Final = 5
-"""Of a call whose failure may be transient, such as a corrupt transfer, but does not go away by waiting."""
+"""Of a call whose failure may be transient, such as a corrupt transfer, but is not resolved by waiting alone."""
 ROOT_POLL_INTERVAL_S: Final = 0.005
 """Between two polls of the root by any host of the job: a rate that the root serves with a small part of a core."""
 

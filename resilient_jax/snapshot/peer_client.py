@@ -9,7 +9,7 @@ from resilient_jax.transport.method import RequestT, ResponseT
 
 
 class PeerClient:
-    """Connects when first used; safe to share between threads."""
+    """A client of one server, connected when first used; safe to share between threads."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address = address

@@ -63,7 +63,7 @@ NICENESS = 5
 
 
 class SnapshotServer:
-    """The parts of a server that live as long as its process."""
+    """The slots, services and threads of a server process."""
 
     def __init__(self, settings: ServerSettings) -> None:
         credentials = Credentials.from_paths(settings.token, settings.tls)

@@ -70,7 +70,7 @@ def is_outdated(held: SnapshotProgress, everything: Iterable[SnapshotProgress]) 
 def recency_key(id: SnapshotId) -> tuple[int, int]:
     """Return a sort key that is greater for the later snapshot.
 
-    Steps alone do not order snapshots: a generation that goes back some steps takes later snapshots of fewer steps.
+    Steps alone do not order snapshots: a generation that resumes from an earlier step takes newer ones at lower steps.
     """
     return (id.generation, id.step)
 

@@ -83,7 +83,7 @@ class SlotContents:
         return self.slot_layout.mapped_bytes + self._manifests_end - self.memory.mapped_bytes
 
     def advance(self, phase: SlotPhase, wall_s: float = 0.0) -> None:
-        """Write a header with this phase; everything that the phase stands for must be stored."""
+        """Write a header with this phase; the data that the phase vouches for must be stored before."""
         self.phase = phase
         self.wall_s = wall_s or self.wall_s
         self.memory.write_header(self._make_header())

@@ -1,7 +1,7 @@
 """The memory of a slot: a sealed memfd, prefaulted so that no later write waits for the kernel, and its header.
 
-A slot holds one snapshot of its host: the header, the part, the parity chunks that the host keeps for others, and the
-checksums of their blocks; behind them, in memory that no worker maps, the manifests of the group. Only the server
+A slot contains one snapshot of its host: the header, the part, the parity chunks that the host keeps for others, and
+the checksums of their blocks; behind them, in memory that no worker maps, the manifests of the group. Only the server
 writes the header, and only after everything that the header vouches for. The header has a checksum of its own, so a
 corrupt header vouches for nothing.
 
@@ -133,13 +133,13 @@ class SlotMemory:
         """Allocate and prefault the memory.
 
         Raises:
-            SnapshotRefused: the kernel does not give the memory.
+            SnapshotRefused: the kernel cannot allocate the memory.
         """
         self.number = number
         self.mapped_bytes = mapped_bytes
         self.descriptor = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.fchmod(self.descriptor, 0o600)  # who may open it through /proc
+            os.fchmod(self.descriptor, 0o600)  # only this user may open it through /proc
             os.ftruncate(self.descriptor, mapped_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._mapped = mmap.mmap(self.descriptor, mapped_bytes, flags=mmap.MAP_SHARED)

@@ -147,10 +147,10 @@ class SlotTable:
     # Memory.
 
     def allocate(self) -> None:
-        """Give every free slot the memory that the layout needs, which takes about a second for a GB.
+        """Allocate the memory that the layout needs for every free slot, which takes about a second for a GB.
 
         Raises:
-            SnapshotRefused: the kernel does not give the memory.
+            SnapshotRefused: the kernel cannot allocate the memory.
         """
         while (found := self._take_undersized()) is not None:
             slot, mapped_bytes = found

@@ -131,7 +131,7 @@ class SnapshotReader:
 
         Raises:
             SnapshotLost: more is lost than parity covers; the message lists what is lost and what survives. The
-                contents of the targets are then undefined, but no thread writes to them any more.
+                contents of the targets are then undefined, but no thread still writes to them.
         """
         self._run([job for read in reads for job in self._split_units(read)])
 
@@ -257,7 +257,7 @@ class SnapshotReader:
             self._bytes_read.update(given)
 
     def _run(self, jobs: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
-        """Run jobs several at a time and return their results. After an error none of them is running any more."""
+        """Run jobs several at a time and return their results. No job is still running when an error is raised."""
         futures = [self._units.submit(job) for job in jobs]
         pending = set(futures)
         try:

@@ -2,8 +2,8 @@
 
 Rules.
 - The slot of the newest committed snapshot is never written to, nor is one whose snapshot may still be committed.
-- A slot that a worker may write to is given to no other snapshot until that worker ends its write or its connection
-  closes.
+- A slot that a worker may write to is not assigned to another snapshot until that worker ends its write or its
+  connection closes.
 - A snapshot that is complete here is not dropped, since other hosts may count on it. Only the next generation decides:
   the snapshot that it restores counts as committed, and newer ones are dropped.
 - Snapshots of an older generation that are not complete when a new layout is opened are dropped.
@@ -196,7 +196,7 @@ class SnapshotSlots:
                 self.changed.notify_all()
 
     def is_held(self, contents: object) -> bool:
-        """Return whether contents are still in their slot: if so, bytes read from them meanwhile were theirs."""
+        """Return whether contents are still in their slot: if so, the bytes that were read from them are valid."""
         with self.changed:
             return self.table.has(contents)
 

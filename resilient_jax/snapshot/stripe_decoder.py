@@ -30,8 +30,8 @@ class StripeShard(NamedTuple):
     Attributes:
         number: in the stripe.
         host: that has it.
-        region: where.
-        row: of parity.
+        region: the host's part, or a parity chunk that it keeps.
+        row: of the parity chunk.
         offset: of the shard's first byte in the region.
     """
 

@@ -46,7 +46,7 @@ class Survivors:
         return host in self._failures
 
     def failure_reason(self, host: HostName) -> str:
-        """Return why a host cannot be read from, as far as is known."""
+        """Return why a host cannot be read from: its recorded failure, or that it does not have the snapshot."""
         return self._failures.get(host, "it is not among those that have the snapshot complete")
 
     def fetch_manifest(self, survivor: HostName, host: HostName) -> PartManifest:

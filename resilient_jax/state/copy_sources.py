@@ -115,7 +115,7 @@ def is_on_accelerator(leaves: Sequence[FlatLeaf]) -> bool:
 
 
 def start_host_transfer(tasks: Sequence[CopyTask]) -> list[CopyTask]:
-    """Return the same tasks with their bytes on the way to host memory; only the slices are sent, cut on the devices.
+    """Start the transfer to host memory; return the tasks with the arrays on the way, which are cut to the slices.
 
     Returns at once. The slicing programs are in the devices' queues, before everything that is dispatched later.
     """

@@ -86,4 +86,4 @@ def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # else the error holds this frame, this frame the error, and both the arrays
+        errors.clear()  # otherwise error and frame refer to each other and keep the arrays alive
