@@ -15,6 +15,8 @@ AHEAD_STEPS = 2
 """Lead of a failpoint's step: no host has begun that step yet, although the store's records lag behind."""
 COLLECTIVE_ENTRY_S = 0.3
 """Time for the other hosts to enter the all-reduce once the late host is held before its own."""
+EVENTS_INTERVAL_S = 0.05
+"""Time between two readings of all events: readings take processor time from the recovery that is measured."""
 
 
 def wait_training(job: ObservedJob, hosts: Collection[str], num_steps: int, timeout_s: float) -> JobReport:
@@ -68,5 +70,8 @@ def wait_stall(job: ObservedJob, fault_s: float, timeout_s: float) -> Stall:
         JobEnded: the job ended before.
     """
     return job.wait_for(
-        "a step after the fault", lambda: measure_stall(job.read_events(), fault_s), timeout_s
+        "a step after the fault",
+        lambda: measure_stall(job.read_events(), fault_s),
+        timeout_s,
+        EVENTS_INTERVAL_S,
     )

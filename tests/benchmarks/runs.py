@@ -16,10 +16,11 @@ import msgspec
 
 from benchmarks.paths import IMPORT_PATHS
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.recovery import wait_training
 from resilient_jax.cluster.child_process import bind_to_this_process
 from resilient_jax.cluster.job_report import JobReport
+from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
-from resilient_jax.protocol.records import GenerationPhase
 
 HOSTS = 4
 MANY_STEPS = 100_000
@@ -156,20 +157,4 @@ def read_times(work: Path) -> list[float]:
 
 def wait_healthy(job: LocalJob) -> JobReport:
     """Return a report after all hosts have trained together for `HEALTHY_STEPS` steps."""
-    first = job.wait_report("all hosts training", are_all_training, REPORT_TIMEOUT_S)
-    target = max(h.step for h in first.hosts) + HEALTHY_STEPS
-    return job.wait_report(
-        f"step {target}", lambda report: max(h.step for h in report.hosts) >= target, REPORT_TIMEOUT_S
-    )
-
-
-def are_all_training(report: JobReport) -> bool:
-    """Return whether every host is a member and has finished a step."""
-    generation = report.generation
-    if (
-        generation is None
-        or generation.phase is not GenerationPhase.ACTIVE
-        or len(generation.members) < HOSTS
-    ):
-        return False
-    return all(h.worker is not None and h.worker.report.has_finished_step for h in report.hosts)
+    return wait_training(job, make_host_names(HOSTS), HEALTHY_STEPS, REPORT_TIMEOUT_S)

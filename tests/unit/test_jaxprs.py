@@ -10,9 +10,10 @@ X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 def test_a_walk_carries_values_from_inputs_to_outputs():
     jaxpr = jax.make_jaxpr(lambda x, y: (x * y + 1.0, y))(X, X).jaxpr
+    inputs: tuple[int, ...] = (0, 5)
     depths = walk(
         jaxpr,
-        (0, 5),
+        inputs,
         lambda equation, operands: [max(operands) + 1] * len(equation.outvars),
         read_constant=lambda _: 0,
         read_literal=lambda _: 0,

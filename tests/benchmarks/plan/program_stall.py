@@ -2,17 +2,16 @@
 
 import dataclasses
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.paths import REPOSITORY
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.recovery import EVENTS_INTERVAL_S, hold_collective
 from resilient_jax.cluster.job_report import JobComponent
-from resilient_jax.errors import InternalError
-from resilient_jax.events import EventKind
-from resilient_jax.protocol.failpoints import FailPoint
+from resilient_jax.events import Event, EventKind
 from resilient_jax.telemetry.stall import Stall, measure_stall
 
 HOSTS = 4
@@ -23,7 +22,6 @@ MANY_STEPS = 10_000
 MIN_STEPS = 4
 """Steps before the kill, so that the programs of the first step are compiled by then."""
 STALL_TIMEOUT_S = 400.0
-POLL_INTERVAL_S = 0.05
 WITHOUT_COMPILE_AHEAD = "[plan]\ncompile_ahead = false\n"
 
 
@@ -79,8 +77,14 @@ def measure_program_stall(work: Path, console: Console, *, is_cached: bool) -> P
         environment=environment,
     ) as job:
         _wait_ready(job, is_cached)
-        fault_s = _kill_in_reduction(job)
-        return _read(job, fault_s)
+        with hold_collective(job, HELD_HOST, STALL_TIMEOUT_S):
+            fault_s = job.kill(JobComponent.WORKER, VICTIM)
+        return job.wait_for(
+            f"a step after the kill of {VICTIM}",
+            lambda: _find_stall(job.read_events(), fault_s),
+            STALL_TIMEOUT_S,
+            EVENTS_INTERVAL_S,
+        )
 
 
 def _wait_ready(job: LocalJob, is_cached: bool) -> None:
@@ -98,30 +102,19 @@ def _wait_ready(job: LocalJob, is_cached: bool) -> None:
         )
 
 
-def _kill_in_reduction(job: LocalJob) -> float:
-    """Kill a worker while all hosts but one wait in the all-reduce, where a failure costs most; return the time."""
-    job.hold(FailPoint.BEFORE_REDUCE, [HELD_HOST])
-    job.wait_held([HELD_HOST], STALL_TIMEOUT_S)
-    fault_s = job.kill(JobComponent.WORKER, VICTIM)
-    job.release()
-    return fault_s
-
-
-def _read(job: LocalJob, fault_s: float) -> ProgramStall:
-    end_s = time.monotonic() + STALL_TIMEOUT_S
-    while time.monotonic() < end_s and job.process.poll() is None:
-        stall, events = measure_stall(job.read_events(), fault_s), job.read_events()
-        later = [event for event in events if event.monotonic_s > fault_s]
-        ready = [event for event in later if event.kind is EventKind.PROGRAMS_READY]
-        plans = [event for event in later if event.kind is EventKind.PLAN_CHOSEN]
-        if stall is not None and plans and len(ready) >= stall.num_hosts:
-            most = max(ready[: stall.num_hosts], key=lambda event: float(event.detail["seconds"]))
-            return ProgramStall(
-                programs_s=float(most.detail["seconds"]),
-                compiled=int(most.detail["compiled"]),
-                stall=stall,
-                before=str(plans[0].detail["before"]),
-                after=str(plans[0].detail["plan"]),
-            )
-        time.sleep(POLL_INTERVAL_S)
-    raise InternalError(f"no step after the kill of {VICTIM}:\n{job.read_tail()}")
+def _find_stall(events: Sequence[Event], fault_s: float) -> ProgramStall | None:
+    """Return the first step after the fault with what it waited for; None until all of it is recorded."""
+    stall = measure_stall(events, fault_s)
+    later = [event for event in events if event.monotonic_s > fault_s]
+    ready = [event for event in later if event.kind is EventKind.PROGRAMS_READY]
+    plans = [event for event in later if event.kind is EventKind.PLAN_CHOSEN]
+    if stall is None or not plans or len(ready) < stall.num_hosts:
+        return None
+    slowest = max(ready[: stall.num_hosts], key=lambda event: float(event.detail["seconds"]))
+    return ProgramStall(
+        programs_s=float(slowest.detail["seconds"]),
+        compiled=int(slowest.detail["compiled"]),
+        stall=stall,
+        before=str(plans[0].detail["before"]),
+        after=str(plans[0].detail["plan"]),
+    )

@@ -3,7 +3,6 @@
 import contextlib
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +26,12 @@ from benchmarks.runs import (
     wait_healthy,
 )
 from resilient_jax.chaos.local_job import LocalJob
+from resilient_jax.chaos.recovery import hold_collective, wait_stall
 from resilient_jax.cluster.job_report import JobComponent
+from resilient_jax.cluster.launcher import make_host_names
 from resilient_jax.errors import InternalError
 from resilient_jax.ids import HostName
-from resilient_jax.protocol.failpoints import FailPoint
-from resilient_jax.telemetry.stall import Stall, measure_stall
+from resilient_jax.telemetry.stall import Stall
 
 
 class StallFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,28 +119,17 @@ class _Campaign:
             self._look_at_agents(job)
 
     def _kill(self, job: LocalJob, number: int, *, with_service: bool) -> None:
-        """Kill a worker while the others wait in the all-reduce; `with_service`: and the service, for a re-form."""
-        report = job.read_report()
-        if report is None or report.generation is None:
-            raise InternalError(f"the job is gone:\n{job.read_tail()}")
-        hosts = [m.host for m in report.generation.members]
+        """SIGKILL to a worker while the others wait in the all-reduce; with its service: a re-form."""
+        hosts = make_host_names(HOSTS)
         victim, late = hosts[number % HOSTS], hosts[(number + 1) % HOSTS]
-        before = max(h.step for h in report.hosts)
-        job.hold(FailPoint.BEFORE_REDUCE, [late], before + 2)
-        job.wait_held([late])
-        time.sleep(0.2)  # until the other hosts wait in the all-reduce
-        fault_s = job.kill(JobComponent.WORKER, victim)
-        if with_service:
-            with contextlib.suppress(InternalError):
-                job.kill(JobComponent.COORDINATION_SERVICE, "leader")
-        job.release()
-        end_s = time.monotonic() + REPORT_TIMEOUT_S
-        while (found := measure_stall(job.read_events(), fault_s)) is None:
-            if time.monotonic() > end_s or job.process.poll() is not None:
-                raise InternalError(f"no step after the kill of {victim}:\n{job.read_tail()}")
-            time.sleep(0.05)
+        with hold_collective(job, late) as step:
+            fault_s = job.kill(JobComponent.WORKER, victim)
+            if with_service:
+                with contextlib.suppress(InternalError):
+                    job.kill(JobComponent.COORDINATION_SERVICE, "leader")
+        found = wait_stall(job, fault_s, REPORT_TIMEOUT_S)
         self.stalls.append(found)
-        self.steps_lost += max(0, before + 2 - found.step)
+        self.steps_lost += max(0, step - found.step)
         self._console.print(f"  {len(self.stalls)}: {victim}, {found.change}, {found.total_s:.2f} s")
 
     def _look_at_agents(self, job: LocalJob) -> None:

@@ -49,11 +49,9 @@ def record_curve(script: Path, work: Path) -> LossCurve:
     """Train a small model twice, with half of the workers killed at one step and undisturbed on one host."""
     disturbed, alone = work / "half", work / "whole"
     with run_job([str(script), "curve", str(STEPS), str(disturbed / "times")], disturbed) as job:
-        job.hold(FailPoint.BEFORE_REDUCE, VICTIMS, DEATH_STEP)  # before any host can reach that step
-        job.wait_held(VICTIMS, REPORT_TIMEOUT_S)
-        for host in VICTIMS:
-            job.kill(JobComponent.WORKER, host)
-        job.release()
+        with job.holding(FailPoint.BEFORE_REDUCE, VICTIMS, DEATH_STEP, REPORT_TIMEOUT_S):
+            for host in VICTIMS:
+                job.kill(JobComponent.WORKER, host)
         wait_success(job, "the job that lost half its hosts")
         members = {
             event.generation: int(event.detail["hosts"])

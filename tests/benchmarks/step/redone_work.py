@@ -111,11 +111,9 @@ def _kill_one(job: LocalJob, number: int, console: Console) -> WorkerKill:
     assert report.generation is not None, "all train"
     host = report.generation.members[number % HOSTS].host
     step = max(status.step for status in report.hosts) + AHEAD_STEPS
-    job.hold(FailPoint.BEFORE_REDUCE, [host], step)
-    job.wait_held([host])
-    (pid,) = find_pids(_look(job), JobComponent.WORKER, host)
-    job.kill(JobComponent.WORKER, host)
-    job.release()
+    with job.holding(FailPoint.BEFORE_REDUCE, [host], step):
+        (pid,) = find_pids(report, JobComponent.WORKER, host)
+        job.kill(JobComponent.WORKER, host)
     _wait_change(job, report.generation.number)
     console.print(f"  kill {number + 1}: {host}, before the sum of step {step}")
     return WorkerKill(host=host, pid=pid, step=step)
@@ -137,13 +135,6 @@ def _end(job: LocalJob, work: Path) -> int:
     order.replace(work / "stop")
     wait_success(job, "the job with kills")
     return steps
-
-
-def _look(job: LocalJob) -> JobReport:
-    report = job.read_report()
-    if report is None:
-        raise InternalError(f"the job is gone:\n{job.read_tail()}")
-    return report
 
 
 def _read_computed(work: Path) -> dict[int, Sequence[MicrobatchId]]:
